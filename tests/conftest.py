@@ -125,7 +125,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
     """Each worker begins with files of its own, and finds those of the others compiled when it comes to them."""
     report = yield
     if isinstance(collector, pytest.Dir) and "PYTEST_XDIST_WORKER" in os.environ and report.passed:
-        number, count = os.environ["PYTEST_XDIST_WORKER"][2:], os.environ["PYTEST_XDIST_WORKER_COUNT"]
+        number = os.environ["PYTEST_XDIST_WORKER"][2:]
+        count = os.environ["PYTEST_XDIST_WORKER_COUNT"]
         first = len(report.result) * int(number) // int(count)
         report.result[:] = report.result[first:] + report.result[:first]
     return report

@@ -24,7 +24,8 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import runtime
 
 SIZES = ((8, 8), (8, 8), (8, 12), (16, 8))
-BATCHES, TOKENS = (2, 2, 1), (77, 77, 154)
+BATCHES = (2, 2, 1)
+TOKENS = (77, 77, 154)
 Given = dict[str, Any]
 # A caller of a network, as the twin is called too.
 Caller = Callable[..., Any]
@@ -135,7 +136,8 @@ class WebuiPair(Pair):
 
     def __init__(self, host: Host, device: str) -> None:
         super().__init__(device)
-        self.host, self.ours = host, host.unet
+        self.host = host
+        self.ours = host.unet
         self.theirs = copy.deepcopy(host.unet)
         self._forward = vars(type(self.theirs))["forward"]
         self.as_hosts(self.theirs)

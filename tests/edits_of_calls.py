@@ -46,7 +46,8 @@ def autocast_off(pair: Pair, chance: random.Random) -> Undo:
 
 def gradients(pair: Pair, chance: random.Random) -> Undo:
     """The call is made under another mode of gradients; of parameters or inputs some may want one."""
-    before, wants = pair.grad, chance.random() < 0.5
+    before = pair.grad
+    wants = chance.random() < 0.5
     pair.grad = chance.choice([torch.enable_grad, torch.no_grad, torch.inference_mode])
     if wants:
         for network in pair.networks:
@@ -142,7 +143,8 @@ def with_layers_of_its_own(network: Any) -> None:
 
 
 def copied(pair: Pair, chance: random.Random) -> Undo:
-    name, alters = chance.choice(list(WAYS)), chance.random() < 0.5
+    name = chance.choice(list(WAYS))
+    alters = chance.random() < 0.5
     ours, theirs = map(WAYS[name], pair.networks)
     pair.as_hosts(theirs)
     if alters:
@@ -157,7 +159,8 @@ def kept_forward(pair: Pair, chance: random.Random) -> Undo:
 
 def functional_call(pair: Pair, chance: random.Random) -> Undo:
     """The call is made with other parameters, which are there for as long as it lasts."""
-    factor, part = chance.uniform(0.8, 1.2), chance.choice(["weight", "bias", "conv", "attn"])
+    factor = chance.uniform(0.8, 1.2)
+    part = chance.choice(["weight", "bias", "conv", "attn"])
 
     def caller(network: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +200,8 @@ def of_one(name_of: Callable[[Names], str], change: Callable[[Any], Any]) -> Cal
 
 
 def input_dtype(pair: Pair, chance: random.Random) -> Undo:
-    place, dtype = chance.randrange(3), chance.choice([*HALVES, torch.float64, torch.int64])
+    place = chance.randrange(3)
+    dtype = chance.choice([*HALVES, torch.float64, torch.int64])
     return changed_inputs(pair, of_one(lambda names: names[place], lambda one: one.to(dtype)))
 
 

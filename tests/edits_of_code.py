@@ -135,7 +135,8 @@ def frames_of(work: Callable[[], Any]) -> list[Frame]:
 
 def is_networks(frame: Frame) -> bool:
     """Whether code is the network's: a host's or a layer's of torch, and neither ours nor the tests'."""
-    file, name = Path(frame.code.co_filename), frame.space.get("__name__", "")
+    file = Path(frame.code.co_filename)
+    name = frame.space.get("__name__", "")
     if name.startswith("torch."):
         return name.startswith("torch.nn.modules.") and name not in AROUND_ALL
     if TESTS in file.parents:
@@ -151,7 +152,8 @@ def names_called(frame: Frame) -> Iterator[Site]:
             yield Site(frame.space, instruction.argval)
             value = frame.space[instruction.argval]
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD") and value is not None:
-            owner, value = value, None
+            owner = value
+            value = None
             if isinstance(owner, types.ModuleType) or hasattr(owner, "__dict__") and not callable(owner):
                 yield Site(owner, instruction.argval)
                 value = getattr(owner, instruction.argval, None)
@@ -235,7 +237,8 @@ def closure(below: Any, factor: float | None) -> Any:
 
 class Louder:
     def __init__(self, below: Any, factor: float | None) -> None:
-        self.below, self.factor = below, factor
+        self.below = below
+        self.factor = factor
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return closure(self.below, self.factor)(*args, **kwargs)
@@ -270,7 +273,9 @@ def body(*args: Any, **kwargs: Any) -> Any:
 
 def other_body(function: types.FunctionType) -> Undo:
     """The function object stays, and computes by other code."""
-    code, defaults, kwdefaults = function.__code__, function.__defaults__, function.__kwdefaults__
+    code = function.__code__
+    defaults = function.__defaults__
+    kwdefaults = function.__kwdefaults__
     before = types.FunctionType(code, function.__globals__, function.__name__, defaults)
     before.__kwdefaults__ = kwdefaults
     louder = closure(before, FACTOR)

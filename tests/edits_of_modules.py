@@ -269,7 +269,8 @@ def swap_layers(unet: Any, chance: random.Random) -> Undo:
     first, second = next(pair for pair in pairs if hasattr(attention, pair[0]))
 
     def swap() -> None:
-        one, other = getattr(attention, first), getattr(attention, second)
+        one = getattr(attention, first)
+        other = getattr(attention, second)
         setattr(attention, first, other)
         setattr(attention, second, one)
 

@@ -49,7 +49,8 @@ def frames_of(work: Callable[[], object], closed: Collection[CodeType] = ()) -> 
             return
         if frame.f_code in closed:
             outermost = frame
-        file, function = frame.f_code.co_filename, frame.f_code.co_name
+        file = frame.f_code.co_filename
+        function = frame.f_code.co_name
         if not file.startswith(PACKAGE) or (function.startswith("<") and function != "<lambda>"):
             return
         named = f"{file.removeprefix(PACKAGE)} {function}"

@@ -39,7 +39,8 @@ from lib_onediff.runtime.runtime import runtime
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 # How many times what the host's own output moves by, where its inputs move by one rounding.
 TIMES_A_ROUNDING = 4
-EDITS_OF_A_PLAN, MOST_STANDING = 30, 3
+EDITS_OF_A_PLAN = 30
+MOST_STANDING = 3
 # A run in which OneDiff served a smaller part of the calls shows little.
 LEAST_SERVED = 0.25
 OURS = ("graph", "plain")
@@ -61,7 +62,8 @@ class EditFailed(Exception):
 
 def of_both(edit: Callable[[Any, random.Random], Undo | None]) -> Callable[[Pair, int], Undo | None]:
     def make(pair: Pair, seed: int) -> Undo | None:
-        undos, errors = [], []
+        undos = []
+        errors = []
         for network in pair.networks:
             torch.manual_seed(seed)
             try:
@@ -255,7 +257,8 @@ def limit_of(pair: Pair, caller: Any, given: Given, theirs: Tensor) -> float:
     dtypes += [next(pair.theirs.parameters()).dtype]
     close = max(CLOSE.get(dtype, 1e-5) for dtype in dtypes)
     eps = max(torch.finfo(dtype).eps for dtype in dtypes)
-    generator, moved = torch.Generator().manual_seed(1), dict(given)
+    generator = torch.Generator().manual_seed(1)
+    moved = dict(given)
     for name in (pair.names[0], pair.names[2]):
         value = given[name]
         if isinstance(value, Tensor) and value.is_floating_point():
@@ -318,7 +321,8 @@ def run_plan(pair: Pair, plan: Sequence[Step], tallies: Tallies, deadline: float
     """Run the steps. Returns how many edits were made or undone. Raises Wrong at the first wrong answer; its notes are
     the kind of the edit to blame and the number of steps up to there. Everything is undone at the end."""
     standing: list[tuple[str, Undo | None]] = []
-    kind, done = "unedited", 0
+    kind = "unedited"
+    done = 0
     try:
         for number, step in enumerate(plan):
             if time.monotonic() > deadline:
@@ -327,13 +331,15 @@ def run_plan(pair: Pair, plan: Sequence[Step], tallies: Tallies, deadline: float
                 if isinstance(step, Make):
                     kind = step.edit.kind
                     standing.append((kind, made(step, pair)))
-                    done, tallies[kind].edits = done + 1, tallies[kind].edits + 1
+                    done = done + 1
+                    tallies[kind].edits = tallies[kind].edits + 1
                 elif isinstance(step, UndoLast):
                     if standing:
                         kind, undo = standing.pop()
                         if undo is not None:
                             undo()
-                            done, tallies[kind].edits = done + 1, tallies[kind].edits + 1
+                            done = done + 1
+                            tallies[kind].edits = tallies[kind].edits + 1
                 else:
                     run_calls(pair, step, tallies[kind], is_edited=any(undo is not None for _, undo in standing))
             except Wrong as wrong:
@@ -394,14 +400,16 @@ def shortened(network: str, options: argparse.Namespace, plan: list[Step], wrong
         kept = set().union(*left, {len(plan) - 1}) - {-1}
         return [step for number, step in enumerate(plan) if number in kept]
 
-    trials, parts = 0, 2
+    trials = 0
+    parts = 2
     while units and trials < MOST_TRIALS:
         size = -(-len(units) // parts)
         for first in range(0, len(units), size):
             left = units[:first] + units[first + size:]
             trials += 1
             if fails(network, options, without(left), type(wrong)):
-                units, parts = left, max(parts - 1, 2)
+                units = left
+                parts = max(parts - 1, 2)
                 break
             if trials == MOST_TRIALS:
                 break
@@ -456,7 +464,8 @@ def exact_products() -> Iterator[None]:
 def run(options: argparse.Namespace, tell: Callable[[str], object] = print) -> tuple[dict[str, Tallies], int]:
     """Random plans on each network in turn until so many edits were made. Returns the tallies by network and kind, and
     how many failures there were."""
-    chance, began = random.Random(options.seed), time.monotonic()
+    chance = random.Random(options.seed)
+    began = time.monotonic()
     deadline = began + options.seconds
     tallies: dict[str, Tallies] = {network: defaultdict(Tally) for network in options.networks}
     done = failures = turn = 0
@@ -506,8 +515,10 @@ def report(tallies: dict[str, Tallies], seconds: float, tell: Callable[[str], ob
     """Print the tallies by kind and by network. Returns whether nothing was wrong and OneDiff served enough calls."""
     def line(name: str, found: Sequence[Tally]) -> tuple[int, float]:
         calls = sum((tally.calls for tally in found), Counter())
-        total, ours = sum(calls.values()), sum(calls[route] for route in OURS)
-        wrong, again = sum(tally.wrong for tally in found), sum(tally.not_again for tally in found)
+        total = sum(calls.values())
+        ours = sum(calls[route] for route in OURS)
+        wrong = sum(tally.wrong for tally in found)
+        again = sum(tally.not_again for tally in found)
         tell(
             f"{name:<18}{sum(tally.edits for tally in found):>7} edits {total:>7} calls"
             f"{100 * ours / (total or 1):>5.0f} % by OneDiff ({100 * calls['graph'] / (total or 1):.0f} % by graph)"

@@ -23,7 +23,8 @@ TRAINING_SCHEDULE: dict[str, Any] = {
     "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False,
     "set_alpha_to_one": False, "steps_offset": 1,
 }
-START, END = "<|startoftext|>", "<|endoftext|>"
+START = "<|startoftext|>"
+END = "<|endoftext|>"
 BYTE_TOKENS = 2 * 256 + 2
 DEFAULT_SEED = 15
 TEXT_WIDTH = 64

@@ -22,7 +22,8 @@ def randomise(module: nn.Module, seed: int = 0) -> Any:
 @lru_cache(maxsize=16)
 def random_values(seed: int, parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> list[Tensor]:
     """Those of randomise, for parameters of these names and shapes. Most tests of a file ask for the same ones."""
-    generator, made = torch.Generator().manual_seed(seed), []
+    generator = torch.Generator().manual_seed(seed)
+    made = []
     with torch.inference_mode(False), torch.no_grad():
         for name, shape in parameters:
             values = torch.randn(shape, generator=generator)

@@ -56,7 +56,8 @@ def controlled_forward(unet: Any, x: Tensor, timesteps: Tensor, context: Tensor)
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
     embedding = unet.time_embed(timestep_embedding(timesteps, unet.model_channels))
-    hidden_states, skips = x, []
+    hidden_states = x
+    skips = []
     for stage in unet.input_blocks:
         hidden_states = stage(hidden_states, embedding, context)
         skips.append(hidden_states)
@@ -98,7 +99,9 @@ class Host:
     sample(extension, control): two UNet calls, for which extension may change the host's objects; and set_lora().
     """
 
-    unet_module, unet_class, vae_module = "", "", ""
+    unet_module = ""
+    unet_class = ""
+    vae_module = ""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -120,7 +123,8 @@ class Host:
 
     def forwards(self) -> list[Any]:
         """Of the classes that we put ours into."""
-        unet, vae = getattr(self.module(self.unet_module), self.unet_class), self.module(self.vae_module)
+        unet = getattr(self.module(self.unet_module), self.unet_class)
+        vae = self.module(self.vae_module)
         return [kind.__dict__["forward"] for kind in (unet, vae.Decoder, vae.Encoder)]
 
     # --- as scripts/onediff.py does --------------------------------------------------------------------------------
@@ -147,7 +151,8 @@ class Host:
 
     def generate(self, extension: Any = None, control: Any = None) -> Made:
         """One generation; before start() it is the host's own."""
-        guard, adapter = runtime.guard, self.adapter if runtime.settings.enabled else None
+        guard = runtime.guard
+        adapter = self.adapter if runtime.settings.enabled else None
         guard.hook("the settings of this generation", in_generation=True)(guard.resume)()
         p = SimpleNamespace(sd_model=self.checkpoint, sampler=Sampler(), is_hr_pass=False)
         if adapter is not None:
@@ -173,13 +178,17 @@ class Host:
 class FamilyHost(Host):
     """A host of the Forge family."""
 
-    unet_module, unet_class, vae_module = "backend.nn.unet", "IntegratedUNet2DConditionModel", "backend.nn.vae"
-    patcher, layers = "backend.patcher.base", ("backend.operations", "ForgeOperations")
+    unet_module = "backend.nn.unet"
+    unet_class = "IntegratedUNet2DConditionModel"
+    vae_module = "backend.nn.vae"
+    patcher = "backend.patcher.base"
+    layers = ("backend.operations", "ForgeOperations")
     sampling = "backend.sampling.sampling_function"
 
     def make(self) -> Any:
         engine = self.module("stand_in_engine")
-        unet, (encoder, decoder) = self.new_unet(), self.new_vae()
+        unet = self.new_unet()
+        encoder, decoder = self.new_vae()
         for network in (unet, encoder, decoder):
             self.in_own_layers(network)
         model = engine.KModel(unet)
@@ -207,7 +216,8 @@ class FamilyHost(Host):
         patcher = self.checkpoint.forge_objects.unet.clone()
         if extension is not None:
             extension(patcher)
-        sampling, (image, context) = self.module(self.sampling), self.noise_and_prompts()
+        sampling = self.module(self.sampling)
+        image, context = self.noise_and_prompts()
         sampling.sampling_prepare(patcher, image)
         for sigma in (9.0, 1.5):
             options = {
@@ -255,9 +265,11 @@ class FamilyHost(Host):
 class LdmPatchedHost(FamilyHost):
     """reForge."""
 
-    unet_module, unet_class = "ldm_patched.ldm.modules.diffusionmodules.openaimodel", "UNetModel"
+    unet_module = "ldm_patched.ldm.modules.diffusionmodules.openaimodel"
+    unet_class = "UNetModel"
     vae_module = "ldm_patched.ldm.modules.diffusionmodules.model"
-    patcher, layers = "ldm_patched.modules.model_patcher", ("ldm_patched.modules.ops", "disable_weight_init")
+    patcher = "ldm_patched.modules.model_patcher"
+    layers = ("ldm_patched.modules.ops", "disable_weight_init")
     sampling = "modules_forge.forge_sampler"
 
 
@@ -282,7 +294,8 @@ class ClassicHost(LdmPatchedHost):
 
 
 class A1111Host(Host):
-    unet_module, unet_class = "ldm.modules.diffusionmodules.openaimodel", "UNetModel"
+    unet_module = "ldm.modules.diffusionmodules.openaimodel"
+    unet_class = "UNetModel"
     vae_module = "ldm.modules.diffusionmodules.model"
     _file: dict[str, Tensor] | None = None
 
@@ -305,7 +318,8 @@ class A1111Host(Host):
         return torch.no_grad()
 
     def sample(self, extension: Any, control: Any) -> Tensor:
-        image, context = random(1, 4, 8, 8, seed=1), random(2, 77, CONTEXT_WIDTH, seed=2)
+        image = random(1, 4, 8, 8, seed=1)
+        context = random(2, 77, CONTEXT_WIDTH, seed=2)
         for time in (900.25, 150.5):
             predictions = self.checkpoint.apply_model(
                 image.repeat(2, 1, 1, 1), torch.full((2,), time), {"c_crossattn": [context.clone()]}

@@ -30,7 +30,8 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.binding import Binding, shares_storage
 from lib_onediff.weights.low_bit import every_low_bit_layer
 
-CHANNELS, WIDTH = 4, 64
+CHANNELS = 4
+WIDTH = 64
 LAYERS = (
     "x_embedder.proj.1", "t_embedder.1.linear_2", "final_layer.adaln_modulation.1", "final_layer.adaln_modulation.2",
     *(f"blocks.1.adaln_modulation_{place}.{layer}" for place in ("self_attn", "cross_attn", "mlp") for layer in (1, 2)),
@@ -142,9 +143,11 @@ def test_loras_on_every_kind_of_layer(host: AnimaHost, online: bool, stored: tor
     """stored: the type of the weights, which are computed in float32."""
     if stored != torch.float32:
         host.store_as(stored)
-    one, two = lora(host, LAYERS), lora(host, LAYERS[1:9], rank=2, seed=7)
+    one = lora(host, LAYERS)
+    two = lora(host, LAYERS[1:9], rank=2, seed=7)
     sequence: Any = ((), ((one, 0.5),), ((one, 0.25),), ((one, 0.25), (two, 0.8)), ())
-    expected, made = [], []
+    expected = []
+    made = []
     for loras in sequence:
         host.set_loras(*loras, online=online)
         expected.append(host.generate())
@@ -185,7 +188,8 @@ def test_what_only_the_host_knows_is_the_hosts(host: AnimaHost, reason: str, cha
                 change(host, patch)
             return host.output(**told)
 
-    plain, expected = host.output(), changed()
+    plain = host.output()
+    expected = changed()
     assert relative_error(expected, plain) > 1e-2
     host.begin()
     for _ in range(2):
@@ -240,7 +244,8 @@ def test_what_it_calls_by_name_counts_when_it_is_replaced_after_a_proof(host: An
             BY_NAME[name](host, patch)
             return host.output()
 
-    plain, expected = host.output(), replaced()
+    plain = host.output()
+    expected = replaced()
     assert relative_error(expected, plain) > 1e-2
     host.begin()
     for _ in range(3):
@@ -266,8 +271,11 @@ def test_a_unet_after_anima_and_back(host: AnimaHost) -> None:
 
 
 def test_nothing_is_left_of_us(host: AnimaHost) -> None:
-    kind, expected, names = host.code.Anima, host.generate(), attributes(host)
-    forward, weight = kind.forward, host.unet.blocks[0].self_attn.q_proj.weight
+    kind = host.code.Anima
+    expected = host.generate()
+    names = attributes(host)
+    forward = kind.forward
+    weight = host.unet.blocks[0].self_attn.q_proj.weight
     before = {name: (tensor, tensor.clone()) for name, tensor in host.unet.state_dict(keep_vars=True).items()}
     adapter = host.start()
     assert calls_of(host.generate)[1] == OURS and kind.forward is not forward and shares_storage(weight)
@@ -317,10 +325,13 @@ class Read(dict[str, LayerWeights]):
 
 
 def test_layers_are_read_unit_by_unit_and_six_of_a_block_may_be_in_eight_bits(host: AnimaHost) -> None:
-    family, layout = Animas(), FAMILIES.read(host.unet)
-    call, binding = family.example(layout, (8, 8), 2, 77, torch.randn), Binding(host.unet, layout)
+    family = Animas()
+    layout = FAMILIES.read(host.unet)
+    call = family.example(layout, (8, 8), 2, 77, torch.randn)
+    binding = Binding(host.unet, layout)
     binding.bind()
-    units, read = family.units(layout, call), Read(binding.weights())
+    units = family.units(layout, call)
+    read = Read(binding.weights())
     unit_of = {name: number for number, names in enumerate(units) for name in names}
     assert sorted(name for names in units for name in names) == sorted(binding.groups)
     family.output(layout, read, operators, call)
@@ -333,8 +344,10 @@ def test_layers_are_read_unit_by_unit_and_six_of_a_block_may_be_in_eight_bits(ho
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
 def test_our_kernels_compute_the_same(host: AnimaHost) -> None:
-    family, layout = Animas(), FAMILIES.read(host.unet)
-    binding, call = Binding(host.unet, layout), family.example(layout, (5, 6), 2, 77, torch.randn)
+    family = Animas()
+    layout = FAMILIES.read(host.unet)
+    binding = Binding(host.unet, layout)
+    call = family.example(layout, (5, 6), 2, 77, torch.randn)
     binding.bind()
     call = replace(call, context=call.context[:, :20])
     ours, expected = (family.output(layout, binding.weights(), ops, call) for ops in (NativeOperators(), operators))

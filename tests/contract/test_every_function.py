@@ -47,7 +47,8 @@ OUTERMOST = {
 }
 # With DDIM these random networks amplify what a step changes: a lossless image shows every fault of a step, and what
 # policies leave out would be as far away as a fault. With Euler it is 0.04 at most.
-LOSSLESS, LOSSY = "DDIMScheduler", "EulerDiscreteScheduler"
+LOSSLESS = "DDIMScheduler"
+LOSSY = "EulerDiscreteScheduler"
 # How much farther from the host's an image may be of which some steps are the host's.
 SLACK = 1.25
 DOORS = ("api/auth.py", "api/origins.py")
@@ -81,7 +82,8 @@ class Reference(NamedTuple):
 
 def apart(made: Any, expected: Any) -> tuple[float, float]:
     """The largest difference of two images, and their root mean square; infinite where they cannot be compared."""
-    made, expected = numpy.asarray(made, dtype="float64"), numpy.asarray(expected, dtype="float64")
+    made = numpy.asarray(made, dtype="float64")
+    expected = numpy.asarray(expected, dtype="float64")
     if made.shape != expected.shape or not numpy.isfinite(made).all():
         return float("inf"), float("inf")
     differences = numpy.abs(made - expected)
@@ -138,7 +140,9 @@ def nothing_is_lost(
 
     reference = undisturbed(prepare, images, expected)
     afresh(prepare)
-    names, breaker, found = functions_called(work), Breaker(), []
+    names = functions_called(work)
+    breaker = Breaker()
+    found = []
     for name in some(names, own):
         for always in (False, True):
             afresh(prepare)

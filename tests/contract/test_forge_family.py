@@ -25,7 +25,8 @@ forges = pytest.mark.parametrize("host", ["forge", "neo"], indirect=True)
 
 def load(host: Host, checkpoint: Any) -> None:
     """The host throws its checkpoint away and loads another."""
-    data, memory = host.module("modules.sd_models").model_data, host.module(host.adapter.memory)
+    data = host.module("modules.sd_models").model_data
+    memory = host.module(host.adapter.memory)
     data.sd_model = host.checkpoint = None
     memory.current_loaded_models.clear()
     gc.collect()
@@ -46,7 +47,8 @@ def test_a_refiner_that_is_loaded_within_a_sampling_is_served(host: Host) -> Non
 def test_beside_another_network_nothing_is_left_of_a_unet(host: Host, caplog: pytest.LogCaptureFixture) -> None:
     adapter = host.start()
     host.generate()
-    unet, weight = weakref.ref(host.unet), weakref.ref(next(host.unet.parameters()))
+    unet = weakref.ref(host.unet)
+    weight = weakref.ref(next(host.unet.parameters()))
     other = host.make()
     other.forge_objects.unet.model.diffusion_model = nn.Linear(1, 1)
     # What a host calls the model: its engine, or, with ComfyUI's code, what stands around the network.
@@ -148,8 +150,10 @@ def test_a_model_that_is_computed_in_another_type_than_we_know_is_the_hosts(host
 
 @family
 def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, adapter = host.generate(), host.start()
-    model, switch = host.checkpoint.forge_objects.unet.model, [adapter.stop, adapter.serve]
+    expected = host.generate()
+    adapter = host.start()
+    model = host.checkpoint.forge_objects.unet.model
+    switch = [adapter.stop, adapter.serve]
     apply = model.apply_model
 
     def then_switch(*args: Any, **kwargs: Any) -> Any:
@@ -170,7 +174,8 @@ def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch
 def test_the_host_is_asked_for_room_in_the_samplings_that_lack_it_and_in_no_others(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter, checkpoint = host.start(), host.checkpoint
+    adapter = host.start()
+    checkpoint = host.checkpoint
     monkeypatch.setattr(runtime, "room_lacked", lambda unet, size: 300 if unet is host.unet and 512 in size else 0)
 
     def left_free(width: int) -> int:
@@ -185,7 +190,8 @@ def test_the_host_is_asked_for_room_in_the_samplings_that_lack_it_and_in_no_othe
 def test_exclusive_work_runs_on_the_hosts_main_thread_with_its_lock(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    adapter, lock = host.start(), host.module("modules.call_queue").queue_lock
+    adapter = host.start()
+    lock = host.module("modules.call_queue").queue_lock
     handed_over: list[Any] = []
     main_thread = host.module("modules_forge.main_thread")
     monkeypatch.setattr(main_thread, "run_and_wait_result", lambda work: (handed_over.append(work), work())[:0])

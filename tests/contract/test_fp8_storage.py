@@ -27,7 +27,8 @@ def bits(host: A1111Host) -> dict[str, Tensor]:
 def in_float32(host: A1111Host, make: Callable[[], Any]) -> Any:
     """What the same stored weights make where nothing is rounded."""
     devices = host.module("modules.devices")
-    before, devices.by_hand = devices.by_hand, True
+    before = devices.by_hand
+    devices.by_hand = True
     try:
         return make()
     finally:
@@ -49,7 +50,8 @@ def mean_error(made: list[Tensor], exact: list[Tensor]) -> float:
 
 def loras(host: A1111Host, *strengths: float) -> None:
     """LoRAs that change weights and biases, for the generations to come."""
-    networks, parameters = host.module("networks"), dict(host.unet.named_parameters())
+    networks = host.module("networks")
+    parameters = dict(host.unet.named_parameters())
     biases = [f"{name}.bias" for name in LAYERS if f"{name}.bias" in parameters]
     wanted = []
     for seed, strength in enumerate(strengths):
@@ -62,8 +64,10 @@ def loras(host: A1111Host, *strengths: float) -> None:
 def test_it_is_cast_where_it_is_used_and_is_no_farther_from_float32_than_the_host(host: A1111Host) -> None:
     """As on a CPU: the WebUI calls in float32, and layers compute in bfloat16."""
     host.store_in_fp8(True)
-    exact, expected = in_float32(host, lambda: outputs(host)), outputs(host)
-    image, before = host.generate(), bits(host)
+    exact = in_float32(host, lambda: outputs(host))
+    expected = outputs(host)
+    image = host.generate()
+    before = bits(host)
     host.start()
     made, calls = calls_of(host.generate)
     assert calls == OURS and network(host).weight_marks == (STORED,), runtime.status()["reason"]

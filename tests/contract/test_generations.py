@@ -40,7 +40,8 @@ def attributes(host: Host) -> list[set[str]]:
 
 def test_a_generation_is_ours_and_the_hosts(host: Host) -> None:
     expected = host.generate()
-    adapter, decodes = host.start(), runtime.status()["vae"]["calls"]["ours"]
+    adapter = host.start()
+    decodes = runtime.status()["vae"]["calls"]["ours"]
     assert (adapter.name, adapter.release) == RELEASES[host.name]
     for _ in range(3):
         made, calls = calls_of(host.generate)
@@ -55,7 +56,8 @@ def test_a_generation_is_ours_and_the_hosts(host: Host) -> None:
 def test_with_low_vram_every_call_is_ours_and_the_hosts_own_layer_leaves_the_gpu(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, lowvram = host.generate(), host.module("modules.lowvram")
+    expected = host.generate()
+    lowvram = host.module("modules.lowvram")
     monkeypatch.setattr(host.module("modules.shared").cmd_opts, "lowvram", True)
     unet = host.networks()[0]
     for block in (*unet.input_blocks, unet.middle_block, *unet.output_blocks):
@@ -90,7 +92,9 @@ def test_classes_that_somebody_has_derived_are_the_hosts(host: Host) -> None:
 
 
 def test_one_hook_however_often_and_nothing_afterwards(host: Host) -> None:
-    expected, before, originals = host.generate(), attributes(host), host.forwards()
+    expected = host.generate()
+    before = attributes(host)
+    originals = host.forwards()
     kept = [{name: value.clone() for name, value in network.named_parameters()} for network in host.networks()]
     adapter = host.start()
     for _ in range(3):
@@ -153,7 +157,8 @@ def test_a_lora_counts_as_weights_and_not_as_code(host: Any) -> None:
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_loras_are_computed_beside_their_layers(host: Any) -> None:
-    sequence, expected = ((0.5, False), (0.5, True), (0.25, True), (0.5, True), (0.0, False)), []
+    sequence = ((0.5, False), (0.5, True), (0.25, True), (0.5, True), (0.0, False))
+    expected = []
     for strength, online in sequence:
         host.set_lora(strength, online)
         expected.append(host.generate())
@@ -167,7 +172,8 @@ def test_loras_are_computed_beside_their_layers(host: Any) -> None:
     assert close(host.generate(), expected[0])
     host.set_lora(0.0, online=True)
     assert close(host.generate(), expected[-1])
-    networks, convolution = host.module("networks"), "input_blocks.1.0.in_layers.2"
+    networks = host.module("networks")
+    convolution = "input_blocks.1.0.in_layers.2"
     difference = random(*host.unet.get_submodule(convolution).weight.shape)
     networks.loaded_networks[:] = [networks.network("another kind", 0.5, {convolution: difference})]
     calls = calls_of(host.generate)[1]
@@ -188,7 +194,8 @@ def test_a_function_in_the_options_runs_within_our_forward(host: Host) -> None:
         torch.manual_seed(3)
         return host.generate(extension)
 
-    expected, plain = generate(), host.generate()
+    expected = generate()
+    plain = host.generate()
     assert not torch.allclose(expected.latent, plain.latent, atol=0.1)
     host.start()
     for _ in range(2):
@@ -249,7 +256,8 @@ def test_code_above_our_hook_is_named_where_no_call_reaches_it(
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_the_old_lycoris_extension_is_named_with_what_to_do(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, (layer, *_) = host.generate(), [each for each in host.unet.modules() if isinstance(each, nn.Linear)]
+    expected = host.generate()
+    layer, *_ = [each for each in host.unet.modules() if isinstance(each, nn.Linear)]
     host.start()
     patches = SimpleNamespace(originals={})
     monkeypatch.setitem(sys.modules, "modules.patches", patches)
@@ -264,7 +272,8 @@ def test_the_old_lycoris_extension_is_named_with_what_to_do(host: Host, monkeypa
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_a_loop_of_an_extensions_own_is_the_hosts_to_the_bit_and_ours_again_without_it(host: Host) -> None:
-    plain, unet = host.generate(), host.unet
+    plain = host.generate()
+    unet = host.unet
     unet.forward = MethodType(controlled_forward, unet)
     expected = host.generate()
     assert relative_error(expected.latent, plain.latent) > 0.01

@@ -18,8 +18,11 @@ from lib_onediff.weights.binding import shares_storage
 # Neo's adapter is Forge's, and Classic's is reForge's.
 FAMILY = ("forge", "reforge")
 HOSTS = ("a1111", *FAMILY)
-UNET, VAE, BEGINNING = "the UNet's forward", "the VAE's forward", "the beginning of a sampling"
-LATENT, IMAGES = ("latent",), ("image", "encoded")
+UNET = "the UNet's forward"
+VAE = "the VAE's forward"
+BEGINNING = "the beginning of a sampling"
+LATENT = ("latent",)
+IMAGES = ("image", "encoded")
 ALL = (*LATENT, *IMAGES)
 
 

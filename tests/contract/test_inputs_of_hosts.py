@@ -41,7 +41,8 @@ def others() -> Iterator[tuple[str, Inputs]]:
 
 def outcome(host: Host, given: Inputs) -> Tensor | type[Exception]:
     options = {} if isinstance(host, A1111Host) else {"control": None, "transformer_options": {}}
-    x, timesteps = given["x"], given["timesteps"]
+    x = given["x"]
+    timesteps = given["timesteps"]
     more = {name: given[name] for name in ("context", "y") if name in given}
     try:
         with host.no_gradients():
@@ -65,7 +66,8 @@ def test_what_the_host_refuses_it_is_asked(host: Host, tracebacks: Any) -> None:
     for _ in range(2):
         outcome(host, usual())
     assert runtime.status()["route"] == "plain", runtime.status()["reason"]
-    before, found = tracebacks(), []
+    before = tracebacks()
+    found = []
     for what, given in others():
         ours = outcome(host, given)
         if not agree(ours, expected[what]):

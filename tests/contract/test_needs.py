@@ -26,7 +26,8 @@ MISSING = [
 
 def refuses(host: Host, said: str) -> None:
     """Nothing is hooked for this reason."""
-    before, adapter = host.forwards(), host.start()
+    before = host.forwards()
+    adapter = host.start()
     reason = f"{RELEASES[host.name][1]} {said}: OneDiff does not know this release, and changes nothing"
     assert type(adapter) is WebUI and adapter.why_not_served() == reason
     assert host.forwards() == before
@@ -74,7 +75,8 @@ def test_a_checkpoint_without_what_we_need(host: Host) -> None:
     """Such a release is known by its first checkpoint only; then every call is the host's, until another is loaded."""
     expected = host.generate()
     path = "first_stage_model" if host.name == "a1111" else "forge_objects_after_applying_lora"
-    whole, adapter = host.checkpoint, host.start()
+    whole = host.checkpoint
+    adapter = host.start()
     host.checkpoint = SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != path})
     host.announce()
     reason = f"{adapter.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
@@ -91,7 +93,8 @@ def test_a_checkpoint_without_what_we_need(host: Host) -> None:
 def test_no_checkpoint_at_all(host: Host) -> None:
     """Classic throws the old one away before it loads the new one, which may fail."""
     expected = host.generate()
-    adapter, data = host.start(), host.module("modules.sd_models").model_data
+    adapter = host.start()
+    data = host.module("modules.sd_models").model_data
     del data.sd_model
     assert (adapter.notes(), adapter.why_not_served(), adapter.model_name()) == ([], None, None)
     told = status.current_status(adapter)

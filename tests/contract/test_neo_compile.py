@@ -16,7 +16,9 @@ from lib_onediff.runtime.runtime import runtime
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
 def test_nothing_of_ours_is_traced(host: Host) -> None:
     torch._dynamo.reset()
-    x, t, context = random(2, 4, 8, 8), torch.full((2,), 500.0), random(2, 77, CONTEXT_WIDTH)
+    x = random(2, 4, 8, 8)
+    t = torch.full((2,), 500.0)
+    context = random(2, 77, CONTEXT_WIDTH)
     arguments: Any = {"context": context, "control": None, "transformer_options": {}}
     traced = Traced()
     try:

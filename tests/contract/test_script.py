@@ -41,7 +41,8 @@ class Standalone:
     """The standalone host with our script and a small model."""
 
     def __init__(self) -> None:
-        self.unet, self.vae = diffusers_unet(), diffusers_vae()
+        self.unet = diffusers_unet()
+        self.vae = diffusers_vae()
         self.model = SimpleNamespace(unet=self.unet, pipeline=SimpleNamespace(unet=self.unet, vae=self.vae))
         self.script = scripts.load_module(str(SCRIPT))
         self.page: Any = self.script.OneDiffScript()

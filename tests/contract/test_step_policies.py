@@ -18,7 +18,8 @@ from lib_onediff.runtime.runtime import runtime
 family = pytest.mark.parametrize("host", FAMILY, indirect=True)
 a1111 = pytest.mark.parametrize("host", ["a1111"], indirect=True)
 SIGMAS = [12.0 - step for step in range(12)]
-NEGATIVE_FIRST, PROMPT_FIRST = [1, 0], [0, 1]
+NEGATIVE_FIRST = [1, 0]
+PROMPT_FIRST = [0, 1]
 
 
 class Sampler12(Sampler):
@@ -44,7 +45,9 @@ class Guided:
     sampler: type[Sampler12] = Sampler12
 
     def __init__(self, host: Host, images: int = 1, marks: list[int] = PROMPT_FIRST) -> None:
-        self.host, self.images, self.marks = host, images, marks
+        self.host = host
+        self.images = images
+        self.marks = marks
         self.prompt, self.negative = (random(images, 77, CONTEXT_WIDTH, seed=seed) for seed in (2, 3))
         self.control: dict[str, list[Tensor]] | None = None
         self.options: dict[str, Any] = {}
@@ -85,16 +88,19 @@ class Guided:
 
     def steps(self) -> Iterator[Step]:
         """One sampling."""
-        host, adapter = self.host, self.host.adapter
+        host = self.host
+        adapter = self.host.adapter
         runtime.guard.resume()
         known: dict[str, Any] = {"sd_model": host.checkpoint, "is_hr_pass": False, "cfg_scale": 7.0, **self.generation}
         p = SimpleNamespace(sampler=self.sampler(), **known)
         adapter.before_sampling(p)
         p.sampler.get_sigmas()
-        image, parts = random(self.images, 4, 8, 8, seed=1), [self.prompt, self.negative]
+        image = random(self.images, 4, 8, 8, seed=1)
+        parts = [self.prompt, self.negative]
         context = torch.cat([parts[mark] for mark in self.marks])
         for sigma in SIGMAS:
-            said, before = self.said(), runtime.status()["guidance"]["without_negative"]
+            said = self.said()
+            before = runtime.status()["guidance"]["without_negative"]
             adapter.before_step(said)
             latent = image.repeat(len(context) // self.images, 1, 1, 1)
             options = {} if host.name == "a1111" else self.options_of(sigma)
@@ -110,7 +116,9 @@ class Guided:
 
     def by_host(self, step: Step) -> Tensor:
         """What the host's own UNet answers to a call, of the prompt's rows alone where ours left the others out."""
-        rows, options, control = slice(None), step.options, step.control
+        rows = slice(None)
+        options = step.options
+        control = step.control
         if step.is_early:
             rows = self.rows
             if options:
@@ -123,7 +131,8 @@ class Guided:
 
 class SimpleParams:
     def __init__(self, text_cond: Any, text_uncond: Any) -> None:
-        self.text_cond, self.text_uncond = text_cond, text_uncond
+        self.text_cond = text_cond
+        self.text_uncond = text_uncond
 
 
 def agrees(guided: Guided) -> None:
@@ -183,7 +192,8 @@ def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dic
 def test_other_layouts_of_a1111(host: Host, conds: int, negatives: int, batch: int, reason: str) -> None:
     guided = Guided(host, 1, [0] * batch)
     guided.start()
-    prompts, negative = random(conds, 77, CONTEXT_WIDTH, seed=4), random(negatives, 77, CONTEXT_WIDTH, seed=3)
+    prompts = random(conds, 77, CONTEXT_WIDTH, seed=4)
+    negative = random(negatives, 77, CONTEXT_WIDTH, seed=3)
     # What a step has said ends with it.
     said = SimpleParams(prompts, negative) if conds else None
     guided.said = lambda: said or SimpleParams(prompts, negative)
@@ -204,7 +214,8 @@ class Euler(Sampler12):
 def is_inactive_for_few_steps(host: Host, **generation: Any) -> bool:
     """Whether DeepCache is inactive in a sampling of 12 steps, for the few steps. generation: attributes of p."""
     guided = Guided(host)
-    guided.sampler, guided.generation = Euler, generation
+    guided.sampler = Euler
+    guided.generation = generation
     guided.start(deepcache_interval=3, skip_negative_after=0)
     before = runtime.status()["deepcache"]["cached"]
     list(guided.steps())

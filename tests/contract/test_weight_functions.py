@@ -77,7 +77,8 @@ def expected_of(host: Host, *sequence: tuple[Any, ...]) -> list[Any]:
 
 @family
 def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
-    one, two = lora(host, (*LINEAR, *CONVOLUTIONS)), lora(host, LINEAR[:6], rank=2, seed=7)
+    one = lora(host, (*LINEAR, *CONVOLUTIONS))
+    two = lora(host, LINEAR[:6], rank=2, seed=7)
     sequence = ((), ((one, 0.5),), ((one, 0.25),), ((one, 0.5), (two, 0.8)), ((two, 0.8),), ())
     expected = expected_of(host, *sequence)
     for index, other in enumerate(expected[:4]):
@@ -107,7 +108,8 @@ def test_a_strength_that_is_written_between_two_calls_counts_at_once(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Neo's <lora:x:[1@0,0.25@0.5]>."""
-    model, patches = host.checkpoint.forge_objects.unet.model, lora(host, (*LINEAR, *CONVOLUTIONS))
+    model = host.checkpoint.forge_objects.unet.model
+    patches = lora(host, (*LINEAR, *CONVOLUTIONS))
     apply = model.apply_model
 
     def at_its_strength(x: Tensor, t: Tensor, **told: Any) -> Tensor:
@@ -153,7 +155,8 @@ def test_other_functions_are_applied_to_copies_once(host: Host, monkeypatch: pyt
 def test_a_function_of_another_extension_runs_at_every_call(host: Host) -> None:
     """Nobody knows of what it makes its weight."""
     factor = 1.0
-    plain, expected = host.generate(), {}
+    plain = host.generate()
+    expected = {}
     patcher = host.checkpoint.forge_objects.unet
     patcher.take_off = lambda layer: None
     host.checkpoint.forge_objects_after_applying_lora.unet = patcher

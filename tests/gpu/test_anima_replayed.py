@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime", "exact_p
 STAND_INS = Path(__file__).parents[1] / "contract" / "stand_ins"
 GPU = torch.device("cuda")
 # Of our error to the host's own. FP8 and INT8: of the output.
-WORST_RATIO, NEAR = 1.1, {"fp8": 0.12, "int8": 0.05}
+WORST_RATIO = 1.1
+NEAR = {"fp8": 0.12, "int8": 0.05}
 SIZES = [(64, 64, 2, 512), (33, 50, 1, 601)]
 
 
@@ -75,7 +76,8 @@ def exact(network: nn.Module, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_it_is_as_exact_as_the_host(make: Any, dtype: torch.dtype, size: tuple[int, ...]) -> None:
-    network, given = make(dtype), inputs(dtype, *size)
+    network = make(dtype)
+    given = inputs(dtype, *size)
     expected = exact(network, given)
     with torch.inference_mode():
         host = relative_error(network(*given), expected)
@@ -90,7 +92,8 @@ def test_eight_bits(make: Any, dtype: torch.dtype, option: str, monkeypatch: pyt
         pytest.skip("this GPU has none")
     monkeypatch.setattr(ours, "_best", lambda product, dtype, kinds: kinds[0])
     monkeypatch.setattr(ours, "gains", lambda product, dtype, kind: 1.0)
-    network, given = make(dtype), inputs(dtype, *SIZES[0])
+    network = make(dtype)
+    given = inputs(dtype, *SIZES[0])
     expected = exact(network, given)
     output = served(network, given, low_bit=option, low_bit_budget=NEAR["fp8"])
     assert last_call()["lossy"] == "8-bit" and last_call()["low_bit_layers"] == 12

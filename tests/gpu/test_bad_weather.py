@@ -20,7 +20,8 @@ from lib_onediff.public import compile_unet
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu
-MIB, CLOSE = 2**20, 1e-2
+MIB = 2**20
+CLOSE = 1e-2
 
 
 @pytest.fixture
@@ -62,7 +63,11 @@ def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
 
 
 def test_what_torch_keeps_unused_is_room_to_measure_in() -> None:
-    device, work = torch.device("cuda"), lambda: torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    device = torch.device("cuda")
+
+    def work() -> torch.Tensor:
+        return torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+
     runtime.purge()
     kept = [torch.empty(64 * MIB, dtype=torch.uint8, device=device) for _ in range(8)]
     torch.cuda.set_per_process_memory_fraction(torch.cuda.memory_reserved() / torch.cuda.mem_get_info()[1])
@@ -74,7 +79,8 @@ def test_what_torch_keeps_unused_is_room_to_measure_in() -> None:
 
 
 def test_a_card_that_is_really_full(unet: nn.Module) -> None:
-    small, large = arguments(unet), arguments(unet, 1024, 1024, 4)
+    small = arguments(unet)
+    large = arguments(unet, 1024, 1024, 4)
     use(unet, small)
     expected = host(unet, large)
     gc.collect()

@@ -27,7 +27,9 @@ MIB = 2**20
 # What matrix libraries allocate for a stream when it is first used, and torch may have given back since.
 WORKSPACE = 9 * MIB
 CLOSE = 1e-2
-SMALL, MIDDLE, LARGE = (512, 512), (768, 512), (960, 720)
+SMALL = (512, 512)
+MIDDLE = (768, 512)
+LARGE = (960, 720)
 SIDES = {"512x512": SMALL, "768x512": MIDDLE}
 
 
@@ -60,7 +62,8 @@ def test_purging_a_row_frees_what_it_said(unet: nn.Module, order: tuple[tuple[in
     for size in order:
         use(unet, size)
     for largest, rest in ((LARGE, ("768x512", "512x512")), (MIDDLE, ("512x512",)), (SMALL, ())):
-        before, said = reserved(), row(largest).bytes
+        before = reserved()
+        said = row(largest).bytes
         freed = runtime.purge([row(largest).resolution])
         fell = before - reserved()
         assert fell >= 0.9 * said > MIB and abs(freed - fell) <= 4 * MIB
@@ -84,7 +87,8 @@ def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
     runtime.configure(replace(Settings(), memory_budget=allowed))
     use(unet, SMALL)
     assert runtime.pin("512x512", row(SMALL).model, True)
-    before, chance = reserved(), random.Random(0)
+    before = reserved()
+    chance = random.Random(0)
     for _ in range(100):
         width, height = (8 * chance.randint(32, 90) for _ in range(2))
         given = inputs(unet, width, height, 2, 77, torch.float16)
@@ -119,8 +123,11 @@ def test_what_a_call_needs_is_measured_without_touching_torchs_peak(unet: nn.Mod
 def test_our_memory_is_not_given_back_while_somebody_captures(unet: nn.Module) -> None:
     """Another extension's capture in another thread goes on, and so does OneDiff."""
     use(unet, SMALL)
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    begun, may_end, errors = threading.Event(), threading.Event(), []
+    graph = torch.cuda.CUDAGraph()
+    stream = torch.cuda.Stream()
+    begun = threading.Event()
+    may_end = threading.Event()
+    errors = []
 
     def capture() -> None:
         try:

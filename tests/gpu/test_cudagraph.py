@@ -98,7 +98,8 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     host(unet, given)
     gc.collect()
     torch.cuda.empty_cache()
-    allocated, requested = torch.cuda.memory_allocated(), requested_bytes()
+    allocated = torch.cuda.memory_allocated()
+    requested = requested_bytes()
     torch.cuda.reset_peak_memory_stats()
     bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(UNetCall(given["sample"], torch.zeros(2), given["encoder_hidden_states"]))
@@ -136,7 +137,8 @@ def test_twelve_sizes_share_their_memory() -> None:
 
 def test_a_switch_of_precision_that_is_moved_between_calls_counts_at_the_next_one() -> None:
     """TF32 keeps ten bits of each factor; without it, float32 is exact to 1e-5."""
-    unet, found = random_unet("tiny-sdxl", torch.device("cuda")).float(), torch.backends.cuda.matmul.allow_tf32
+    unet = random_unet("tiny-sdxl", torch.device("cuda")).float()
+    found = torch.backends.cuda.matmul.allow_tf32
     given = {
         name: value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in arguments(unet).items()
@@ -150,4 +152,5 @@ def test_a_switch_of_precision_that_is_moved_between_calls_counts_at_the_next_on
             output = unet(**given, return_dict=False)[0]
         assert relative_error(output, host(unet, given)) < 1e-5
     finally:
-        torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = found, True
+        torch.backends.cuda.matmul.allow_tf32 = found
+        torch.backends.cudnn.allow_tf32 = True

@@ -33,7 +33,8 @@ GPU = torch.device("cuda")
 COPIES = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # What three bits after the point make of normal numbers, and how a GPU sums products of float8: in 22 bits, the more of
 # them the farther off (2.5e-3 of 11,520).
-ROUNDED, SUMMED = 3e-2, 5e-3
+ROUNDED = 3e-2
+SUMMED = 5e-3
 
 
 def on_this_gpu(kernel: Kernel) -> list[LaunchConfig]:
@@ -85,7 +86,8 @@ def test_a_convolution(
         for tensor in (image, torch.randn(out, channels, 3, 3, device=GPU, dtype=torch.float16) / channels**0.5)
     )
     if kind == torch.float16:
-        found, allowed = products.half_sums_convolution(image, weight, config), 1e-3
+        found = products.half_sums_convolution(image, weight, config)
+        allowed = 1e-3
     else:
         eight = next(one for one in KINDS if one.dtype == kind)
         low_bit = rounding.rounded_weight(as_rows(weight), eight)
@@ -93,7 +95,8 @@ def test_a_convolution(
         values = values.view(batch, *size, channels)
         found = products.convolution(QuantizedImage(values, scales), low_bit, torch.bfloat16, config)
         weight = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
-        image, allowed = values.permute(0, 3, 1, 2).float() * scales[:, :, None, None], SUMMED
+        image = values.permute(0, 3, 1, 2).float() * scales[:, :, None, None]
+        allowed = SUMMED
     expected = functional.conv2d(image.double(), weight.double(), padding=1)
     assert relative_error(found.double(), expected) < allowed
 
@@ -139,10 +142,12 @@ def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
 @torch.no_grad()
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: "x".join(map(str, product)))
 def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.dtype) -> None:
-    ops, norm = operators_of(dtype), LayerNorm("norm", product.width, EPS)
+    ops = operators_of(dtype)
+    norm = LayerNorm("norm", product.width, EPS)
     weight = random(product.out, product.width, dtype=dtype) / 32
     layer = LayerWeights(weight, None, (rounding.rounded_weight(weight, FP8),))
-    vector, tokens = random(product.width, dtype=dtype), random(product.rows, product.width, dtype=dtype)
+    vector = random(product.width, dtype=dtype)
+    tokens = random(product.rows, product.width, dtype=dtype)
     residual = Residual(torch.zeros(product.rows, product.out, device=GPU, dtype=dtype))
     if product.source == NORMED:
         _, rows = ops.residual_norm(Residual(tokens), LayerWeights(vector, None), norm, layer)
@@ -160,10 +165,13 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
 
 @torch.no_grad()
 def test_the_compiled_norm_neither_saturates_nor_hides_a_nan(dtype: torch.dtype) -> None:
-    ops, width = operators_of(dtype), 1280
-    norm, weight = LayerNorm("norm", width, EPS), torch.eye(width, device=GPU).to(dtype)
+    ops = operators_of(dtype)
+    width = 1280
+    norm = LayerNorm("norm", width, EPS)
+    weight = torch.eye(width, device=GPU).to(dtype)
     layer = LayerWeights(weight, None, (rounding.rounded_weight(weight, FP8),))
-    gamma, beta = 8 * random(width, dtype=dtype), random(width, dtype=dtype)
+    gamma = 8 * random(width, dtype=dtype)
+    beta = random(width, dtype=dtype)
     tokens = torch.eye(width, device=GPU).to(dtype) * 100
     exact = exact_layer_norm(tokens, gamma, beta, EPS)
     tokens[5, 7], exact[5] = float("nan"), float("nan")

@@ -18,7 +18,10 @@ from lib_onediff.public import compile_unet, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu
-FIRST, LATER, MIDDLE, BUDGET = 981.0, 700.0, 400.0, 0.02
+FIRST = 981.0
+LATER = 700.0
+MIDDLE = 400.0
+BUDGET = 0.02
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,8 @@ def test_no_farther_from_float32_than_the_host(name: str, backend: str, dtype: t
     unet.float()
     for size, given, own, output in zip(SIZES, calls, hosts, outputs, strict=True):
         exact = host(unet, wide(given))
-        mine, theirs = relative_error(output, exact), relative_error(own, exact)
+        mine = relative_error(output, exact)
+        theirs = relative_error(own, exact)
         print(f"{name} {size} {dtype} {backend}: {mine:.2e}, the host {theirs:.2e}")
         assert mine <= WORST_RATIO * theirs, size
 

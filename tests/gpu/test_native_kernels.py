@@ -46,8 +46,10 @@ def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
 def test_group_norm_of_two_images_side_by_side(
     first: int, second: int, height: int, width: int, dtype: torch.dtype
 ) -> None:
-    image, skip = random(2, first, height, width, dtype=dtype), random(2, second, height, width, dtype=dtype, mean=2.0)
-    weight, bias = random(first + second, dtype=dtype, mean=1.0), random(first + second, dtype=dtype)
+    image = random(2, first, height, width, dtype=dtype)
+    skip = random(2, second, height, width, dtype=dtype, mean=2.0)
+    weight = random(first + second, dtype=dtype, mean=1.0)
+    bias = random(first + second, dtype=dtype)
     together = torch.cat([image, skip], dim=1)
     expected = exact.group_norm(together, weight, bias, 32, 1e-5, True)
     torchs = functional.silu(functional.group_norm(together, 32, weight, bias, 1e-5))
@@ -71,7 +73,8 @@ def same_in_every_tile(image: Tensor, tile: Tensor) -> bool:
 @pytest.mark.usefixtures("much_memory")
 def test_an_image_of_more_than_two_to_the_31_elements() -> None:
     tile = channels_last(random(1, 320, 26, 26, dtype=torch.float16))
-    weight, bias = random(320, dtype=torch.float16, mean=1.0), random(320, dtype=torch.float16)
+    weight = random(320, dtype=torch.float16, mean=1.0)
+    bias = random(320, dtype=torch.float16)
     image = channels_last(tile.repeat(1, 1, 100, 100))
     assert image.numel() > 2**31
     output = native_images.group_norm(image, None, weight, bias, 32, 1e-5, True, None)
@@ -94,7 +97,8 @@ def test_an_image_of_more_than_two_to_the_31_elements() -> None:
 @pytest.mark.usefixtures("much_memory")
 def test_tokens_of_more_than_two_to_the_31_elements() -> None:
     few = random(1000, 1280, dtype=torch.float16)
-    weight, bias = random(1280, dtype=torch.float16, mean=1.0), random(1280, dtype=torch.float16)
+    weight = random(1280, dtype=torch.float16, mean=1.0)
+    bias = random(1280, dtype=torch.float16)
     many = few.repeat(1700, 1)
     assert many.numel() > 2**31
     gated = native_tokens.geglu(many)

@@ -35,7 +35,8 @@ class LowVramPatch:
     """ComfyUI's function for a list of patches: the whole product is added to the weight, at every call."""
 
     def __init__(self, key: str, patches: dict[str, list[Any]]) -> None:
-        self.key, self.patches = key, patches
+        self.key = key
+        self.patches = patches
 
     def __call__(self, weight: Tensor) -> Tensor:
         for strength, (_, (up, down, *_)), *_ in self.patches[self.key]:
@@ -44,7 +45,8 @@ class LowVramPatch:
 
 
 def parameters_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
-    weight, bias = layer.weight.to(x.dtype), None if layer.bias is None else layer.bias.to(x.dtype)
+    weight = layer.weight.to(x.dtype)
+    bias = None if layer.bias is None else layer.bias.to(x.dtype)
     for function in getattr(layer, "weight_function", ()):
         weight = function(weight)
     return weight, bias
@@ -71,7 +73,8 @@ class ForgeOperations:
 
 
 for kind in (ForgeOperations.Linear, ForgeOperations.Conv2d, ForgeOperations.GroupNorm, ForgeOperations.LayerNorm):
-    kind.__module__, kind.weight_function = "backend.operations", ()
+    kind.__module__ = "backend.operations"
+    kind.weight_function = ()
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +99,14 @@ def host_unet(name: str, stored: torch.dtype) -> nn.Module:
 
 def put_on(unet: nn.Module, strength: float, rank: int = 16) -> dict[str, list[Any]]:
     """A LoRA on every linear layer of every attention."""
-    generator, patches = torch.Generator("cuda").manual_seed(0), {}
+    generator = torch.Generator("cuda").manual_seed(0)
+    patches = {}
     random = lambda *shape: torch.randn(shape, generator=generator, device="cuda", dtype=torch.float16)  # noqa: E731
     for path, module in unet.named_modules():
         if isinstance(module, nn.Linear) and ".attn" in path:
             out, width = module.weight.shape
-            up, down = random(out, rank) / rank**0.5, random(rank, width) / width**0.5
+            up = random(out, rank) / rank**0.5
+            down = random(rank, width) / width**0.5
             patches[path] = [[strength, ("lora", (up, down, float(rank), None, None)), 1.0, None, None]]
             module.weight_function = [LowVramPatch(path, patches)]
     return patches
@@ -170,16 +175,20 @@ def test_no_farther_from_float32_than_the_host(name: str, side: int, stored: tor
     unet = host_unet(name, stored)
     call = call_for(unet, side)
     patches = put_on(unet, 0.5)
-    exact, host = exact_output(unet, call), forward(unet, call)()
-    mine, theirs = relative_error(served(unet, call, backend), exact), relative_error(host, exact)
+    exact = exact_output(unet, call)
+    host = forward(unet, call)()
+    mine = relative_error(served(unet, call, backend), exact)
+    theirs = relative_error(host, exact)
     print(f"{name} {stored} {backend}: {mine:.2e}, the host {theirs:.2e}")
     assert mine <= WORST_RATIO * theirs
     # Another strength is checked once; then the same graph serves it, in the same memory.
     before = last_call()["calls"]["graph"]
     for entries in patches.values():
         entries[0][0] = -0.25
-    exact, host = exact_output(unet, call), forward(unet, call)()
-    mine, theirs = relative_error(served(unet, call, backend, calls=2), exact), relative_error(host, exact)
+    exact = exact_output(unet, call)
+    host = forward(unet, call)()
+    mine = relative_error(served(unet, call, backend, calls=2), exact)
+    theirs = relative_error(host, exact)
     print(f"another strength: {mine:.2e}, the host {theirs:.2e}")
     assert mine <= WORST_RATIO * theirs
     assert last_call()["calls"]["graph"] == before + (backend != "eager")
@@ -227,11 +236,13 @@ def autocast_unet(name: str) -> nn.Module:
 @pytest.mark.parametrize(("name", "side"), [("tiny-sdxl", 512), ("sdxl", 1024)])
 def test_weights_that_torch_autocast_casts(name: str, side: int, backend: str) -> None:
     unet = autocast_unet(name)
-    call, traits = call_for(unet, side), HostTraits(casts=CASTS)
+    call = call_for(unet, side)
+    traits = HostTraits(casts=CASTS)
 
     def check() -> None:
         with torch.autocast("cuda"):
-            mine, host = served(unet, call, backend, traits=traits), forward(unet, call)()
+            mine = served(unet, call, backend, traits=traits)
+            host = forward(unet, call)()
         exact = exact_output(copy.deepcopy(unet).float(), call)
         assert relative_error(mine, exact) <= WORST_RATIO * relative_error(host, exact)
 

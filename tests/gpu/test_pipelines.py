@@ -16,7 +16,8 @@ from lib_onediff.public import compile_pipe, uncompile_pipe
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
-CONTEXT_WIDTH, POOLED_WIDTH = 64, 64
+CONTEXT_WIDTH = 64
+POOLED_WIDTH = 64
 NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
 
 

@@ -31,8 +31,10 @@ class Host:
     """A UNet and a queue lock. told: what the queue said of the job in which each call was made."""
 
     def __init__(self, unet: nn.Module) -> None:
-        self.unet, self.lock = unet, threading.Lock()
-        self.queue, self.told = WarmUp(self, runtime), set[str]()
+        self.unet = unet
+        self.lock = threading.Lock()
+        self.queue = WarmUp(self, runtime)
+        self.told = set[str]()
         attach(unet)
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
@@ -63,7 +65,8 @@ def host() -> Iterator[Host]:
 
 
 def test_the_first_call_afterwards_replays_a_graph(host: Host) -> None:
-    jobs, deadline = host.queue.add(SIZES, "panel"), time.monotonic() + SECONDS
+    jobs = host.queue.add(SIZES, "panel")
+    deadline = time.monotonic() + SECONDS
     while any(job.pending for job in host.queue.jobs()):
         assert time.monotonic() < deadline, host.queue.jobs()
         time.sleep(0.01)

@@ -19,7 +19,8 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 from lib_onediff.weights.digests import digest_of_values
 
-GPU, MAIN = torch.device("cuda"), torch.device("cpu")
+GPU = torch.device("cuda")
+MAIN = torch.device("cpu")
 TRIALS = 150
 
 
@@ -64,7 +65,8 @@ def in_our_care(unet: nn.Module, **options: Any) -> Any:
 def test_it_is_as_exact_as_the_host_and_leaves_ordinary_weights(share: float, name: str) -> None:
     unet = random_unet(name, GPU).half()
     given = arguments(unet, 256, 192)
-    exact, expected = exact_output(unet, given).to(GPU), host(unet, given)
+    exact = exact_output(unet, given).to(GPU)
+    expected = host(unet, given)
     before = {name: value.clone() for name, value in unet.state_dict().items()}
     moved(unet, share)
     network = in_our_care(unet)
@@ -95,7 +97,9 @@ def test_a_verdict_stays_where_the_host_moves_weights() -> None:
 
 @pytest.mark.gpu
 def test_edits_count_at_the_next_call() -> None:
-    done, seed, wrong = 0, 0, []
+    done = 0
+    seed = 0
+    wrong = []
     while done < TRIALS:
         chance = random.Random(seed)
         unet = moved(random_unet("tiny-sdxl", GPU).half(), 0.5)

@@ -19,7 +19,8 @@ from lib_onediff.runtime.runtime import runtime
 
 pytestmark = pytest.mark.gpu
 CLOSE = 1e-2
-CALLS, SECONDS = 40, 120
+CALLS = 40
+SECONDS = 120
 
 
 @pytest.fixture

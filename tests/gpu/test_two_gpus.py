@@ -64,7 +64,8 @@ def test_all_rows_of_a_batch_come_back_in_their_places(tiny: nn.Module) -> None:
         residuals = [strength * torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes]
         controlled = {**given, "down_block_additional_residuals": tuple(residuals[:-1]),
                       "mid_block_additional_residual": residuals[-1]}
-        output, expected = ready(tiny, controlled), host(tiny, controlled)
+        output = ready(tiny, controlled)
+        expected = host(tiny, controlled)
         assert all(relative_error(output[row], expected[row]) < 1e-2 for row in range(2))
     for batch, split in ((4, "cuda:0 + cuda:1, 2+2 rows"), (3, "cuda:0 + cuda:1, 2+1 rows")):
         given = arguments(tiny, batch=batch)
@@ -114,7 +115,8 @@ def test_changed_weights_are_never_replayed_stale(tiny: nn.Module) -> None:
         with torch.no_grad():
             change(tiny)
         for _ in range(3):
-            output, expected = called(tiny, given), host(tiny, given)
+            output = called(tiny, given)
+            expected = host(tiny, given)
             assert all(relative_error(output[row], expected[row]) < 1e-2 for row in range(2)), change.__name__
         assert second()["split"] == SPLIT, second()["reason"]
 
@@ -173,7 +175,8 @@ def replayed(unet: nn.Module, given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize(("card", "current"), [(1, 0), (0, 1)], ids=["the second", "the first"])
 def test_a_unet_on_another_card(card: int, current: int, backend: str, names: list[str]) -> None:
     torch.cuda.set_device(current)
-    before, known = torch.cuda.memory_allocated(current), set(runtime.tuning_cache._values)
+    before = torch.cuda.memory_allocated(current)
+    known = set(runtime.tuning_cache._values)
     unet = random_unet("tiny-sdxl", torch.device("cuda", card)).half()
     given = arguments(unet)
     expected = host(unet, given)

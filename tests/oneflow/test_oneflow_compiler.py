@@ -79,10 +79,12 @@ def test_a_cap_on_graphs() -> None:
 
 def test_it_compiles_in_the_background() -> None:
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet, OneFlow(FAMILIES.output)), a_call(unet)
+    ours = Ours(unet, OneFlow(FAMILIES.output))
+    call = a_call(unet)
     assert ours.runner(call, is_warm_up=False) == COMPILING
     assert ours.graphs.count == 1
-    steps, until = 0, time.monotonic() + 120
+    steps = 0
+    until = time.monotonic() + 120
     while (runner := ours.runner(call, is_warm_up=False)) == COMPILING and time.monotonic() < until:
         diffusers_output(unet, call)
         steps += 1
@@ -92,7 +94,8 @@ def test_it_compiles_in_the_background() -> None:
 
 def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet, OneFlow(FAMILIES.output)), a_call(unet)
+    ours = Ours(unet, OneFlow(FAMILIES.output))
+    call = a_call(unet)
     assert ours.runner(call, is_warm_up=False) == COMPILING
     for parameter in unet.parameters():
         parameter.data = torch.empty(0)
@@ -103,9 +106,11 @@ def test_a_model_that_goes_while_its_graph_is_compiled() -> None:
 
 def test_what_it_is_told_of_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet), a_call(unet)
+    ours = Ours(unet)
+    call = a_call(unet)
     runner = ours.runner(call)
-    graph, seen = runner.graph, []
+    graph = runner.graph
+    seen = []
 
     def watched(*given: object) -> object:
         seen.append((os.environ.get(ONEFLOW_MATMUL), os.environ.get(ONEFLOW_CONVOLUTION)))

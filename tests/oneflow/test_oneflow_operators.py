@@ -25,7 +25,9 @@ def test_attention_with_masks_and_fewer_heads_of_keys(key_heads: int, masked: bo
 
     from lib_onediff.devices.oneflow.operators import OneFlowOperators
 
-    query, key, value = random(2, 6, 7, 16), random(2, key_heads, 11, 16), random(2, key_heads, 11, 16) / 2
+    query = random(2, 6, 7, 16)
+    key = random(2, key_heads, 11, 16)
+    value = random(2, key_heads, 11, 16) / 2
     mask = random(2, 6, 7, 11) > 0
     # Of one image a query, of the other one nothing is seen.
     mask[0, 2, 3] = False
@@ -42,7 +44,8 @@ def test_gated_units(activation: Activation, gate_first: bool) -> None:
 
     from lib_onediff.devices.oneflow.operators import OneFlowOperators
 
-    tokens, unit = random(3, 10), GatedUnit(activation, gate_first)
+    tokens = random(3, 10)
+    unit = GatedUnit(activation, gate_first)
     consumer = LayerWeights(random(5, 5), None)
     output = to_torch(OneFlowOperators().gated(from_torch(tokens), unit, consumer))
     assert relative_error(output, torch_ops.gated(tokens, unit)) < CLOSE

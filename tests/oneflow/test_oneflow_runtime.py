@@ -24,7 +24,9 @@ def now() -> tuple[str, str]:
 
 def test_it_serves_once_it_is_ready() -> None:
     unet = compile_unet(diffusers_unet(**SMALL_XL), backend="oneflow")
-    call, seen, until = a_call(unet), [], time.monotonic() + 240
+    call = a_call(unet)
+    seen = []
+    until = time.monotonic() + 240
     while now() != ("oneflow", "graph") and time.monotonic() < until:
         assert agree(served(unet, call), diffusers_output(unet, call))
         seen.append((*now(), status()["reason"]))
@@ -62,7 +64,8 @@ def test_where_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_deepcache_is_for_others() -> None:
-    rig, reasons = Rig(SMALL, backend="oneflow"), []
+    rig = Rig(SMALL, backend="oneflow")
+    reasons = []
     for _ in range(2):
         rig.begin(STEPS[:7])
         for step in STEPS[:7]:

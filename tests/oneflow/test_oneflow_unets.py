@@ -22,7 +22,8 @@ from lib_onediff.families.unet.call import Control
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
 def test_two_shapes_and_back(layout: str) -> None:
     unet = diffusers_unet(**getattr(builders, layout))
-    ours, before = Ours(unet), GRAPHS.count
+    ours = Ours(unet)
+    before = GRAPHS.count
     for size, graphs in (((8, 8), 1), ((16, 8), 2), ((8, 8), 2)):
         call = a_call(unet, *size)
         assert agree(ours.output(call), diffusers_output(unet, call))
@@ -38,10 +39,12 @@ def test_sizes_that_do_not_halve_and_attention_in_float32() -> None:
 def test_tiling() -> None:
     unet = diffusers_unet(**builders.SMALL)
     call = a_call(unet)
-    ours, plain = Ours(unet), diffusers_output(unet, call)
+    ours = Ours(unet)
+    plain = diffusers_output(unet, call)
     for module in unet.modules():
         if isinstance(module, nn.Conv2d):
-            module.padding_mode, module._reversed_padding_repeated_twice = "circular", [module.padding[0]] * 4
+            module.padding_mode = "circular"
+            module._reversed_padding_repeated_twice = [module.padding[0]] * 4
     tiled = diffusers_output(unet, call)
     assert agree(ours.output(call), tiled) and not agree(tiled, plain)
 
@@ -51,7 +54,8 @@ def test_control() -> None:
     call = a_call(unet)
     ours = Ours(unet)
     ours.bound.refresh(call)
-    layout, weights = ours.bound.layout, ours.bound.binding.weights()
+    layout = ours.bound.layout
+    weights = ours.bound.binding.weights()
     residual = torch.randn(2, 16, 8, 8)
     call = replace(call, control=Control(input=(None, residual), output=(None, None, None, residual)))
     expected = deepcache.full_pass(layout, weights, torch_ops, call, 1)[0]
@@ -63,9 +67,11 @@ def test_control() -> None:
 
 def test_another_prompt_and_another_step_need_no_other_graph() -> None:
     unet = diffusers_unet(**builders.SMALL_XL)
-    ours, call = Ours(unet), a_call(unet)
+    ours = Ours(unet)
+    call = a_call(unet)
     first = ours.output(call)
-    kept, graphs = first.clone(), GRAPHS.count
+    kept = first.clone()
+    graphs = GRAPHS.count
     for seed in (1, 2):
         other = a_call(unet, seed=seed)
         assert agree(ours.output(other), diffusers_output(unet, other))

@@ -18,7 +18,8 @@ from lib_onediff.devices.oneflow.route import STRIDED
 
 def test_edits_in_place() -> None:
     unet = diffusers_unet(**SMALL_XL)
-    ours, call = Ours(unet), a_call(unet)
+    ours = Ours(unet)
+    call = a_call(unet)
     before = ours.output(call)
     graphs = GRAPHS.count
     for parameter in unet.parameters():
@@ -32,9 +33,11 @@ def test_edits_in_place() -> None:
 
 def test_a_replaced_parameter() -> None:
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet), a_call(unet)
+    ours = Ours(unet)
+    call = a_call(unet)
     ours.output(call)
-    graphs, old = GRAPHS.count, unet.conv_out.weight
+    graphs = GRAPHS.count
+    old = unet.conv_out.weight
     unet.conv_out.weight = nn.Parameter(torch.randn_like(old) * 0.1)
     assert agree(ours.output(call), diffusers_output(unet, call))
     assert GRAPHS.count == graphs + 1
@@ -49,7 +52,8 @@ def test_a_graph_keeps_no_weights() -> None:
         """Memory that says when it is gone."""
 
     unet = diffusers_unet(**SMALL)
-    ours, call = Ours(unet), a_call(unet)
+    ours = Ours(unet)
+    call = a_call(unet)
     old = unet.conv_in.weight.data
     memory = Watched(old.numpy().tobytes())
     unet.conv_in.weight.data = torch.frombuffer(memory, dtype=old.dtype).view(old.shape)

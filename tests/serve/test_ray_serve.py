@@ -26,7 +26,9 @@ from serve_model import LOADING_SECONDS, Load
 from lib_onediff.serving.ray_serve import Config, Limits, app, build, end
 
 SIZES = [(64, 64), (96, 64), (64, 96), (128, 64), (64, 128), (96, 96)]
-REQUESTS, CLIENTS, KILLED_AFTER = 200, 24, 60
+REQUESTS = 200
+CLIENTS = 24
+KILLED_AFTER = 60
 WARM = ", ".join(f"{width}x{height}" for width, height in SIZES)
 SECONDS = 300
 
@@ -44,7 +46,8 @@ class Service:
     """Two replicas that answer at url."""
 
     def __init__(self, url: str, folder: Path) -> None:
-        self.url, self._file = url, folder / "made"
+        self.url = url
+        self._file = folder / "made"
 
     def start(self, **changes: Any) -> None:
         config = Config(replicas=2, gpus=0, options={"backend": "eager"}, **{"sizes": WARM, **changes})

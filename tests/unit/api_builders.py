@@ -75,7 +75,8 @@ class Api:
 
 def a1111s_app(accounts: str) -> FastAPI:
     """An app in which A1111 has added its own API, with the accounts of --api-auth."""
-    app, passwords = FastAPI(), dict(account.split(":") for account in accounts.split(","))
+    app = FastAPI()
+    passwords = dict(account.split(":") for account in accounts.split(","))
 
     def auth(credentials: HTTPBasicCredentials = Depends(HTTPBasic())) -> bool:  # noqa: B008
         if passwords.get(credentials.username) == credentials.password:

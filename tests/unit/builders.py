@@ -32,8 +32,10 @@ TIME_ID_WIDTH = 16
 # and neither the time embedding nor a convolution's bias could be seen in the output.
 GROUPS = 4
 
-ATTENTION_DOWN, PLAIN_DOWN = "CrossAttnDownBlock2D", "DownBlock2D"
-ATTENTION_UP, PLAIN_UP = "CrossAttnUpBlock2D", "UpBlock2D"
+ATTENTION_DOWN = "CrossAttnDownBlock2D"
+PLAIN_DOWN = "DownBlock2D"
+ATTENTION_UP = "CrossAttnUpBlock2D"
+PLAIN_UP = "UpBlock2D"
 
 SD1 = {
     "block_out_channels": (16, 32, 64, 64), "norm_num_groups": GROUPS, "cross_attention_dim": CONTEXT_WIDTH,
@@ -178,7 +180,8 @@ def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: i
     generator = torch.Generator().manual_seed(seed)
     random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     config = getattr(unet, "config", {})
-    y_width, guidance = config.get("projection_class_embeddings_input_dim"), config.get("time_cond_proj_dim")
+    y_width = config.get("projection_class_embeddings_input_dim")
+    guidance = config.get("time_cond_proj_dim")
     return UNetCall(
         latent=random(batch, config["in_channels"] if config else unet.in_channels, height, width),
         timestep=torch.tensor([981.25, 3.5, 417.0, 0.125]).repeat(batch)[:batch],

@@ -24,15 +24,21 @@ def patched_output(unet: Any, call: UNetCall, options: dict[str, Any] | None = N
 
 class Comfy:
     def __init__(self, unet: Any, call: UNetCall, options: dict[str, Any]) -> None:
-        self.unet, self.call, self.options = unet, call, options
-        self.patches, self.replaced = options.get("patches", {}), options.get("patches_replace", {})
+        self.unet = unet
+        self.call = call
+        self.options = options
+        self.patches = options.get("patches", {})
+        self.replaced = options.get("patches_replace", {})
 
     def run(self) -> Tensor:
-        unet, options, control = self.unet, self.options, self.call.control or Control()
+        unet = self.unet
+        options = self.options
+        control = self.call.control or Control()
         options.update(original_shape=list(self.call.latent.shape), transformer_index=0)
         emb = unet.time_embed(timestep_embedding(self.call.timestep, unet.model_channels))
         emb = self.listed("emb_patch", emb, unet.model_channels, options)
-        h, skips = self.call.latent, []
+        h = self.call.latent
+        skips = []
         for index, module in enumerate(unet.input_blocks):
             h = added(self.stage(("input", index), module, h, emb), control.input[index:index + 1])
             h = self.listed("input_block_patch", h, options)
@@ -102,7 +108,9 @@ class Comfy:
         given = normed, context, context
         for patch in self.patches.get(f"{name}_patch", ()):
             given = patch(*given, extra)
-        query, key, value = module.to_q(given[0]), module.to_k(given[1]), module.to_v(given[2])
+        query = module.to_q(given[0])
+        key = module.to_k(given[1])
+        value = module.to_v(given[2])
         by_block = self.replaced.get(name, {})
         place = self.options["block"]
         replacement = by_block.get((*place, self.options["block_index"])) or by_block.get(place)

@@ -94,6 +94,7 @@ def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """First outputs are taken as they are: the host of these tests knows nothing of residuals."""
 
     def taken(entry: Any, *given: Any, **more: Any) -> None:
-        entry.state, entry.verdict.of_image = State.PROVED, True
+        entry.state = State.PROVED
+        entry.verdict.of_image = True
 
     monkeypatch.setattr(card_route, "prove", taken)

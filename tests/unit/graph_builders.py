@@ -30,11 +30,14 @@ class PretendedPool:
     """As large as the largest that was asked of it, and what each graph leaves there, in pages."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.is_fresh, self.bytes = device, True, PAGE
+        self.device = device
+        self.is_fresh = True
+        self.bytes = PAGE
         self._most = self._left = 0
 
     def hold(self, most: int, left: int) -> None:
-        self._most, self._left = max(self._most, most), self._left + left
+        self._most = max(self._most, most)
+        self._left = self._left + left
         self.bytes = max(self.bytes, -(-(self._most + self._left) // PAGE) * PAGE)
 
 
@@ -47,8 +50,11 @@ class PretendedGraph:
     def __init__(
         self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: UNetCall, memory: PretendedPool
     ) -> None:
-        self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
-        self._graphs, self._compute = graphs, compute
+        self.inputs = inputs
+        self.memory = memory
+        self.own_bytes = bytes_of(inputs)
+        self._graphs = graphs
+        self._compute = compute
 
     def run(self, call: UNetCall) -> Tensor:
         self._graphs.before_replay()
@@ -105,7 +111,8 @@ class PretendedCard(Card):
     """A card of this size, of which others use a part; torch's own cache is always empty."""
 
     def __init__(self, graphs: PretendedGraphs, size: int = 1 << 40) -> None:
-        self.size, self.others = size, 0
+        self.size = size
+        self.others = 0
         self.emptied = 0
         self._graphs = graphs
 

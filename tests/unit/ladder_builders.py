@@ -17,7 +17,10 @@ from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.runtime.runtime import runtime
 
-NATIVE, CUDAGRAPH, EAGER, ONEFLOW = "native", "cudagraph", "eager", "oneflow"
+NATIVE = "native"
+CUDAGRAPH = "cudagraph"
+EAGER = "eager"
+ONEFLOW = "oneflow"
 
 
 class Weather:
@@ -49,7 +52,8 @@ class Weather:
 
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:
     """Let the devices of a GPU serve on this machine, native by these operators, which need no kernels."""
-    native, graphs = runtime.devices.named(NATIVE), runtime.devices.named(CUDAGRAPH)
+    native = runtime.devices.named(NATIVE)
+    graphs = runtime.devices.named(CUDAGRAPH)
     monkeypatch.setattr(native, "_operators", operators)  # type: ignore[attr-defined]
     for device in (native, graphs):
         monkeypatch.setattr(device, "refuse", lambda *given: None)

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-WIDTH, HEIGHT = 160, 128
+WIDTH = 160
+HEIGHT = 128
 
 
 def random(seed: int) -> torch.Generator:

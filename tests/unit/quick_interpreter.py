@@ -16,7 +16,8 @@ def remember_what_the_interpreter_looks_up() -> None:
         from triton.language.core import is_builtin
         from triton.runtime import interpreter
 
-        patch_attribute, numpy_type = interpreter._patch_attr, interpreter._get_np_dtype
+        patch_attribute = interpreter._patch_attr
+        numpy_type = interpreter._get_np_dtype
         replaced = interpreter._patch_builtin
     except (ImportError, AttributeError):
         return

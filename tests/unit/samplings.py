@@ -29,7 +29,9 @@ WEBUI = HostTraits()
 STEPS = [float(time) for time in range(951, 0, -50)]
 EVERY_THIRD: dict[str, Any] = {"deepcache_interval": 3}
 # What answers a call: a forecast, the prompt's rows alone, or the whole UNet.
-FORECAST, ALONE, WHOLE = "forecast", "prompt alone", "whole"
+FORECAST = "forecast"
+ALONE = "prompt alone"
+WHOLE = "whole"
 ON: dict[str, dict[str, Any]] = {
     "forecast": {**EVERY_THIRD, "deepcache_depth": 0}, "guidance": {"skip_negative_after": 50},
 }
@@ -82,7 +84,8 @@ class Oracle:
     """The whole UNet, and the cached pass around a feature that another call left."""
 
     def __init__(self, unet: Any, depth: int) -> None:
-        self.unet, self.depth = unet, depth
+        self.unet = unet
+        self.depth = depth
         self._bound = BoundUNet(unet, FAMILIES.read)
 
     @torch.no_grad()
@@ -103,8 +106,10 @@ class Adopted:
     """A UNet in the care of a runtime of its own, or of this one. options: those of Settings."""
 
     def __init__(self, config: dict[str, Any] = SMALL, seed: int = 0, runtime: Any = None, **options: Any) -> None:
-        self.config, self.settings = config, Settings(**options)
-        self.unet, self.runtime = diffusers_unet(seed, **config), runtime or Runtime()
+        self.config = config
+        self.settings = Settings(**options)
+        self.unet = diffusers_unet(seed, **config)
+        self.runtime = runtime or Runtime()
         self.runtime.configure(self.settings)
         self.runtime.adopt(self.unet, host_traits=WEBUI)
 

@@ -8,7 +8,8 @@ from lib_onediff.core.key import ShapeKey
 from lib_onediff.core.table import Entry, Verdict
 from lib_onediff.store.history import History, HistoryRow
 
-FILE, NEXT_FILE = "onediff-2-1.sqlite3", "onediff-2-2.sqlite3"
+FILE = "onediff-2-1.sqlite3"
+NEXT_FILE = "onediff-2-2.sqlite3"
 
 
 def opened(folder: Path, machine: str = "") -> History:

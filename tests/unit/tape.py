@@ -44,7 +44,8 @@ class TapeRecording:
         return inside
 
     def end(self) -> Callable[[], None]:
-        tape, self._tape = self._tape, None
+        tape = self._tape
+        self._tape = None
         assert tape is not None
         tape.__exit__(None, None, None)
         self.parts += 1

@@ -48,7 +48,9 @@ def with_an_image(self: Any, x: Tensor, context: Tensor | None = None, **others:
     """As an IP-Adapter: a second attention over tokens of its own, before the output's projection."""
     source = x if context is None else context
     split = lambda tokens: tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # noqa: E731
-    query, key, value = split(self.to_q(x)), split(self.to_k(source)), split(self.to_v(source))
+    query = split(self.to_q(x))
+    key = split(self.to_k(source))
+    value = split(self.to_v(source))
     own = key[:, :, :4].flip(1)
     attended = functional.scaled_dot_product_attention(query, key, value)
     attended = attended + 0.6 * functional.scaled_dot_product_attention(query, own, own)
@@ -172,7 +174,8 @@ def test_what_joins_skips_is_called_as_the_host_calls_it(
     patches = patches_of({}, FREEU)
     assert patches is not None and patches.structure == ("skips by test_a1111_patches",)
     with torch.no_grad():
-        output, expected = our_output(unet, replace(call, patches=patches), ops), ldm_output(unet, call)
+        output = our_output(unet, replace(call, patches=patches), ops)
+        expected = ldm_output(unet, call)
         assert relative_error(output, expected) < CLOSE
         assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 
@@ -189,9 +192,11 @@ def test_what_a_reference_leaves_counts_while_it_has_recorded_something(unet: An
     changed = ChangedModules(does_nothing_now)
     plain = ours(unet, changed)
     for block in blocks_of(unet):
-        block._forward, block.bank = types.MethodType(hacked_basic_transformer_inner_forward, block), []
+        block._forward = types.MethodType(hacked_basic_transformer_inner_forward, block)
+        block.bank = []
     for stage in (unet.middle_block, unet.output_blocks[0]):
-        stage.forward, stage.mean_bank = types.MethodType(hacked_group_norm_forward, stage), []
+        stage.forward = types.MethodType(hacked_group_norm_forward, stage)
+        stage.mean_bank = []
     assert torch.equal(ours(unet, changed), plain) and route() == "plain", runtime.status()["reason"]
     blocks_of(unet)[0].bank = [1.0]
     assert relative_error(ours(unet, changed), plain) > CLOSE

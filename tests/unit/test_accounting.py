@@ -20,7 +20,8 @@ from lib_onediff.runtime.graphs.accounting import (
     memory_of,
 )
 
-CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+CUDA = torch.device("cuda", 0)
+CPU = torch.device("cpu")
 
 
 def graphs(*needs: int) -> list[Any]:

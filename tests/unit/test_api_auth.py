@@ -73,8 +73,11 @@ def page_of_a_host(accounts: list[tuple[str, str]]) -> Any:
     gradio = pytest.importorskip("gradio")
     with gradio.Blocks(analytics_enabled=False) as page:
         gradio.HTML("page")
-    page.auth, page.auth_message = accounts, None
-    page.config, page.root_path, page.favicon_path = page.get_config_file(), "", None
+    page.auth = accounts
+    page.auth_message = None
+    page.config = page.get_config_file()
+    page.root_path = ""
+    page.favicon_path = None
     page.delete_cache = getattr(page, "delete_cache", None)
     app = gradio.routes.App.create_app(page, app_kwargs={"docs_url": "/docs"})
 
@@ -104,7 +107,8 @@ def test_who_is_not_let_in_is_told_of_options_that_there_are() -> None:
 def test_a_page_with_logins_lets_in_who_has_logged_in(flag: str) -> None:
     api = Api()
     app = api.add_to(page_of_a_host([("ann", "one"), ("bob", "two:parts")]), command_line(**{flag: "given"}))
-    stranger, mistaken = TestClient(app), logged_in_client(app, {"username": "ann", "password": "two"})
+    stranger = TestClient(app)
+    mistaken = logged_in_client(app, {"username": "ann", "password": "two"})
     forger = TestClient(app, cookies={"access-token": "x", "access-token-unsecure": "x"})
     for client in (stranger, mistaken, forger):
         for request in REQUESTS:

@@ -44,8 +44,11 @@ def clicked(request: pytest.FixtureRequest) -> tuple[TestClient, list[Any], bool
         gradio.Button("do").click(note, inputs=inputs, outputs=[gradio.HTML()], queue=False, **QUIET)
     refuse_foreign_pages(page, SimpleNamespace(listen=False, cors_allow_origins="https://friend.example"))
     page.auth = page.auth_message = page.favicon_path = None
-    page.config, page.root_path, page.delete_cache = page.get_config_file(), "", None
-    page.show_error, page.max_file_size = True, None
+    page.config = page.get_config_file()
+    page.root_path = ""
+    page.delete_cache = None
+    page.show_error = True
+    page.max_file_size = None
     client = TestClient(gradio.routes.App.create_app(page), base_url="http://127.0.0.1:7860")
     return client, given, request.param.startswith("lib_onediff")
 

@@ -83,7 +83,8 @@ def test_docs_describe_every_endpoint(api: Api) -> None:
 
 
 def test_the_page_names_every_field_of_the_answers(api: Api, folder: Path) -> None:
-    shapes, page = api.get("shapes"), (Path(__file__).parents[2] / ".readme" / "api.md").read_text(encoding="utf-8")
+    shapes = api.get("shapes")
+    page = (Path(__file__).parents[2] / ".readme" / "api.md").read_text(encoding="utf-8")
     with api.webui.lock:
         job = api.post("prewarm", {"sizes": "64x64"}, 202)["jobs"][0]
     others = api.post("release", {}), api.post("purge", {"all": True})

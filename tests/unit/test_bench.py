@@ -117,14 +117,17 @@ class WebUI:
     """Answers as one whose image of n steps takes a second and n times what a step costs, and some noise."""
 
     def __init__(self, step_s: dict[bool, float], noise: list[float]) -> None:
-        self._step_s, self._noise, self._asked = step_s, noise, 0
+        self._step_s = step_s
+        self._noise = noise
+        self._asked = 0
 
     def ask(self, path: str) -> dict[str, Any]:
         return {"model": "SD1"}
 
     def draw(self, size: Size, count: int, arguments: list[Row]) -> tuple[float, str, Counter[str]]:
         self._asked += 1
-        noise, (options,) = self._noise[self._asked % len(self._noise)], arguments
+        noise = self._noise[self._asked % len(self._noise)]
+        (options,) = arguments
         return 1 + count * self._step_s[options["enabled"]] + noise, "", Counter(graph=1)
 
 

@@ -46,7 +46,8 @@ def calls() -> dict[str, int]:
 
 def is_ours(unet: Any) -> bool:
     """Whether a call is answered by our forward, and as the host would answer it."""
-    before, call = calls()["plain"], a_call(unet)
+    before = calls()["plain"]
+    call = a_call(unet)
     with torch.no_grad():
         expected = HOSTS_OWN(unet, **diffusers_arguments(call)).sample
     assert relative_error(served(unet, call), expected) < ROUNDING
@@ -106,7 +107,8 @@ def test_a_copy_with_compiled_regions_is_the_hosts() -> None:
 def test_the_halves_of_a_vae() -> None:
     vae = tiny_vae()
     pipe = type("Pipe", (), {})()
-    pipe.unet, pipe.vae = diffusers_unet(), vae
+    pipe.unet = diffusers_unet()
+    pipe.vae = vae
     lib_onediff.compile_pipe(pipe)
     latent = torch.randn(1, 4, 8, 8)
     twin = copy.copy(vae.decoder)
@@ -141,13 +143,15 @@ def test_another_class_is_left_alone_whatever_its_name(kind: type, caplog: pytes
     unet: Any = kind(**{name: value for name, value in plain.config.items() if not name.startswith("_")})
     unet.load_state_dict(plain.state_dict())
     call = a_call(plain)
-    own, before = kind.__dict__.get("forward"), calls()
+    own = kind.__dict__.get("forward")
+    before = calls()
     # Its base is patched all the same.
     lib_onediff.compile_unet(plain)
     assert lib_onediff.compile_unet(unet.eval()) is unet
     assert "is not a class of diffusers" in caplog.text and kind.__dict__.get("forward") is own
     with torch.no_grad():
-        answer, expected = unet(**diffusers_arguments(call)), diffusers_output(plain, call)
+        answer = unet(**diffusers_arguments(call))
+        expected = diffusers_output(plain, call)
     if kind is Derived:
         assert torch.equal(answer.sample, expected)
     else:
@@ -179,7 +183,8 @@ def test_an_answer_of_the_hosts_comes_back_untouched(monkeypatch: pytest.MonkeyP
 def test_an_answer_that_the_runtime_leaves_to_the_host_is_the_hosts_very_object(
     return_dict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unet, answers = lib_onediff.compile_unet(diffusers_unet(), enabled=False), list[Any]()
+    unet = lib_onediff.compile_unet(diffusers_unet(), enabled=False)
+    answers = list[Any]()
 
     def recording(self: Any, *args: Any, **kwargs: Any) -> Any:
         answers.append(run(self, *args, **kwargs))
@@ -229,7 +234,8 @@ def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> N
 
         return theirs
 
-    unet, other = lib_onediff.compile_unet(diffusers_unet()), diffusers_unet()
+    unet = lib_onediff.compile_unet(diffusers_unet())
+    other = diffusers_unet()
     above = wrapper(UNet2DConditionModel.forward)
     UNet2DConditionModel.forward = above
     try:
@@ -301,7 +307,8 @@ def test_a_kept_forward_keeps_its_module() -> None:
     expected = diffusers_output(diffusers_unet(), a_call(diffusers_unet()))
     forward = lib_onediff.compile_unet(diffusers_unet()).forward
     gc.collect()
-    call, before = a_call(forward.__self__), calls()["plain"]
+    call = a_call(forward.__self__)
+    before = calls()["plain"]
     with torch.no_grad():
         assert relative_error(forward(**diffusers_arguments(call)).sample, expected) < ROUNDING
     assert calls()["plain"] == before + 1
@@ -356,7 +363,9 @@ def test_the_hosts_turn_is_each_threads_own() -> None:
     hooks.apply_group_offloading(unet, torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1)
     lib_onediff.compile_unet(unet, enabled=False)
     reference = unet._diffusers_hook._fn_refs[0]
-    own, moved, both = reference.pre_forward, list[str](), threading.Barrier(2, timeout=60)
+    own = reference.pre_forward
+    moved = list[str]()
+    both = threading.Barrier(2, timeout=60)
 
     def move(*given: Any, **named: Any) -> Any:
         moved.append(threading.current_thread().name)

@@ -124,7 +124,9 @@ def test_images_are_made_in_turn_and_compared() -> None:
 @pytest.mark.parametrize(("first_uses", "warm_ups"), [((1, 0), 2), ((0,), 1), ((5,) * 9, MOST_WARM_UPS)], ids=str)
 def test_a_side_is_warmed_up_until_nothing_of_its_image_is_new(first_uses: tuple[int, ...], warm_ups: int) -> None:
     """Each time by the whole image: DeepCache is inactive in a short one."""
-    painter, counts, make = Painter(), list(first_uses), Painter.make
+    painter = Painter()
+    counts = list(first_uses)
+    make = Painter.make
 
     def make_and_tell(request: Request, settings: Settings) -> GeneratedImage:
         made = make(painter, request, settings)

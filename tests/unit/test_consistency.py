@@ -35,7 +35,8 @@ def test_everything_of_this_machine_is_read_back() -> None:
 def test_switches_and_variables_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("HOME_OF_A_SECRET", "hunter2")
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    matmul = torch.backends.cuda.matmul
+    cudnn = torch.backends.cudnn
     before = matmul.allow_fp16_reduced_precision_reduction, cudnn.benchmark
     try:
         for value, word in ((True, "on"), (False, "off")):

@@ -22,7 +22,9 @@ SMALL = {
     "extra_pos_embed_type": None, "crossattn_proj_in_channels": CONTEXT_WIDTH,
 }
 ONE_PIXEL = {"patch_size": (1, 1, 1), "num_attention_heads": 3, "rope_scale": (1.0, 4.0, 3.0)}
-IN_CONFIG, IN_BLOCK, IN_CALL = "config", "block", "call"
+IN_CONFIG = "config"
+IN_BLOCK = "block"
+IN_CALL = "call"
 # What the host takes of torchvision, where that is missing.
 NEAREST = SimpleNamespace(resize=lambda mask, size, interpolation: functional.interpolate(mask, size))
 vars(code).setdefault("transforms", SimpleNamespace(functional=NEAREST, InterpolationMode=SimpleNamespace(NEAREST="")))
@@ -43,7 +45,8 @@ def call(height: int = 6, width: int = 10, batch: int = 2, frames: int = 1) -> d
 @torch.no_grad()
 def ours(unet: Any, given: dict[str, Any]) -> Tensor:
     """The answer, which is the host's, by our forward."""
-    output, expected = unet(**given), own_forward(unet)(**given)
+    output = unet(**given)
+    expected = own_forward(unet)(**given)
     assert relative_error(output.sample, expected.sample) < 1e-5 and type(output) is type(expected)
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
     return unet(**given, return_dict=False)[0]
@@ -63,8 +66,11 @@ def test_the_forward_is_the_hosts_and_an_edit_counts_at_once(config: dict[str, A
 
 
 def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
-    peft, unet = pytest.importorskip("peft"), network()
-    attributes, expected, pipe = dict(vars(unet)), unet(**call()).sample, SimpleNamespace(transformer=unet)
+    peft = pytest.importorskip("peft")
+    unet = network()
+    attributes = dict(vars(unet))
+    expected = unet(**call()).sample
+    pipe = SimpleNamespace(transformer=unet)
     assert vars(lib_onediff.compile_pipe(pipe, ignores=["transformer"]).transformer) == attributes
     layers = ["to_q", "to_v", "to_out.0", "linear_1", "linear_2", "proj", "proj_out"]
     lib_onediff.compile_pipe(pipe)
@@ -92,7 +98,8 @@ def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
 @torch.no_grad()
 def test_what_only_the_host_knows_is_the_hosts(where: str, change: dict[str, Any], reason: str) -> None:
     """Its errors too."""
-    unet, answers = network(**change if where == IN_CONFIG else {}), []
+    unet = network(**change if where == IN_CONFIG else {})
+    answers = []
     for path, value in change.items() if where == IN_BLOCK else ():
         above, _, name = path.rpartition(".")
         setattr(unet.transformer_blocks[1].get_submodule(above), name, value)

@@ -24,7 +24,8 @@ DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for d
 @pytest.mark.parametrize(("name", "depth"), DEPTHS)
 def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tuple[int, int]) -> None:
     unet = shared_unet(name)
-    cut, call = Oracle(unet, depth), a_call(unet, *size)
+    cut = Oracle(unet, depth)
+    call = a_call(unet, *size)
     output, deep = cut.whole(call)
     assert torch.equal(output, our_output(unet, call))
     assert torch.equal(cut.shallow(call, deep), output)
@@ -36,7 +37,8 @@ def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tenso
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
     embedding = unet.time_embed(timestep_embedding(call.timestep, unet.model_channels))
-    image, skips = call.latent, []
+    image = call.latent
+    skips = []
     for block in unet.input_blocks[:depth]:
         image = block(image, embedding, call.context)
         skips.append(image)
@@ -52,7 +54,8 @@ def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tenso
 @pytest.mark.parametrize("depth", [1, 4, 11])
 def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet()
-    cut, call = Oracle(unet, depth), a_call(unet, *size)
+    cut = Oracle(unet, depth)
+    call = a_call(unet, *size)
     _, stale = cut.whole(a_call(unet, *size, seed=1))
     output = cut.shallow(call, stale)
     assert relative_error(output, outer_blocks_of_ldm(unet, call, depth, stale)) < 1e-5
@@ -61,8 +64,10 @@ def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int,
 
 def test_shallow_steps_take_their_control_residuals_too() -> None:
     unet = shared_unet("SD1")
-    cut, call = Oracle(unet, 3), a_call(unet)
-    first, last = torch.randn(2, 16, 8, 8), torch.randn(2, 16, 8, 8)
+    cut = Oracle(unet, 3)
+    call = a_call(unet)
+    first = torch.randn(2, 16, 8, 8)
+    last = torch.randn(2, 16, 8, 8)
     controlled = replace(call, control=Control(input=(first,), output=(None,) * 11 + (last,)))
     output, deep = cut.whole(controlled)
     assert torch.equal(output, our_output(unet, controlled))

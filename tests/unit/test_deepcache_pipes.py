@@ -81,7 +81,8 @@ def test_a_scheduler_that_is_exchanged_is_followed() -> None:
 
 
 def test_a_loop_of_ones_own_says_when_a_sampling_begins_and_where_its_steps_do() -> None:
-    unet, times = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3), range(981, 0, -140)
+    unet = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3)
+    times = range(981, 0, -140)
 
     def sample() -> None:
         for time in times:
@@ -125,7 +126,8 @@ def test_the_same_picture_as_the_packages(layout: dict[str, Any], branch: int, i
     through features."""
     name = "StableDiffusionXLPipeline" if layout is SDXL else "StableDiffusionPipeline"
     pipe = pipeline(name, layout, "DPMSolverMultistepScheduler")
-    exact, expected = picture(pipe), theirs(pipe, 7, interval, branch)
+    exact = picture(pipe)
+    expected = theirs(pipe, 7, interval, branch)
     found = ours(pipe, 7, interval, branch)
     assert relative_error(found, expected) < 1e-4
     assert relative_error(expected, exact) > 1e-3

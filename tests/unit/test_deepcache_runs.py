@@ -25,7 +25,9 @@ from lib_onediff.core.sampling import UNANNOUNCED
 from lib_onediff.families.unet.call import Control
 from lib_onediff.steps.deepcache import DAMPING
 
-BOTH, ALONE, DOG = ("cat", "ugly"), ("cat",), ("dog", "ugly")
+BOTH = ("cat", "ugly")
+ALONE = ("cat",)
+DOG = ("dog", "ugly")
 
 
 @grid(interval=[2, 3, 20], total=[20, 7, 1, 2])

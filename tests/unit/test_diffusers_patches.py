@@ -112,7 +112,8 @@ def test_freeu(config: dict[str, Any]) -> None:
     plain = served(unet, call)
     unet.enable_freeu(*FREEU)
     call = a_call(unet, 16, 16)
-    output, expected = served(unet, call), diffusers_output(unet, call)
+    output = served(unet, call)
+    expected = diffusers_output(unet, call)
     assert relative_error(output, expected) < CLOSE and relative_error(output, plain) > 100 * CLOSE
     assert within("FreeU")
     unet.disable_freeu()
@@ -210,5 +211,6 @@ def test_perturbed_attention_guidance(guidance: str) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     unet.get_submodule(ATTENTION).set_processor(getattr(attention_processor, guidance)())
     call = a_call(unet, batch=6)
-    output, expected = served(unet, call), diffusers_output(unet, call)
+    output = served(unet, call)
+    expected = diffusers_output(unet, call)
     assert relative_error(output, expected) < CLOSE and within(guidance)

@@ -25,7 +25,8 @@ def steps(whole: Iterable[int] = WHOLE_OF_20, count: int = 20) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, Any]) -> None:
-    ours, plain = Samplings("forecast", config), Samplings("forecast", config, deepcache_interval=1)
+    ours = Samplings("forecast", config)
+    plain = Samplings("forecast", config, deepcache_interval=1)
     ours.begin()
     plain.begin()
     computed: list[tuple[float, Tensor]] = []
@@ -48,13 +49,16 @@ def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, 
 
 
 def test_prompts_and_sizes_that_take_turns_are_told_apart() -> None:
-    ours, alone = Samplings("forecast"), Samplings("forecast")
+    ours = Samplings("forecast")
+    alone = Samplings("forecast")
     ours.begin()
     alone.begin()
     found = []
     for time in STEPS:
-        cat, dog = ours.call(time, names=("cat",)), ours.call(time, names=("dog",))
-        of_cat, of_dog = ours.run(cat), ours.run(dog)
+        cat = ours.call(time, names=("cat",))
+        dog = ours.call(time, names=("dog",))
+        of_cat = ours.run(cat)
+        of_dog = ours.run(dog)
         large = ours.run(ours.call(time, names=("cat",), size=16))
         found.append(of_cat[0])
         assert of_cat[0] == of_dog[0] == large[0] and large[1].shape[-1] == 16

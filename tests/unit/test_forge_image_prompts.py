@@ -17,7 +17,8 @@ from lib_onediff.hosts.forge.call import HostCall, unet_call
 from lib_onediff.hosts.forge.image_prompts import image_prompts_of, source_digest
 from lib_onediff.hosts.forge.patches import REPLACED
 
-SIZE, TOKENS = (16, 32), 4
+SIZE = (16, 32)
+TOKENS = 4
 ALWAYS = (999999999.9, 0.0)
 
 
@@ -25,13 +26,23 @@ class Adapter:
     """In the place of one cross attention, as the host's built-in extension has it; written anew."""
 
     def __init__(self, number: int) -> None:
-        self.k_key, self.v_key = f"{2 * number + 1}_to_k_ip", f"{2 * number + 1}_to_v_ip"
-        self.weights, self.conds, self.unconds, self.masks, self.ipadapters = [], [], [], [], []
-        self.weight_type, self.sigma_start, self.sigma_end, self.unfold_batch = [], [], [], []
+        self.k_key = f"{2 * number + 1}_to_k_ip"
+        self.v_key = f"{2 * number + 1}_to_v_ip"
+        self.weights = []
+        self.conds = []
+        self.unconds = []
+        self.masks = []
+        self.ipadapters = []
+        self.weight_type = []
+        self.sigma_start = []
+        self.sigma_end = []
+        self.unfold_batch = []
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:
-        result, order = attended(query, key, value, extra), extra["cond_or_uncond"]
-        sigma, rows = extra["sigmas"][0].item(), len(query) // len(order)
+        result = attended(query, key, value, extra)
+        order = extra["cond_or_uncond"]
+        sigma = extra["sigmas"][0].item()
+        rows = len(query) // len(order)
         for index, weight in enumerate(self.weights):
             if not self.sigma_end[index] <= sigma <= self.sigma_start[index]:
                 continue
@@ -55,7 +66,8 @@ def known(monkeypatch: pytest.MonkeyPatch) -> None:
 def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None = None, **changed: Any) -> dict:
     """options with so many adapters in some of ldm's cross attentions."""
     torch.manual_seed(1)
-    unet, functions = shared_ldm_unet(), {}
+    unet = shared_ldm_unet()
+    functions = {}
     for number, key in enumerate([("input", 1), ("output", 5), ("middle", 0)]):
         stage = unet.middle_block if key[0] == "middle" else getattr(unet, f"{key[0]}_blocks")[key[1]]
         width = next(part.to_q.out_features for path, part in stage.named_modules() if path.endswith("attn2"))
@@ -66,7 +78,8 @@ def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None 
             name: nn.Linear(CONTEXT_WIDTH, one.width, bias=False)
             for one in functions.values() for name in (one.k_key, one.v_key)
         })
-        cond, uncond = torch.randn(1, TOKENS, CONTEXT_WIDTH), torch.randn(1, TOKENS, CONTEXT_WIDTH)
+        cond = torch.randn(1, TOKENS, CONTEXT_WIDTH)
+        uncond = torch.randn(1, TOKENS, CONTEXT_WIDTH)
         values = {
             "weights": 0.7 - 0.2 * index, "conds": cond, "unconds": uncond, "masks": mask,
             "ipadapters": SimpleNamespace(ip_layers=SimpleNamespace(to_kvs=layers)), "weight_type": "original",

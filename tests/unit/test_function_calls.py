@@ -46,7 +46,9 @@ class Extension:
         return len(self._seen[""])
 
     def begin(self, at: dict[int, Callable[[Tensor], Tensor]]) -> None:
-        self.number, self._seen[""], self.at = 0, (), at
+        self.number = 0
+        self._seen[""] = ()
+        self.at = at
 
     def __call__(self, part: str, hidden: Tensor) -> Tensor:
         does = self.at.get(self.number, lambda hidden: hidden)
@@ -59,7 +61,8 @@ class Points(PatchPoints):
     structure = ("somebody",)
 
     def __init__(self, extension: Extension) -> None:
-        self._extension, self.functions = extension, [extension]
+        self._extension = extension
+        self.functions = [extension]
 
     def has_function(self, point: str, *arguments: Any) -> bool:
         return point == "after_stage" and arguments[0] in (INPUT, MIDDLE)
@@ -174,7 +177,8 @@ def test_what_a_function_writes_into_its_memory_later_was_kept(scene: Scene) -> 
 
 def test_what_functions_hand_each_other_survives_a_misfit() -> None:
     """Forge's options of a block are made when it begins: one patch writes there what the next one reads."""
-    unet, options = shared_ldm_unet(), {PATCHES: {"attn1_patch": [merged], "attn1_output_patch": [unmerged]}}
+    unet = shared_ldm_unet()
+    options = {PATCHES: {"attn1_patch": [merged], "attn1_output_patch": [unmerged]}}
 
     def longer(tokens: Tensor, extra: Options) -> Tensor:
         assert extra["kept"]

@@ -6,7 +6,8 @@ from copy import copy
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.call_stats import Generations
 
-ON, OFF = Settings(), Settings(enabled=False)
+ON = Settings()
+OFF = Settings(enabled=False)
 
 
 class P:
@@ -19,7 +20,9 @@ def on(generations: Generations) -> bool:
 
 
 def test_one_inside_has_its_own_settings_and_gives_them_back() -> None:
-    generations, outer, inner = Generations(), P(), P()
+    generations = Generations()
+    outer = P()
+    inner = P()
     generations.begin(outer, OFF, "Not today.")
     assert not on(generations) and generations.innermost.why_off == "Not today."
     generations.begin(inner, ON)
@@ -32,7 +35,8 @@ def test_one_inside_has_its_own_settings_and_gives_them_back() -> None:
 
 def test_a_copy_neither_ends_it_nor_begins_another_until_it_is_over() -> None:
     """ADetailer ends and begins copies of a generation around what it makes inside."""
-    generations, p = Generations(), P()
+    generations = Generations()
+    p = P()
     generations.begin(p, OFF)
     generations.end(copy(p))
     assert not on(generations)
@@ -48,7 +52,9 @@ def test_a_copy_neither_ends_it_nor_begins_another_until_it_is_over() -> None:
 
 
 def test_one_that_failed_is_over_when_the_host_lets_go_of_it() -> None:
-    generations, outer, inner = Generations(), P(), P()
+    generations = Generations()
+    outer = P()
+    inner = P()
     generations.begin(outer, ON)
     generations.begin(inner, OFF)
     del inner

@@ -21,7 +21,9 @@ from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
 # In latent pixels, the smallest first.
-SMALL, MIDDLE, LARGE = (8, 8), (12, 12), (16, 16)
+SMALL = (8, 8)
+MIDDLE = (12, 12)
+LARGE = (16, 16)
 
 
 def allow(mebibytes: int) -> None:
@@ -45,7 +47,9 @@ def entry(resolution: str) -> Entry:
 def test_a_row_says_what_its_purge_gives_back(unet: nn.Module, pretended: PretendedGraphs) -> None:
     make_ready(unet, LARGE, SMALL, MIDDLE)
     for resolution in ("128x128", "96x96"):
-        said, before, rest = row(resolution).bytes, held(), set(states()) - {resolution}
+        said = row(resolution).bytes
+        before = held()
+        rest = set(states()) - {resolution}
         assert runtime.purge([resolution]) >= said > LEAST_GAIN
         assert set(states()) == rest
         for size in {"96x96": (SMALL,), "128x128": (MIDDLE, SMALL)}[resolution]:

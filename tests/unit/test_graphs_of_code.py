@@ -40,7 +40,8 @@ def test_a_graph_is_not_replayed_over_other_functions_than_it_was_captured_with(
 
 def test_graphs_of_a_second_card_are_of_the_code_too(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = diffusers_unet(**SMALL_XL)
-    call, source = a_call(unet), BoundUNet(unet, FAMILIES.read)
+    call = a_call(unet)
+    source = BoundUNet(unet, FAMILIES.read)
     source.refresh(call)
     copy = empty_copy(source.binding, torch.device("cpu"))
     mirror = MirrorUNet(source, copy)

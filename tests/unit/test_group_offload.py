@@ -28,7 +28,8 @@ def offload(unet: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_the_hooks_run_for_the_host_alone(pretended: PretendedGraphs, kind: str, is_first: bool) -> None:
-    unet, moved = diffusers_unet(**SMALL_XL), list[Any]()
+    unet = diffusers_unet(**SMALL_XL)
+    moved = list[Any]()
     call = a_call(unet)
     expected = served(unet, call)
     for step in (lambda: offload(unet, kind), lambda: lib_onediff.compile_unet(unet))[::1 if is_first else -1]:
@@ -87,7 +88,8 @@ class Noting(hooks.ModelHook):
 
 def test_hooks_that_come_one_after_the_other_all_run_around_the_host_and_go_again() -> None:
     """Each keeps the forward that it finds. Whatever that was, the host's own runs within all of them, once."""
-    unet, noted = diffusers_unet(**SMALL_XL), list[str]()
+    unet = diffusers_unet(**SMALL_XL)
+    noted = list[str]()
     call = a_call(unet)
     expected = served(unet, call)
     offload(unet, "block_level")

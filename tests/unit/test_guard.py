@@ -35,7 +35,8 @@ def broken(original: Any, module: Any, x: int) -> int:
 
 
 def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() -> None:
-    guard, told = Guard(), []
+    guard = Guard()
+    told = []
 
     def fails_after_the_host_has_recovered(original: Any, module: Any, x: int) -> int:
         with contextlib.suppress(HostError):
@@ -47,7 +48,8 @@ def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() 
 
 
 def test_what_the_host_raises_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
-    guard, told = Guard(), []
+    guard = Guard()
+    told = []
     module = patched(lambda original, module, x: original(module, x), guard, told).owner()
     with pytest.raises(ValueError, match="the host's own") as raised:
         module.forward(-1)
@@ -79,7 +81,8 @@ def test_hooks_return_what_the_host_can_go_on_with(caplog: pytest.LogCaptureFixt
 
 def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
     """The runtime runs the host where its route fails, and returns; the VAE's decode that follows is the host's too."""
-    guard, told = Guard(), []
+    guard = Guard()
+    told = []
 
     def answers(original: Any, module: Any, x: int) -> int:
         try:
@@ -89,7 +92,8 @@ def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(cap
             return original(module, x)
 
     guard.resume()
-    unet, vae = patched(answers, guard, told), patched(lambda original, module, x: -x, guard, told)
+    unet = patched(answers, guard, told)
+    vae = patched(lambda original, module, x: -x, guard, told)
     assert vae.owner().forward(1) == -1
     assert unet.owner().forward(1) == 2 and told == []
     assert vae.owner().forward(1) == 2 and told == guard.faults
@@ -99,7 +103,8 @@ def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(cap
 
 def test_a_fault_outside_of_any_hook_leaves_nothing_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
     """A call that is made without hooks ends nobody's generation, nor does the next hook that goes well."""
-    guard, told = Guard(), []
+    guard = Guard()
+    told = []
     guard.resume()
     sentence = guard.give_up("the route", KeyError("ours"))
     module = patched(lambda original, module, x: -x, guard, told).owner()
@@ -136,7 +141,8 @@ def test_what_stands_beneath_a_hook_of_ours_is_judged_by_its_own_code() -> None:
         def forward(self, x: int) -> int:
             return x + 1
 
-    own, strange = Owner.__dict__["forward"], {"__name__": "strange.package"}
+    own = Owner.__dict__["forward"]
+    strange = {"__name__": "strange.package"}
     exec("def forward(self, x): return x + 2", strange)
     patch = ClassPatch(Owner, "forward", lambda original, module, x: original(module, x), Guard(), "a method")
     patch.apply()

@@ -21,7 +21,10 @@ from lib_onediff.core.table import ENOUGH, State
 from lib_onediff.runtime.rows import ResolutionRow
 from lib_onediff.ui.status import described, summary_html
 
-WHOLE_MS, CACHED_MS, ALONE_MS, HOST_MS = 900.0, 150.0, 500.0, 1200.0
+WHOLE_MS = 900.0
+CACHED_MS = 150.0
+ALONE_MS = 500.0
+HOST_MS = 1200.0
 # A forecast takes what it takes: very little.
 SLACK = 10.0
 
@@ -35,7 +38,8 @@ class Images(Adopted):
         second_pass: Callable[[], object] = lambda: None, is_whole: bool = True,
     ) -> None:
         """second_pass: what the host makes for this image, once its steps are done."""
-        p, settings = SimpleNamespace(), settings or self.settings
+        p = SimpleNamespace()
+        settings = settings or self.settings
         generation = self.runtime.generations.begin(p, settings)
         self.sample(size, steps)
         second_pass()
@@ -96,7 +100,8 @@ def test_every_step_counts_where_times_are_shown_and_stored(
     images = Images(**options)
     images.runtime.history.open(tmp_path)
     images.make()
-    status, image = images.status(), images.status()["image"]
+    status = images.status()
+    image = images.status()["image"]
     assert (image["state"], image["images"], image["seconds"], image["host_seconds"]) == ("done", 1, 2.0, None)
     assert image["steps"] == steps and image["calls"] == {"plain": 20 - steps.get("forecast", 0)}
     assert [(part["resolution"], part["steps"]) for part in image["parts"]] == [("64x64", steps)]
@@ -128,7 +133,8 @@ def test_what_the_host_made_is_compared_with_nothing_and_its_seconds_stand_besid
 def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
     images = Images(**EVERY_THIRD)
     images.make()
-    before, call = images.status(), call_of(images.unet, STEPS[0], size=9)
+    before = images.status()
+    call = call_of(images.unet, STEPS[0], size=9)
     with images.runtime.warming_up(), torch.no_grad():
         images.runtime.begin_sampling(images.unet)
         for _ in range(ENOUGH):
@@ -167,7 +173,8 @@ def test_an_image_that_the_host_makes_alone_shows_and_counts_nothing_at_the_size
 def test_a_call_that_nobody_could_read_is_at_no_other_calls_size() -> None:
     images = Images()
     images.make()
-    before, p = images.row("64x64"), SimpleNamespace()
+    before = images.row("64x64")
+    p = SimpleNamespace()
     generation = images.runtime.generations.begin(p, images.settings)
     generation.resolution = "128x64"
     images.runtime.note_host("inputs", images.unet)
@@ -222,7 +229,8 @@ def test_why_the_host_computed_some_steps_is_told_after_later_ones_are_ours() ->
         images.sample(steps=STEPS[:2])
 
     images.make(second_pass=second_pass)
-    status, total = images.status(), sum(images.status()["image"]["steps"].values())
+    status = images.status()
+    total = sum(images.status()["image"]["steps"].values())
     assert status["route"] != "host" and status["image"]["by_host"] == {
         "an extension has put a Scaler in the place of input_blocks.2": 4
     }
@@ -290,7 +298,8 @@ def test_what_steps_do_not_explain_is_explained() -> None:
     time.sleep(0.3)
     images.runtime.generations.end(p)
     record = images.runtime.call_stats.end_image(generation, "like")
-    took, spent = time.perf_counter() - began, record.spent
+    took = time.perf_counter() - began
+    spent = record.spent
     assert record.seconds == pytest.approx(took, abs=0.1) and record.first_uses == 1
     assert record.step_ms is not None and spent.unet == pytest.approx(20 * record.step_ms / 1e3)
     assert spent.first_use > 0 and spent.slower == 0 and 0.3 <= spent.rest < 0.3 + 0.1

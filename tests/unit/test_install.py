@@ -64,7 +64,8 @@ def run_install(folder: Path, *arguments: str, **environment: str) -> subprocess
 
 def write_wheel(folder: Path, name: str, version: str, requires: str = "", main: str = "") -> None:
     """A wheel of one package, which can be run with python -m."""
-    module, info = name.replace("-", "_"), f"{name.replace('-', '_')}-{version}.dist-info"
+    module = name.replace("-", "_")
+    info = f"{name.replace('-', '_')}-{version}.dist-info"
     files = {
         f"{module}/__init__.py": "",
         f"{module}/__main__.py": main,

@@ -29,7 +29,8 @@ def factors(rows: int, width: int, out: int) -> tuple[QuantizedTokens, Quantized
 
 
 def exact(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    left, right = tokens.values.double() * tokens.scales.double(), weight.values.double() * weight.scales.double().t()
+    left = tokens.values.double() * tokens.scales.double()
+    right = weight.values.double() * weight.scales.double().t()
     return left @ right.t() + (0 if bias is None else bias.double())
 
 
@@ -56,9 +57,11 @@ def test_a_product_is_the_exact_one_rounded_once(
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) -> None:
     rows = torch.randn(40, 64, device=DEVICE)
-    rows[3], rows[5] = 0, rows[5] * 1000
+    rows[3] = 0
+    rows[5] = rows[5] * 1000
     values, scales = rounded_rows(rows, INT8)
-    tokens, (_, weight) = QuantizedTokens(values, scales, (40,)), factors(1, 64, 48)
+    tokens = QuantizedTokens(values, scales, (40,))
+    _, weight = factors(1, 64, 48)
     output = products.int8_product(tokens, weight, None, torch.float16, config)
     expected = exact(tokens, weight, None)
     assert bool((output[3] == 0).all())

@@ -49,7 +49,8 @@ def error(
     """How far the kernels are from float64, for an image or for two side by side. others: silu, shift, configs."""
     image = first if second is None else torch.cat([first, second], dim=1)
     weight, bias = random_affine(image.shape[1], first.dtype)
-    silu, shift = others.pop("silu", False), others.pop("shift", None)
+    silu = others.pop("silu", False)
+    shift = others.pop("shift", None)
     output = group_norm(first, second, weight, bias, groups, eps, silu, shift, at_once=at_once, **others)
     assert output.dtype == first.dtype and output.is_contiguous(memory_format=torch.channels_last)
     return worst_error(output, exact_group_norm(image, weight, bias, groups, eps, silu, shift))
@@ -111,7 +112,8 @@ def test_a_mean_of_a_thousand_deviations_costs_no_more_than_its_rounding(mean: f
 def test_more_strips_than_are_joined_at_once(
     size: tuple[int, int], mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, (height, width) = 32, size
+    rows = 32
+    height, width = size
     monkeypatch.setattr(images, "wanted_strips", lambda *ignored: 10**6)
     assert height * width > JOINED_NUMBERS // join_block(16) * rows
     image = random_image(1, 32, height, width, mean=mean, deviation=0.1 if mean else 1.0)
@@ -122,5 +124,6 @@ def test_more_strips_than_are_joined_at_once(
 
 @grid(dtype=list(NEAREST), at_once=WAYS)
 def test_half_precision_rounds_only_the_result(dtype: torch.dtype, at_once: Way) -> None:
-    image, shift = random_image(2, 48, 5, 7, mean=4.0, dtype=dtype), torch.randn(2, 48).to(DEVICE, dtype)
+    image = random_image(2, 48, 5, 7, mean=4.0, dtype=dtype)
+    shift = torch.randn(2, 48).to(DEVICE, dtype)
     assert error(at_once, image, None, 4, shift=shift, silu=True) <= NEAREST[dtype]

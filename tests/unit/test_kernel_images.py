@@ -30,7 +30,8 @@ def sum_of(image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchCo
 
 @grid(shape=SHAPES, biased=[True, False])
 def test_additions(shape: tuple[int, ...], biased: bool) -> None:
-    image, update = random_image(*shape), random_image(*shape)
+    image = random_image(*shape)
+    update = random_image(*shape)
     bias = torch.randn(shape[1], device=DEVICE) if biased else None
     before = image.clone(), update.clone()
     output = sum_of(image, update, bias)
@@ -45,7 +46,9 @@ def test_additions(shape: tuple[int, ...], biased: bool) -> None:
 
 @pytest.mark.parametrize("config", ends(ADDITION.candidates), ids=str)
 def test_every_cut_of_an_addition_gives_the_same(config: LaunchConfig) -> None:
-    image, update, bias = random_image(1, 72, 5, 27), random_image(1, 72, 5, 27), torch.randn(72, device=DEVICE)
+    image = random_image(1, 72, 5, 27)
+    update = random_image(1, 72, 5, 27)
+    bias = torch.randn(72, device=DEVICE)
     assert torch.equal(sum_of(image, update, bias, config), sum_of(image, update, bias))
     expected = image + bias[:, None, None]
     add_and_measure(None, image, bias, image, config)
@@ -92,7 +95,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Residual, Tensor]:
     """A residual that is owed up to two vectors, and what it comes to."""
     width = tokens.shape[-1]
-    first, second = random(width) if deferred_bias else None, random(width, dtype=tokens.dtype) if addend else None
+    first = random(width) if deferred_bias else None
+    second = random(width, dtype=tokens.dtype) if addend else None
     total = tokens.double() + sum((vector.double() for vector in (first, second) if vector is not None), 0.0)
     return Residual(tokens, first, second), total
 
@@ -105,7 +109,8 @@ def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Residual, 
 def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: tuple[bool, bool], biased: bool) -> None:
     tokens = random(*shape)
     residual, total = owing(tokens, *owed)
-    weight, bias = 1 + 0.3 * random(shape[-1]), random(shape[-1]) if biased else None
+    weight = 1 + 0.3 * random(shape[-1])
+    bias = random(shape[-1]) if biased else None
     before = tokens.clone()
     settled, output = layer_norm(residual, weight, bias, 1e-5)
     assert torch.equal(tokens, before), "an input is not written to"
@@ -121,7 +126,8 @@ def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: tuple[bool, bool],
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 def test_every_cut_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
     residual, total = owing(random(7, 96), True, True)
-    weight, bias = random(96), random(96)
+    weight = random(96)
+    bias = random(96)
     _, output = layer_norm(residual, weight, bias, 1e-5, config)
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
     assert worst_error(materialize(residual, config), total) < CLOSE
@@ -129,14 +135,16 @@ def test_every_cut_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None
 
 @pytest.mark.parametrize("dtype", NEAREST, ids=str)
 def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
-    image, update = random_image(2, 48, 5, 7, dtype=dtype), random_image(2, 48, 5, 7, dtype=dtype)
+    image = random_image(2, 48, 5, 7, dtype=dtype)
+    update = random_image(2, 48, 5, 7, dtype=dtype)
     bias = random(48, dtype=dtype)
     exact = image.double() + update.double() + bias.double()[:, None, None]
     assert worst_error(sum_of(image, update, bias), exact) <= NEAREST[dtype]
     expected = functional.interpolate(image.float(), size=(9, 13), mode="nearest").to(dtype)
     assert torch.equal(resize(image, 9, 13), expected)
     residual, total = owing(random(9, 96, dtype=dtype), True, True)
-    weight, bias = random(96, dtype=dtype), random(96, dtype=dtype)
+    weight = random(96, dtype=dtype)
+    bias = random(96, dtype=dtype)
     _, output = layer_norm(residual, weight, bias, 1e-5)
     assert worst_error(materialize(residual), total) <= NEAREST[dtype]
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) <= NEAREST[dtype]
@@ -146,8 +154,10 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("mean", [50.0, -50.0])
 def test_a_mean_of_500_deviations_costs_no_more_than_its_rounding(mean: float) -> None:
-    tokens, deferred_bias = 0.1 * random(5, 320) + 0.5 * mean, 0.1 * random(320) + 0.5 * mean
-    weight, bias = random(320), random(320)
+    tokens = 0.1 * random(5, 320) + 0.5 * mean
+    deferred_bias = 0.1 * random(320) + 0.5 * mean
+    weight = random(320)
+    bias = random(320)
     _, output = layer_norm(Residual(tokens, deferred_bias), weight, bias, 1e-5)
     # The mean itself is rounded: to 2**-19, which is 3e-5 of a deviation.
     assert worst_error(output, exact_layer_norm(tokens + deferred_bias, weight, bias, 1e-5)) < 1000

@@ -45,7 +45,8 @@ class Library:
     """A driver without a GPU: it notes what it is asked for. version: of CUDA. statuses: what calls return."""
 
     def __init__(self, version: tuple[int, int] = NEW, **statuses: int) -> None:
-        self.version, self.statuses = version, statuses
+        self.version = version
+        self.statuses = statuses
         self.modules: list[bytes] = []
         self.shared: list[int] = []
         self.launches: list[tuple[tuple[int, ...], bytes]] = []
@@ -162,7 +163,9 @@ def test_a_card_has_the_newest_that_it_and_its_driver_take(
 
 def test_tiles_are_described_to_the_driver(card: Any) -> None:
     card.capability = (9, 0)
-    given, weight, bias = torch.zeros(70, 320).half(), torch.zeros(2560, 320).half(), torch.zeros(2560).half()
+    given = torch.zeros(70, 320).half()
+    weight = torch.zeros(2560, 320).half()
+    bias = torch.zeros(2560).half()
     copied = next(config for config in EXACT_GATED_PRODUCT.candidates[1:] if config[0])
     products.exact_gated_product(given, weight, bias, copied)
     first = card.library.maps[0]
@@ -191,7 +194,8 @@ def test_a_kernel_is_loaded_and_launched_where_its_tensors_are(card: Any, monkey
 def test_cards_of_different_kinds_have_kernels_of_their_own(card: Any) -> None:
     m, n, k, group, warps, stages = INT8_PRODUCT.candidates[0]
     types = torch.int8, torch.float32, torch.int8, torch.float32, torch.float16, torch.float16
-    arguments, constants = [torch.zeros(1, dtype=dtype) for dtype in types], {"M": m, "N": n, "K": k, "GROUP": group}
+    arguments = [torch.zeros(1, dtype=dtype) for dtype in types]
+    constants = {"M": m, "N": n, "K": k, "GROUP": group}
     key = archive.key_of("products.tile_by_tile", arguments, warps, stages, constants)
     for index, card.capability in enumerate(((7, 5), (8, 9))):
         launching.loaded(key, torch.device("cuda", index))

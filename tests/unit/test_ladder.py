@@ -199,7 +199,8 @@ def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weat
     call = a_call(unet)
     given = call.latent, call.timestep, call.context
     added = {"text_embeds": call.y, "time_ids": torch.empty(len(call.y), 0)}
-    ours, hosts = {}, {"cross_attention_kwargs": {"of_somebody": 1.0}}
+    ours = {}
+    hosts = {"cross_attention_kwargs": {"of_somebody": 1.0}}
     announced = lib_onediff.sampling(unet), (ours, hosts, hosts, ours)
     for sampling, calls in (announced, (contextlib.nullcontext(), (ours, hosts, ours, hosts))):
         with sampling, torch.no_grad():

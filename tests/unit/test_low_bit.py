@@ -99,7 +99,8 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
 
 
 def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    unet, tries = compiled(half_unet(), "fp8"), []
+    unet = compiled(half_unet(), "fp8")
+    tries = []
 
     def full(*given: Any) -> Any:
         tries.append(1)
@@ -155,7 +156,8 @@ def a_choice(tuning_cache: TuningCache) -> LowBit:
 
 
 def test_the_bench_has_every_product_in_eight_bits() -> None:
-    choice, small = a_choice(TuningCache()), Product(8, 16, 32, GATED)
+    choice = a_choice(TuningCache())
+    small = Product(8, 16, 32, GATED)
     with choice.used_everywhere():
         assert choice.best(small, torch.float16, KINDS) is FP8, "the lossier of both"
         assert choice.best(small, torch.float16, [INT8]) is INT8
@@ -170,7 +172,8 @@ def test_what_was_measured_to_gain_a_tenth_is_in_eight_bits_in_the_next_process_
     fp8: tuple[float, float] | None, int8: tuple[float, float] | None, kind: Kind | None
 ) -> None:
     """And INT8 where it is a tenth shorter than FP8: at a card's power limit its clock falls."""
-    tuning_cache, product = TuningCache(), Product(2048, 1280, 10240, NORMED)
+    tuning_cache = TuningCache()
+    product = Product(2048, 1280, 10240, NORMED)
     for one, times in ((FP8, fp8), (INT8, int8)):
         if times is not None:
             a_choice(tuning_cache).note(product, torch.float16, one, *times)

@@ -102,7 +102,8 @@ def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: Weather, option:
     for budget in (0.0, 0.005, 0.02, 0.05, 0.119):
         unet = compiled(half_unet(), option, budget)
         call = half_call(unet)
-        output, expected = served(unet, call), exact(unet, call)
+        output = served(unet, call)
+        expected = exact(unet, call)
         served(unet, call)
         error = relative_error(output, expected)
         assert error <= 1.02 * budget, (budget, found())
@@ -133,12 +134,14 @@ def test_each_half_of_an_image_is_measured_once_at_its_first_step(on_a_gpu: Weat
 def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unet, call = compiled(half_unet(), budget=0.1), None
+    unet = compiled(half_unet(), budget=0.1)
+    call = None
     for _ in range(3):
         call = half_call(unet)
         served(unet, call)
     assert now() == (EIGHT, "graph") and used() == set(CLASSES)
-    real, worst = LowBitRoute._output, runtime.devices.lossy.low_bit
+    real = LowBitRoute._output
+    worst = runtime.devices.lossy.low_bit
 
     def output(self: LowBitRoute, network: Any, lossy: Any, call: UNetCall, layers: Any) -> Tensor:
         classes = worst.classes(network.bound.layout)

@@ -45,7 +45,8 @@ def given_back(rows: QuantizedTokens) -> Tensor:
 def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
     """Every value is at most half a step off. float8: what is small beside the largest of its row, 2**-10 of a scale.
     """
-    back, one_scale = given_back(rows), rows.scales.numel() == 1
+    back = given_back(rows)
+    one_scale = rows.scales.numel() == 1
     scales = rows.scales.double() if one_scale else rows.scales.double().view(*rows.shape, 1)
     if rows.values.dtype == INT8.dtype:
         # float32's own rounding beside the half step.
@@ -68,11 +69,13 @@ def test_a_layer_norm_comes_in_eight_bits(
     shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind, scaled: bool
 ) -> None:
     dtype, whole = stream_of  # whole: with everything that can be owed
-    tokens, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype)
+    tokens = random(*shape, dtype=dtype)
+    weight = random(shape[-1], dtype=dtype)
     # As float8's products come out: in bfloat16, their rows not scaled yet.
     update = random(*shape, dtype=torch.bfloat16 if scaled else dtype)
     scales = random(*shape[:-1], 1, dtype=torch.float32) if scaled else None
-    deferred_bias, bias = random(shape[-1], dtype=torch.float32), random(shape[-1], dtype=dtype)
+    deferred_bias = random(shape[-1], dtype=torch.float32)
+    bias = random(shape[-1], dtype=dtype)
     residual = Residual(tokens.clone(), deferred_bias, bias, update, scales) if whole else Residual(tokens.clone())
     added = update.double() if scales is None else update.double() * scales.double()
     total = tokens.double() + added if whole else tokens.double()
@@ -90,7 +93,8 @@ def test_a_layer_norm_comes_in_eight_bits(
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind and kind.name)
 def test_an_adaptive_norm_comes_in_eight_bits_with_the_vectors_of_each_image(kind: Kind | None, scaled: bool) -> None:
-    tokens, update = random(2, 7, 96, dtype=torch.float32), random(2, 7, 96)
+    tokens = random(2, 7, 96, dtype=torch.float32)
+    update = random(2, 7, 96)
     scales = random(2, 7, 1, dtype=torch.float32) if scaled else None
     shift, factor, gate = random(2, 288).chunk(3, dim=1)
     added = update.double() * gate.double()[:, None] * (1 if scales is None else scales.double())
@@ -115,7 +119,8 @@ def test_a_gelu_comes_in_eight_bits(kind: Kind) -> None:
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_every_launch_config_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:
-    tokens, weight = random(7, 96), random(96)
+    tokens = random(7, 96)
+    weight = random(96)
     _, normed = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind, config)
     _, first = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind)
     assert torch.allclose(normed.scales, first.scales, rtol=1e-5)
@@ -147,7 +152,8 @@ def test_a_weight_has_the_scales_that_it_needs(dtype: torch.dtype, factor: float
     weight = weight.clamp(-6e4, 6e4).to(dtype)
     far = factor > 1000
     rounded = rounding.rounded_weight(weight, FP8)
-    values, scales = rounded.values, rounded.scales
+    values = rounded.values
+    scales = rounded.scales
     assert scales.shape == ((1, 48) if far else (1, 1))
     expected = exact_rows(weight, FP8)[1].t() if far else one_scale_of(weight, FP8)
     assert torch.allclose(scales, expected, rtol=1e-6)
@@ -167,7 +173,8 @@ def test_zeros_stay_zeros_and_a_nan_is_not_hidden(kind: Kind) -> None:
         assert bool(back[1].isnan().any())
 
 
-WIDTH, EPS = 640, 1e-5
+WIDTH = 640
+EPS = 1e-5
 
 
 @pytest.fixture
@@ -184,7 +191,8 @@ def weights_of(weight: Tensor, bias: Tensor | None = None, kind: Kind = FP8) -> 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.bfloat16])
 def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOperators, result: torch.dtype) -> None:
-    layer, vector = weights_of(torch.randn(WIDTH, WIDTH).to(result)), torch.randn(WIDTH).to(result)
+    layer = weights_of(torch.randn(WIDTH, WIDTH).to(result))
+    vector = torch.randn(WIDTH).to(result)
     tokens = torch.randn(2, 5, WIDTH).to(result)
     residual = operators.add_linear(Residual(tokens.clone()), torch.randn(2, 5, WIDTH).to(result), layer)
     assert residual.update.shape == tokens.shape and residual.update_scales.shape == (2, 5, 1)
@@ -202,11 +210,17 @@ def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOper
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_what_has_no_kernel_in_eight_bits_is_rounded_behind_torchs(operators: NativeOperators, kind: Kind) -> None:
     """RMS norms before and behind a layer, SwiGLU, and a bias that a gate multiplies."""
-    into, out = torch.randn(2 * WIDTH, WIDTH).half() / 8, torch.randn(WIDTH, WIDTH).half() / 8
-    bias, gate, vector = torch.randn(WIDTH).half(), torch.randn(2, WIDTH).half(), torch.randn(WIDTH).half()
-    first, second = weights_of(into, None, kind), weights_of(out, bias, kind)
-    tokens, scale = torch.randn(2, 5, WIDTH).half(), torch.randn(2, WIDTH).half()
-    norm, layer = RMSNorm("norm", WIDTH, EPS), LayerWeights(vector, None)
+    into = torch.randn(2 * WIDTH, WIDTH).half() / 8
+    out = torch.randn(WIDTH, WIDTH).half() / 8
+    bias = torch.randn(WIDTH).half()
+    gate = torch.randn(2, WIDTH).half()
+    vector = torch.randn(WIDTH).half()
+    first = weights_of(into, None, kind)
+    second = weights_of(out, bias, kind)
+    tokens = torch.randn(2, 5, WIDTH).half()
+    scale = torch.randn(2, WIDTH).half()
+    norm = RMSNorm("norm", WIDTH, EPS)
+    layer = LayerWeights(vector, None)
     given = Residual(tokens.clone()), layer, norm, first, Modulation(scale)
     residual, rows = operators.residual_norm(*given)
     hidden = operators.gated_linear(rows, first, SWIGLU, second)

@@ -39,7 +39,8 @@ from lib_onediff.weights.low_bit import FP8, GROUP_NORMED, INT8, KINDS, Kind, Pr
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # By addresses, and copied by the GPU. On one, only what it can launch.
 CONFIGS = [(0, 64, 64, 64, 8, 4, 2), (1, 64, 64, 64, 8, 4, 2)]
-EXACT, HALF = CONFIGS, torch.float16
+EXACT = CONFIGS
+HALF = torch.float16
 # By the type that is multiplied.
 CONVOLVED = [(dtype, (copied, 8, 16, 32, 32, 8, 4, 2)) for dtype in CONVOLUTIONS for copied in (0, 1)]
 if DEVICE.type == "cuda":
@@ -112,9 +113,11 @@ def test_in_half_precision_it_is_rounded_once(
 @pytest.mark.parametrize("outlier", [1.0, 1000.0])
 def test_nothing_is_larger_than_the_scale_says(outlier: float) -> None:
     """The worst tokens that a layer norm can give: along a row of the weight."""
-    width, half = 64, 24
+    width = 64
+    half = 24
     norm = LayerWeights(torch.rand(width) + 0.5, torch.randn(width))
-    weight, bias = torch.randn(2 * half, width), torch.randn(2 * half)
+    weight = torch.randn(2 * half, width)
+    bias = torch.randn(2 * half)
     weight[half + 3] = weight[3] * 2
     weight[3] *= outlier
     scale = gated_scale(weight, bias, norm)
@@ -145,17 +148,21 @@ def test_it_is_the_convolution_of_its_factors(
     batch: int, channels: int, out: int, height: int, width: int, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
     """Edges, pixels that fill no tile, and channels that fill no step; images of one batch have scales of their own."""
-    given, weight = image(batch, channels, height, width), torch.randn(out, channels, 3, 3, device=DEVICE)
+    given = image(batch, channels, height, width)
+    weight = torch.randn(out, channels, 3, 3, device=DEVICE)
     weight *= torch.logspace(-1, 1, out, device=DEVICE)[:, None, None, None]
     given *= torch.logspace(-1, 1, batch, device=DEVICE)[:, None, None, None]
     if dtype == HALF:
         factors = given.to(HALF), weight.to(HALF).to(memory_format=torch.channels_last)
-        found, allowed = products.half_sums_convolution(*factors, config), 1e-3
-        back, of_image = factors[1].float(), factors[0].float()
+        found = products.half_sums_convolution(*factors, config)
+        allowed = 1e-3
+        back = factors[1].float()
+        of_image = factors[0].float()
     else:
         kind = next(kind for kind in KINDS if kind.dtype == dtype)
         values, scales = rounded_rows(given.permute(0, 2, 3, 1).flatten(1), kind)
-        values, low_bit = values.view(batch, height, width, channels), rounded_weight(weight, kind)
+        values = values.view(batch, height, width, channels)
+        low_bit = rounded_weight(weight, kind)
         # A GPU sums products of float8 in 22 bits; and here may be one number, small by chance.
         allowed = 1e-5 if DEVICE.type == "cpu" else 5e-2
         found = products.convolution(products.QuantizedImage(values, scales), low_bit, RESULT, config)
@@ -173,7 +180,8 @@ def test_it_is_the_convolution_of_its_factors(
 def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
     """With a shift, of one image or two side by side, as group_norm gives it; the largest of each sample is the largest
     of the kind, but where a channel's lowest number is."""
-    first_half, second = image(2, 32, 32, 32), 3 + image(2, 16, 32, 32)
+    first_half = image(2, 32, 32, 32)
+    second = 3 + image(2, 16, 32, 32)
     first_half[1] *= torch.linspace(0.1, 10, 32, device=DEVICE)[:, None, None]
     given = VirtualConcatenation(first_half, second) if beside else first_half
     channels = given.shape[1]
@@ -181,7 +189,8 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
         torch.randn(shape, device=DEVICE).to(RESULT)
         for shape in ((16, channels, 3, 3), (channels,), (channels,), (2, channels))
     )
-    layer, norm = LayerWeights(vectors[0], vectors[1]), GroupNorm("norm", channels, 4, 1e-5)
+    layer = LayerWeights(vectors[0], vectors[1])
+    norm = GroupNorm("norm", channels, 4, 1e-5)
     consumer = LayerWeights(weight, None, (rounded_weight(weight, kind),))
     operators = NativeOperators(
         Launches(TuningCache()), torch_ops.attention, lambda *given: torch.float32, lambda *given: kind
@@ -214,9 +223,11 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
 
 def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
     """In the model's type and in INT8, where there is no float8 too."""
-    config, outputs = next(config for dtype, config in CONVOLVED if dtype == INT8.dtype), []
+    config = next(config for dtype, config in CONVOLVED if dtype == INT8.dtype)
+    outputs = []
     monkeypatch.setitem(CONVOLUTIONS, INT8.dtype, replace(CONVOLUTIONS[INT8.dtype], candidates=(config,)))
-    product, tuning_cache = Product(2048, 9 * 32, 16, GROUP_NORMED, (32, 32)), TuningCache()
+    product = Product(2048, 9 * 32, 16, GROUP_NORMED, (32, 32))
+    tuning_cache = TuningCache()
     choice = LowBit(tuning_cache, Launches(tuning_cache))
 
     def time_ms(work: Callable[[], Tensor]) -> float:
@@ -235,7 +246,9 @@ def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPa
 def test_float16_sums_serve_where_they_are_allowed_right_and_faster(
     monkeypatch: pytest.MonkeyPatch, ours_ms: float, factor: float, is_used: bool
 ) -> None:
-    launches, kernel, real = Launches(TuningCache()), CONVOLUTIONS[HALF], products.half_sums_convolution
+    launches = Launches(TuningCache())
+    kernel = CONVOLUTIONS[HALF]
+    real = products.half_sums_convolution
     small = CONVOLVED[-1][1]
     monkeypatch.setitem(CONVOLUTIONS, HALF, replace(kernel, candidates=(LIBRARY, small)))
     monkeypatch.setattr(products, "half_sums_convolution", lambda *given: factor * real(*given))

@@ -54,7 +54,8 @@ def first_rows(members: tuple[int, ...]) -> list[int]:
 def merged(layer: LayerWeights) -> LayerWeights:
     """What a host would have merged, in float64."""
     assert layer.low_rank is not None
-    weight, rank = layer.weight.double(), 0
+    weight = layer.weight.double()
+    rank = 0
     for row, up in layer.low_rank.ups:
         down = layer.low_rank.down[rank:rank + up.shape[1]].double()
         weight[row:row + len(up)] += (up.double() @ down.flatten(1)).view(len(up), *weight.shape[1:])
@@ -64,7 +65,9 @@ def merged(layer: LayerWeights) -> LayerWeights:
 
 @grid(members=[(), MEMBERS], biased=[True, False])
 def test_linear(ops: Operators, members: tuple[int, ...], biased: bool) -> None:
-    layer, x, tokens = with_loras(sum(MEMBERS), (64,), biased, members), random(2, 33, 64), random(2, 33, sum(MEMBERS))
+    layer = with_loras(sum(MEMBERS), (64,), biased, members)
+    x = random(2, 33, 64)
+    tokens = random(2, 33, sum(MEMBERS))
     expected = torch_ops.linear(x.double(), merged(layer))
     assert relative_error(ops.linear(x, layer), expected.float()) < CLOSE
     expected = tokens.double() + expected
@@ -82,7 +85,8 @@ def test_pointwise(ops: Operators, biased: bool, joined: bool, form: torch.memor
 
 @grid(biased=[True, False], circular=[True, False], stride=[1, 2])
 def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) -> None:
-    layer, image = with_loras(48, (32, 3, 3), biased), random(2, 32, 8, 8)
+    layer = with_loras(48, (32, 3, 3), biased)
+    image = random(2, 32, 8, 8)
     shape = Convolution("", 32, 48, 3, stride, 1, circular)
     expected = torch_ops.convolution(image.double(), merged(layer), shape)
     assert relative_error(ops.convolution(image, layer, shape), expected.float()) < CLOSE
@@ -92,8 +96,10 @@ def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) -> None:
     """In float16 the tokens times a large down would be infinite, times a small one nothing."""
-    layer, x = LayerWeights(random(48, 64).to(dtype), None), random(2, 33, 64).to(dtype)
-    up, down = random(48, 4) / size, random(4, 64) * size
+    layer = LayerWeights(random(48, 64).to(dtype), None)
+    x = random(2, 33, 64).to(dtype)
+    up = random(48, 4) / size
+    down = random(4, 64) * size
     down[1] = 0
     applied = AppliedFunctions(dtype, up.device)
     applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": layer}, {"a": ["a"]}, None)
@@ -103,7 +109,9 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
 
 
-WEIGHT, UP, DOWN = torch.zeros(8, 6, 3, 3), torch.ones(8, 2, 1, 1), torch.ones(2, 6, 3, 3)
+WEIGHT = torch.zeros(8, 6, 3, 3)
+UP = torch.ones(8, 2, 1, 1)
+DOWN = torch.ones(2, 6, 3, 3)
 
 
 @pytest.mark.parametrize(("parts", "scale"), [((UP, DOWN, 4.0, None, None), 1.0), ((UP, DOWN, None), 0.5)])

@@ -40,7 +40,8 @@ def comes_back(memories: list[tuple[int, list[HeldGraph]]], gone: set[ShapeKey])
 
 
 def test_what_comes_back_is_as_defined() -> None:
-    drawn, shapes = random.Random(0), keys(12)
+    drawn = random.Random(0)
+    shapes = keys(12)
     for _ in range(200):
         memories = []
         for _ in range(drawn.randint(1, 3)):

@@ -64,8 +64,11 @@ def layer(*shape: int, biased: bool = True) -> LayerWeights:
 
 @IN_ANY_FORMAT
 def test_an_image_may_lie_in_memory_as_it_likes(native: NativeOperators, form: Callable[[Tensor], Tensor]) -> None:
-    image, other, bias = random(2, 24, 5, 6), random(2, 24, 5, 6), random(24)
-    norm, given = GroupNorm("norm", 24, 4, 1e-5), form(image)
+    image = random(2, 24, 5, 6)
+    other = random(2, 24, 5, 6)
+    bias = random(24)
+    norm = GroupNorm("norm", 24, 4, 1e-5)
+    given = form(image)
     parameters = layer(24)
     for silu in (True, False):
         expected = torch_ops.group_norm(image, parameters, norm, silu)
@@ -80,10 +83,14 @@ def test_an_image_may_lie_in_memory_as_it_likes(native: NativeOperators, form: C
 def test_two_images_side_by_side_are_their_concatenation(
     native: NativeOperators, form: Callable[[Tensor], Tensor]
 ) -> None:
-    image, skip = random(2, 40, 5, 6), random(2, 24, 5, 6)
-    beside, together = native.concatenate(form(image), form(skip)), torch.cat([image, skip], dim=1)
+    image = random(2, 40, 5, 6)
+    skip = random(2, 24, 5, 6)
+    beside = native.concatenate(form(image), form(skip))
+    together = torch.cat([image, skip], dim=1)
     assert isinstance(beside, VirtualConcatenation) and beside.shape == together.shape
-    norm, parameters, projection = GroupNorm("norm", 64, 4, 1e-5), layer(64), layer(16, 64, 1, 1)
+    norm = GroupNorm("norm", 64, 4, 1e-5)
+    parameters = layer(64)
+    projection = layer(16, 64, 1, 1)
     expected = torch_ops.group_norm(together, parameters, norm, True)
     assert relative_error(native.group_norm(beside, parameters, norm, True), expected) < CLOSE
     assert relative_error(native.pointwise(beside, projection), torch_ops.pointwise(together, projection)) < CLOSE
@@ -93,7 +100,8 @@ def test_two_images_side_by_side_are_their_concatenation(
 def test_convolution(native: NativeOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool) -> None:
     (stride, channels), circular = kind
     shape = Convolution("convolution", 12, channels, 3, stride, 1, circular)
-    image, weights = random(2, 12, 7, 6), layer(channels, 12, 3, 3, biased=biased)
+    image = random(2, 12, 7, 6)
+    weights = layer(channels, 12, 3, 3, biased=biased)
     expected = torch_ops.convolution(image, weights, shape)
     given = FORMATS[form](image)
     assert relative_error(native.convolution(given, weights, shape), expected) < CLOSE
@@ -102,8 +110,11 @@ def test_convolution(native: NativeOperators, kind: tuple[tuple[int, int], bool]
 
 
 def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
-    tokens, hidden = random(24, 14, 2).permute(2, 1, 0)[:, 3:10], random(2, 7, 96)[..., ::2]
-    norm, parameters, out = LayerNorm("norm", 24, 1e-5), layer(24), layer(24, 48)
+    tokens = random(24, 14, 2).permute(2, 1, 0)[:, 3:10]
+    hidden = random(2, 7, 96)[..., ::2]
+    norm = LayerNorm("norm", 24, 1e-5)
+    parameters = layer(24)
+    out = layer(24, 48)
     outputs = []
     for ops in (native, torch_ops):
         residual, first = ops.residual_norm(Residual(tokens.clone()), parameters, norm, out)
@@ -121,18 +132,24 @@ def test_norms_and_gates_that_depend_on_the_image_and_rotated_heads(
     native: NativeOperators, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     """kept: the type of the residual. The reference computes in float32 with the same numbers."""
-    tokens, hidden, gate = random(2, 7, 48).to(kept), random(2, 7, 48).to(dtype), random(2, 48).to(dtype)
+    tokens = random(2, 7, 48).to(kept)
+    hidden = random(2, 7, 48).to(dtype)
+    gate = random(2, 48).to(dtype)
     image, into, out, parts, head = ([random(*shape).to(dtype) for shape in shapes] for shapes in (
         [(2, 48), (2, 48)], [(96, 48), (96,)], [(48, 96), (48,)], [(144, 48)], [(16,)]
     ))
-    rotary, norm, of_heads = Rotary(random(7, 8), random(7, 8)), AdaptiveNorm(48, 1e-6), RMSNorm("norm", 16, 1e-6)
+    rotary = Rotary(random(7, 8), random(7, 8))
+    norm = AdaptiveNorm(48, 1e-6)
+    of_heads = RMSNorm("norm", 16, 1e-6)
 
     def outputs(ops: Any, as_kind: Callable[[Tensor], Tensor]) -> list[Tensor]:
         with_image, first, second, three, one = (
             LayerWeights(*map(as_kind, given), *[None] * (2 - len(given))) for given in (image, into, out, parts, head)
         )
-        residual, factors = Residual(as_kind(tokens.clone())), as_kind(gate)
-        modulation, gelu = Modulation(with_image.weight, with_image.bias), Activation.GELU
+        residual = Residual(as_kind(tokens.clone()))
+        factors = as_kind(gate)
+        modulation = Modulation(with_image.weight, with_image.bias)
+        gelu = Activation.GELU
         residual, normed = ops.residual_norm(residual, None, norm, second, modulation)
         residual = ops.add_linear(residual, ops.activated_linear(as_kind(hidden), first, gelu, second), second, factors)
         residual = ops.add_linear(residual, ops.activated_linear(normed, first, gelu, second), second, factors)
@@ -194,7 +211,8 @@ def test_a_gated_product_reads_a_weight_as_it_lies(transposed: bool, monkeypatch
     product = products.exact_gated_product
     monkeypatch.setattr(products, "exact_gated_product", lambda *given: used.append(True) or product(*given))
     launches = Launches(TuningCache())
-    tokens, bias = torch.randn(3, 32, dtype=torch.float16, device=DEVICE), torch.randn(64, device=DEVICE).half()
+    tokens = torch.randn(3, 32, dtype=torch.float16, device=DEVICE)
+    bias = torch.randn(64, device=DEVICE).half()
     weight = torch.randn(32, 64, device=DEVICE).half().t() if transposed else torch.randn(64, 32, device=DEVICE).half()
     config = next(one for one in EXACT_GATED_PRODUCT.candidates[1:] if not one[0])
     launches.choose(EXACT_GATED_PRODUCT, products.product_class(3, 64, 32), torch.float16, config)

@@ -43,7 +43,8 @@ class Clock:
 
 
 def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches, clock = Launches(TuningCache()), Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
+    launches = Launches(TuningCache())
+    clock = Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
     count = tune_kernels(launches, LAYERS, torch.float32, CPU, clock)
     # Two sizes of images for three kernels, and two widths of tokens for two.
     assert count == 2 * 3 + 2 * 2

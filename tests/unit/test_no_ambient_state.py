@@ -92,7 +92,8 @@ def ours(network: Any, given: dict[str, Any]) -> Tensor:
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("what", DEFAULTS, ids=str)
 def test_defaults_of_the_caller_change_nothing_after_a_proof_or_before(what: Any, make: Callable[[], Any]) -> None:
-    (network, given), (another, _) = make(), make()
+    network, given = make()
+    another, _ = make()
     lib_onediff.compile_unet(network)
     before = ours(network, given)
     with default(what):

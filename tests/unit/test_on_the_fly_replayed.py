@@ -25,7 +25,8 @@ class LowVramPatch:
     """ComfyUI's function for a list of patches."""
 
     def __init__(self, key: str, patches: dict[str, list[Any]]) -> None:
-        self.key, self.patches = key, patches
+        self.key = key
+        self.patches = patches
 
     def __call__(self, weight: Tensor) -> Tensor:
         for strength, (_, (up, down, *_)), *_ in self.patches[self.key]:
@@ -43,7 +44,8 @@ class HostLinear(nn.Linear):
         return functional.linear(x, weight, self.bias)
 
 
-HostLinear.__module__, HostLinear.__qualname__ = "backend.operations", "ForgeOperations.Linear"
+HostLinear.__module__ = "backend.operations"
+HostLinear.__qualname__ = "ForgeOperations.Linear"
 
 
 def patch(strength: float, seed: int = 0) -> list[Any]:

@@ -24,7 +24,8 @@ from lib_onediff.devices.oneflow.gate import (
     why_not_for,
 )
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
 
 
 def a_sentence(text: str | None) -> bool:

@@ -56,10 +56,12 @@ def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:
         served(unet, call)
-    network, route = runtime.services.networks.get(unet), oneflow.OneFlow(FAMILIES.output)
+    network = runtime.services.networks.get(unet)
+    route = oneflow.OneFlow(FAMILIES.output)
 
     def runner(index: int, is_warm_up: bool = False) -> oneflow.OneFlowRunner:
-        call, bound = calls[index], network.bound
+        call = calls[index]
+        bound = network.bound
         key = ShapeKey.of(bound.layout.architecture, bound.binding.dtype, call, ONEFLOW)
         return route.runner(network, key, call, is_warm_up)
 

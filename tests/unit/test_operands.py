@@ -51,7 +51,8 @@ def test_a_storage_format_is_one_step_before_the_others() -> None:
 
 
 def test_what_the_hosts_functions_made_is_not_cast_anew() -> None:
-    changed, bias = torch.full((2, 3), 7, dtype=HALF), torch.zeros(2, dtype=HALF)
+    changed = torch.full((2, 3), 7, dtype=HALF)
+    bias = torch.zeros(2, dtype=HALF)
     operands = Operands(stored(torch.ones(2, 3)), steps_of(
         stored(torch.ones(2, 3)), HALF, None, (), applied_to(weights={"layer": changed}, biases={"layer": bias})
     ))

@@ -110,7 +110,8 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
     made = ours(unet, call, copied(options))
     assert isinstance(made, UNetCall) and made.patches is not None
     with torch.no_grad():
-        output, expected = our_output(unet, made), patched_output(unet, call, copied(options))
+        output = our_output(unet, made)
+        expected = patched_output(unet, call, copied(options))
     assert relative_error(output, expected) < CLOSE
     assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 
@@ -126,7 +127,8 @@ def test_so_do_our_kernels(case: str) -> None:
     options = CASES[case]
     made = ours(unet, call, copied(options))
     with torch.no_grad():
-        output, expected = our_output(unet, made, NativeOperators()), patched_output(unet, call, copied(options))
+        output = our_output(unet, made, NativeOperators())
+        expected = patched_output(unet, call, copied(options))
     assert relative_error(output, expected) < CLOSE
     assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 

@@ -14,7 +14,8 @@ from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 
 pytest.importorskip("peft")
-CLOSE, SHOWS = 1e-5, 1e-3
+CLOSE = 1e-5
+SHOWS = 1e-3
 ATTENTIONS = ["to_q", "to_k", "to_v", "to_out.0"]
 QUERY_AND_KEY = ["to_q", "to_k"]
 # A kernel, a stride, 1x1, and everything that is linear.
@@ -55,7 +56,8 @@ def disabled(unet: Any) -> None:
 
 def files(unet: Any, seed: int, rank: int) -> dict[str, Tensor]:
     """A LoRA as in a file."""
-    generator, state = torch.Generator().manual_seed(seed), {}
+    generator = torch.Generator().manual_seed(seed)
+    state = {}
     for path, module in unet.named_modules():
         if isinstance(module, nn.Linear) and path.removesuffix(".base_layer").endswith(("to_q", "to_v")):
             path = path.removesuffix(".base_layer")
@@ -157,7 +159,8 @@ def is_the_hosts(unet: Any, reason: str, **others: Any) -> None:
 @pytest.mark.parametrize("change", CASES.values(), ids=CASES)
 def test_every_state_of_loras(change: Callable[[Any], object], request: pytest.FixtureRequest) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
-    plain, lay = is_ours(unet), addresses(unet)
+    plain = is_ours(unet)
+    lay = addresses(unet)
     change(unet)
     output = is_ours(unet, seed=1)
     different = relative_error(output, without(unet, seed=1)) > SHOWS
@@ -178,7 +181,8 @@ def test_what_becomes_of_loras_between_calls() -> None:
     """At one UNet: its graphs would stay."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     is_ours(unet)
-    generation, call = runtime.services.networks.get(unet).bound.epoch.addresses, a_call(unet)
+    generation = runtime.services.networks.get(unet).bound.epoch.addresses
+    call = a_call(unet)
     load(unet, seed=1, rank=3)
     outputs = [is_ours(unet, call=call)]
     moved = runtime.services.networks.get(unet).bound.epoch.addresses
@@ -254,13 +258,15 @@ def test_what_is_no_plain_lora_is_the_hosts(change: Callable[[Any], object], rea
 @pytest.mark.parametrize("scale", [0.5, 1.0])
 def test_a_scale_of_a_call(scale: float) -> None:
     """Computed once, and of that call alone."""
-    unet, other = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)), diffusers_unet(**SMALL_XL)
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
+    other = diffusers_unet(**SMALL_XL)
     given = {"cross_attention_kwargs": {"scale": scale}}
     for one in (unet, other):
         two(one, [0.5, 0.3])
     call = a_call(unet)
     for others in ({}, given, given, {}):
-        output, expected = served(unet, call, **others), diffusers_output(other, call, **others)
+        output = served(unet, call, **others)
+        expected = diffusers_output(other, call, **others)
         assert lib_onediff.status()["route"] == "plain" and relative_error(output, expected) < CLOSE
     assert given == {"cross_attention_kwargs": {"scale": scale}}
     assert unet.get_submodule(TO_QUERY).scaling == other.get_submodule(TO_QUERY).scaling

@@ -89,7 +89,8 @@ def test_each_call_is_the_hosts_own_on_the_prompts_rows(
 
 
 def test_an_ip_adapters_rows(called: list[Called]) -> None:
-    pipe, oracle = compiled("StableDiffusionPipeline", SMALL), diffusers_unet(**SMALL, sample_size=8)
+    pipe = compiled("StableDiffusionPipeline", SMALL)
+    oracle = diffusers_unet(**SMALL, sample_size=8)
     load_ip_adapters(pipe.unet, "plain")
     load_ip_adapters(oracle, "plain")
     (embedding,) = images("plain")

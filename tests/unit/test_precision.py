@@ -34,7 +34,8 @@ HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not 
 
 def standing() -> dict[str, Any]:
     """Everything that torch can be asked about these switches, whichever way."""
-    matmul, convolutions = torch.backends.cuda.matmul, getattr(torch.backends.cudnn, "conv", None)
+    matmul = torch.backends.cuda.matmul
+    convolutions = getattr(torch.backends.cudnn, "conv", None)
     found: dict[str, Any] = {name: switch.state() for name, switch in SWITCHES.items()}
     ways = {
         "matmul tf32": lambda: matmul.allow_tf32, "cudnn tf32": lambda: torch.backends.cudnn.allow_tf32,
@@ -60,7 +61,8 @@ def torch_as_found() -> Iterator[None]:
 # --- set and put back -------------------------------------------------------------------------------------------------
 
 
-MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+MATMUL = torch.backends.cuda.matmul
+CUDNN = torch.backends.cudnn
 WAYS_OF_HOSTS: list[Callable[[], object]] = [
     lambda: None, lambda: setattr(MATMUL, "allow_tf32", True), lambda: setattr(CUDNN, "allow_tf32", False),
     lambda: torch.set_float32_matmul_precision("high"),
@@ -111,7 +113,9 @@ def test_a_switch_that_torch_refuses_leaves_nothing_behind(monkeypatch: pytest.M
 def test_threads_take_turns() -> None:
     """The one that ends last would put back what the other had set."""
     before = standing()
-    first_is_in, seen, other = threading.Event(), [], ((TF32_MATMUL, not SWITCHES[TF32_MATMUL].read()),)
+    first_is_in = threading.Event()
+    seen = []
+    other = ((TF32_MATMUL, not SWITCHES[TF32_MATMUL].read()),)
 
     def first() -> None:
         with applied(other):
@@ -139,5 +143,6 @@ def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
         torch.backends.cuda.matmul.allow_tf32 = value
         assert flags()[TF32_MATMUL] is value
     assert flags(accumulation="half") == {TF32_MATMUL: True, TF32_CONVOLUTION: True}
-    found, of_half = SWITCHES[FP16_REDUCTION].read(), dict(flags_for(HALF, torch.float16, GPU))
+    found = SWITCHES[FP16_REDUCTION].read()
+    of_half = dict(flags_for(HALF, torch.float16, GPU))
     assert of_half[FP16_REDUCTION] is found and of_half.get(HALF_SUMS, True)

@@ -18,8 +18,12 @@ from lib_onediff.ui import effects
 from lib_onediff.ui.effects import why_no_effect
 
 GPU = torch.device("cuda", 0)
-NVIDIA, TURING, PASCAL, GEFORCE = "9.0", "7.5", "6.1", "8.9"
-AMD, NONE = "AMD", ""
+NVIDIA = "9.0"
+TURING = "7.5"
+PASCAL = "6.1"
+GEFORCE = "8.9"
+AMD = "AMD"
+NONE = ""
 
 
 def use_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:

@@ -77,7 +77,8 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
     unet: nn.Module, weather: Weather, card: PretendedCard
 ) -> None:
     make_ready(unet, (8, 8))
-    call, attempts = a_call(unet, seed=3), []
+    call = a_call(unet, seed=3)
+    attempts = []
     served(unet, call)
 
     def host() -> Tensor:
@@ -97,7 +98,8 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
 def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     has_graphs: bool, unet: nn.Module, weather: Weather, card: PretendedCard, caplog: pytest.LogCaptureFixture
 ) -> None:
-    call, asked = a_call(unet, seed=3), list[int]()
+    call = a_call(unet, seed=3)
+    asked = list[int]()
     if has_graphs:
         make_ready(unet, (8, 8))
     served(unet, call)

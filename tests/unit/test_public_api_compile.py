@@ -30,7 +30,8 @@ def must_be_ours(unet: Any) -> None:
 
 def must_be_the_hosts(unet: Any) -> None:
     """Ours is not asked at all."""
-    before, call = lib_onediff.status()["calls"], a_call(unet)
+    before = lib_onediff.status()["calls"]
+    call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call))
     assert lib_onediff.status()["calls"] == before
 
@@ -75,7 +76,8 @@ def test_what_is_wrong_gets_a_sentence_and_nothing_is_compiled(
 ) -> None:
     """given: None for what is right."""
     unet = diffusers_unet()
-    attributes, right = dict(unet.__dict__), {"compile_unet": unet, "compile_pipe": SimpleNamespace(unet=unet)}
+    attributes = dict(unet.__dict__)
+    right = {"compile_unet": unet, "compile_pipe": SimpleNamespace(unet=unet)}
     with pytest.raises((ValueError, TypeError), match=re.escape(said)):
         getattr(lib_onediff, function)(right[function] if given is None else given, **options)
     assert unet.__dict__ == attributes

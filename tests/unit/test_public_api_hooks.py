@@ -31,8 +31,10 @@ def calls_of_ours() -> int:
 
 def answer(unet: Any) -> tuple[float, int]:
     """(the output as a multiple of the host's, how many calls of ours it took)"""
-    before, call = calls_of_ours(), a_call(unet)
-    output, expected = served(unet, call), diffusers_output(unet, call)
+    before = calls_of_ours()
+    call = a_call(unet)
+    output = served(unet, call)
+    expected = diffusers_output(unet, call)
     factor = round(float(output.norm() / expected.norm()), 3)
     assert relative_error(output, factor * expected) < 1e-5
     return factor, calls_of_ours() - before

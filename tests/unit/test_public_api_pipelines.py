@@ -87,7 +87,8 @@ def calls(route: str) -> int:
 # What a pipeline does with a UNet does not depend on its depth.
 WITH_GUIDANCE = {**SMALL, "time_cond_proj_dim": LCM["time_cond_proj_dim"]}
 UPCAST = {**SMALL, "attention_head_dim": (2, 4), "use_linear_projection": True, "upcast_attention": True}
-NINE_CHANNELS, NINE_CHANNELS_XL = {**SMALL, "in_channels": 9}, {**SMALL_XL, "in_channels": 9}
+NINE_CHANNELS = {**SMALL, "in_channels": 9}
+NINE_CHANNELS_XL = {**SMALL_XL, "in_channels": 9}
 CASES = {
     "SD1 with fractional timesteps": ("StableDiffusionPipeline", SMALL, "EulerDiscreteScheduler"),
     "SD2": ("StableDiffusionPipeline", UPCAST, "DPMSolverMultistepScheduler"),

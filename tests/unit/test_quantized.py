@@ -14,7 +14,9 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch import quantized
 
-WIDTH, OUT, ROWS = 512, 96, 7
+WIDTH = 512
+OUT = 96
+ROWS = 7
 
 
 def stored(
@@ -98,7 +100,8 @@ def test_in_half_precision_the_quotient_is_rounded_too(dtype: torch.dtype, rotat
 @pytest.mark.parametrize("width", [24, 1024, 3000])
 def test_products_of_integers_are_exact(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     left, right = (torch.randint(-128, 128, (count, width), dtype=torch.int8) for count in (rows, 17))
-    left[0], right[0] = -128, -128
+    left[0] = -128
+    right[0] = -128
     expected = left.long() @ right.long().t()
     for has_int_mm in (quantized.has_int_mm(left.device), False):
         monkeypatch.setattr(quantized, "has_int_mm", lambda device, has=has_int_mm: has)
@@ -116,7 +119,8 @@ def test_long_products_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("one_scale", [True, False])
 @pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_float8_is_decoded(values: torch.dtype, one_scale: bool) -> None:
-    weight, scales = torch.randn(OUT, WIDTH).to(values), torch.rand(1, 1 if one_scale else OUT) + 0.5
+    weight = torch.randn(OUT, WIDTH).to(values)
+    scales = torch.rand(1, 1 if one_scale else OUT) + 0.5
     layer = LayerWeights(torch.empty(OUT, WIDTH, device="meta"), torch.randn(OUT), (QuantizedWeight(weight, scales),))
     x = torch.randn(2, 3, WIDTH)
     expected = x.double() @ (weight.double() * scales.double().t()).t() + layer.bias.double()
@@ -125,7 +129,8 @@ def test_float8_is_decoded(values: torch.dtype, one_scale: bool) -> None:
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_a_lora_is_added_from_the_input_that_was_not_rounded(is_scaled: bool) -> None:
-    down, up = torch.randn(4, WIDTH) / 20, torch.randn(OUT, 4)
+    down = torch.randn(4, WIDTH) / 20
+    up = torch.randn(OUT, 4)
     scales = (torch.tensor(0.5),) if is_scaled else ()
     layer = stored(rotation=256)
     x = torch.randn(5000, WIDTH)
@@ -135,8 +140,11 @@ def test_a_lora_is_added_from_the_input_that_was_not_rounded(is_scaled: bool) ->
 
 
 def test_every_operator_takes_such_a_layer() -> None:
-    x, tokens, gate = torch.randn(2, ROWS, WIDTH), torch.randn(2, ROWS, OUT), torch.randn(2, OUT)
-    layer, reader = stored(), stored(OUT, 32)
+    x = torch.randn(2, ROWS, WIDTH)
+    tokens = torch.randn(2, ROWS, OUT)
+    gate = torch.randn(2, OUT)
+    layer = stored()
+    reader = stored(OUT, 32)
     product = torch_ops.linear(x, layer)
     added = torch_ops.materialize(torch_ops.add_linear(Residual(tokens), x, layer, gate))
     assert torch.allclose(added, tokens + gate[:, None] * product)

@@ -22,7 +22,8 @@ from lib_onediff.weights.values import Digests, Tokens
 @contextmanager
 def written_meanwhile(write: Callable[[str], object]) -> Iterator[None]:
     """Another thread calls write with ever new names, and threads take turns as often as they can."""
-    over, before = threading.Event(), sys.getswitchinterval()
+    over = threading.Event()
+    before = sys.getswitchinterval()
 
     def work() -> None:
         number = 0
@@ -60,9 +61,11 @@ def modules() -> Iterator[dict]:
 
 def test_code_is_read_while_another_thread_imports(modules: dict) -> None:
     """A garbage collection lets another thread run, between any two objects that are made."""
-    unet, numbers = diffusers_unet(), count()
+    unet = diffusers_unet()
+    numbers = count()
     found = len(Code([type(unet)]).functions)
-    before, threshold = gc.callbacks.copy(), gc.get_threshold()
+    before = gc.callbacks.copy()
+    threshold = gc.get_threshold()
     gc.callbacks.append(lambda phase, info: modules.update({f"onediff_test_{next(numbers)}": types.ModuleType("")}))
     gc.set_threshold(50)
     try:

@@ -35,7 +35,8 @@ def links_of(page: Path) -> list[str]:
 
 
 def pages_that_readers_reach() -> set[Path]:
-    found, waiting = set(), [README]
+    found = set()
+    waiting = [README]
     while waiting:
         page = waiting.pop()
         if page not in found and page.suffix == ".md":

@@ -28,7 +28,8 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.bound import MOST_NEW
 
 CLOSE = 1e-5
-EMBEDDINGS, RESNET = diffusers.models.embeddings, diffusers.models.resnet
+EMBEDDINGS = diffusers.models.embeddings
+RESNET = diffusers.models.resnet
 ATTENTION = diffusers.models.attention_processor
 Change = Callable[[pytest.MonkeyPatch], object]
 
@@ -109,7 +110,8 @@ def test_what_is_replaced_after_a_proof_counts_and_what_has_gone_is_forgotten(un
     assert [route_of(unet) for _ in range(2)] == ["plain"] * 2
     with pytest.MonkeyPatch.context() as patch:
         REPLACED[name](patch)
-        routes, reason = {route_of(unet) for _ in range(2)}, runtime.status()["reason"]
+        routes = {route_of(unet) for _ in range(2)}
+        reason = runtime.status()["reason"]
         # Another size, and another UNet of the same weights, have not been checked before.
         routes |= {route_of(unet, height=12), route_of(lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)))}
     if name not in OF_OURS_TOO | NOT_CALLED:
@@ -140,7 +142,8 @@ def test_a_replacement_that_computes_the_same_is_checked_once_however_often_it_i
     unet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert route_of(unet) == "plain"
-    found, real = checks(unet, monkeypatch), torch.cat
+    found = checks(unet, monkeypatch)
+    real = torch.cat
     for _ in range(3):
         monkeypatch.setattr(torch, "cat", same_again(real))
         assert route_of(unet) == "plain", runtime.status()["reason"]
@@ -151,7 +154,8 @@ def test_a_replacement_that_computes_the_same_is_checked_once_however_often_it_i
 
 def test_what_changes_at_every_call_is_soon_the_hosts(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert route_of(unet) == "plain"
-    found, real = checks(unet, monkeypatch), torch.cat
+    found = checks(unet, monkeypatch)
+    real = torch.cat
     for number in range(MOST_NEW + 4):
         monkeypatch.setattr(torch, "cat", same_again(real, number))
         route = route_of(unet)
@@ -169,7 +173,8 @@ def state(make: Callable[[], tuple[Any, Callable[[], object]]]) -> None:
 
 @state
 def in_a_cell() -> tuple[Any, Callable[[], object]]:
-    factor, real = 1.0, EMBEDDINGS.get_timestep_embedding
+    factor = 1.0
+    real = EMBEDDINGS.get_timestep_embedding
 
     def function(*given: Any, **named: Any) -> Any:
         return real(*given, **named) * factor
@@ -183,19 +188,22 @@ def in_a_cell() -> tuple[Any, Callable[[], object]]:
 
 @state
 def in_a_dictionary() -> tuple[Any, Callable[[], object]]:
-    known, real = {"factor": 1.0}, EMBEDDINGS.get_timestep_embedding
+    known = {"factor": 1.0}
+    real = EMBEDDINGS.get_timestep_embedding
     return (lambda *given, **named: real(*given, **named) * known["factor"]), lambda: known.update(factor=1.1)
 
 
 @state
 def in_an_object() -> tuple[Any, Callable[[], object]]:
-    known, real = types.SimpleNamespace(factor=1.0), EMBEDDINGS.get_timestep_embedding
+    known = types.SimpleNamespace(factor=1.0)
+    real = EMBEDDINGS.get_timestep_embedding
     return (lambda *given, **named: real(*given, **named) * known.factor), lambda: vars(known).update(factor=1.1)
 
 
 @state
 def in_a_tensor() -> tuple[Any, Callable[[], object]]:
-    known, real = torch.ones(1), EMBEDDINGS.get_timestep_embedding
+    known = torch.ones(1)
+    real = EMBEDDINGS.get_timestep_embedding
     return (lambda *given, **named: real(*given, **named) * known), lambda: known.mul_(1.1)
 
 

@@ -84,7 +84,8 @@ def test_a_usual_first_use_costs_one_forward_of_ours(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("by", [1e-5, 5e-5])
 def test_a_fault_of_a_vae_is_found_too(by: float, fresh_route: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = diffusers_vae().decoder
-    latent, run = a_latent(decoder), Decoding.run
+    latent = a_latent(decoder)
+    run = Decoding.run
     monkeypatch.setattr(Decoding, "run", lambda *given: run(*given) * (1 + by))
     assert torch.equal(our_picture(decoder, latent), host_picture(decoder, latent))
     assert last()[0] == "host" and "differs from the model's own" in last()[1]

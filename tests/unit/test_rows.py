@@ -47,7 +47,8 @@ def test_state_is_the_best_and_the_reason_the_latest() -> None:
         return row
 
     failed = an_entry(batch=4, state=State.FAILED, reason="differs by 3", last_used=9)
-    cold, proved = an_entry(batch=1), an_entry(state=State.PROVED)
+    cold = an_entry(batch=1)
+    proved = an_entry(state=State.PROVED)
     ready = an_entry(batch=3, state=State.READY)
     assert (row_of(failed).state, row_of(failed).reason) == ("failed", "differs by 3")
     assert row_of(failed, cold).state == "cold"
@@ -62,7 +63,8 @@ def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
     for _ in range(3):
         served(unet, a_call(unet))
     before = [row.bytes for row in runtime.rows()], runtime.totals().vram
-    held, done = threading.Event(), threading.Event()
+    held = threading.Event()
+    done = threading.Event()
 
     def call() -> None:
         with runtime.services.lock:

@@ -30,10 +30,13 @@ def test_whatever_has_a_row_for_each_is_cut_and_what_is_for_all_stays(is_first: 
     taken = take_rows(call, rows)
     for name in ("latent", "timestep", "context", "y", "timestep_condition"):
         assert torch.equal(getattr(taken, name), getattr(call, name)[rows]), name
-    (none, first), (middle,), (shared, last) = taken.control.input, taken.control.middle, taken.control.output
+    none, first = taken.control.input
+    (middle,) = taken.control.middle
+    shared, last = taken.control.output
     assert none is last is None and torch.equal(first, call.control.input[1][rows])
     assert torch.equal(middle, call.control.middle[0][rows]) and shared is call.control.output[0]
-    (prompt,), (before,) = taken.image_prompts, call.image_prompts
+    (prompt,) = taken.image_prompts
+    (before,) = call.image_prompts
     assert torch.equal(prompt.key_values, before.key_values[rows]) and prompt.structure == before.structure
 
 
@@ -41,7 +44,8 @@ def test_whatever_has_a_row_for_each_is_cut_and_what_is_for_all_stays(is_first: 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
 def test_rows_alone_compute_what_they_compute_among_others(layout: str, is_first: bool) -> None:
     unet = shared_unet(layout)
-    call, rows = a_call(unet, batch=4), half_of(4, is_first)
+    call = a_call(unet, batch=4)
+    rows = half_of(4, is_first)
     alone = diffusers_output(unet, take_rows(call, rows))
     assert relative_error(alone, diffusers_output(unet, call)[rows]) < 1e-5
 

@@ -104,7 +104,8 @@ def test_the_line_at_the_start_says_what_serves_and_why(own: Runtime, monkeypatc
 
 @pytest.mark.parametrize("how", ["configured", "its own", "for the run"])
 def test_switched_off_is_the_hosts_image(own: Runtime, how: str) -> None:
-    unet, off = diffusers_unet(), Settings(enabled=False)
+    unet = diffusers_unet()
+    off = Settings(enabled=False)
     own.adopt(unet, off if how == "its own" else None)
     if how == "configured":
         own.configure(off)

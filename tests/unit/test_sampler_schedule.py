@@ -61,7 +61,8 @@ def named(name: str, like: Any) -> Any:
 
 class BySigmas:
     def __init__(self, func: Any) -> None:
-        self.func, self.model_wrap = func, Wrapped()
+        self.func = func
+        self.model_wrap = Wrapped()
 
     def get_sigmas(self, p: Any, steps: int) -> Tensor:
         low, high = (self.model_wrap.sigmas[place] ** (1 / 7) for place in (0, -1))
@@ -78,7 +79,8 @@ class ByTimesteps:
 
 class Generation:
     def __init__(self, sampler: Any, is_hr_pass: bool = False) -> None:
-        self.sampler, self.is_hr_pass = sampler, is_hr_pass
+        self.sampler = sampler
+        self.is_hr_pass = is_hr_pass
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +169,8 @@ class FlowPredictor:
 
     def __init__(self, multiplier: float) -> None:
         times = torch.arange(1, 1001) / 1000
-        self.sigmas, self.multiplier = 3 * times / (1 + 2 * times), multiplier
+        self.sigmas = 3 * times / (1 + 2 * times)
+        self.multiplier = multiplier
 
     def timestep(self, sigma: Tensor) -> Tensor:
         return sigma * self.multiplier

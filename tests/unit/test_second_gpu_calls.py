@@ -44,7 +44,8 @@ def test_each_card_computes_its_rows_and_they_come_back_in_their_places(names: A
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.usefixtures("unchecked")
 def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
-    one, two = Image.of(second_gpu="off"), Image.of()
+    one = Image.of(second_gpu="off")
+    two = Image.of()
     call = two.call()
     controlled = replace(call, control=Control(middle=(torch.randn(rows, 32, 4, 4),)))
     for image in (one, two):
@@ -233,7 +234,8 @@ def test_weights_whose_edits_nobody_counts_are_copied_at_every_sampling() -> Non
 
 def test_tiling_goes_to_both_cards_and_back() -> None:
     image = Image.of()
-    call, outputs = image.call(), []
+    call = image.call()
+    outputs = []
     for mode in ("zeros", "circular", "zeros"):
         for module in image.unet.modules():
             if isinstance(module, nn.Conv2d):

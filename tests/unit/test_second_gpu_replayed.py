@@ -64,7 +64,8 @@ def cards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def image_of(monkeypatch: pytest.MonkeyPatch, cards_are_told_apart: None) -> Callable[..., Image]:
     def make(traits: HostTraits = WEBUI, **options: Any) -> Image:
-        cards, unet = TwoCpus(), diffusers_unet(**SMALL_XL)
+        cards = TwoCpus()
+        unet = diffusers_unet(**SMALL_XL)
         monkeypatch.setattr(runtime.two_gpus, "cards", cards)
         runtime.adopt(unet, Settings(**{"backend": NATIVE, "second_gpu": "auto", **options}), traits)
         image = Image(runtime, unet, cards)
@@ -142,7 +143,8 @@ def test_switched_off_and_on_in_the_middle(
     image = image_of(traits)
     calls = ready(image, traits)
     known = image.runtime.services.networks[image.unet]
-    on, off = known.settings, replace(known.settings, second_gpu="off")
+    on = known.settings
+    off = replace(known.settings, second_gpu="off")
     for settings, split in ((off, False), (on, True), (off, False)):
         known.settings = settings
         for call in calls[4:]:
@@ -152,7 +154,8 @@ def test_switched_off_and_on_in_the_middle(
 
 
 def test_deepcache_replays_both_passes_on_both_cards(found_out: list[int], image_of: Callable[..., Image]) -> None:
-    image, one = image_of(**EVERY_THIRD), Image.of(SMALL_XL, second_gpu="off", backend=EAGER, **EVERY_THIRD)
+    image = image_of(**EVERY_THIRD)
+    one = Image.of(SMALL_XL, second_gpu="off", backend=EAGER, **EVERY_THIRD)
     for _ in range(2):
         image.begin()
         one.begin()

@@ -27,7 +27,8 @@ SEED = 7
 def recorded(unet: Any, call: UNetCall) -> tuple[GraphRunner, TapeRecording]:
     bound = BoundUNet(unet, FAMILIES.read)
     bound.refresh(call)
-    inputs, recording = cloned_inputs(call), TapeRecording()
+    inputs = cloned_inputs(call)
+    recording = TapeRecording()
     weights = bound.binding.weights()
     runner = record(recording, inputs, None, lambda call: compute(bound.layout, weights, torch_ops, call))
     return runner, recording
@@ -56,7 +57,8 @@ def test_what_is_known_of_a_tensor_by_its_address_does_not_keep_it_alive() -> No
 
 
 def test_each_call_is_handed_its_own_options() -> None:
-    unet, heard = shared_ldm_unet(), []
+    unet = shared_ldm_unet()
+    heard = []
 
     def listening(seed: int) -> UNetCall:
         def hear(tensor: Tensor, extra: Options) -> Tensor:
@@ -68,7 +70,8 @@ def test_each_call_is_handed_its_own_options() -> None:
 
     with torch.no_grad():
         runner, _ = recorded(unet, listening(0))
-        plain, places = heard.copy(), len(heard)
+        plain = heard.copy()
+        places = len(heard)
         heard.clear()
         output = runner.run(listening(3))
         assert [(3, 1.3, *place) for _, _, *place in plain] == heard and len(heard) == places > 10
@@ -79,7 +82,8 @@ class Louder:
     """A processor of somebody's. factor: by how much; counts its calls."""
 
     def __init__(self, factor: float = 2.0) -> None:
-        self.factor, self.calls = factor, 0
+        self.factor = factor
+        self.calls = 0
 
     def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
         self.calls += 1

@@ -34,7 +34,8 @@ class Replicas:
 
     def __init__(self, ends_at: dict[int, int] | None = None, fails_at: tuple[int, ...] = ()) -> None:
         self.made: list[int] = []
-        self.ends_at, self.fails_at = ends_at or {}, fails_at
+        self.ends_at = ends_at or {}
+        self.fails_at = fails_at
         self.at_once = self.most_at_once = 0
         self.go = asyncio.Event()
         self.go.set()

@@ -246,7 +246,8 @@ def test_a_sampling_begins_without_plans(unet: Any, found_out: list[UNetCall]) -
 
 
 def test_why_a_policy_rested_is_no_news_of_another_unets_replay(unet: Any, found_out: list[UNetCall]) -> None:
-    call, other = a_call(unet), lib_onediff.compile_unet(diffusers_unet(seed=1), deepcache_interval=3)
+    call = a_call(unet)
+    other = lib_onediff.compile_unet(diffusers_unet(seed=1), deepcache_interval=3)
     ready(unet, call)
     run(other, a_call(other))
     assert "is inactive" in runtime.status()["deepcache"]["reason"]

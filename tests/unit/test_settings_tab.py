@@ -20,7 +20,8 @@ from lib_onediff.ui.presets import preset_options
 
 def the_options() -> tuple[Options, list[Settings]]:
     """The options and the settings after every change that settings_tab told of."""
-    opts, told = Options(), []
+    opts = Options()
+    told = []
     settings_tab.add_options(opts, OptionInfo, lambda: told.append(runtime.settings))
     return opts, told
 
@@ -98,7 +99,8 @@ def test_invalid_values_give_a_sentence_and_the_old_value_stays(
 ) -> None:
     opts, _ = the_options()
     opts.set("onediff_prewarm", "64x64")
-    before, standing = dict(opts.data), runtime.settings
+    before = dict(opts.data)
+    standing = runtime.settings
     opts.set(key, value)
     assert (opts.data, runtime.settings) == (before, standing)
     (record,) = [record for record in caplog.records if record.name == settings_tab.log.name]

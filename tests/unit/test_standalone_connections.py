@@ -18,19 +18,22 @@ import uvicorn
 from lib_onediff.demo import connections
 from lib_onediff.demo.connections import ACCEPTED_AT_ONCE, Connection, FewLines
 
-MOST, SILENT = 20, 250
+MOST = 20
+SILENT = 250
 SECONDS = 20
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def application(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
     """Answers with the number of bytes that it was sent; /stream is answered without an end."""
-    size, more = 0, True
+    size = 0
+    more = True
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return
-        size, more = size + len(message["body"]), message["more_body"]
+        size = size + len(message["body"])
+        more = message["more_body"]
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"text/plain")]})
     is_stream = scope["path"] == "/stream"
     await send({"type": "http.response.body", "body": b"%d\n" % size, "more_body": is_stream})
@@ -156,7 +159,9 @@ def test_silence_is_ended(port: int) -> None:
 
 def test_nonsense_fills_no_log(port: int) -> None:
     lines: list[str] = []
-    logger, few, handler = logging.getLogger("uvicorn.error"), FewLines(), logging.Handler()
+    logger = logging.getLogger("uvicorn.error")
+    few = FewLines()
+    handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addFilter(few)
     logger.addHandler(handler)

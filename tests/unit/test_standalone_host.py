@@ -37,7 +37,8 @@ def model() -> LoadedModel:
 def generate(model: LoadedModel, **changes: Any) -> Any:
     settings = {"prompt": "a fox", "seed": 3, "steps": 3, "width": 64, "height": 72, "sampler_name": "Euler a"}
     p = processing.StableDiffusionProcessingTxt2Img(**{**settings, **changes})
-    p.sd_model, p.script_args = model, ()
+    p.sd_model = model
+    p.script_args = ()
     shared.state.begin("test")
     try:
         return processing.process_images(p)

@@ -72,7 +72,8 @@ def test_wrong_passwords_are_slowed_more_and_more(door: Any, clock: Clock) -> No
 
 
 def test_guesses_of_an_hour_are_few(door: Any, clock: Clock) -> None:
-    guesses, end = 0, clock.now + 3600
+    guesses = 0
+    end = clock.now + 3600
     while clock.now < end:
         guesses += door("ann", "wrong") is False
         clock.now += 0.5
@@ -107,7 +108,8 @@ def test_no_more_is_kept_than_so_many(door: Any) -> None:
 def test_gradio_awaits_it_and_the_client_is_known() -> None:
     """gradio asks for a function that is a coroutine's, and raises what it raises."""
     assert inspect.iscoroutinefunction(Logins(ACCOUNTS).check)
-    app, checked = FastAPI(), Logins(ACCOUNTS)
+    app = FastAPI()
+    checked = Logins(ACCOUNTS)
     app.add_middleware(KnowsClient)
 
     @app.post("/login")

@@ -74,7 +74,8 @@ class Trap:
 
 
 def test_checkpoint_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
-    file, witness = tmp_path / "pickled.ckpt", tmp_path / "witness"
+    file = tmp_path / "pickled.ckpt"
+    witness = tmp_path / "witness"
     torch.save({"state_dict": Trap(witness)}, file)
     assert_refused(file, "pickled.ckpt")
     assert not witness.exists()
@@ -106,7 +107,8 @@ def write_over_tokenizer(folder: Path) -> None:
         file.write_text("{", encoding="utf-8")
 
 
-SCHEDULER, CONFIG = ("scheduler", "scheduler_config.json"), ("text_encoder", "config.json")
+SCHEDULER = ("scheduler", "scheduler_config.json")
+CONFIG = ("text_encoder", "config.json")
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no weights": (lambda folder: (folder / UNET_WEIGHTS).unlink(), "no weights of the unet"),
     "no configuration": (lambda folder: (folder / "unet" / "config.json").unlink(), "config.json"),
@@ -219,7 +221,8 @@ def test_our_loader_reads_what_diffusers_own_does(build: Any, tmp_path: Path) ->
 
     build().save_pretrained(tmp_path / "model")
     kind = getattr(diffusers, type(build()).__name__)
-    expected, loaded = kind.from_pretrained(tmp_path / "model"), load_model(str(tmp_path / "model")).pipeline
+    expected = kind.from_pretrained(tmp_path / "model")
+    loaded = load_model(str(tmp_path / "model")).pipeline
     for name, part in expected.components.items():
         ours = loaded.components[name]
         assert type(ours) is type(part), name
@@ -378,7 +381,8 @@ def change_json(*path: str, **changes: Any) -> Callable[[Path], object]:
     return change
 
 
-UNET_CONFIG, VAE_CONFIG = ("unet", "config.json"), ("vae", "config.json")
+UNET_CONFIG = ("unet", "config.json")
+VAE_CONFIG = ("vae", "config.json")
 NUMBERS: dict[str, Callable[[Path], object]] = {
     "no sample_size": change_json(*UNET_CONFIG, sample_size=None),
     "a text for a sample_size": change_json(*UNET_CONFIG, sample_size="64"),

@@ -52,7 +52,8 @@ def test_only_the_newest_stay(tmp_path: Path) -> None:
 
 
 def test_threads_record_while_another_commits(tmp_path: Path) -> None:
-    history, stop = opened(tmp_path), threading.Event()
+    history = opened(tmp_path)
+    stop = threading.Event()
 
     def commit() -> None:
         while not stop.is_set():
@@ -218,7 +219,8 @@ def test_where_no_thread_begins_any_more_the_end_writes(tmp_path: Path, monkeypa
 
 def test_values_are_chosen_while_a_store_is_attached() -> None:
     """None is lost, whether it comes before or behind."""
-    cache, saved = TuningCache(), dict[str, Any]()
+    cache = TuningCache()
+    saved = dict[str, Any]()
     with ThreadPoolExecutor(4) as threads:
         chosen = [threads.submit(cache.set, f"{number}", number) for number in range(2000)]
         attached = [threads.submit(cache.attach, saved.copy, saved.__setitem__) for _ in range(50)]

@@ -141,7 +141,8 @@ def test_bytes_changed_at_random(tmp_path: Path, healthy: Path, seed: int) -> No
 
 def test_a_journal_of_the_damaged_file_is_not_taken_for_the_new_ones(tmp_path: Path, healthy: Path) -> None:
     path = shutil.copy(healthy, tmp_path / FILE)
-    other, writing = opened(tmp_path), sqlite3.connect(path, isolation_level=None)
+    other = opened(tmp_path)
+    writing = sqlite3.connect(path, isolation_level=None)
     run_in(path, "PRAGMA user_version = 3")
     writing.execute("BEGIN IMMEDIATE")
     writing.execute("DELETE FROM history")
@@ -157,7 +158,8 @@ def test_a_journal_of_the_damaged_file_is_not_taken_for_the_new_ones(tmp_path: P
 
 def test_a_log_of_0_2_0_is_taken_over(tmp_path: Path, healthy: Path) -> None:
     """With rows that are only in it, and for file systems that have no shared memory from now on."""
-    here, moved = tmp_path / "here", tmp_path / "moved"
+    here = tmp_path / "here"
+    moved = tmp_path / "moved"
     here.mkdir()
     writer = sqlite3.connect(shutil.copy(healthy, here / FILE), isolation_level=None)
     writer.execute("PRAGMA journal_mode = WAL")

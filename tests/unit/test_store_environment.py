@@ -26,7 +26,8 @@ def record(history: History, name: str) -> None:
 @pytest.mark.parametrize("limit", ["max_page_count = 1", "query_only = ON"], ids=["full", "read-only"])
 def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
     """SQLite refuses as it does on a full disk and on a read-only one."""
-    history, connect = opened(tmp_path / "cache"), sqlite3.connect
+    history = opened(tmp_path / "cache")
+    connect = sqlite3.connect
 
     def refusing(*where: Any, **how: Any) -> sqlite3.Connection:
         connection = connect(*where, **how)
@@ -94,7 +95,8 @@ def test_a_network_share_can_hold_a_store(tmp_path: Path) -> None:
 def test_nobody_elses_file_is_written_through_a_link(
     tmp_path: Path, name: str, content: bytes, link: Callable[[Path, Path], None]
 ) -> None:
-    theirs, folder = tmp_path / "theirs", tmp_path / "cache"
+    theirs = tmp_path / "theirs"
+    folder = tmp_path / "cache"
     theirs.write_bytes(content)
     folder.mkdir()
     link(folder / name, theirs)
@@ -117,7 +119,8 @@ def test_only_the_first_access_waits_long_for_another_programs_lock(
     other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
     other.execute("PRAGMA locking_mode = EXCLUSIVE")
     other.execute("BEGIN EXCLUSIVE")
-    connect, timeouts = sqlite3.connect, []
+    connect = sqlite3.connect
+    timeouts = []
 
     def noted(*where: Path, timeout: float, **how: Any) -> sqlite3.Connection:
         timeouts.append(timeout)

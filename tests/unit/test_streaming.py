@@ -58,7 +58,8 @@ def computer(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Com
     monkeypatch.setattr(streaming, "LEAST_CHUNK", 1 << 12)
     monkeypatch.setattr(binding, "lies_away", found.lies_away)
     use_lane(monkeypatch, lambda: found.lane())
-    made, alone = streaming.room_of, Streaming.alone
+    made = streaming.room_of
+    alone = Streaming.alone
 
     def poisoned(size: int, device: torch.device) -> Tensor:
         return made(size, device).fill_(0xFF)
@@ -95,7 +96,8 @@ def is_right(unet: Any, call: Any) -> bool:
 @pytest.mark.parametrize("lane", [Early, Late])
 @pytest.mark.parametrize("which", AWAY)
 def test_it_computes_what_the_host_does(computer: Computer, lane: type[Early], which: str) -> None:
-    computer.lane, computer.is_away = lane, AWAY[which]
+    computer.lane = lane
+    computer.is_away = AWAY[which]
     unet = in_our_care(computer)
     for size in (8, 8, 8, 12, 12, 12):
         assert is_right(unet, a_call(unet, size, size))
@@ -106,7 +108,8 @@ def test_it_computes_what_the_host_does(computer: Computer, lane: type[Early], w
 def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(computer: Computer) -> None:
     """Were one missing, its matrix would be copied by itself."""
     layout = runtime.services.families.read(in_our_care(computer, deepcache_interval=2))
-    whole, shallow = layout.units(None), layout.units(1)
+    whole = layout.units(None)
+    shallow = layout.units(1)
     names = [name for unit in whole for name in unit]
     assert len(names) == len(set(names)) and set(names) == {
         *(fusion.name for fusion in layout.fusions()), *(leaf.path for leaf in layout.leaves())
@@ -118,7 +121,8 @@ def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(c
 def test_deepcache_copies_what_a_cached_pass_reads_alone(computer: Computer, lane: type[Early]) -> None:
     computer.lane = lane
     unet = in_our_care(computer)
-    plain, cached = copy.deepcopy(unet), in_our_care(computer, deepcache_interval=2, deepcache_depth=1)
+    plain = copy.deepcopy(unet)
+    cached = in_our_care(computer, deepcache_interval=2, deepcache_depth=1)
     assert plain is not None
     call = a_call(unet)
     for _ in range(3):
@@ -130,7 +134,8 @@ def test_deepcache_copies_what_a_cached_pass_reads_alone(computer: Computer, lan
 def test_no_stale_weight_is_computed_with(computer: Computer, lane: type[Early]) -> None:
     computer.lane = lane
     unet = in_our_care(computer)
-    call, other = a_call(unet), diffusers_unet(seed=5, **SMALL_XL)
+    call = a_call(unet)
+    other = diffusers_unet(seed=5, **SMALL_XL)
     for _ in range(4):
         assert is_right(unet, call)
     edits: list[Callable[[nn.Parameter, Tensor], object]] = [
@@ -187,8 +192,11 @@ def test_a_forward_that_fails_leaves_nothing_for_the_next_one(
 def test_a_graph_needs_no_other_memory_to_copy_weights_to(
     computer: Computer, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unet, peaks = in_our_care(computer), list[int]()
-    network, peak, whole = runtime.services.networks.get(unet), pretended.peak, list[int]()
+    unet = in_our_care(computer)
+    peaks = list[int]()
+    network = runtime.services.networks.get(unet)
+    peak = pretended.peak
+    whole = list[int]()
     assert network is not None
 
     def real(device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
@@ -213,7 +221,10 @@ def test_functions_of_other_extensions_run_within_it(computer: Computer) -> None
     for _ in range(3):
         assert is_right(unet, call)
     for block in unet.up_blocks:
-        block.s1, block.s2, block.b1, block.b2 = 0.9, 0.2, 1.2, 1.4
+        block.s1 = 0.9
+        block.s2 = 0.2
+        block.b1 = 1.2
+        block.b2 = 1.4
     for _ in range(4):
         assert is_right(unet, call)
     assert now() == ("cudagraph", "plain") and "FreeU" in reason()
@@ -273,7 +284,8 @@ def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
     network = runtime.services.networks.get(eight)
     assert network is not None and network.low_bit is not None and network.bound.streaming is not None
     assert lib_onediff.status()["lossy"] == "8-bit only" and now()[1] == "graph"
-    whole, rest = network.bound.streaming.copied(), network.bound.streaming.copied(network.low_bit.names())
+    whole = network.bound.streaming.copied()
+    rest = network.bound.streaming.copied(network.low_bit.names())
     assert rest < whole and f"{rest / 2**20:.0f} MiB" in reason() or not rest
     with torch.no_grad():
         for name, parameter in eight.named_parameters():
@@ -287,7 +299,9 @@ def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
     computer: Computer, pretended: PretendedGraphs
 ) -> None:
     """So that it takes no weights off the GPU between two steps again."""
-    unet, card, asked = in_our_care(computer), pretended.card, list[int]()
+    unet = in_our_care(computer)
+    card = pretended.card
+    asked = list[int]()
     network = runtime.services.networks.get(unet)
     assert network is not None
 
@@ -327,7 +341,9 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
 ) -> None:
     from low_bit_builders import half_call
 
-    call, network, asked = half_call(eight), runtime.services.networks.get(eight), list[int]()
+    call = half_call(eight)
+    network = runtime.services.networks.get(eight)
+    asked = list[int]()
     assert network is not None
     computer.is_away = half
 
@@ -356,7 +372,9 @@ def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
     """Where the host has nothing more to take off the GPU."""
     from low_bit_builders import half_call
 
-    call, card, network = half_call(eight), pretended.card, runtime.services.networks.get(eight)
+    call = half_call(eight)
+    card = pretended.card
+    network = runtime.services.networks.get(eight)
     used = card.used
     held = lambda: 0 if network is None or network.low_bit is None else network.low_bit.bytes  # noqa: E731
     card.size = 24 << 30
@@ -370,10 +388,12 @@ def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
         return now()[1]
 
     assert calls(1) == "plain"
-    all_of_them, left = held(), card.free(CPU)
+    all_of_them = held()
+    left = card.free(CPU)
     card.others = left
     assert calls(2) == "plain" and CARD_IS_FULL in reason() and held() == all_of_them, "they alone are not enough"
-    lacking, needs = all_of_them // 4, runtime.rows()[0].needs
+    lacking = all_of_them // 4
+    needs = runtime.rows()[0].needs
     card.others = left - memory_of(needs) - card.spare(CPU) + lacking
     assert calls(4) == "graph"
     assert all_of_them // 4 < all_of_them - held() < all_of_them // 2

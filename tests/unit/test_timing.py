@@ -52,7 +52,8 @@ def test_times_of_another_route_are_forgotten() -> None:
 
 
 def test_a_ratio_needs_enough_times_on_both_sides() -> None:
-    few, enough = stopwatch(1.0), stopwatch(2.0, 2.0, 2.0)
+    few = stopwatch(1.0)
+    enough = stopwatch(2.0, 2.0, 2.0)
     for own, host in ((few, enough), (enough, few), (few, few)):
         entry = an_entry(own, host)
         row = resolution_row([entry])
@@ -62,7 +63,9 @@ def test_a_ratio_needs_enough_times_on_both_sides() -> None:
 
 
 def test_the_disk_keeps_no_ratio_of_few_calls() -> None:
-    few, enough, remembered = stopwatch(1.0), stopwatch(2.0, 2.0, 2.0), stopwatch()
+    few = stopwatch(1.0)
+    enough = stopwatch(2.0, 2.0, 2.0)
+    remembered = stopwatch()
     remembered.remembered = 2.0
     for own, host, kept in (
         (few, enough, (1.0, None)), (enough, few, (2.0, None)), (few, few, (1.0, None)), (enough, enough, (2.0, 2.0)),
@@ -96,7 +99,8 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
     seconds: float, is_warm_up: bool, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", seconds)
-    entry, host = Entry(KEY), Host()
+    entry = Entry(KEY)
+    host = Host()
     why_it_differs(entry, torch.ones(2, 4, 8, 8), host, is_warm_up=is_warm_up)
     assert host.calls == 1 + timed
     assert entry.host.median_ms is not None and entry.host.median_ms < SECONDS_OF_THE_FIRST * 1e3 / 4
@@ -106,7 +110,8 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
 def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:
     """Of which nothing is compared again: without this, a ratio could never be told."""
     unet = shared_unet("SD1")
-    host, call = Host(), a_call(unet)
+    host = Host()
+    call = a_call(unet)
 
     def run() -> None:
         with torch.no_grad():

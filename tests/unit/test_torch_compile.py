@@ -73,8 +73,10 @@ def test_nothing_of_ours_is_traced(compiled: Callable[..., Any], traced: Traced)
 @pytest.mark.parametrize("fullgraph", [False, True])
 @torch.no_grad()
 def test_another_unet_of_the_class_is_compiled_as_ever(fullgraph: bool, traced: Traced) -> None:
-    ours, other = compile_unet(diffusers_unet(**SMALL)), diffusers_unet(**SMALL)
-    calls, given = status()["calls"], unet_inputs()
+    ours = compile_unet(diffusers_unet(**SMALL))
+    other = diffusers_unet(**SMALL)
+    calls = status()["calls"]
+    given = unet_inputs()
     compiled = torch.compile(other, backend=traced, fullgraph=fullgraph)
     assert relative_error(compiled(*given).sample, own_forward(other)(*given).sample) < 1e-5
     assert traced.operators > 100 and status()["calls"] == calls
@@ -85,7 +87,8 @@ def test_another_unet_of_the_class_is_compiled_as_ever(fullgraph: bool, traced: 
 def test_a_whole_graph_is_the_hosts_own(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
     """With fullgraph=True the compiler may not step over anything, and raises where it would have to."""
     pipe = pipeline("StableDiffusionPipeline", SMALL, "DDIMScheduler")
-    decoder, latent = pipe.vae.decoder, torch.randn(1, 4, 8, 8)
+    decoder = pipe.vae.decoder
+    latent = torch.randn(1, 4, 8, 8)
     expected = decoder(latent)
     compile_pipe(pipe)
     assert attached(decoder) is not None

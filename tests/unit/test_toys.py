@@ -30,7 +30,8 @@ class Toy(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.convolution, self.prompt = nn.Conv2d(4, 4, 3, padding=1), nn.Linear(8, 4)
+        self.convolution = nn.Conv2d(4, 4, 3, padding=1)
+        self.prompt = nn.Linear(8, 4)
 
     def forward(self, latent: Tensor, timestep: Tensor, context: Tensor) -> Tensor:
         return self.convolution(latent) * timestep[:, None, None, None] + self.prompt(context.mean(1))[..., None, None]
@@ -65,7 +66,9 @@ def read_toy(module: Any) -> ToyLayout:
 
 
 class Toys:
-    layout, readers, usual_sizes = ToyLayout, ((is_toy, read_toy),), ()
+    layout = ToyLayout
+    readers = ((is_toy, read_toy),)
+    usual_sizes = ()
 
     def refuse_call(self, layout: ToyLayout, call: ToyCall) -> None:
         if call.latent.shape[1] != layout.convolution.in_channels:
@@ -104,7 +107,8 @@ class ToyDevice(Eager):
 class EveryOther:
     """Answers every second step with the last output, and has nothing to do with the fifth."""
 
-    name, title = "every_other", "Every other step"
+    name = "every_other"
+    title = "Every other step"
 
     def __init__(self, whole_batch: bool) -> None:
         self.whole_batch = whole_batch
@@ -151,7 +155,8 @@ def run(runtime: Runtime, toy: Toy, call: ToyCall) -> Tensor:
 
 @pytest.mark.parametrize("width", [8, 24])
 def test_a_family_on_a_device(width: int) -> None:
-    toy, device = Toy(), ToyDevice()
+    toy = Toy()
+    device = ToyDevice()
     runtime = Runtime(policies=(), devices=(device, Eager()), families=(Toys(),))
     runtime.adopt(toy)
     call = a_call(width=width)
@@ -168,7 +173,8 @@ def test_a_family_on_a_device(width: int) -> None:
 
 
 def test_what_no_family_knows_is_the_hosts() -> None:
-    toy, call = Toy(), a_call()
+    toy = Toy()
+    call = a_call()
     runtime = Runtime()
     runtime.adopt(toy)
     assert torch.equal(run(runtime, toy, call), toy(call.latent, call.timestep, call.context))
@@ -177,7 +183,8 @@ def test_what_no_family_knows_is_the_hosts() -> None:
 
 @pytest.mark.parametrize("whole_batch", [True, False])
 def test_a_step_policy(whole_batch: bool) -> None:
-    toy, policy = Toy(), EveryOther(whole_batch)
+    toy = Toy()
+    policy = EveryOther(whole_batch)
     runtime = Runtime(policies=(policy,), devices=(Eager(),), families=(Toys(),))
     runtime.adopt(toy)
     memories = runtime.services.networks.get(toy).step_memories

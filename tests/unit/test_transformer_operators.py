@@ -36,10 +36,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # What rounding to a type costs a norm or a product, with some room.
 CLOSE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(CLOSE)
-NATIVE, TORCH = "native", "torch"
-WIDTH, HEAD = 48, 16
-BATCH, TOKENS = 2, 7
-HEADS, KEY_HEADS = 6, 2
+NATIVE = "native"
+TORCH = "torch"
+WIDTH = 48
+HEAD = 16
+BATCH = 2
+TOKENS = 7
+HEADS = 6
+KEY_HEADS = 2
 
 
 def operators(name: str) -> Operators:
@@ -137,7 +141,9 @@ def test_norms_with_modulation(ops: str, norm: str, vectors: int, dtype: torch.d
     """vectors: how many the modulation has. owes: whether something is still to be added to the residual."""
     description: Any = NORMS[norm]
     tokens, update, gate = (random(BATCH, TOKENS, WIDTH, seed=seed) for seed in range(3))
-    tokens, update, gate = tokens.to(dtype), update.to(dtype), gate[:, 0].to(dtype)
+    tokens = tokens.to(dtype)
+    update = update.to(dtype)
+    gate = gate[:, 0].to(dtype)
     layer = LayerWeights(random(WIDTH, dtype=dtype), random(WIDTH, dtype=dtype, seed=1))
     scale, shift = random(BATCH, 2 * WIDTH, dtype=dtype).chunk(2, dim=-1)
     modulation = [None, Modulation(scale), Modulation(scale, shift)][vectors]
@@ -209,7 +215,8 @@ def test_heads_are_normed_and_rotated(
 
 @grid(ops=[TORCH, NATIVE], activation=list(Activation), gate_first=[False, True], dtype=[torch.float32, torch.float16])
 def test_gated_units(ops: str, activation: Activation, gate_first: bool, dtype: torch.dtype) -> None:
-    x, into = random(BATCH, TOKENS, WIDTH, dtype=dtype), LayerWeights(random(64, WIDTH, dtype=dtype) / 7, None)
+    x = random(BATCH, TOKENS, WIDTH, dtype=dtype)
+    into = LayerWeights(random(64, WIDTH, dtype=dtype) / 7, None)
     value, gate = functional.linear(x.double(), into.weight.double()).chunk(2, dim=-1)
     if gate_first:
         value, gate = gate, value
@@ -241,12 +248,14 @@ def test_the_units_are_those_of_their_names() -> None:
 def test_a_layer_is_added_with_a_norm_behind_it_and_a_gate(
     ops: str, gated: bool, normed: bool, biased: bool, dtype: torch.dtype
 ) -> None:
-    tokens, x = random(BATCH, TOKENS, WIDTH, dtype=dtype), random(BATCH, TOKENS, 32, dtype=dtype)
+    tokens = random(BATCH, TOKENS, WIDTH, dtype=dtype)
+    x = random(BATCH, TOKENS, 32, dtype=dtype)
     layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, random(WIDTH, dtype=dtype) if biased else None)
     gate = random(BATCH, WIDTH, dtype=dtype) if gated else None
     norm = (LayerWeights(random(WIDTH, dtype=dtype), None), RMSNorm("", WIDTH, 1e-5)) if normed else None
     bias = None if layer.bias is None else layer.bias.double()
-    update, expected = functional.linear(x.double(), layer.weight.double(), bias), tokens.double()
+    update = functional.linear(x.double(), layer.weight.double(), bias)
+    expected = tokens.double()
     if norm is not None:
         update = exact_operators.rms_norm(update, norm[0].weight, 1e-5)
     if gate is not None:
@@ -254,7 +263,8 @@ def test_a_layer_is_added_with_a_norm_behind_it_and_a_gate(
     implementation = operators(ops)
     residual = Residual(tokens.clone())
     for _ in range(2):
-        residual, expected = implementation.add_linear(residual, x, layer, gate, norm), expected + update
+        residual = implementation.add_linear(residual, x, layer, gate, norm)
+        expected = expected + update
     assert relative_error(implementation.materialize(residual), expected) < 2 * CLOSE[dtype]
 
 
@@ -300,8 +310,10 @@ def test_a_block_of_z_image() -> None:
     norms = {name: RMSNorm(name, WIDTH, 1e-5) for name in (
         "attention_norm1", "attention_norm2", "ffn_norm1", "ffn_norm2"
     )}
-    tokens, time = random(BATCH, TOKENS, WIDTH), random(BATCH, WIDTH)
-    angles, mask = random(BATCH, TOKENS, HEAD // 2), torch.ones(BATCH, TOKENS, dtype=torch.bool, device=DEVICE)
+    tokens = random(BATCH, TOKENS, WIDTH)
+    time = random(BATCH, WIDTH)
+    angles = random(BATCH, TOKENS, HEAD // 2)
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool, device=DEVICE)
     mask[1, 5:] = False
 
     layers = TransformerLayers(weights, torch_ops, upcast_attention=False)
@@ -328,7 +340,9 @@ def test_a_block_of_krea_2() -> None:
     """Fewer heads of keys, a sigmoid gate on attention, RMS norms by 1 + weight, modulations with shifts, a text mask.
     """
     code = pytest.importorskip("diffusers.models.transformers.transformer_krea2")
-    heads, key_heads, width = 4, 2, 64
+    heads = 4
+    key_heads = 2
+    width = 64
     block: Any = with_random_norms(code.Krea2TransformerBlock(width, 96, heads, key_heads, 1e-5))
     projections = tuple(f"attn.{name}" for name in ("to_q", "to_k", "to_v", "to_gate"))
     weights = weights_of(block, projections=projections, gate_and_value=("ff.gate", "ff.up"))
@@ -339,8 +353,10 @@ def test_a_block_of_krea_2() -> None:
     query_norm, key_norm = (
         (weights[path], RMSNorm(path, HEAD, 1e-5, plus_one=True)) for path in ("attn.norm_q", "attn.norm_k")
     )
-    tokens, time = random(BATCH, TOKENS, width), random(BATCH, 6 * width)
-    angles, mask = random(TOKENS, HEAD // 2), torch.ones(BATCH, TOKENS, dtype=torch.bool, device=DEVICE)
+    tokens = random(BATCH, TOKENS, width)
+    time = random(BATCH, 6 * width)
+    angles = random(TOKENS, HEAD // 2)
+    mask = torch.ones(BATCH, TOKENS, dtype=torch.bool, device=DEVICE)
     mask[0, :2] = False
 
     layers = TransformerLayers(weights, torch_ops, upcast_attention=False)

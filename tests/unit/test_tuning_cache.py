@@ -23,7 +23,8 @@ STRANGE = [None, True, 7, "flash", {}, [], [None], [["flash"]], ["warp drive"], 
 
 
 def cache_in(folder: Path) -> tuple[History, TuningCache]:
-    history, tuning_cache = opened(folder), TuningCache()
+    history = opened(folder)
+    tuning_cache = TuningCache()
     tuning_cache.attach(history.tuned, history.tune)
     return history, tuning_cache
 
@@ -32,7 +33,8 @@ def test_what_was_chosen_before_the_store_came_is_saved_and_counts_more(tmp_path
     _, earlier = cache_in(tmp_path)
     earlier.set("tile", {"block": [64, 128], "why": "größer"})
     earlier.set("layout", "nhwc")
-    tuning_cache, history = TuningCache(), opened(tmp_path)
+    tuning_cache = TuningCache()
+    history = opened(tmp_path)
     tuning_cache.set("tile", 128)
     assert tuning_cache.get("tile") == 128 and tuning_cache.get("layout") is None
     tuning_cache.attach(history.tuned, history.tune)
@@ -42,7 +44,8 @@ def test_what_was_chosen_before_the_store_came_is_saved_and_counts_more(tmp_path
 
 @pytest.mark.parametrize("value", STRANGE, ids=json.dumps)
 def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
-    narrow, wide = (2, 8, 64, 40), (1, 1, 64, 512)
+    narrow = (2, 8, 64, 40)
+    wide = (1, 1, 64, 512)
     history = opened(tmp_path)
     for shape in (narrow, wide):
         history.tune(choice_name(kernel_of(shape), class_of(shape, shape), torch.float16), value)
@@ -51,7 +54,8 @@ def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
     assert attention.pick(wide, wide, torch.float16) == GEMM
 
 
-HALF, SHAPE = torch.float16, (2, 8, 4096, 64)
+HALF = torch.float16
+SHAPE = (2, 8, 4096, 64)
 PRODUCT = Product(8, 16, 32, NORMED)
 SECOND = torch.device("cuda", 1)
 
@@ -65,7 +69,8 @@ class TwoCards:
 
     @contextlib.contextmanager
     def using(self, device: torch.device) -> Iterator[None]:
-        before, self.current = self.current, device.index
+        before = self.current
+        self.current = device.index
         try:
             yield
         finally:
@@ -97,7 +102,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
 def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> None:
     cache = TuningCache()
     launches = Launches(cache)
-    products, attention = LowBit(cache, launches), Attention(launches)
+    products = LowBit(cache, launches)
+    attention = Attention(launches)
 
     def choices() -> tuple[object, ...]:
         return (

@@ -26,7 +26,8 @@ def arguments_of(unet: Any) -> Arguments:
     """Those of a usual call, with size numbers and a ControlNet's residuals."""
     given = diffusers_arguments(a_call(unet))
     if given["added_cond_kwargs"] is not None:
-        label, numbers = given["added_cond_kwargs"]["text_embeds"], unet.config.addition_time_embed_dim
+        label = given["added_cond_kwargs"]["text_embeds"]
+        numbers = unet.config.addition_time_embed_dim
         given["added_cond_kwargs"] = {
             "text_embeds": label[:, :label.shape[1] - 6 * numbers],
             "time_ids": torch.tensor([[512.0, 512.0, 0.0, 0.0, 512.0, 512.0]] * 2),

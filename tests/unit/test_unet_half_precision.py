@@ -30,7 +30,8 @@ from lib_onediff.families.unet.call import UNetCall
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
 # One picture's rounding errors happen to add up or not: this many give a ratio that is known to 0.03.
-NETWORKS, PICTURES = 3, 16
+NETWORKS = 3
+PICTURES = 16
 WORST_RATIO = 1.1
 WIDER = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8}
 WIDER_SDXL = {**WIDER, "block_out_channels": (32, 64, 128)}

@@ -92,7 +92,8 @@ def test_an_ip_adapter_that_a_call_does_not_bring_is_the_hosts() -> None:
     unet.config.encoder_hid_dim_type = "ip_image_proj"
     assert FAMILIES.read(unet).foreign == ("an IP-Adapter's image prompt",)
     assert FAMILIES.read(unet).architecture == FAMILIES.read(diffusers_unet()).architecture
-    call, output = a_call(unet), random(2, 4, 8, 8)
+    call = a_call(unet)
+    output = random(2, 4, 8, 8)
     with torch.no_grad():
         assert runtime.run(unet, call, lambda: output) is output
     reason = "other extensions have replaced parts of the UNet: an IP-Adapter's image prompt"

@@ -81,7 +81,8 @@ def test_so_do_our_kernels(part: str, dtype: torch.dtype) -> None:
 def test_half_precision_is_as_near_to_float32_as_the_hosts(dtype: torch.dtype) -> None:
     decoder = half_of("SD", "decoder").to(dtype)
     latent = a_latent(decoder, batch=2)
-    ours, host = our_picture(decoder, latent), host_picture(decoder, latent)
+    ours = our_picture(decoder, latent)
+    host = host_picture(decoder, latent)
     assert last() == ("ours", "")
     assert ours.dtype == dtype
     exact = host_picture(decoder.float(), latent.float()).to(torch.float64)
@@ -112,7 +113,8 @@ def test_diffusers_tiling_and_slicing_stay_the_hosts() -> None:
     latent = a_latent(vae.decoder, 11, 9, batch=3)
     vae.enable_slicing()
     vae.enable_tiling()
-    vae.tile_latent_min_size, vae.tile_sample_min_size = 4, 8
+    vae.tile_latent_min_size = 4
+    vae.tile_sample_min_size = 8
     with torch.no_grad():
         expected = vae.decode(latent).sample
         diffusers_decoder.attach(vae.decoder)
@@ -123,7 +125,8 @@ def test_diffusers_tiling_and_slicing_stay_the_hosts() -> None:
 
 @pytest.mark.parametrize("name", ["ldm SD", "one layer"])
 def test_weights_that_change_in_place_or_are_replaced_count_at_once(name: str) -> None:
-    decoder, other = half_of(name, "decoder"), half_of(name, "decoder")
+    decoder = half_of(name, "decoder")
+    other = half_of(name, "decoder")
     for parameter in other.parameters():
         parameter.data.mul_(1.1)
     latent = a_latent(decoder)

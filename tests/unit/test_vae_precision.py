@@ -78,7 +78,8 @@ def test_a_vae_that_overflows_gives_the_float32_picture_and_a_message(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder, latent = overflowing(make)
-    before, host = parameters_of(decoder), Host(decoder)
+    before = parameters_of(decoder)
+    host = Host(decoder)
     with caplog.at_level(logging.WARNING, "onediff"):
         picture = decode(host, latent)
     assert picture.dtype == torch.float16 and picture.std() > 0
@@ -90,7 +91,8 @@ def test_a_vae_that_overflows_gives_the_float32_picture_and_a_message(
 
 def test_it_is_remembered_of_the_vae(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     decoder, latent = overflowing()
-    host, types = Host(decoder), count_decodes(monkeypatch)
+    host = Host(decoder)
+    types = count_decodes(monkeypatch)
     decode(host, latent)
     assert types == [torch.float16, torch.float32]
     caplog.clear()
@@ -115,7 +117,8 @@ def test_it_is_remembered_of_the_vae(monkeypatch: pytest.MonkeyPatch, caplog: py
 def test_an_edit_of_one_value_makes_another_vae(in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode(in_inference_mode):
         decoder, latent = overflowing()
-        host, types = Host(decoder), count_decodes(monkeypatch)
+        host = Host(decoder)
+        types = count_decodes(monkeypatch)
         for _ in range(2):
             decode(host, latent)
         assert types == [torch.float16, torch.float32, torch.float32] and last() == ("ours", KNOWN)
@@ -144,7 +147,8 @@ def test_later_processes_know_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_healthy_vae_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    host, types = Host(diffusers_vae().decoder.half()), count_decodes(monkeypatch)
+    host = Host(diffusers_vae().decoder.half())
+    types = count_decodes(monkeypatch)
     latent = a_latent(host.decoder)
     for _ in range(3):
         picture = decode(host, latent)
@@ -177,7 +181,8 @@ def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatc
     latent = a_latent(decoder)
     with torch.no_grad():
         decoder.conv_out.bias[0] = float("nan")
-    types, host = count_decodes(monkeypatch), Host(decoder)
+    types = count_decodes(monkeypatch)
+    host = Host(decoder)
     with caplog.at_level(logging.WARNING, "onediff"):
         assert decode(host, latent)[:, 0].isnan().all()
     assert types == [torch.float16, torch.float32] and host.calls == 1
@@ -191,7 +196,8 @@ def test_a_latent_that_the_unet_has_spoilt(caplog: pytest.LogCaptureFixture, mon
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     latent[0, 0, 2, 2] = float("nan")
-    types, host = count_decodes(monkeypatch), Host(decoder)
+    types = count_decodes(monkeypatch)
+    host = Host(decoder)
     with caplog.at_level(logging.WARNING, "onediff"):
         decode(host, latent)
     assert types == [torch.float16] and host.calls == 1
@@ -209,7 +215,9 @@ def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.
     decoder = diffusers_vae().decoder.to(stored)
     latent = a_latent(decoder)
     runtime.configure(Settings(vae_precision=choice))
-    before, types, host = parameters_of(decoder), count_decodes(monkeypatch), Host(decoder)
+    before = parameters_of(decoder)
+    types = count_decodes(monkeypatch)
+    host = Host(decoder)
     for _ in range(2):
         picture = decode(host, latent)
     assert types == [TYPES[choice]] * 2 and last() == ("ours", "") and host.calls == 1
@@ -234,7 +242,8 @@ def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     in_half, latent = overflowing()
-    decoder, types = copy.deepcopy(in_half).float(), count_decodes(monkeypatch)
+    decoder = copy.deepcopy(in_half).float()
+    types = count_decodes(monkeypatch)
     runtime.configure(Settings(vae_precision="fp16"))
     host = Host(decoder)
     for _ in range(2):
@@ -246,7 +255,8 @@ def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
 def test_a_store_that_anybody_has_written(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latent = overflowing()
-    types, host = count_decodes(monkeypatch), Host(decoder)
+    types = count_decodes(monkeypatch)
+    host = Host(decoder)
     decode(host, latent)
     [name] = [name for name in runtime.history.tuned() if name.startswith("VAE")]
     for known, first in ((NOT_FINITE, torch.float32), (stored, torch.float16)):

@@ -72,7 +72,8 @@ def of_diffusers() -> Any:
     return diffusers_vae().decoder
 
 
-HOOK, PARAMETER = "conv_out has a forward hook", "1 parameters that we do not know, such as conv_out.adapter"
+HOOK = "conv_out has a forward hook"
+PARAMETER = "1 parameters that we do not know, such as conv_out.adapter"
 
 
 @pytest.mark.parametrize(("make", "change", "reason"), [
@@ -93,7 +94,8 @@ def test_a_changed_decoder_is_the_hosts(make: Callable[[], Any], change: Callabl
 
 
 def test_class_patch(monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder, original = ldm_decoder(), ldm_module().AttnBlock.forward
+    decoder = ldm_decoder()
+    original = ldm_module().AttnBlock.forward
     monkeypatch.setattr(ldm_module().AttnBlock, "forward", lambda self, x: 1 * original(self, x))
     check_refused(decoder, "AttnBlock.forward was replaced by test_vae_refusals")
     trusting = ldm_decoder()

@@ -46,7 +46,8 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 
 
 def test_a_checkpoint_loaded_into_the_same_module_is_checked_anew(errs_with_loud_weights: None) -> None:
-    unet, other = checkpoint(False), checkpoint(True)
+    unet = checkpoint(False)
+    other = checkpoint(True)
     before = {name: one.clone() for name, one in unet.state_dict().items()}
     read = runtime.services.families.read
     assert read(unet).architecture == read(other).architecture
@@ -91,7 +92,8 @@ class Transient:
     """Lets our forward fail so many times."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-        self._compute, self.left = FAMILIES.output, times
+        self._compute = FAMILIES.output
+        self.left = times
         monkeypatch.setattr(FAMILIES, "output", self)
 
     def __call__(self, *given: Any) -> Any:
@@ -112,7 +114,8 @@ def test_a_failure_is_tried_again_in_the_next_sampling(monkeypatch: pytest.Monke
 
 
 def test_twice_failed_is_the_verdict_of_these_weights_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    unet, other = checkpoint(False), checkpoint(False)
+    unet = checkpoint(False)
+    other = checkpoint(False)
     with torch.no_grad():
         other.conv_in.weight.mul_(1.5)
     weather = Transient(monkeypatch, 2)

@@ -55,7 +55,8 @@ def test_limits(entry: Entry, allowed: float, passes: float, fails: float) -> No
 def test_limits_follow_what_rounding_does_in_this_network(
     dtype: torch.dtype, moves: float, passes: float, fails: float
 ) -> None:
-    expected, entry = torch.ones(64), an_entry(dtype)
+    expected = torch.ones(64)
+    entry = an_entry(dtype)
     assert why_it_differs(entry, expected * (1 + passes), lambda: expected, spread=lambda: moves) is None
     assert "rounding explains" in why_it_differs(entry, expected * (1 + fails), lambda: expected, spread=lambda: moves)
 
@@ -128,7 +129,8 @@ def counting(counter: Any) -> Callable[[], int]:
 ])
 def test_numbers_of_the_extensions_own_objects_are_set_back(module: str, is_set_back: bool) -> None:
     counter = type("Counter", (), {"__module__": module})()
-    counter.count, counter.name = 0, "kept"
+    counter.count = 0
+    counter.name = "kept"
     forward = counting(counter)
     forward()
     rewind = rewinder_of([forward])
@@ -158,7 +160,8 @@ class Recalled(History):
     (True, State.PROVED, True, False, True), (True, State.PROVED, True, True, True),
 ])
 def test_what_is_compared(recalled: bool, state: State, patches: bool, is_warm_up: bool, is_compared: bool) -> None:
-    entry, calls = an_entry(**(PATCHED if patches else {})), []
+    entry = an_entry(**(PATCHED if patches else {}))
+    calls = []
     entry.state = state
 
     def host() -> Tensor:
@@ -175,7 +178,8 @@ def test_what_is_compared(recalled: bool, state: State, patches: bool, is_warm_u
 def test_a_host_whose_output_is_known_is_timed_often_where_nobody_waits(
     is_warm_up: bool, times_host: bool, is_settled: bool, is_timed: bool
 ) -> None:
-    entry, calls = an_entry(), []
+    entry = an_entry()
+    calls = []
     if is_settled:
         entry.host.remembered = 5.0
 

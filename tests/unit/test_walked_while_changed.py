@@ -47,7 +47,8 @@ def while_another_adds(add: Callable[[int], object], walk: Callable[[], object])
 
 
 def test_entries_that_are_forgotten_while_others_come() -> None:
-    table, keys = ShapeTable(), [dataclasses.replace(KEY, batch=number) for number in range(2000)]
+    table = ShapeTable()
+    keys = [dataclasses.replace(KEY, batch=number) for number in range(2000)]
     for key in keys:
         table.entry(key)
 
@@ -67,7 +68,9 @@ def test_modules_that_come_while_others_are_looked_at() -> None:
 
     while_another_adds(add, lambda: (known.items(), known.keys(), known.values(), list(known), set(known)))
     known.clear()
-    here, gone = nn.Identity(), nn.Identity()
-    known[here], known[gone] = 1, 2
+    here = nn.Identity()
+    gone = nn.Identity()
+    known[here] = 1
+    known[gone] = 2
     del gone
     assert known.items() == [(here, 1)] and list(known) == known.keys() == [here] and known.values() == [1]

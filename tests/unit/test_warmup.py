@@ -140,7 +140,8 @@ def test_progress_follows_the_work_and_is_whole_at_the_end_alone(
     webui: SmallWebUI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The decode takes as long as everything before it; the second size knows that."""
-    decoding, shares = threading.Event(), []
+    decoding = threading.Event()
+    shares = []
     queue = WarmUp(webui, runtime)
 
     def decode(width: int, height: int, images: int) -> None:

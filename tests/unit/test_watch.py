@@ -27,7 +27,9 @@ def before(module: nn.Module, inputs: Any) -> None:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second, self.norm = nn.Linear(2, 2), nn.Linear(2, 2), nn.LayerNorm(2)
+        self.first = nn.Linear(2, 2)
+        self.second = nn.Linear(2, 2)
+        self.norm = nn.LayerNorm(2)
         self.kept = {"scale": 1.0, "many": [1, 2]}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -57,10 +59,12 @@ def triple(x: torch.Tensor) -> torch.Tensor:
 
 class Registry:
     def __init__(self) -> None:
-        self.backend, self.scale = Backend(), double
+        self.backend = Backend()
+        self.scale = double
 
 
-TABLE, REGISTRY = {"torch": [Backend()]}, Registry()
+TABLE = {"torch": [Backend()]}
+REGISTRY = Registry()
 
 
 class ByData(nn.Module):
@@ -68,7 +72,10 @@ class ByData(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.own, self.many, self.act, self.bound = Backend(), {"first": Backend()}, {"double": double}, Backend()
+        self.own = Backend()
+        self.many = {"first": Backend()}
+        self.act = {"double": double}
+        self.bound = Backend()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = TABLE["torch"][0].scale(REGISTRY.backend.scale(REGISTRY.scale(x)))
@@ -159,7 +166,8 @@ BY_DATA: dict[str, tuple[Callable[[Any, Any], object], Callable[[Any, Any], Any]
 
 @pytest.mark.parametrize("name", BY_DATA)
 def test_code_that_is_reached_through_data_is_part_of_the_digest(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    network, (put, replacement) = ByData(), BY_DATA[name]
+    network = ByData()
+    put, replacement = BY_DATA[name]
     monkeypatch.setitem(TABLE, "torch", [Backend()])
     monkeypatch.setattr(REGISTRY, "backend", Backend())
     monkeypatch.setattr(REGISTRY, "scale", double)
@@ -178,14 +186,16 @@ def test_code_that_is_reached_through_data_is_part_of_the_digest(name: str, monk
 def test_a_function_in_a_table_on_the_module_is_part_of_the_digest() -> None:
     network = ByData()
     tree = Tree(network, frozenset(), frozenset())
-    digest, network.act["double"] = tree.digest, triple
+    digest = tree.digest
+    network.act["double"] = triple
     assert not tree.stands(network) and Tree(network, frozenset(), frozenset()).digest != digest
 
 
 def test_what_our_own_operators_call_is_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Block()
     tree = Tree(network, frozenset(), frozenset())
-    digest, real = tree.digest, nn.functional.scaled_dot_product_attention
+    digest = tree.digest
+    real = nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: real(*args, **kwargs))
     assert not tree.stands(network) and Tree(network, frozenset(), frozenset()).digest != digest
 

@@ -44,7 +44,9 @@ def addresses_of(binding: Binding) -> list[int]:
 @EVERY_UNET
 def test_binding_takes_no_memory_and_leaves_ordinary_parameters_with_the_same_bits(build: Callable) -> None:
     unet = build()
-    size, objects, before = storage_bytes(unet), dict(unet.named_parameters()), values(unet)
+    size = storage_bytes(unet)
+    objects = dict(unet.named_parameters())
+    before = values(unet)
     trainable = {name: parameter.requires_grad for name, parameter in objects.items()}
     for _ in range(2):
         binding = Binding(unet, FAMILIES.read(unet))
@@ -191,7 +193,8 @@ def test_a_bound_unet_is_saved_and_loaded_like_any_other(tmp_path: Path) -> None
 
 def test_weights_are_given_back_on_a_card_that_is_full(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = diffusers_unet(**SDXL)
-    before, binding = values(unet), Binding(unet, FAMILIES.read(unet))
+    before = values(unet)
+    binding = Binding(unet, FAMILIES.read(unet))
     binding.bind(True)
     full = 0
 
@@ -221,7 +224,8 @@ def test_weights_keep_their_bits_whatever_stands_in_the_place_of_torchs_function
 ) -> None:
     """Another extension's function, or its mode, may stand while a UNet is bound; a weight written then stays wrong."""
     unet = diffusers_unet(**SD1)
-    before, binding = values(unet), Binding(unet, FAMILIES.read(unet))
+    before = values(unet)
+    binding = Binding(unet, FAMILIES.read(unet))
     with monkeypatch.context() as patch:
         around: Any = Louder() if name == "a mode" else nullcontext()
         if name != "a mode":

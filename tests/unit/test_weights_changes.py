@@ -34,7 +34,8 @@ from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
 
 CROSS_ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn2"
-KEYS_OF_CONTEXT, LABEL_EMBEDDING = f"{CROSS_ATTENTION}.to_k", "add_embedding.linear_1"
+KEYS_OF_CONTEXT = f"{CROSS_ATTENTION}.to_k"
+LABEL_EMBEDDING = "add_embedding.linear_1"
 LAYERS = (
     KEYS_OF_CONTEXT, "mid_block.attentions.0.transformer_blocks.0.attn1.to_q", "mid_block.resnets.0.time_emb_proj",
     LABEL_EMBEDDING, "down_blocks.0.resnets.0.conv2",
@@ -97,7 +98,8 @@ def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
     """A new layer may get the very address, and so the id, of one that is gone."""
     compiled = Compiled()
     attention = compiled.unet.get_submodule(CROSS_ATTENTION)
-    width, same_id = attention.to_q.in_features, False
+    width = attention.to_q.in_features
+    same_id = False
     for seed in range(30):
         before = id(attention.to_q)
         del attention.to_q
@@ -111,7 +113,8 @@ def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
 def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
     """Freed memory is given out again: a new parameter may have the very id, address and edit count of an old one."""
     compiled = Compiled()
-    layer, arguments = compiled.unet.add_embedding.linear_2, diffusers_arguments(compiled.call)
+    layer = compiled.unet.add_embedding.linear_2
+    arguments = diffusers_arguments(compiled.call)
     memory = layer.weight.detach().clone().numpy()
     places = []
     for _ in range(20):
@@ -121,7 +124,8 @@ def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
         places.append((id(layer.weight), layer.weight.data_ptr(), layer.weight._version))
         if len(places) % 2:  # an allocator that gives back the last but one is usual
             with torch.no_grad():
-                output, expected = compiled.unet(**arguments), own_forward(compiled.unet)(**arguments)
+                output = compiled.unet(**arguments)
+                expected = own_forward(compiled.unet)(**arguments)
             assert relative_error(output.sample, expected.sample) < 1e-5
     if not any(now == last for now, last in zip(places[2::2], places[:-2:2], strict=False)):
         pytest.skip("no parameter got the place of the one before")

@@ -85,7 +85,9 @@ def settings_with(standing: Settings = OWN, **written: str) -> Settings:
 
 def test_registering_twice_adds_nothing_and_unloading_leaves_the_plot_as_found() -> None:
     plot = plot_of()
-    listed, others, labels = plot.axis_options, plot.axis_options[:1], [axis.label for axis in plot.axis_options]
+    listed = plot.axis_options
+    others = plot.axis_options[:1]
+    labels = [axis.label for axis in plot.axis_options]
     xyz.add_axes(scripts_of(plot), lambda: OWN)
     assert [axis.label for axis in plot.axis_options] == labels
     xyz.remove_axes(scripts_of(plot))
@@ -120,7 +122,8 @@ def test_a_switch_may_be_written_as_others_write_it(word: str, meant: bool) -> N
 
 def test_a_value_holds_for_its_cell_alone() -> None:
     p = Generation()
-    before, overrides = dict(vars(p)), dict(p.override_settings)
+    before = dict(vars(p))
+    overrides = dict(p.override_settings)
     first = cell(p, deepcache_interval="3", preset="Off")
     second = cell(p, deepcache_interval="5")
     assert xyz.settings_of_cell(cell(second, low_bit="fp8"), OWN) == replace(OWN, deepcache_interval=5, low_bit="fp8")

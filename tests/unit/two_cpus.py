@@ -19,7 +19,8 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import Runtime
 
-FIRST, SECOND = torch.device("cpu"), torch.device("cpu", 1)
+FIRST = torch.device("cpu")
+SECOND = torch.device("cpu", 1)
 ROOMY = 2**40
 NAMES = "cat", "ugly"
 
@@ -60,7 +61,9 @@ class Image:
 
     @classmethod
     def of(cls, config: dict[str, Any] = SMALL, cards: TwoCpus | None = None, **options: Any) -> Image:
-        runtime, unet, cards = Runtime(), diffusers_unet(**config), cards or TwoCpus()
+        runtime = Runtime()
+        unet = diffusers_unet(**config)
+        cards = cards or TwoCpus()
         runtime.two_gpus.cards = cards
         runtime.configure(Settings(**{"second_gpu": "auto", **options}))
         runtime.adopt(unet, host_traits=WEBUI)

@@ -120,7 +120,9 @@ class Host:
     """A host's VAE, whose own decodes are counted; change: what becomes of them."""
 
     def __init__(self, decoder: Any, change: Callable[[Tensor], Tensor] = lambda picture: picture) -> None:
-        self.decoder, self.change, self.calls = decoder, change, 0
+        self.decoder = decoder
+        self.change = change
+        self.calls = 0
 
     def __call__(self, latent: Tensor) -> Tensor:
         self.calls += 1

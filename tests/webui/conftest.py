@@ -96,7 +96,8 @@ def first_picture(webui: WebUI, models: Models) -> None:
 @pytest.fixture(scope="session")
 def browser(webui: WebUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """A browser with a new, empty profile, which is closed before the WebUI is stopped."""
-    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    chromium = shutil.which("chromium")
+    chromedriver = shutil.which("chromedriver")
     if not chromium or not chromedriver:
         missing = "chromium" if not chromium else "chromedriver"
         pytest.skip(f"there is no {missing} on this machine")

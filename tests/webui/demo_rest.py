@@ -27,7 +27,8 @@ turn = threading.Lock()
 
 def to_base64(image: Image.Image) -> str:
     """base64 of a PNG file with the image's infotext; the same image gives the same text."""
-    texts, file = PngImagePlugin.PngInfo(), io.BytesIO()
+    texts = PngImagePlugin.PngInfo()
+    file = io.BytesIO()
     texts.add_text("parameters", image.info["parameters"])
     image.save(file, format="PNG", pnginfo=texts)
     return base64.b64encode(file.getvalue()).decode("ascii")

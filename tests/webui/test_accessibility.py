@@ -17,7 +17,8 @@ from webui_compare_tab import Compare
 from webui_models import Models
 from webui_page import TAB, make_picture, open_advanced, open_page, show_inner_page, show_settings, show_tab
 
-ACCORDION, ACCORDION_TAB = ".onediff-accordion", "txt2img"
+ACCORDION = ".onediff-accordion"
+ACCORDION_TAB = "txt2img"
 PAGES = ("Cache", "Compare")
 MOST_TABS = 120
 # What Tab has to reach: of radio buttons, those that are chosen.

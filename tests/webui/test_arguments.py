@@ -56,7 +56,8 @@ def test_every_way_makes_the_same_picture_and_leaves_nothing(
     webui: WebUI, sd15: Models, way: Callable[[WebUI], Pictures]
 ) -> None:
     """For a plot, see test_xyz_grid.py."""
-    exact, expected = webui.txt2img(**TEN_STEPS), webui.txt2img(**TEN_STEPS, **one_run(**OPTIONS))
+    exact = webui.txt2img(**TEN_STEPS)
+    expected = webui.txt2img(**TEN_STEPS, **one_run(**OPTIONS))
     assert largest_difference(expected, exact) > 0 and all(f"{name} " in said(expected) for name in OPTIONS)
     made = way(webui)
     assert largest_difference(made, expected) == 0 and said(made) == said(expected)

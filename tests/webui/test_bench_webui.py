@@ -47,7 +47,8 @@ def test_a_cards_line_is_what_was_measured_without_the_user(webui: WebUI, bench:
     assert status == 0, out + err
     written = {file.name: file.read_text(encoding="utf-8") for file in tmp_path.iterdir()}
     assert sorted(written) == ["onediff-card.json", "onediff-card.md"]
-    card, told = json.loads(written["onediff-card.json"]), webui.status()
+    card = json.loads(written["onediff-card.json"])
+    told = webui.status()
     off, exact, *lossy = card["rows"]
     assert {name: card[name] for name in told["machine"]} == told["machine"]
     assert [row["options"] for row in card["rows"]] == ["off", *told["presets"]]

@@ -61,7 +61,8 @@ def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
         ({"width": 65}, "multiple of 8"), ({"images": 9}, "The number of images is from 1 to 8, not 9."),
         ({"right_changes": "backend <b>warp</b>"}, "backend does not take '<b>warp</b>'"),
     ):
-        before, images = webui.calls(), compare.images()
+        before = webui.calls()
+        images = compare.images()
         compare.start(**wrong)
         compare.told(part, "compare_told")
         assert webui.calls() == before and compare.images() == images

@@ -13,7 +13,8 @@ from webui_models import Models
 
 # Below 10 steps all of them are inactive.
 THIRTEEN = {"steps": 13, "sampler_name": "Euler", "negative_prompt": "snow"}
-EVERY_THIRD, HALF = {"deepcache_interval": 3}, {"skip_negative_after": 50}
+EVERY_THIRD = {"deepcache_interval": 3}
+HALF = {"skip_negative_after": 50}
 FORECAST = {**EVERY_THIRD, "deepcache_depth": 0}
 PARTS = ("deepcache", "forecast", "guidance")
 
@@ -93,7 +94,8 @@ def test_so_much_is_left_out(
 @pytest.mark.parametrize("sampler", ["Euler", "DDIM"])
 def test_forecasts_answer_some_steps(webui: WebUI, exact: Counted, far: float, sampler: str) -> None:
     steps = {"steps": 12, "sampler_name": sampler}
-    plain, found = made(webui, {}, **steps), made(webui, FORECAST, **steps)
+    plain = made(webui, {}, **steps)
+    found = made(webui, FORECAST, **steps)
     assert found.forecasts in (5, 6) and found.reasons["forecast"] == ""
     assert 0 < distance(found, plain) < 0.5 * far
 
@@ -127,6 +129,7 @@ def test_they_rest_and_say_why(
     webui: WebUI, exact: Counted, options: dict[str, Any], request_: dict[str, Any], part: str, why: str
 ) -> None:
     need(webui, "AND prompts" if "prompt" in request_ else "")
-    plain, found = made(webui, {}, **request_), made(webui, options, **request_)
+    plain = made(webui, {}, **request_)
+    found = made(webui, options, **request_)
     assert found.left_out == (0, 0, 0) and largest_difference(found.pictures, plain.pictures) == 0
     assert why in found.reasons[part]

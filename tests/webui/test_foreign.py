@@ -29,7 +29,8 @@ PATCHES = "patches"
 
 
 # FreeU divides by the range of a feature map: at 64x64 the deepest is one pixel, and with Kohya HRFix at 128x128.
-LARGER, LARGEST = {"width": 128, "height": 128}, {"width": 256, "height": 256}
+LARGER = {"width": 128, "height": 128}
+LARGEST = {"width": 256, "height": 256}
 
 
 def script(title: str, *args: Any) -> dict[str, Any]:
@@ -245,7 +246,8 @@ def test_lora_functional(webui: WebUI, sd15: Models, role: str, checkpoint: str)
     only_on(webui, "a1111")
     request = {"prompt": f"{PROMPT} <lora:{sd15.need(role)}:0.7>"}
     sd15.use(checkpoint)
-    plain, merged = run_on(webui, {"prompt": PROMPT}), run_on(webui, request)
+    plain = run_on(webui, {"prompt": PROMPT})
+    merged = run_on(webui, request)
     with webui.options(lora_functional=True):
         # Without OneDiff, A1111 leaves the LoRA in that was merged.
         assert_same(run_on(webui, {"prompt": PROMPT}), plain)

@@ -53,7 +53,8 @@ class Case:
     checkpoint: str = "sd15"
 
 
-PLAIN, PLUS = Unit("ip-adapter", changes={"weight": 0.8}), Unit("ip-adapter-plus", changes={"weight": 0.8})
+PLAIN = Unit("ip-adapter", changes={"weight": 0.8})
+PLUS = Unit("ip-adapter-plus", changes={"weight": 0.8})
 SECOND = Unit("ip-adapter", 2, changes={"weight": 0.5})
 MASKED = Unit("ip-adapter", masked=True)
 HALF_THE_STEPS = {"skip_negative_after": 50}
@@ -90,7 +91,8 @@ LLLITES = [
 
 def image_embedding(role: str, seed: int) -> str:
     """What the image encoder of an IP-Adapter would give, as the API of A1111's extension takes it."""
-    random, file = torch.Generator().manual_seed(seed), io.BytesIO()
+    random = torch.Generator().manual_seed(seed)
+    file = io.BytesIO()
     if "plus" in role:
         # The adapter takes the last but one.
         torch.save({"hidden_states": [torch.randn(1, 257, 1280, generator=random)] * 2}, file)
@@ -166,7 +168,8 @@ def test_what_it_leaves_behind_is_the_webuis_own(webui: WebUI, sd15: Models) -> 
 @pytest.mark.parametrize("case", [*IP_ADAPTERS, *LLLITES], ids=lambda case: case.name)
 def test_between_graphs(webui: WebUI, sd15: Models, case: Case) -> None:
     only_forge(webui)
-    reason, (request, without) = reason_for(webui, case), prepared(webui, sd15, case)
+    reason = reason_for(webui, case)
+    request, without = prepared(webui, sd15, case)
     with graphs_on_a_cpu(webui):
         plain, on = assert_between_graphs(webui, request, without, reason)
     assert_different(plain, on, case.name)

@@ -51,8 +51,10 @@ def test_two_loras_in_turn(webui: WebUI, lora_a: str, lora_b: str) -> None:
 
 def test_lora_on_and_off_in_turn_with_the_extension(webui: WebUI, lora_a: str) -> None:
     """The host's runs merge and take out what our next run finds."""
-    with_a, without = {"prompt": with_lora(lora_a, 1)}, {"prompt": PROMPT}
-    on_a, on_none = run_on(webui, with_a), run_on(webui, without)
+    with_a = {"prompt": with_lora(lora_a, 1)}
+    without = {"prompt": PROMPT}
+    on_a = run_on(webui, with_a)
+    on_none = run_on(webui, without)
     assert_different(on_a, on_none, "the LoRA")
     assert_same(run_off(webui, with_a), on_a)
     assert_same(run_on(webui, without), on_none)

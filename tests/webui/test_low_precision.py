@@ -70,7 +70,8 @@ def test_low_bits_with_a_controlnet_and_a_lora(
 
 OTHER_ATTENTION = "sdp - scaled dot product"
 # Mean distances of 255: what no eye sees, and how much of the distance between with and without FP8 ours may be.
-UNSEEN, SHARE_OF_FP8 = 0.5, 0.25
+UNSEEN = 0.5
+SHARE_OF_FP8 = 0.25
 MOST_OF_ROUNDING = 1.5
 
 
@@ -110,15 +111,18 @@ def assert_near(webui: WebUI, request: dict[str, Any], on: Run, off: Run) -> flo
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
 def test_fp8_switched_on_with_loras_another_checkpoint_and_off(a1111: WebUI, sd15: Models, cached: bool) -> None:
     """Ours first, so that no run of the host's own merges a LoRA for us."""
-    without, plain = run_off(a1111, {}), run_on(a1111, {})
+    without = run_off(a1111, {})
+    plain = run_on(a1111, {})
     a1111.set_options(cache_fp16_weight=cached)
     store(a1111, "Enable")
-    one, other = sd15.need("lora-a"), sd15.need("lora-b")
+    one = sd15.need("lora-a")
+    other = sd15.need("lora-b")
     prompts = [
         PROMPT, with_lora(one, 1), with_lora(one, 0.5), with_lora(one, 0.7) + f" <lora:{other}:0.7>",
         with_lora(sd15.need("locon"), 1), PROMPT,
     ]
-    on, off = make_all(run_on, a1111, prompts), make_all(run_off, a1111, prompts)
+    on = make_all(run_on, a1111, prompts)
+    off = make_all(run_off, a1111, prompts)
     for prompt, mine, hosts in zip(prompts, on, off, strict=True):
         far = assert_near(a1111, {"prompt": prompt}, mine, hosts)
     assert far < SHARE_OF_FP8 * distance(off[-1], without), "the option changes no more than we do"

@@ -79,7 +79,8 @@ def test_nested_inpainting(webui: WebUI, sd15: Models, crops: list[list[int]], n
     """ADetailer: an inpainting of another size for each face, inside the generation."""
     request = {"width": 128, "height": 128}
     nested = {**request, **planned(crops=crops, nested_scripts=nested_scripts)}
-    plain, on = run_on(webui, request), run_on(webui, nested, least_calls=3 + len(crops))
+    plain = run_on(webui, request)
+    on = run_on(webui, nested, least_calls=3 + len(crops))
     assert on.pictures.image.width == 128 * len(crops)
     assert_same(on, run_without(webui, nested))
     assert_same(run_on(webui, request), plain)

@@ -98,7 +98,8 @@ def wait_for_controls(page: Any, **values: str) -> None:
 
 
 def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
-    preset, box = page.find("#onediff_txt2img_preset"), page.find("#onediff_txt2img_enabled input")
+    preset = page.find("#onediff_txt2img_preset")
+    box = page.find("#onediff_txt2img_enabled input")
     assert not preset.is_displayed() and box.is_displayed() and box.is_selected()
     make_picture(page)
     summary = f"onediff_{TAB}_summary"

@@ -46,7 +46,8 @@ def test_prewarm(panel: Panel, webui: WebUI) -> None:
         states.update(word for row in rows for word in ("queued", "warming") if word in row)
         return len([row for row in rows if "checked" in row or "ready" in row]) == 2
 
-    before, host_before = served(webui), webui.calls()["host"]
+    before = served(webui)
+    host_before = webui.calls()["host"]
     panel.prewarm("<b>65x64</b>")
     panel.told("65x64</b>' is not a size", "cache_result")
     assert panel.rows() == {} and served(webui) == before
@@ -122,7 +123,8 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     panel.purge("purge", "Purge 72x64 of ", "1 resolution purged")
     panel.wait_for_rows("64x64", "80x64")
     panel.page.wait(lambda: not panel.enabled("purge"), "buttons without a selection to wait for one", 10)
-    host_before, before = webui.calls()["host"], served(webui)
+    host_before = webui.calls()["host"]
+    before = served(webui)
     webui.txt2img(width=80, height=64)
     assert webui.calls()["host"] == host_before and served(webui) > before, "another one is ready still"
 

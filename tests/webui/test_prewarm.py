@@ -92,10 +92,12 @@ def picture_by_ready_entries(prewarm: Prewarm, **changes: Any) -> None:
     host."""
     request = {**PICTURE, **changes}
     resolution = f"{request['width']}x{request['height']}"
-    before, calls = prewarm.shapes(resolution), prewarm.webui.calls()
+    before = prewarm.shapes(resolution)
+    calls = prewarm.webui.calls()
     assert before and all(shape["state"] in READY for shape in before.values()), before
     assert len(prewarm.webui.txt2img(**changes).images) >= request.get("batch_size", 1)
-    after, made = prewarm.shapes(resolution), grown(prewarm.webui, calls)
+    after = prewarm.shapes(resolution)
+    made = grown(prewarm.webui, calls)
     assert made["host"] == 0 and sum(made[route] for route in SERVED) >= request["steps"], made
     assert set(after) == set(before), "the picture needed a kind of call that was not made ready"
     used = {kind for kind in after if after[kind]["uses"] > before[kind]["uses"]}

@@ -61,7 +61,8 @@ def reload_ui(browser, webui: WebUI) -> None:
 
 def test_five_reloads_leave_one_hook(webui: WebUI, sd15: Models, browser) -> None:
     need(webui, "UI reload")
-    off, on = run_off(webui, {}), run_on(webui, {})
+    off = run_off(webui, {})
+    on = run_on(webui, {})
     for reload in range(1, RELOADS + 1):
         reload_ui(browser, webui)
         again, _ = on_and_off(webui, {})

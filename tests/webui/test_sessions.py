@@ -44,7 +44,8 @@ def replayed_and_off(webui: WebUI, request: dict[str, Any], moves: int = 0) -> R
     before = found_out(webui)
     on = run_on(webui, request, routes=("graph", "plain") if moves else ("graph",))
     assert on.calls["plain"] <= moves
-    looked, calls = found_out(webui) - before, sum(on.calls.values())
+    looked = found_out(webui) - before
+    calls = sum(on.calls.values())
     assert 0 < looked <= calls // 2 + 2 * moves and looked < calls, f"{looked} of {calls} calls looked who serves them"
     assert_same(on, run_off(webui, request))
     return on

@@ -70,7 +70,8 @@ def test_a_model_folder_of_any_name_is_used_and_options_are_stored(browser: Any,
 
 def test_nan_weights_and_a_broken_extension_do_not_stop_the_host(tmp_path: Path) -> None:
     """It starts when scripts/onediff.py cannot be loaded, and says which part of a model makes no numbers."""
-    copy, model = tmp_path / "checkout", tmp_path / "damaged-model"
+    copy = tmp_path / "checkout"
+    model = tmp_path / "damaged-model"
     shutil.copytree(ROOT / "lib_onediff", copy / "lib_onediff", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "scripts").mkdir()
     (copy / "scripts" / "onediff.py").write_text("raise RuntimeError('broken on purpose')\n")

@@ -12,8 +12,11 @@ from webui_models import Models
 
 PLOT = "x/y/z plot"
 NOTHING = ("Nothing", "")
-INTERVAL, BACKEND, VAE = "[OneDiff] DeepCache interval", "[OneDiff] Backend", "[OneDiff] VAE precision"
-USE, PRESET = "[OneDiff] Use OneDiff", "[OneDiff] Speed"
+INTERVAL = "[OneDiff] DeepCache interval"
+BACKEND = "[OneDiff] Backend"
+VAE = "[OneDiff] VAE precision"
+USE = "[OneDiff] Use OneDiff"
+PRESET = "[OneDiff] Speed"
 Axis = tuple[str, str]
 SAMPLING = {"sampler_name": "Euler", "steps": 10}
 
@@ -37,7 +40,11 @@ def plotted(webui: WebUI, x: Axis, y: Axis = NOTHING, z: Axis = NOTHING, **reque
     arguments = arguments_of(webui, "img2img" if "init_images" in whole else "txt2img")
     labels = arguments[0]["choices"]
     axes = [part for label, values in (x, y, z) for part in (labels.index(label), values, [])]
-    legend, lone_pictures, sub_grids, other_seeds, as_text = True, True, False, [False] * 4, True
+    legend = True
+    lone_pictures = True
+    sub_grids = False
+    other_seeds = [False] * 4
+    as_text = True
     rows = [0] if any(argument["label"] == "Row Count" for argument in arguments) else []  # Neo's: as many as need be.
     own = [False, False, 0] if webui.kind == "ldm_patched" else []  # reForge's: labels, no grid, pictures in a grid.
     return {
@@ -64,8 +71,10 @@ def onediff_in(pictures: Pictures, number: int = 0) -> str:
 
 def test_interval_and_preset(webui: WebUI) -> None:
     """A preset on the last axis, and single options on top of it; the pictures before and after the plot are one."""
-    before, default = alone(webui, {}), onediff_in(alone(webui, {}))
-    intervals, presets = (1, 3), {"Exact": {}, "Balanced": {"deepcache_depth": 3}, "Off": {"enabled": False}}
+    before = alone(webui, {})
+    default = onediff_in(alone(webui, {}))
+    intervals = (1, 3)
+    presets = {"Exact": {}, "Balanced": {"deepcache_depth": 3}, "Off": {"enabled": False}}
     grid = webui.make(plotted(webui, (INTERVAL, "1, 3"), (PRESET, ", ".join(presets))))
     assert len(grid.images) == 1 + len(intervals) * len(presets)
     seen = set()

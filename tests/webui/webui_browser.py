@@ -137,7 +137,8 @@ class Browser:
         """Wait until the page has been without an open request for a moment, and has as many elements as before: it
         fills fields when it loads, and what is clicked before is overwritten. Not for ever: something may be asked for
         again and again."""
-        quiet, elements = 0, -1
+        quiet = 0
+        elements = -1
         for _ in attempts(10, 0.1, least=30):
             before = elements
             waiting, elements = self.run(

@@ -144,6 +144,7 @@ def assert_same(one: Run, other: Run) -> None:
 
 def assert_different(one: Run, other: Run, what: str) -> None:
     """What is being tested must change the first picture, or its test could not fail."""
-    mine, yours = one.pictures.arrays[0], other.pictures.arrays[0]
+    mine = one.pictures.arrays[0]
+    yours = other.pictures.arrays[0]
     if mine.shape == yours.shape:
         assert numpy.abs(mine - yours).max() > LARGEST_DIFFERENCE, f"{what} changed nothing"

@@ -6,7 +6,8 @@ import contextlib
 from webui_page import show_inner_page
 from webui_panel import Panel
 
-OFF, CURRENT = "Off: the WebUI's own", "Current settings"
+OFF = "Off: the WebUI's own"
+CURRENT = "Current settings"
 SMALL = {"prompt": "a lighthouse at dusk", "width": 64, "height": 64, "steps": 3, "cfg_scale": 7, "seed": 21}
 SECONDS = 300
 

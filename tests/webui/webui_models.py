@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 from webui_client import WebUI
 
-CHECKPOINTS, LORAS, VAES, CONTROLNETS, HYPERNETWORKS = "checkpoint", "LoRA", "VAE", "ControlNet", "hypernetwork"
+CHECKPOINTS = "checkpoint"
+LORAS = "LoRA"
+VAES = "VAE"
+CONTROLNETS = "ControlNet"
+HYPERNETWORKS = "hypernetwork"
 # role: what it is, and the name by which it is found, with or without its ending; small random models carry these.
 # A host may load twin and twin-b, two checkpoints of one configuration, into the same module.
 ROLES = {

@@ -5,7 +5,8 @@ from typing import Any
 
 from selenium.webdriver.common.action_chains import ActionChains
 
-TAB, TAB_TITLE = "tab_onediff", "OneDiff"
+TAB = "tab_onediff"
+TAB_TITLE = "OneDiff"
 AS_NEW = (True, "As in the settings", "")
 SMALL = {"steps": 3, "width": 64, "height": 64, "seed": 11}
 

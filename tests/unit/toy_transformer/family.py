@@ -28,7 +28,8 @@ class ToyTransformers:
     usual_sizes = (UsualSizes("Toy transformer", ("Toy transformer",), ("64x64",)),)
 
     def refuse_call(self, layout: ToyTransformerLayout, call: ToyTransformerCall) -> None:
-        latent, context = call.latent, call.context
+        latent = call.latent
+        context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels or any(side % PATCH for side in latent.shape[2:]):
             raise Refusal(f"the latent is {tuple(latent.shape)}, but a toy takes {layout.in_channels} channels")
         if context.dim() != 3 or context.shape[2] != layout.context_width:

@@ -35,8 +35,10 @@ def output(layout: ToyTransformerLayout, weights: Weights, ops: Operators, call:
 def through_block(
     layers: TransformerLayers, block: ToyBlockLayout, residual: Residual, context: Tensor, mask: Tensor | None
 ) -> Residual:
-    own, cross = block.self_attention, block.cross_attention
-    into, out = block.feed_forward_in, block.feed_forward_out
+    own = block.self_attention
+    cross = block.cross_attention
+    into = block.feed_forward_in
+    out = block.feed_forward_out
     residual, normed = layers.norm(residual, block.self_norm, own.query_key_value)
     residual = layers.add(residual, layers.self_attention(own, normed), own.out)
     residual, normed = layers.norm(residual, block.cross_norm, cross.query)

@@ -7,18 +7,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-CHANNELS, PATCH, WIDTH, HEADS, CONTEXT_WIDTH, WAVES = 4, 2, 32, 2, 16, 8
+CHANNELS = 4
+PATCH = 2
+WIDTH = 32
+HEADS = 2
+CONTEXT_WIDTH = 16
+WAVES = 8
 
 
 class ToyBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm1, self.norm2, self.norm3 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.to_q, self.to_k, self.to_v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.norm3 = nn.LayerNorm(WIDTH)
+        self.to_q = nn.Linear(WIDTH, WIDTH)
+        self.to_k = nn.Linear(WIDTH, WIDTH)
+        self.to_v = nn.Linear(WIDTH, WIDTH)
         self.to_out = nn.Linear(WIDTH, WIDTH)
-        self.cross_q, self.cross_out = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.cross_k, self.cross_v = nn.Linear(CONTEXT_WIDTH, WIDTH), nn.Linear(CONTEXT_WIDTH, WIDTH)
-        self.into, self.out = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.cross_q = nn.Linear(WIDTH, WIDTH)
+        self.cross_out = nn.Linear(WIDTH, WIDTH)
+        self.cross_k = nn.Linear(CONTEXT_WIDTH, WIDTH)
+        self.cross_v = nn.Linear(CONTEXT_WIDTH, WIDTH)
+        self.into = nn.Linear(WIDTH, 4 * WIDTH)
+        self.out = nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, tokens: Tensor, context: Tensor, mask: Tensor | None) -> Tensor:
         normed = self.norm1(tokens)
@@ -32,9 +44,11 @@ class ToyTransformer(nn.Module):
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
         self.patches = nn.Linear(CHANNELS * PATCH**2, WIDTH)
-        self.time_in, self.time_out = nn.Linear(WAVES, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.time_in = nn.Linear(WAVES, WIDTH)
+        self.time_out = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(ToyBlock() for _ in range(depth))
-        self.norm, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, CHANNELS * PATCH**2)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(WIDTH, CHANNELS * PATCH**2)
 
     def forward(self, latent: Tensor, timestep: Tensor, context: Tensor, mask: Tensor | None = None) -> Tensor:
         """mask: (batch, tokens of the prompt), True where a token belongs to the prompt."""

@@ -25,7 +25,8 @@ class NetworkModuleFull:
     """What a network has for a layer."""
 
     def __init__(self, net: Any, difference: torch.Tensor) -> None:
-        self.network, self.difference = net, difference
+        self.network = net
+        self.difference = difference
 
     def multiplier(self) -> float:
         return float(self.network.unet_multiplier)
@@ -40,7 +41,8 @@ class NetworkModuleLora(NetworkModuleFull):
     def __init__(self, net: Any, difference: torch.Tensor) -> None:
         super().__init__(net, difference)
         self.up_model, self.down_model = (nn.Linear(*reversed(difference.shape), bias=False) for _ in range(2))
-        self.up_model.weight.data, self.down_model.weight.data = 4 * difference, torch.eye(difference.shape[1])
+        self.up_model.weight.data = 4 * difference
+        self.down_model.weight.data = torch.eye(difference.shape[1])
 
     def calc_scale(self) -> float:
         return 0.25
@@ -80,7 +82,8 @@ def network_forward(layer: Any, x: torch.Tensor, original: Any) -> torch.Tensor:
     if not loaded_networks:
         return original(layer, x)
     network_restore_weights_from_backup(layer)
-    layer.network_current_names, layer.network_weights_backup = (), None
+    layer.network_current_names = ()
+    layer.network_weights_backup = None
     y = original(layer, x)
     for net in loaded_networks:
         module = net.modules.get(layer.__dict__.get("network_layer_name"))

@@ -37,7 +37,8 @@ def walk(
     stage: Callable[..., Tensor], output_block_patches: Any, block_modifiers: Any = (),
 ) -> Tensor:
     """The loop of a UNet's forward; stage(module, h, emb, context) runs one of its blocks."""
-    emb, h = unet.time_embed(embedding), x
+    emb = unet.time_embed(embedding)
+    h = x
     skips: list[Tensor] = []
     for module in unet.input_blocks:
         h = apply_control(stage(module, h, emb, context), control, "input")
@@ -106,7 +107,8 @@ class KModel(nn.Module):
 
     def __init__(self, unet: Any, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.diffusion_model, self.multiplier = unet, 1 if type(unet).__name__ == "Anima" else 100
+        self.diffusion_model = unet
+        self.multiplier = 1 if type(unet).__name__ == "Anima" else 100
         self.storage_dtype = self.computation_dtype = dtype
         unet.storage_dtype = unet.computation_dtype = dtype
 
@@ -129,7 +131,8 @@ class ModelPatcher:
     """
 
     def __init__(self, model: Any, originals: dict[str, nn.Parameter]) -> None:
-        self.model, self._originals = model, originals
+        self.model = model
+        self._originals = originals
         self.load_device = self.offload_device = CPU
         self.lora: dict[str, list[Any]] = {}
         self.model_options: dict[str, Any] = {"transformer_options": {}}
@@ -203,7 +206,8 @@ class LowVramPatch:
     """ComfyUI's function that applies a patcher's patches."""
 
     def __init__(self, key: str, patches: Any) -> None:
-        self.key, self.patches = key, patches
+        self.key = key
+        self.patches = patches
 
     def __call__(self, weight: Tensor) -> Tensor:
         return merged(weight, self.patches[self.key])
@@ -237,11 +241,13 @@ def sampling_cleanup(unet: Any) -> None:
 class AutoencoderKL(nn.Module):
     def __init__(self, encoder: nn.Module, decoder: nn.Module) -> None:
         super().__init__()
-        self.encoder, self.decoder = encoder, decoder
+        self.encoder = encoder
+        self.decoder = decoder
 
 
 class VAE:
-    vae_dtype, device = torch.float32, CPU
+    vae_dtype = torch.float32
+    device = CPU
 
     def __init__(self, encoder: nn.Module, decoder: Any) -> None:
         self.first_stage_model = AutoencoderKL(encoder, decoder)
@@ -259,7 +265,8 @@ class VAE:
 
 class ForgeObjects:
     def __init__(self, unet: Any, vae: Any) -> None:
-        self.unet, self.vae = unet, vae
+        self.unet = unet
+        self.vae = vae
 
     def shallow_copy(self) -> ForgeObjects:
         return ForgeObjects(self.unet, self.vae)

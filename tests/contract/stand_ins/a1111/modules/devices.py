@@ -29,7 +29,8 @@ def manual_cast(target: torch.dtype) -> Iterator[None]:
     """Inside, these layers cast inputs and parameters themselves: theirs lie elsewhere after each call."""
     originals = [kind.forward for kind in CAST]
     for kind, forward in zip(CAST, originals, strict=True):
-        kind.forward, kind.org_forward = casting(forward, target), forward
+        kind.forward = casting(forward, target)
+        kind.org_forward = forward
     try:
         yield
     finally:

@@ -39,8 +39,11 @@ def replaying_graphs() -> Any:
 
     class Replayed:
         def __init__(self, binding: Any, ops: Any, inputs: Any, memory: SharedMemory) -> None:
-            self.inputs, self.memory, self.own_bytes = inputs, memory, bytes_of(inputs)
-            self._layout, self._ops = binding.layout, ops
+            self.inputs = inputs
+            self.memory = memory
+            self.own_bytes = bytes_of(inputs)
+            self._layout = binding.layout
+            self._ops = ops
             self._weights = all_lying_still(binding.weights())
 
         def run(self, call: Any) -> Tensor:
@@ -109,7 +112,8 @@ class Switch:
         def refuse(*args: Any) -> None:
             raise Refusal("there is no Triton here")
 
-        begin, native = BackendChoice.begin, runtime.devices.named("native")
+        begin = BackendChoice.begin
+        native = runtime.devices.named("native")
 
         def counting(chain: Any, *args: Any) -> Any:
             self.found_out += 1

@@ -88,7 +88,8 @@ class TiledDecoder:
     """As Tiled VAE's hook: it stands in the decoder's forward, and calls what stood there for each tile."""
 
     def __init__(self, decoder: Any, walks: bool) -> None:
-        self.decoder, self.walks = decoder, walks
+        self.decoder = decoder
+        self.walks = walks
         if not hasattr(decoder, "original_forward"):
             decoder.original_forward = decoder.forward
         decoder.forward = self
@@ -213,13 +214,15 @@ def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scri
         negative_prompt="rain", seed=p.seed + index, sampler_name=p.sampler_name, batch_size=1, n_iter=1, steps=2,
         cfg_scale=p.cfg_scale, width=size[0], height=size[1], do_not_save_samples=True, do_not_save_grid=True,
     )
-    nested.cached_c, nested.cached_uc = [None, None], [None, None]
+    nested.cached_c = [None, None]
+    nested.cached_uc = [None, None]
     # Before the scripts: they would set the seed and the steps to those of the page.
     nested.is_api = p.is_api
     nested.scripts, nested.script_args = copy(p.scripts), copy(p.script_args)
     if not with_scripts:
         # The second is what the runner remembers of the first.
-        nested.scripts.alwayson_scripts, nested.scripts.callback_map = [], {}
+        nested.scripts.alwayson_scripts = []
+        nested.scripts.callback_map = {}
     nested.nested_by_neighbours = True
     nested.image_mask = Image.new("L", image.size, 0)
     corner = (index * 8) % max(8, image.width // 2)

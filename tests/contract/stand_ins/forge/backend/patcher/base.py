@@ -18,7 +18,8 @@ class ModelPatcher(stand_in_engine.ModelPatcher):
         super().__init__(model, self.lora_loader.backup)
 
     def put_on(self, key: str, patches: Any) -> None:
-        layer, parameter = self._layer(key), key.rpartition(".")[2]
+        layer = self._layer(key)
+        parameter = key.rpartition(".")[2]
         layer.__dict__.setdefault("forge_online_loras", {})[parameter] = patches
 
     def take_off(self, layer: nn.Module) -> None:

@@ -12,7 +12,8 @@ from backend.utils import pad_to_patch_size
 from torch import Tensor, nn
 from torch.nn import functional
 
-BASE, EPS = 10000.0, 1e-6
+BASE = 10000.0
+EPS = 1e-6
 _fn = torch.addcmul
 
 
@@ -63,14 +64,18 @@ class Attention(nn.Module):
     def __init__(self, width: int, context: int, heads: int) -> None:
         super().__init__()
         self.n_heads = heads
-        self.q_proj, self.k_proj, self.v_proj = linear(width, width), linear(context, width), linear(context, width)
+        self.q_proj = linear(width, width)
+        self.k_proj = linear(context, width)
+        self.v_proj = linear(context, width)
         self.q_norm, self.k_norm = (nn.RMSNorm(width // heads, eps=EPS) for _ in range(2))
         self.output_proj = linear(width, width)
 
     def forward(self, x: Tensor, context: Any = None, rotary: Any = None, options: Any = None) -> Tensor:
         context = x if context is None else context
         split = lambda rows: rows.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)  # noqa: E731
-        q, k, v = self.q_norm(split(self.q_proj(x))), self.k_norm(split(self.k_proj(context))), self.v_proj(context)
+        q = self.q_norm(split(self.q_proj(x)))
+        k = self.k_norm(split(self.k_proj(context)))
+        v = self.v_proj(context)
         if rotary is not None:
             q, k = (ck.apply_rope_split_half(heads, rotary) for heads in (q, k))
         return self.compute_attention(q, k, split(v), options)
@@ -85,7 +90,8 @@ class Attention(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int, context: int, heads: int, rank: int) -> None:
         super().__init__()
-        self.self_attn, self.cross_attn = Attention(width, width, heads), Attention(width, context, heads)
+        self.self_attn = Attention(width, width, heads)
+        self.cross_attn = Attention(width, context, heads)
         self.mlp = Parts(layer1=linear(width, 4 * width), activation=nn.GELU(), layer2=linear(4 * width, width))
         for place in ("self_attn", "cross_attn", "mlp"):
             setattr(self, f"layer_norm_{place}", norm(width))
@@ -109,7 +115,8 @@ class Anima(nn.Module):
     def __init__(self, channels: int, width: int, context: int, heads: int, rank: int, blocks: int) -> None:
         super().__init__()
         self.in_channels = self.out_channels = channels
-        self.patch_spatial, self.patch_temporal = 2, 1
+        self.patch_spatial = 2
+        self.patch_temporal = 1
         self.pos_embedder = Positions(width // heads, {"t": 1.0, "h": 4.0, "w": 3.0})
         embedding = Parts(linear_1=linear(width, width), activation=nn.SiLU(), linear_2=linear(width, 3 * width))
         self.t_embedder = nn.Sequential(Parts(num_channels=width), embedding)
@@ -126,13 +133,16 @@ class Anima(nn.Module):
             x = torch.cat([x, latent.to(x).expand(len(x), -1, -1, -1, -1)], dim=2)
         x = pad_to_patch_size(x, (self.patch_temporal, self.patch_spatial, self.patch_spatial))
         x = self.prepare_embedded_sequence(x, padding_mask)
-        counts, context, embedding = x.shape[1:4], context.flatten(1, -2), self.t_embedder[1]
+        counts = x.shape[1:4]
+        context = context.flatten(1, -2)
+        embedding = self.t_embedder[1]
         half = self.t_embedder[0].num_channels // 2
         place = torch.arange(half, device=x.device).float() / half
         angles = timesteps.float()[:, None] * torch.exp(-math.log(BASE) * place)
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(x.dtype)
         shared = embedding.linear_2(functional.silu(embedding.linear_1(waves)))
-        time, rotary = self.t_embedding_norm(waves), self.pos_embedder(counts)
+        time = self.t_embedding_norm(waves)
+        rotary = self.pos_embedder(counts)
         x = x.flatten(1, 3).to(torch.float32 if x.dtype == torch.float16 else x.dtype)
         for block in self.blocks:
             x = block(x, time, shared, context, rotary, kwargs.get("transformer_options", {}))

@@ -9,7 +9,9 @@ from torch import Tensor
 
 class OnlineLoRAPatch:
     def __init__(self, name: str, key: str, patch: list[Any]) -> None:
-        self.name, self.key, self.patch = name, key, [patch]
+        self.name = name
+        self.key = key
+        self.patch = [patch]
 
     def __call__(self, weight: Tensor) -> Tensor:
         return merged(weight, self.patch)
