@@ -1,6 +1,7 @@
-"""Hooks on a host's classes: ours in place of a forward, and a UNet's or a VAE's call by it, served or handed back.
+"""Patches of a host's classes that put our function in the place of a method, and serve the calls of networks and VAEs
+or hand them to the host.
 
-A class-level patch lies below whatever another extension sets on an instance (ControlNet, a decoder in tiles), serves
+A patch of a class lies below whatever another extension sets on an instance (ControlNet, a decoder in tiles), serves
 every network (the refiner's too), and leaves no attribute on the host's objects.
 """
 from __future__ import annotations
@@ -9,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,8 @@ class Link:
 
     def __init__(self, patch: ClassPatch, original: Callable[..., Any]) -> None:
         self.original = original
-        self.active = self.is_in_chain = True
+        self.active = True
+        self.is_in_chain = True
         link = self
 
         def untraced(module: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -70,20 +72,22 @@ class Link:
 class ClassPatch:
     """One method of a class, replaced for all of its objects.
 
-    The original runs where the replacement fails: that is the guard's affair. Where somebody has patched above ours
-    since, ours stays below and hands its calls through once it is undone. hook: what the method is, in words for the
-    user.
+    If the replacement fails, the guard runs the original. If another extension has patched the method after us, our
+    function stays below its patch; once ours is undone, it passes all calls on. hook: the method, in words for users.
     """
 
     def __init__(
         self, owner: type, method: str, replacement: Replacement, guard: Guard, hook: str,
         declined: Declined = note_host,
     ) -> None:
-        self.owner, self.method, self.hook, self.declined = owner, method, hook, declined
+        self.owner = owner
+        self.method = method
+        self.hook = hook
+        self.declined = declined
         self.guarded = guard.serve
         self._replacement = replacement
         self._link: Link | None = None
-        # Some apply and undo while they collect garbage, in the middle of either.
+        # Reentrant: a finalizer may apply or undo while this thread is in the middle of either.
         self._lock = threading.RLock()
         self._is_traced = True
 
@@ -111,24 +115,27 @@ class ClassPatch:
     def apply(self) -> None:
         """Put the replacement in place; safe to call twice."""
         with self._lock:
-            standing, link = self._without_sleepers(), self._link
-            if link is not None and standing is not link.function and self._is_the_classs_own(standing):
-                # Somebody has taken it off.
+            top = self._remove_inactive_links()
+            link = self._link
+            if link is not None and top is not link.function and self._is_the_classs_own(top):
+                # Somebody has put the class's own method back.
                 link.is_in_chain = False
             if link is None or not link.is_in_chain:
-                link = self._link = self._link_above(standing)
+                link = self._link_above(top)
+                self._link = link
                 setattr(self.owner, self.method, link.function)
-            link.active = link.is_in_chain = True
+            link.active = True
+            link.is_in_chain = True
 
-    def _link_above(self, standing: Callable[..., Any]) -> Link:
-        """A link above this function. The last one where it was made for the same: bound methods that somebody has kept
-        serve again."""
+    def _link_above(self, top: Callable[..., Any]) -> Link:
+        """A link whose original is this function. It is the last link if that has the same original: so bound methods
+        of it that somebody has kept serve again."""
         last = self._link
-        if last is not None and last.original is standing:
+        if last is not None and last.original is top:
             return last
         if last is not None:
             last.active = False
-        link = Link(self, standing)
+        link = Link(self, top)
         if not self._is_traced:
             link.untraced = stepped_over(link.untraced)
         return link
@@ -138,9 +145,9 @@ class ClassPatch:
         with self._lock:
             if self._link is not None:
                 self._link.active = False
-                self._without_sleepers()
+                self._remove_inactive_links()
 
-    def _without_sleepers(self) -> Callable[..., Any]:
+    def _remove_inactive_links(self) -> Callable[..., Any]:
         """Take our inactive functions off the top of the class, and mark their links as out of the chain. Returns the
         function that the class has then. An inactive one below somebody else's patch stays."""
         found: Callable[..., Any] = self.owner.__dict__[self.method]
@@ -151,8 +158,8 @@ class ClassPatch:
         return found
 
     def _is_the_classs_own(self, function: Any) -> bool:
-        """Whether a function is the method that the class was defined with. Where that is found in the class, somebody
-        has put it back, and taken our patch off so."""
+        """Whether a function is the method that the class was defined with. If the class has it, our patch was removed.
+        """
         is_named_so = getattr(function, "__qualname__", "") == f"{self.owner.__qualname__}.{self.method}"
         return is_named_so and package(origin(function)) == package(self.owner.__module__)
 
@@ -163,7 +170,7 @@ class ClassPatch:
         """
         if self._is_traced and is_compiler_here():
             self._is_traced = False
-            # Of what is called within, nothing is compiled where it is ours, and everything where it is the host's.
+            # Nothing that our function calls is compiled; of what the link passes on to the host, everything is.
             self.guarded = torch.compiler.disable(self.guarded)
             if self._link is not None:
                 self._link.untraced = stepped_over(self._link.untraced)
@@ -175,8 +182,8 @@ def stepped_over(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def link_of(function: Any) -> Link | None:
-    """The link whose function this very one is. Told by what it closes over: decorators, and the hooks of accelerate
-    and of diffusers, copy a function's attributes to what they make of it."""
+    """The link whose function this is. It is recognised by its closure, not by an attribute: decorators, and the hooks
+    of accelerate and diffusers, copy attributes of a function to their own."""
     code = getattr(function, "__code__", None)
     if code is None or "link" not in code.co_freevars:
         return None
@@ -192,10 +199,10 @@ class StandIn(Protocol):
 
 
 class TablePatch(ClassPatch):
-    """One method of a class, replaced for the very objects that were put into a weak table.
+    """One method of a class, replaced for the objects in a weak table.
 
-    Nothing of ours lies in an object, so that a copy of one, however it was made, is not in the table and runs as the
-    host made it. With the last object the class gets its own method back.
+    An object has no attribute of ours. So a copy of it, however it was made, is not in the table, and runs as the host
+    made it. When the last object is gone, the class gets its own method back.
     """
 
     def __init__(self, owner: type, method: str, guard: Guard, hook: str, declined: Declined = note_host) -> None:
@@ -283,42 +290,55 @@ class ForwardPatches:
         """The last sampling of a generation is over."""
 
 
+class AnnouncedSampling(NamedTuple):
+    """A sampling whose begin a host has announced. calls_before: how many calls there had been before it."""
+
+    generation: int
+    is_second_pass: bool
+    calls_before: int
+
+
 class UNetHooks(ForwardPatches):
-    """Our forward in UNets' calls, and a look at every sampling for calls that went past it."""
+    """Puts our forward in the place of UNets' forwards, and notes samplings whose calls did not reach it."""
 
     def __init__(self, classes: Iterable[type], forward: Replacement, why_bypassed: Callable[[], str]) -> None:
         """why_bypassed: who made an image without our forward, in one line for the user."""
         super().__init__(classes, forward, "the UNet's forward")
         self._why_bypassed = why_bypassed
-        # The sampling that the host has announced: its generation, whether it is a second pass, and how many calls
-        # there had been before it.
-        self._announced: tuple[int, bool, int] | None = None
+        self._announced: AnnouncedSampling | None = None
 
     def stop(self) -> None:
         super().stop()
         self._announced = None
 
     def begin_sampling(self, p: Any, unet: nn.Module | None) -> None:
-        """The generation p begins a sampling with this UNet; None where it is of a kind that we do not serve."""
+        """Note that the generation p begins a sampling with this UNet; None: with a network that we do not serve."""
         for patch in self.patches:
             patch.keep_out_of_traces()
             if patch.active:
                 # Somebody may have taken it off.
                 patch.apply()
-        second_pass, generation = bool(getattr(p, "is_hr_pass", False)), runtime.guard.generation
-        # No host tells the end of a generation that has failed, and of its last sampling nothing is known.
-        if self._announced and self._announced[0] != generation:
-            self._announced = None
+        is_second_pass = bool(getattr(p, "is_hr_pass", False))
+        generation = runtime.guard.generation
+        announced = self._announced
+        # No host announces the end of a generation that has failed, and of its last sampling nothing is known.
+        if announced is not None and announced.generation != generation:
+            announced = None
         # Forge announces the second pass of hires fix twice.
-        if not (self._announced and self._announced[1] and second_pass):
-            self.end_sampling()
-            self._announced = None if unet is None else (generation, second_pass, runtime.call_stats.total)
+        if announced is not None and announced.is_second_pass and is_second_pass:
+            return
+        self._announced = announced
+        self.end_sampling()
+        if unet is not None:
+            self._announced = AnnouncedSampling(generation, is_second_pass, runtime.call_stats.total)
 
     def end_sampling(self) -> None:
         """Note, for the user, if no UNet call of the announced sampling has reached OneDiff."""
-        announced, self._announced = self._announced, None
-        bypassed = announced is not None and announced[2] == runtime.call_stats.total and not runtime.guard.suspended
-        if bypassed and not was_interrupted():
+        announced = self._announced
+        self._announced = None
+        if announced is None or announced.calls_before != runtime.call_stats.total:
+            return
+        if not runtime.guard.suspended and not was_interrupted():
             runtime.note_host(self._why_bypassed())
 
 
@@ -332,9 +352,12 @@ def serve_call(
     unet: nn.Module, read: Callable[[], Call], host: Callable[[], Tensor], prompt_rows: Callable[[], PromptRows],
     host_traits: HostTraits | None = None,
 ) -> Tensor:
-    """The output of a UNet's call. host: the host's own forward of it. read: the call as ours; prompt_rows: which of
-    its rows are the prompt's. Both raise Refusal with the reason where only the host knows. host_traits: see
-    Runtime.run. Inputs that read fails on, and the host does not, are a fault of ours."""
+    """The output of a UNet's call, ours or the host's.
+
+    read: makes our call of the host's arguments. host: the host's own forward of them. prompt_rows: returns which rows
+    are the prompt's. read and prompt_rows raise Refusal with the reason if only the host can tell. An exception of read
+    is a fault of ours, unless the host fails too. host_traits: see Runtime.run.
+    """
     unread: Attempt[Call] | None = None
     try:
         call = read()
@@ -346,11 +369,10 @@ def serve_call(
 
 
 class VaeHooks(ForwardPatches):
-    """Our VAE in hosts whose VAE is ldm's (A1111 with ldm and sgm, Forge): patches of these classes of decoders and
-    encoders.
+    """Puts our forward in the place of the decoders' and encoders' forwards of a VAE of the ldm family.
 
-    check: raises Refusal where a decoder's call is not ours, from what the adapter knows of its host.
-    upcasts: whether the host computes attention scores in float32 whatever the type of its inputs.
+    check: raises Refusal if the adapter knows a reason why only the host can decode. upcasts: returns whether the host
+    computes attention scores in float32 whatever the type of its inputs.
     """
 
     def __init__(
@@ -360,20 +382,22 @@ class VaeHooks(ForwardPatches):
         super().__init__(
             classes, self._forward, "the VAE's forward", lambda decoder, reason: runtime.vae.note_host(reason)
         )
-        self._host_traits, self._check, self._upcasts = host_traits, check, upcasts
+        self._host_traits = host_traits
+        self._check = check
+        self._upcasts = upcasts
 
     def stop(self) -> None:
         super().stop()
         runtime.vae.release_all()
 
     def begin_run(self, decoder: Any) -> None:
-        """A sampling begins, whose image will most likely be decoded by this one."""
+        """Note that a sampling begins whose image is most likely decoded by this decoder."""
         if not self.are_for(decoder):
             return runtime.vae.note_host(OTHER_VAE, is_decode=False)
         runtime.vae.adopt(decoder, host_traits=self._host_traits)
         replaced = own_method(decoder, "forward")
         if replaced is not None:
-            # It may decode without ours, and nobody would tell why. If it asks ours, that is told then.
+            # It may decode without calling ours. If it does call ours, our hook notes the decode then.
             reason = f"the decoder has a forward of its own, set by {author(replaced)} (tiles?)"
             runtime.vae.note_host(reason, is_decode=False)
 

@@ -33,7 +33,8 @@ class ImagePrompt:
 
     key_values: (batch, tokens, columns): side by side, for each cross attention that the adapter changes, its keys and
     then its values. The adapter's scale is a factor of the values.
-    parts: the first column and the number of columns of each of these cross attentions, by the path of its query.
+    parts: by the path of a cross attention's query, the first column and the number of columns that are its keys and
+    values.
     structure: what is added where, in words; equal for image prompts that are computed the same way.
     """
 

@@ -16,8 +16,8 @@ from .call import UNetCall
 from .layout import TransformerBlock, UNetLayout
 from .read import is_ldm_unet, read_ldm
 
-# How loud the noise is that stands for a prompt: at 1 the softmaxes of some models choose between two tokens that are
-# nearly equal, and then rounding alone decides what comes out, the host's no less than ours.
+# The standard deviation of the noise that takes the place of a prompt. At 1, the softmaxes of some models choose
+# between two tokens that are nearly equal, and rounding decides the output, the host's as well as ours.
 PROMPT_NOISE = 0.1
 
 
@@ -39,7 +39,8 @@ class UNets:
     )
 
     def refuse_call(self, layout: UNetLayout, call: UNetCall) -> None:
-        latent, context = call.latent, call.context
+        latent = call.latent
+        context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
             raise Refusal(f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels")
         if not latent.numel():
@@ -99,9 +100,12 @@ class UNets:
         found: dict[AttentionShapes, None] = {}
         for layer, size in layout.sized_layers(height, width):
             for block in descriptions(layer, TransformerBlock):
-                pixels, heads = size[0] * size[1], block.self_attention.heads
-                own = (batch, heads, pixels, block.self_attention.query_key_value.out_features // 3 // heads)
-                found[own, own] = None
-                heads, head_width = block.cross_attention.heads, block.cross_attention.head_width
-                found[(batch, heads, pixels, head_width), (batch, heads, tokens, head_width)] = None
+                pixels = size[0] * size[1]
+                own = block.self_attention
+                queries = (batch, own.heads, pixels, own.out.in_features // own.heads)
+                found[queries, queries] = None
+                cross = block.cross_attention
+                queries = (batch, cross.heads, pixels, cross.head_width)
+                keys = (batch, cross.heads, tokens, cross.head_width)
+                found[queries, keys] = None
         return list(found)

@@ -3,8 +3,8 @@
 The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTransformer (Rombach et al. 2022), which
 sgm, Forge and diffusers share. What differs from the hosts is only how many products it takes: all time embedding
 projections are one GEMM, and so are what an attention projects of the same tokens. Nothing that is computed of weights
-or of the prompt outlives a call, so an edit of either counts at the next one. Functions that others have put on the
-UNet are called where the host's own forward calls them (patch_points).
+or of the prompt outlives a call, so an edit of either counts at the next one. Functions of other extensions are called
+where the host's own forward calls them (patch_points).
 """
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: U
 
 
 def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
-    """What every residual block adds after its first convolution: its projection of the embedding (batch, width),
-    and that convolution's bias, (batch, channels) each, by the projection's path."""
+    """What each residual block adds after its first convolution, (batch, channels), by the path of its projection: the
+    projection of the embedding (batch, width), and the convolution's bias."""
     projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
     blocks = layout.residual_blocks
     biases = [bias_of(weights, block.in_convolution.path) for block in blocks]
@@ -53,10 +53,16 @@ def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding
 
 
 class Pass:
-    """One forward pass in progress: the inputs that every layer needs, and the way through the layers."""
+    """One forward pass: the parts of a UNet, with all that their layers need besides hidden states.
+
+    hidden_states are (batch, channels, height, width), in the weights' dtype.
+    """
 
     def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> None:
-        self.layout, self.weights, self.ops, self.call = layout, weights, ops, call
+        self.layout = layout
+        self.weights = weights
+        self.ops = ops
+        self.call = call
         self.control = call.control or Control()
         self.patches = call.patches or PatchPoints()
         self.patches.begin(call.latent)
@@ -69,7 +75,7 @@ class Pass:
         self.layers = Layers(transformer, shifts, context, call.image_prompts, self.patches)
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
-        """Run the first input stages; returns the hidden states and a skip from each stage."""
+        """The hidden states after the first input stages, and a skip of each of these stages."""
         hidden_states = self.call.latent.to(self._dtype)
         skips: list[Tensor] = []
         for index, stage in enumerate(self.layout.input_stages[:stages]):
@@ -93,10 +99,10 @@ class Pass:
     def decode(
         self, hidden_states: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None
     ) -> Tensor:
-        """Run these output stages, each of which takes the last of skips.
+        """The hidden states after these output stages, each of which takes the last of skips.
 
-        remaining: the skip of the stage after the last of these, whose size the last one's output must have; None if
-        these end the network.
+        remaining: the skip of the stage after the last of these, whose size the output must have; None if these end the
+        network.
         """
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
@@ -108,6 +114,7 @@ class Pass:
         return hidden_states
 
     def _concatenated(self, index: int, hidden_states: Tensor, skip: Tensor) -> Image:
+        """The input of an output stage: hidden states, resized to the skip's size, and skip."""
         joined = self.patches.concatenate(index, hidden_states, skip)
         if joined is None:
             if hidden_states.shape[-2:] != skip.shape[-2:]:
@@ -136,24 +143,29 @@ def full_pass(
     """
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
-    image, skips = running.encode(stages)
+    hidden_states, skips = running.encode(stages)
     deep_skips = skips[depth:]
-    # Each goes with the stage that takes it.
+    # A skip's memory is freed by the stage that takes it: no other list holds it.
     del skips[depth:]
-    deep = running.decode(running.middle(image), deep_skips, range(stages - depth), skips[-1] if skips else None)
-    return running.finish(running.decode(deep, skips, range(stages - depth, stages), None)), deep
+    remaining = skips[-1] if skips else None
+    hidden_states = running.middle(hidden_states)
+    deep = running.decode(hidden_states, deep_skips, range(stages - depth), remaining)
+    hidden_states = running.decode(deep, skips, range(stages - depth, stages), None)
+    return running.finish(hidden_states), deep
 
 
 def cached_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
 ) -> Tensor:
-    """The outer stages alone, around a deep feature from an earlier step."""
+    """The output of the outer stages alone, around a deep feature from an earlier step."""
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     _, skips = running.encode(depth)
-    return running.finish(running.decode(deep, skips, range(stages - depth, stages), None))
+    hidden_states = running.decode(deep, skips, range(stages - depth, stages), None)
+    return running.finish(hidden_states)
 
 
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
+    """The image with the residual of this index added, if there is one."""
     residual = residuals[index] if index < len(residuals) else None
     return image if residual is None else image + residual.to(image.dtype)

@@ -76,7 +76,9 @@ class Layers:
         return self.ops.convolution(image, self.weights[convolution.path], convolution)
 
     def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
-        height, width = image.shape[-2] * 2, image.shape[-1] * 2
+        height, width = image.shape[-2:]
+        height *= 2
+        width *= 2
         if layer.resize_before and following is not None:
             height, width = following.shape[-2:]
         return self._convolution(layer.convolution, self.ops.resize(image, height, width))

@@ -112,9 +112,9 @@ class LabelEmbedding:
 
 @dataclass(frozen=True)
 class UNetLayout(Layout):
-    """The whole network. Every input stage leaves a skip; output stage i takes the last one left.
+    """The whole network. Each input stage leaves a skip, and each output stage takes the last one that is left.
 
-    The same network has the same layout whatever is foreign in it.
+    Layouts that differ in foreign alone are equal.
     """
 
     in_channels: int = field(init=False)
@@ -131,7 +131,7 @@ class UNetLayout(Layout):
     embeddings: FusedLinear = field(init=False)
 
     def __post_init__(self) -> None:
-        """Read from the parts what follows from them. Raises Refusal for what is no such UNet."""
+        """Derive the fields that follow from others. Raises Refusal for a network of another kind."""
         first = self.input_stages[0][0]
         if not isinstance(first, Convolution):
             raise Refusal("its first layer is no convolution")
@@ -154,7 +154,8 @@ class UNetLayout(Layout):
 
         height, width: of the latent.
         """
-        size, skips = (height, width), []
+        size = (height, width)
+        skips: list[tuple[int, int]] = []
         for stage in self.input_stages:
             for layer in stage:
                 yield layer, size
@@ -180,7 +181,8 @@ class UNetLayout(Layout):
         return [*self.leaves(), *self.layers(CrossAttention)]
 
     def units(self, depth: int | None) -> list[tuple[str, ...]]:
-        """See core.family.Family. depth: of the outer stages, where they are computed alone; None: of the whole."""
+        """See core.family.Family. depth: how many input and output stages are computed, without those between them;
+        None: all."""
         inner = (self.middle_stage, *self.output_stages) if depth is None else self.output_stages[-depth:]
         layers = [layer for stage in (*self.input_stages[:depth], *inner) for layer in stage]
         parts: list[Any] = [(self.time, self.label, self.embeddings)]
@@ -201,10 +203,11 @@ class UNetLayout(Layout):
     def model_name(self) -> str:
         """A name for people; nothing depends on it."""
         known = {(768, None): "SD1", (1024, None): "SD2", (2048, 2816): "SDXL", (1280, 2560): "SDXL refiner"}
-        kind = "SDXL" if self.y_width else "SD 1.x"
-        size = "small" if self.context_width < 768 else "unusual"
-        other = f"{kind} UNet, {size} (prompt width {self.context_width})"
-        name = known.get((self.context_width, self.y_width), other)
+        name = known.get((self.context_width, self.y_width))
+        if name is None:
+            kind = "SDXL" if self.y_width else "SD 1.x"
+            size = "small" if self.context_width < 768 else "unusual"
+            name = f"{kind} UNet, {size} (prompt width {self.context_width})"
         return f"{name} inpainting" if self.in_channels == 9 else name
 
     @cached_property
@@ -216,7 +219,9 @@ class UNetLayout(Layout):
 def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:
     """(height, width) of the hidden states after a layer. following: the size of the skip that the next stage takes."""
     if isinstance(layer, Upsample):
-        size = following if layer.resize_before and following else (size[0] * 2, size[1] * 2)
+        size = (size[0] * 2, size[1] * 2)
+        if layer.resize_before and following is not None:
+            size = following
     shape = layer.convolution if isinstance(layer, (Upsample, Downsample)) else layer
     if isinstance(shape, Convolution):
         height, width = ((side + 2 * shape.padding - shape.kernel) // shape.stride + 1 for side in size)

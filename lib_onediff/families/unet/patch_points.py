@@ -10,23 +10,27 @@ from ...core.points import Points
 from .layout import TransformerBlock
 
 # The parts of a UNet; LAST is its output norm and convolution.
-INPUT, MIDDLE, OUTPUT, LAST = "input", "middle", "output", "last"
-SELF_ATTENTION, CROSS_ATTENTION = "attn1", "attn2"
+INPUT = "input"
+MIDDLE = "middle"
+OUTPUT = "output"
+LAST = "last"
+SELF_ATTENTION = "attn1"
+CROSS_ATTENTION = "attn2"
 # Where a transformer block is: the part, the index of its stage in that part, and its own index in its spatial
 # transformer.
 BlockPlace = tuple[str, int, int]
 
 
 class PatchPoints(Points):
-    """What a host's extensions have put on the UNet for one call, each called where the host's own forward would. Here,
-    nothing stands at any point. See core.points.Points.
+    """The points of a UNet's forward at which functions of other extensions are called. Each method is one point, where
+    the host's own forward calls them too. Here, no function stands at any point. See core.points.Points.
 
     hidden_states are (batch, channels, height, width) at stages and (batch, tokens, width) within transformers, both
-    contiguous and in the weights' dtype. Every function returns what takes the place of its argument, which it may have
-    written to.
-    sees_stages: whether anything stands at stages, or for norms; then output stages take one tensor.
-    norm: what stands for the group norms of residual blocks and of the output: called with the norm's path and
-    hidden_states, it returns the normed ones. None: ours computes them.
+    contiguous and in the weights' dtype. Each method returns what takes the place of its argument, which functions may
+    have written to.
+    sees_stages: whether functions stand at stages, or in the place of norms; then output stages take one tensor.
+    norm: takes the place of the group norms of residual blocks and of the output: norm(path, hidden_states) returns the
+    normed hidden states. None: ours computes them.
     """
 
     sees_stages = False
@@ -40,40 +44,39 @@ class PatchPoints(Points):
         return embedding
 
     def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """What a stage takes."""
+        """The input of a stage."""
         return hidden_states
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """What a stage returns, residuals of ControlNets added; at input stages, what the skip is made of."""
+        """The output of a stage, with the residuals of ControlNets; at input stages, the skip."""
         return hidden_states
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
-        """What goes on from an input stage, after its skip was taken."""
+        """The output of an input stage that the next stage takes. Its skip was taken before."""
         return hidden_states
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        """What an output stage joins: hidden states and skip."""
+        """The hidden states and the skip that an output stage concatenates."""
         return hidden_states, skip
 
     def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
-        """What an output stage takes: hidden states, resized to the skip's size, and skip: (batch, all channels,
-        height, width); None where ours concatenates them."""
+        """The input of an output stage: the hidden states, resized to the skip's size, and the skip, concatenated to
+        (batch, all channels, height, width). None: ours concatenates them."""
         return None
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """A transformer block begins. Returns whether anything stands in it."""
+        """Called where a transformer block begins. Returns whether functions stand in it."""
         return False
 
     def end_transformer(self) -> None:
-        """A spatial transformer has ended."""
+        """Called where a spatial transformer has ended."""
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
-        """What a transformer block makes of the tokens; None where ours computes it."""
+        """The output of a transformer block for these tokens. None: ours computes it."""
         return None
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is projected to queries, to keys and to values; normed itself, three times, where nothing stands
-        there."""
+        """The inputs of the projections to queries, to keys and to values."""
         return normed, normed, normed
 
     def cross_attention_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,19 +86,19 @@ class PatchPoints(Points):
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
-        """What an attention adds to the tokens, projections and all; None where ours computes it. normed: the tokens
-        after its norm."""
+        """The output of an attention with its projections, to be added to the tokens. None: ours computes it. normed:
+        the tokens after its norm. attention: SELF_ATTENTION or CROSS_ATTENTION."""
         return None
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """An attention over projected tokens, (batch, tokens, heads * width) each, before its output's projection; None
-        where ours computes it. attention: "attn1" (self) or "attn2" (cross)."""
+        """The mix of values of an attention over projected tokens, (batch, tokens, heads * width) each, before the
+        output's projection. None: ours computes it."""
         return None
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
-        """An attention's projected output, before it is added."""
+        """The output of an attention, before it is added to the tokens."""
         return tokens
 
     def between_attentions(self, tokens: Tensor) -> Tensor:
-        """The tokens after self attention was added."""
+        """The tokens after the output of the self attention was added."""
         return tokens

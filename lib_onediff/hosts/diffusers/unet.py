@@ -5,7 +5,7 @@ import importlib
 import logging
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,13 +31,16 @@ from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
 
-UNET, COSMOS, UPCASTING = "UNet2DConditionModel", "CosmosTransformer3DModel", "AttnProcessor"
-# What the forwards of these classes return their sample in: a module and a class.
+UNET = "UNet2DConditionModel"
+COSMOS = "CosmosTransformer3DModel"
+# The attention processor that may compute scores in float32.
+UPCASTING = "AttnProcessor"
+# The Python module and the class of the object in which the forwards of these classes return their sample.
 OUTPUTS = {
     UNET: ("diffusers.models.unets.unet_2d_condition", "UNet2DConditionOutput"),
     COSMOS: ("diffusers.models.modeling_outputs", "Transformer2DModelOutput"),
 }
-# The argument that UNet2DConditionModel.forward takes from the front of a list, and so empties.
+# The list from whose front UNet2DConditionModel.forward removes what it uses.
 CONSUMED = "down_intrablock_additional_residuals"
 # These pipelines call with the negative prompt's rows first and as many of the prompt's after them. Others, of
 # diffusers or of somebody else, may have three predictions an image, or another order.
@@ -52,7 +55,7 @@ TWO_HALVES = frozenset({
 NO_PIPELINE = "the UNet was compiled without its pipeline (compile_pipe knows it)"
 NO_GUIDANCE = "the pipeline computes no negative prompt (its guidance scale is 1 or less)"
 ODD_BATCH = "the call does not have one row of the prompt and one of the negative prompt for each image"
-# What of a call is for all rows, whatever its size.
+# Arguments that are for all rows of a call, whatever their size.
 FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 
@@ -82,7 +85,7 @@ class HostsAnswer:
     raises_host_errors: ClassVar[bool] = True
 
     def __call__(self) -> Tensor:
-        # The host empties a list, and must find it whole however often it runs.
+        # The host removes elements of a list, and may run several times: each run gets the whole list.
         lists = [one for one in (*self.args, *self.kwargs.values()) if type(one) is list]
         before = list(map(list, lists))
         try:
@@ -91,20 +94,21 @@ class HostsAnswer:
             self._left = [(one, list(one)) for one in lists]
             for one, whole in zip(lists, before, strict=True):
                 one[:] = whole
-        self.sample = sample = self.answer[0]
+        sample: Tensor = self.answer[0]
+        self.sample = sample
         return sample
 
     def leave_lists_as_the_host(self) -> None:
-        """The caller finds the lists as the host's forward leaves them."""
+        """Leave the caller's lists as the host's forward left them."""
         for one, left in self._left:
             one[:] = left
 
 
 class Processors(NamedTuple):
-    """What runs within a UNet at one call.
+    """What runs in a UNet's attentions at one call.
 
-    processors: of its attention modules. are_foreign: whether anything runs beside its own layers; see foreign_parts.
-    upcast: whether attention scores are computed in float32.
+    processors: of its attention modules. are_foreign: whether anything runs besides the network's own layers; see
+    foreign_parts. upcast: whether attention scores are computed in float32.
     """
 
     processors: list[Any]
@@ -113,17 +117,17 @@ class Processors(NamedTuple):
 
 
 class DiffusersForward(ModuleForward):
-    """Stands in for the forward of one of OUTPUTS."""
+    """Takes the place of the forward of a network of one of the classes in OUTPUTS."""
 
     hook = "the UNet's forward"
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__(kind)
         self._attentions: dict[str, weakref.ref[Any]] = {}
-        # What foreign_parts has read when it found none last.
+        # What foreign_parts read when it last found none.
         self._without_foreign_parts: tuple[Any, ...] = ()
         self.loras = LoraReader()
-        # The pipeline that calls, where that is known.
+        # Returns the pipeline that calls the network; None where that is not known.
         self.pipeline: Callable[[], Any] = no_object
 
     def serve(
@@ -180,7 +184,9 @@ class DiffusersForward(ModuleForward):
         for name, value in others.items():
             if value is not None and value != {}:
                 raise Refusal(f"the pipeline passes {name}")
-        tensors = (sample, encoder_hidden_states, *(() if timestep_cond is None else (timestep_cond,)))
+        tensors: list[Any] = [sample, encoder_hidden_states]
+        if timestep_cond is not None:
+            tensors.append(timestep_cond)
         if not all(isinstance(one, Tensor) for one in tensors):
             raise Refusal("the sample, the context or timestep_cond is no tensor")
         first: Any = unet.conv_in
@@ -202,16 +208,18 @@ class DiffusersForward(ModuleForward):
         residuals = (
             down_block_additional_residuals, mid_block_additional_residual, down_intrablock_additional_residuals,
         )
+        control = None
+        if any(one is not None for one in residuals):
+            control = control_of(unet, sample, *residuals)
         return UNetCall(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, sample, added_cond_kwargs), timestep_condition=timestep_cond,
-            control=control_of(unet, sample, *residuals) if any(one is not None for one in residuals) else None,
-            upcast_attention=parts.upcast, **inside._asdict(),
+            control=control, upcast_attention=parts.upcast, **inside._asdict(),
         )
 
     def _processors_of(self, unet: Any) -> Processors:
-        """What runs within a UNet at this call. Its attention modules are looked for once: who puts another module
-        there changes the UNet's structure, which is looked at at every call."""
+        """The attention processors at this call. The attention modules are looked for once: replacing one changes the
+        network's structure, which is compared at every call."""
         attentions: list[Any] = [reference() for reference in self._attentions.values()]
         if not attentions or None in attentions:
             modules = attentions_of(unet)
@@ -219,23 +227,25 @@ class DiffusersForward(ModuleForward):
             attentions = list(modules.values())
         processors = list(map(PROCESSOR_OF, attentions))
         kinds = set(map(type, processors))
-        # All that foreign_parts reads. Where it is as it was when there were none, there are none.
+        # All that foreign_parts reads. While that is equal to what it was when there were none, there are none.
         freeu = [list(map(vars(block).get, FREEU_FACTORS)) for block in unet.up_blocks]
         state = type(unet.encoder_hid_proj), kinds, freeu
         are_foreign = state != self._without_foreign_parts and bool(foreign_parts(unet, kinds))
         if not are_foreign:
             self._without_foreign_parts = state
-        # The host computes attention scores in float32 by its older processor alone.
-        kind = type(processors[0]) if processors else None
-        upcast = kind is not None and kind.__name__ == UPCASTING and is_plain(kind) and attentions[0].upcast_attention
-        return Processors(processors, are_foreign, bool(upcast))
+        upcast = False
+        if processors:
+            kind = type(processors[0])
+            upcast = kind.__name__ == UPCASTING and is_plain(kind) and bool(attentions[0].upcast_attention)
+        return Processors(processors, are_foreign, upcast)
 
 
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:
-    """Serve this UNet's calls by our forward where it can; settings override the runtime's. Safe to call twice.
+    """Serve the calls of this network by our forward, where it can compute them. settings override the runtime's. Safe
+    to call twice.
 
-    A UNet that we cannot run keeps its own forward for every call, and runtime.status() says why. Raises Refusal for
-    one that is not of diffusers' own classes, and ValueError if somebody else has replaced its forward.
+    Calls that only the host can compute go to its own forward, and runtime.status() has the reason. Raises Refusal for
+    a network of other classes than diffusers', and ValueError if somebody else has replaced its forward.
     """
     if not is_served(unet):
         kind = type(unet)
@@ -247,13 +257,13 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
-    """Let an attached UNet know which pipeline uses it: its samplings, for step policies, and its guidance."""
+    """Note the pipeline that uses an attached UNet: step policies need its samplings and its guidance."""
     note_pipeline(unet, reference_to(pipe))
     announce_samplings(pipe, unet)
 
 
 def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:
-    """Let an attached UNet know which pipeline calls it, for what depends on its guidance."""
+    """Note the pipeline that calls an attached UNet, whose guidance decides which rows are the prompt's."""
     if (forward := attached(unet)) is not None:
         forward.pipeline = pipeline
 
@@ -289,9 +299,11 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
     numbers, joined in the wider of their types. As UNet2DConditionModel.get_aug_embed."""
     if unet.config.addition_embed_type is None:
         return None
-    if not added or set(added) - {"image_embeds"} != {"text_embeds", "time_ids"}:
+    given = set(added or ()) - {"image_embeds"}
+    if added is None or given != {"text_embeds", "time_ids"}:
         raise Refusal(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
-    text, sizes = added["text_embeds"], added["time_ids"]
+    text = added["text_embeds"]
+    sizes = added["time_ids"]
     waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
     return torch.cat([text, waves], dim=-1).to(sample.dtype)
 
@@ -325,13 +337,14 @@ def arguments_of_prompt(given: dict[str, Any], rows: slice) -> dict[str, Any]:
     return {name: value if name in FOR_ALL_ROWS else rows_within(value, rows, batch) for name, value in given.items()}
 
 
-def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, inside: Any) -> Control | None:
-    """ControlNet's and T2I adapters' residuals, sorted into our slots as UNet2DConditionModel.forward takes them."""
-    if inside is None and middle is None and down is not None:
+def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intrablock: Any) -> Control | None:
+    """The residuals of a ControlNet (down, middle) and of a T2I adapter (intrablock), sorted into our slots as
+    UNet2DConditionModel.forward adds them."""
+    if intrablock is None and middle is None and down is not None:
         raise Refusal("a T2I adapter passes its residuals in the old way")
-    if inside is not None and type(inside) is not list:
+    if intrablock is not None and type(intrablock) is not list:
         raise Refusal("a T2I adapter's residuals are not in a list, from which the host takes them")
-    adapter, waiting = adapter_slots(unet, list(inside or ()))
+    adapter, waiting = adapter_slots(unet, intrablock or ())
     after_middle: list[Tensor | None] = []
     if is_for_middle(unet, sample, waiting):
         after_middle.append(waiting[0])
@@ -349,22 +362,24 @@ def is_for_middle(unet: Any, sample: Tensor, waiting: list[Tensor]) -> bool:
     return bool(waiting) and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample)
 
 
-def residuals_taken(unet: Any, sample: Tensor, inside: list[Tensor]) -> int:
-    """How many of a T2I adapter's residuals the host's forward takes from the front of the caller's list."""
-    waiting = adapter_slots(unet, list(inside))[1]
-    return len(inside) - len(waiting) + is_for_middle(unet, sample, waiting)
+def residuals_taken(unet: Any, sample: Tensor, intrablock: list[Tensor]) -> int:
+    """How many of a T2I adapter's residuals the host's forward removes from the front of the caller's list."""
+    waiting = adapter_slots(unet, intrablock)[1]
+    return len(intrablock) - len(waiting) + is_for_middle(unet, sample, waiting)
 
 
-def adapter_slots(unet: Any, waiting: list[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
-    """A T2I adapter's residuals in our input slots, and those that no down block takes.
+def adapter_slots(unet: Any, residuals: Sequence[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
+    """A T2I adapter's residuals by our input stage, and those that no down block takes.
 
-    Each down block takes one: after its last attention, or after all of a block without attention.
+    Each down block takes one: after its last attention, or at the end of a block without attention.
     """
-    if not waiting:
+    if not residuals:
         return (), []
+    waiting = list(residuals)
     slots: list[Tensor | None] = [None]
     for block in unet.down_blocks:
-        resnets, downsamplers = len(block.resnets), len(block.downsamplers or ())
+        resnets = len(block.resnets)
+        downsamplers = len(block.downsamplers or ())
         stage = len(slots) + resnets - 1
         if not getattr(block, "has_cross_attention", False):
             stage += downsamplers
