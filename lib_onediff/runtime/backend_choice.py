@@ -106,7 +106,8 @@ class BackendChoice:
         network.refuse_call(call)
         applied = network.bound.on_the_fly.applied
         if settings.low_bit == "off":
-            self._graphs.drop_low_bit(network)
+            if network.low_bit is not None:
+                self._graphs.drop_low_bit(network)
             network.low_bit_choice = None
         elif applied is not None and not applied.lasting:
             self._graphs.drop_low_bit(network)

@@ -247,8 +247,10 @@ class Runtime:
                 if served is not None:
                     self.note_served(served)
                     return served.output
-            compute: Compute = OursOrHosts(self, unet, network, settings)
-            compute = self.stepping.around(compute, True, network, settings, guidance)
+                compute: Compute = OursOrHosts(self, unet, network, settings, is_plain=True)
+            else:
+                compute = OursOrHosts(self, unet, network, settings, is_plain=False)
+                compute = self.stepping.around(compute, True, network, settings, guidance)
         except Exception as error:
             tried: Attempt[Any] = Attempt.of(error, around)
             work: Callable[[], Answer] = partial(
@@ -362,8 +364,15 @@ class Runtime:
 class OursOrHosts:
     """Computes a UNet's calls, by one card or two; by the host where OneDiff refuses. It is a core.policy.Compute."""
 
-    def __init__(self, runtime: Runtime, unet: nn.Module, network: Network, settings: Settings) -> None:
-        self._runtime, self._unet, self._network, self._settings = runtime, unet, network, settings
+    def __init__(
+        self, runtime: Runtime, unet: nn.Module, network: Network, settings: Settings, is_plain: bool
+    ) -> None:
+        """is_plain: these settings switch every step policy and the second GPU off."""
+        self._runtime = runtime
+        self._unet = unet
+        self._network = network
+        self._settings = settings
+        self._is_plain = is_plain
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
         assert host is not None, "a policy for whole batches has the host's own forward of each call"
@@ -377,16 +386,17 @@ class OursOrHosts:
 
     def _ours(self, card: OneCard, call: Call, host: Host) -> Answer:
         """Raises what CardRoute.answer raises."""
-        two_gpus, settings = self._runtime.two_gpus, self._settings
+        two_gpus = self._runtime.two_gpus
+        settings = self._settings
         if settings.second_gpu != ONE_GPU:
             split = two_gpus.answer(self._network, settings, call, host)
             if split is not None:
                 return split
-        else:
+        elif two_gpus.is_used:
             two_gpus.forget(self._unet)
-            # Another UNet may be computed on both.
+            # Another network may be computed on both.
             two_gpus.note()
-        answer = self._runtime.by_card.answer(card, call, host)
+        answer = card(call, host) if self._is_plain else self._runtime.by_card.answer(card, call, host)
         if answer.served is None:
             return answer
         return answer._replace(host_times=self._runtime.note_served(answer.served))

@@ -99,13 +99,20 @@ def rest(reason: str, lasts: bool, network: Network, settings: Settings) -> tupl
 
 
 class TwoGpusRoute:
-    """Computes calls on two cards, where that is chosen."""
+    """Computes calls on two cards, where that is chosen.
+
+    is_used: whether it was chosen for any call yet; before, there is nothing to forget.
+    """
 
     def __init__(
         self, services: Services, stepping: Stepping, by_card: CardRoute, release: Callable[[nn.Module], None]
     ) -> None:
         """release: gives a UNet of ours back."""
-        self._services, self._stepping, self._by_card, self._release = services, stepping, by_card, release
+        self._services = services
+        self._stepping = stepping
+        self._by_card = by_card
+        self._release = release
+        self.is_used = False
         self.cards = Card()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
         self._rests: WeakDictionary[nn.Module, tuple[Any, ...]] = WeakDictionary()
@@ -147,6 +154,7 @@ class TwoGpusRoute:
 
         Raises what the host raises, and torch.cuda.OutOfMemoryError where the first card is full.
         """
+        self.is_used = True
         allowed = attempted(lambda: self._refuse(network, settings, call))
         if allowed.outcome is Outcome.REFUSED:
             self.note(why_one=allowed.reason)
