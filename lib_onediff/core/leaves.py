@@ -215,12 +215,15 @@ def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 
 def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
-    """The names of the layers in a tree, in its order: of fused ones, and not of what is fused in them. apart: paths
-    that belong elsewhere."""
-    fused = list(descriptions(node, FusedLinear))
-    left_out = {*apart, *(member.path for fusion in fused for member in fusion.members)}
-    paths = (leaf.path for leaf in descriptions(node, LEAVES))
-    return (*(fusion.name for fusion in fused), *(path for path in paths if path not in left_out))
+    """The names of the layers in a tree, by which Weights has them: first those of fused layers, then the paths of all
+    layers that are not in one. apart: paths to leave out."""
+    names: list[str] = []
+    left_out = set(apart)
+    for fusion in descriptions(node, FusedLinear):
+        names.append(fusion.name)
+        left_out.update(member.path for member in fusion.members)
+    names += [leaf.path for leaf in descriptions(node, LEAVES) if leaf.path not in left_out]
+    return tuple(names)
 
 
 @cache

@@ -42,7 +42,8 @@ class EveryPoint(Points):
 
     def __init__(self, patches: Any) -> None:
         self._patches = patches
-        self.structure, self.positions = patches.structure, patches.positions
+        self.structure = patches.structure
+        self.positions = patches.positions
 
     @property
     def functions(self) -> Collection[Any]:  # type: ignore[override]

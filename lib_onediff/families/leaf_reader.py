@@ -112,7 +112,9 @@ class LeafReader:
         layer = self._within(module)
         if not isinstance(layer, nn.Conv2d):
             raise self.unknown(layer, "expected a 2D convolution")
-        kernel, stride, padding = layer.kernel_size, layer.stride, layer.padding
+        kernel = layer.kernel_size
+        stride = layer.stride
+        padding = layer.padding
         plain = layer.dilation == (1, 1) and layer.groups == 1 and layer.padding_mode in PADDING_MODES
         if not plain or isinstance(padding, str) or any(a != b for a, b in (kernel, stride, padding)):
             raise self.unknown(layer, f"padding mode {layer.padding_mode}, dilation {layer.dilation}")

@@ -38,7 +38,7 @@ class Families:
 
     def read(self, module: nn.Module) -> Any:
         """The layout of a network, read from its module tree. Raises Refusal for anything that no family knows."""
-        return read(module, "UNet", self._readers)
+        return read(module, "network", self._readers)
 
     def of(self, layout: Any) -> Family:
         """The family that has read it."""

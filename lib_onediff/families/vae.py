@@ -97,26 +97,35 @@ def is_ldm(half: nn.Module) -> bool:
 
 def read_ldm(half: Any) -> DecoderLayout:
     """The layout of an ldm, sgm or Forge Decoder or Encoder. Raises Refusal with the reason."""
-    middle, levels = [half.mid.block_1, half.mid.attn_1, half.mid.block_2], range(half.num_resolutions)
+    middle = [half.mid.block_1, half.mid.attn_1, half.mid.block_2]
+    last = half.num_resolutions - 1
+    modules: list[Any] = []
     if hasattr(half, "up"):
         if half.give_pre_end:
             raise Refusal("it is set to return its last features, not an image (give_pre_end)")
         if half.tanh_out:
             raise Refusal("it ends in a tanh")
-        up = (ldm_level(half.up[at], half.num_res_blocks + 1, "upsample", at > 0) for at in reversed(levels))
-        modules = [*middle, *chain(*up)]
+        modules += middle
+        for index in range(last, -1, -1):
+            modules += ldm_level(half.up[index], half.num_res_blocks + 1)
+            if index > 0:
+                modules.append(half.up[index].upsample)
     else:
-        down = (ldm_level(half.down[at], half.num_res_blocks, "downsample", at < levels[-1]) for at in levels)
-        modules = [*chain(*down), *middle]
+        for index in range(last + 1):
+            modules += ldm_level(half.down[index], half.num_res_blocks)
+            if index < last:
+                modules.append(half.down[index].downsample)
+        modules += middle
     return layout_of(half, modules, half.norm_out, LeafReader(half), READERS)
 
 
-def ldm_level(level: Any, count: int, resample: str, resamples: bool) -> list[Any]:
-    """The modules of one resolution, in the order of the host's forward. count: of its residual blocks."""
+def ldm_level(level: Any, count: int) -> list[Any]:
+    """The residual blocks and the attentions of one resolution, in the order of the host's forward. count: how many
+    residual blocks there should be."""
     attentions = list(level.attn) or [None] * count
     if not len(level.block) == len(attentions) == count:
         raise Refusal("one of its resolutions has more or fewer layers than its configuration says")
-    return [*chain(*zip(level.block, attentions, strict=True)), *([getattr(level, resample)] if resamples else [])]
+    return [*chain(*zip(level.block, attentions, strict=True))]
 
 
 # --- what every host's readers share ----------------------------------------------------------------------------------
@@ -239,7 +248,8 @@ class Decoding:
         return self._convolution(image, layout.out_convolution)
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
-        ops, weights = self.ops, self.weights
+        ops = self.ops
+        weights = self.weights
         hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
         hidden, bias = self._unfinished_convolution(hidden, block.in_convolution)
         shift = None if bias is None else bias.expand(image.shape[0], -1).contiguous()
@@ -249,7 +259,8 @@ class Decoding:
         return ops.residual_add(skip, hidden, bias)
 
     def _attention(self, attention: PixelAttention, image: Tensor) -> Tensor:
-        ops, weights = self.ops, self.weights
+        ops = self.ops
+        weights = self.weights
         height, width = image.shape[-2:]
         tokens = ops.image_to_tokens(ops.group_norm(image, weights[attention.norm.path], attention.norm, silu=False))
         layers = TransformerLayers(weights, ops, self.upcast_attention)

@@ -14,14 +14,14 @@ from .scan import HostTraits
 
 
 class MirrorUNet(BoundUNet):
-    """The bound UNet on another device: the same layout over parameters of our own, which nobody else moves.
+    """A bound network on another device: the layout of its source over parameters of our own, which nobody else moves.
 
-    It is refreshed after its source was, copies then what has changed there, and holds no reference to the host's
-    UNet.
+    A refresh, after one of the source, copies the weights that have changed there. Holds no reference to the host's
+    module.
     """
 
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
-        """copy: made by empty_copy of the source's binding; whoever calls keeps it alive."""
+        """copy: made by empty_copy of the source's binding; the caller keeps it alive."""
         traits = HostTraits(yardstick=source.host_traits.yardstick)
         super().__init__(copy, lambda unet: source.layout, traits, is_copy=True)
         self._source = source
@@ -34,16 +34,16 @@ class MirrorUNet(BoundUNet):
         return source is self._source and source.has_binding and source.binding is self._of
 
     def is_true(self) -> bool:
-        """Whether the weights are those of the source, as far as its own last look has told."""
+        """Whether the weights are those that the source had at its own last look."""
         return self.is_of(self._source) and self._copied == self._source.epoch.values
 
     def refresh(self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
-        """As of BoundUNet, where the source was refreshed for the same call. Copies the weights where any have changed,
-        behind what the devices are doing. Raises torch.cuda.OutOfMemoryError too."""
+        """As of BoundUNet, after the source was refreshed for the same call. Queues copies of all weights if any has
+        changed. Raises torch.cuda.OutOfMemoryError too."""
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
         if self.code_changes != self._source.code_changes:
-            # What was captured here is of the code that stood then.
+            # Graphs were captured of the code before.
             self.code_changes = self._source.code_changes
             self._note_moved()
         if channels_last != self.channels_last or not self.unmoved():

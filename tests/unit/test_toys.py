@@ -178,7 +178,7 @@ def test_what_no_family_knows_is_the_hosts() -> None:
     runtime = Runtime()
     runtime.adopt(toy)
     assert torch.equal(run(runtime, toy, call), toy(call.latent, call.timestep, call.context))
-    assert "is not a UNet that OneDiff knows" in runtime.status()["reason"]
+    assert "is not a network that OneDiff knows" in runtime.status()["reason"]
 
 
 @pytest.mark.parametrize("whole_batch", [True, False])

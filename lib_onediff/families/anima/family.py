@@ -23,15 +23,17 @@ FEWEST_TOKENS = 512
 class Animas:
     """See core.family.Family."""
 
+    layout = AnimaLayout
     # The timestep is the share of noise.
-    layout, first_timestep = AnimaLayout, 1.0
+    first_timestep = 1.0
     readers = ((is_anima, read_anima),)
     usual_sizes = (UsualSizes("Anima", ("Anima",), (
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
     )),)
 
     def refuse_call(self, layout: AnimaLayout, call: AnimaCall) -> None:
-        latent, context = call.latent, call.context
+        latent = call.latent
+        context = call.context
         if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):
             taken = f"{layout.in_channels} channels, one image"
             raise Refusal(f"the latent is {tuple(latent.shape)}, but {layout.model_name} takes {taken}")
@@ -61,7 +63,11 @@ class Animas:
         return 0
 
     def attentions(self, layout: AnimaLayout, call: AnimaCall) -> list[AttentionShapes]:
-        batch, (height, width) = call.latent.shape[0], call.latent.shape[-2:]
-        pixels, heads = -(-height // layout.patch) * -(-width // layout.patch), layout.blocks[0].self_attention.heads
-        own, other = ((batch, heads, count, layout.width // heads) for count in (pixels, call.context.shape[1]))
-        return [(own, own), (own, other)]
+        batch = call.latent.shape[0]
+        height, width = call.latent.shape[-2:]
+        tokens = -(-height // layout.patch) * -(-width // layout.patch)
+        heads = layout.blocks[0].self_attention.heads
+        head_width = layout.width // heads
+        of_image = (batch, heads, tokens, head_width)
+        of_prompt = (batch, heads, call.context.shape[1], head_width)
+        return [(of_image, of_image), (of_image, of_prompt)]

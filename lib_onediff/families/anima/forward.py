@@ -40,8 +40,10 @@ def through_block(
     rotary: Rotary,
 ) -> Residual:
     """The residual behind a block. modulations: see modulations_of, those of the block's three layers."""
-    own, cross = block.self_attention, block.cross_attention
-    into, out = block.feed_forward_in, block.feed_forward_out
+    own = block.self_attention
+    cross = block.cross_attention
+    into = block.feed_forward_in
+    out = block.feed_forward_out
 
     modulation, gate = modulation_and_gate(modulations[0])
     residual, normed = layers.norm(residual, block.norm, own.query_key_value, modulation)
@@ -69,10 +71,12 @@ def patches_of(
     is no multiple of a patch is continued by its opposite edge. Without a padding mask, every pixel belongs to the
     image."""
     patch = layout.patch
-    batch, height, width = len(latent), *latent.shape[-2:]
+    batch = len(latent)
+    height, width = latent.shape[-2:]
     channels = layout.patches.in_features // patch**2
     image = functional.pad(latent[:, :, 0], (0, -width % patch, 0, -height % patch), mode="circular")
-    rows, columns = image.shape[-2] // patch, image.shape[-1] // patch
+    rows = image.shape[-2] // patch
+    columns = image.shape[-1] // patch
     image = torch.cat([image, image.new_zeros(batch, channels - layout.in_channels, *image.shape[-2:])], dim=1)
     pieces = image.view(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
     return ops.linear(pieces.reshape(batch, rows * columns, -1), weights[layout.patches.path]), rows, columns
@@ -90,7 +94,9 @@ def modulations_of(
 ) -> tuple[Tensor, Modulation]:
     """Shift, scale and gate of every layer of the blocks, (layers, batch, 3 * width), and the output's modulation. The
     network gives scales relative to one."""
-    time, width, layers = layout.time, layout.width, 3 * len(layout.blocks)
+    time = layout.time
+    width = layout.width
+    layers = 3 * len(layout.blocks)
     waves = ops.sinusoids(timestep, time).to(dtype)
     shared = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
     embedding = ops.silu(ops.rms_norm(waves, weights[layout.time_norm.path], layout.time_norm))
@@ -110,12 +116,13 @@ def raised(down: Tensor, ups: LayerWeights, ops: Operators) -> Tensor:
         product = torch.stack(each)
     else:
         product = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT)
-    rank = 0
     low_rank = ups.low_rank
     if low_rank is None:
         return product
+    rank = 0
     for index, (row, up) in enumerate(low_rank.ups):
-        layer, part = row // product.shape[-1], low_rank.down[rank:rank + up.shape[1]]
+        layer = row // product.shape[-1]
+        part = low_rank.down[rank:rank + up.shape[1]]
         hidden = functional.linear(down[layer].to(part.dtype), part)
         product[layer] += low_rank.scaled(index, functional.linear(hidden, up))
         rank += up.shape[1]

@@ -119,10 +119,12 @@ def is_anima(network: nn.Module) -> bool:
 
 def read_anima(network: Any) -> AnimaLayout:
     """The layout of an Anima module. Raises Refusal with the reason."""
-    leaves, width = LeafReader(network), network.t_embedding_norm.normalized_shape[0]
+    leaves = LeafReader(network)
+    width = network.t_embedding_norm.normalized_shape[0]
     if network.patch_temporal != 1:
         raise Refusal(f"its patches take {network.patch_temporal} images of a video")
-    embedder, final = network.t_embedder[1], network.final_layer
+    embedder = network.t_embedder[1]
+    final = network.final_layer
     patches = leaves.linear(network.x_embedder.proj[1])
     area = network.patch_spatial**2
     if patches.in_features != area * (network.in_channels + 1):
@@ -150,8 +152,10 @@ def read_anima(network: Any) -> AnimaLayout:
 
 
 def read_positions(embedder: Any) -> Positions:
-    """The exponents are buffers, which may have been rounded with the weights."""
-    time, space = embedder.dim_temporal_range, embedder.dim_spatial_range
+    """The positions of a module's rotary embedding. The exponents are buffers, which may have been rounded with the
+    weights."""
+    time = embedder.dim_temporal_range
+    space = embedder.dim_spatial_range
     widths = 2 * len(time), 2 * len(space), 2 * len(space)
     for rounded in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         if all(is_range(buffer, rounded) for buffer in (time, space)):
@@ -160,7 +164,7 @@ def read_positions(embedder: Any) -> Positions:
 
 
 def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
-    """Whether these are the even numbers below a width over that width, rounded to this type."""
+    """Whether a buffer has the even numbers below a width, divided by the width, rounded to this type."""
     width = 2 * len(buffer)
     exact = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     return torch.equal(buffer.float().cpu(), exact.to(rounded).float())
@@ -185,12 +189,17 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
 def read_attentions(
     own: Any, cross: Any, parts: Callable[[Any], tuple[Any, ...]], leaves: LeafReader
 ) -> tuple[SelfAttention, CrossAttention]:
+    """A block's self attention (own) and cross attention. parts: returns the modules of one of the two, in the order of
+    FORGES_PARTS."""
     query, key, value, *norms, out, heads = parts(own)
-    fused = leaves.fused(leaves.path(own), query, key, value)
-    read = SelfAttention(fused, leaves.linear(out), heads, tuple(map(leaves.rms_norm, norms)))
+    query_key_value = leaves.fused(leaves.path(own), query, key, value)
+    norms_read = tuple(map(leaves.rms_norm, norms))
+    self_attention = SelfAttention(query_key_value, leaves.linear(out), heads, norms_read)
     query, key, value, *norms, out, heads = parts(cross)
-    fused, query = leaves.fused(leaves.path(cross), key, value), leaves.linear(query)
-    return read, CrossAttention(query, fused, leaves.linear(out), heads, tuple(map(leaves.rms_norm, norms)))
+    key_value = leaves.fused(leaves.path(cross), key, value)
+    norms_read = tuple(map(leaves.rms_norm, norms))
+    cross_attention = CrossAttention(leaves.linear(query), key_value, leaves.linear(out), heads, norms_read)
+    return self_attention, cross_attention
 
 
 def thetas_of(embedder: Any) -> tuple[float, float, float]:

@@ -45,7 +45,9 @@ def read_cosmos(network: Any) -> AnimaLayout:
     """The layout of a CosmosTransformer3DModel (Cosmos-Predict2, Anima). Its masks are channels of the latent. Raises
     Refusal with the reason."""
     leaves = LeafReader(network, reads_loras=True)
-    time, final, rope = network.time_embed, network.norm_out, network.rope
+    time = network.time_embed
+    final = network.norm_out
+    rope = network.rope
     for name, what in VARIANTS.items():
         if network.config.get(name):
             raise Refusal(f"it has {what} ({name})")
@@ -60,8 +62,11 @@ def read_cosmos(network: Any) -> AnimaLayout:
         ("CosmosAdaLayerNormZero", *places), ("SiLU", *(one.activation for one in (time.t_embedder, *places, final))),
     ):
         leaves.expect(kind, *modules)
-    time_norm, patches, out = leaves.rms_norm(time.norm), leaves.linear(network.patch_embed.proj), network.proj_out
-    width, blocks = time_norm.width, tuple(cosmos_block(block, leaves) for block in network.transformer_blocks)
+    time_norm = leaves.rms_norm(time.norm)
+    width = time_norm.width
+    patches = leaves.linear(network.patch_embed.proj)
+    blocks = tuple(cosmos_block(block, leaves) for block in network.transformer_blocks)
+    out = network.proj_out
     layout = AnimaLayout(
         in_channels=patches.in_features // patch**2, out_channels=out.out_features // patch**2, patch=patch,
         width=width, context_width=blocks[0].cross_attention.key_value.members[0].in_features, patches=patches,
@@ -84,7 +89,9 @@ def read_cosmos(network: Any) -> AnimaLayout:
 
 
 def cosmos_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
-    own, cross, (into, between, out) = block.attn1, block.attn2, block.ff.net
+    own = block.attn1
+    cross = block.attn2
+    into, between, out = block.ff.net
     width = own.to_q.out_features
     for kind, *modules in (
         ("CosmosTransformerBlock", block), ("Attention", own, cross), ("FeedForward", block.ff), ("GELU", into),

@@ -30,7 +30,8 @@ BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2
 # These compute plain softmax attention; any other processor may compute something else.
 PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
 # What fuse_qkv_projections() sets, and the layers that it makes and leaves behind when that is undone.
-FUSED_PROCESSOR, FUSED_LAYERS = "FusedAttnProcessor2_0", ("to_qkv", "to_kv")
+FUSED_PROCESSOR = "FusedAttnProcessor2_0"
+FUSED_LAYERS = ("to_qkv", "to_kv")
 # An IP-Adapter's: its tokens go to attention processors, beside the context.
 IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
 PROCESSOR_OF = attrgetter("processor")
@@ -123,7 +124,8 @@ def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
 
 
 def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
-    projection, embedding = unet.time_proj, unet.time_embedding
+    projection = unet.time_proj
+    embedding = unet.time_embedding
     require_silu(embedding.act, "the time embedding's activation", leaves)
     leaves.require(embedding, post_act=None)
     return TimeEmbedding(
@@ -147,7 +149,8 @@ def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) 
     block. No attention is None. Raises Refusal for a block of a class that is not known."""
     if leaves.kind(block) not in known:
         raise leaves.unknown(block)
-    resnets, attentions = list(block.resnets), list(getattr(block, "attentions", None) or ())
+    resnets = list(block.resnets)
+    attentions = list(getattr(block, "attentions", None) or ())
     if leaves.kind(block) in MIDDLE_BLOCKS:
         return [[resnets[0]], *map(list, zip(attentions, resnets[1:], strict=True))]
     return list(map(list, zip(resnets, attentions or [None] * len(resnets), strict=True)))
@@ -198,7 +201,9 @@ def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = Fals
     for name in FUSED_LAYERS:
         leaves.leave(getattr(attention, name, None))
     leaves.require(attention, residual_connection=is_residual, rescale_output_factor=1, scale_qk=True)
-    extras = ("spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj", *([] if is_residual else ["group_norm"]))
+    extras = ["spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj"]
+    if not is_residual:
+        extras.append("group_norm")
     odd = [name for name in extras if getattr(attention, name, None) is not None]
     if odd:
         raise leaves.unknown(attention, f"it has a {odd[0]}")
