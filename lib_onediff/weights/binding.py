@@ -59,7 +59,7 @@ class Binding:
         self._every_fusion = tuple(layout.fusions())
         self.fusions = self._every_fusion
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
-        self._turned: set[str] = set()
+        self._channels_last: set[str] = set()
         self.cast_to: torch.dtype | None = None
         # The paths of layers whose weights are in few bits.
         self.stored_paths = frozenset[str]()
@@ -105,9 +105,9 @@ class Binding:
         if self.away and device is None:
             raise Refusal("a part of its weights is in main memory")
         if channels_last:
-            copied = sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
+            copied = sum(self._set_memory_format(path, torch.channels_last) for path in self._convolution_paths)
         else:
-            copied = self.turn_convolutions_back()
+            copied = self.restore_memory_formats()
         for fusion in self.fusions:
             if fusion.name not in self.away:
                 copied += sum(fuse(parts) for parts in self.parts(fusion.name) if parts)
@@ -115,7 +115,7 @@ class Binding:
 
     def unbind(self) -> None:
         """Give every parameter a storage of its own again, and every convolution its usual memory format."""
-        self.turn_convolutions_back()
+        self.restore_memory_formats()
         for path, leaf in self._leaves.items():
             for parameter in () if leaf() is None else self._parameters(path):
                 if parameter is not None and shares_storage(parameter):
@@ -126,14 +126,14 @@ class Binding:
                     ):
                         parameter.data = copy_of(parameter)
 
-    def turn_convolutions_back(self) -> int:
+    def restore_memory_formats(self) -> int:
         """Put the convolutions' weights that we have laid out channels-last back into torch's usual memory format;
         others may be channels-last by the host's choice. Returns the bytes copied."""
-        copied = sum(self._turn(path, torch.contiguous_format) for path in list(self._turned))
-        self._turned.clear()
+        copied = sum(self._set_memory_format(path, torch.contiguous_format) for path in list(self._channels_last))
+        self._channels_last.clear()
         return copied
 
-    def _turn(self, path: str, memory_format: torch.memory_format) -> int:
+    def _set_memory_format(self, path: str, memory_format: torch.memory_format) -> int:
         """Lay a convolution's weight out in a memory format, unless it is. Returns the bytes copied."""
         if self._leaves[path]() is None or path in self.stored_paths:
             return 0
@@ -141,8 +141,8 @@ class Binding:
         if weight.is_contiguous(memory_format=memory_format):
             return 0
         with torch.no_grad(), torch.inference_mode(weight.is_inference()):
-            weight.data = turned(weight, memory_format)
-        self._turned.add(path)
+            weight.data = in_memory_format(weight, memory_format)
+        self._channels_last.add(path)
         return weight.numel() * weight.element_size()
 
     def paths(self) -> list[str]:
@@ -152,12 +152,12 @@ class Binding:
     def layers(self) -> list[nn.Module]:
         """The host's modules whose own the parameters are. Drop the result after the call. Raises Refusal if one is
         gone."""
-        return there(leaf() for leaf in self._leaves.values())
+        return all_alive(leaf() for leaf in self._leaves.values())
 
     def called_layers(self) -> list[nn.Module]:
         """As layers, with the LoRAs around them in their place."""
         pairs = zip(self._called, self._leaves.values(), strict=True)
-        return there(called() or leaf() for called, leaf in pairs)
+        return all_alive(called() or leaf() for called, leaf in pairs)
 
     def parameters(self) -> list[Tensor]:
         """The tensors that all layers compute with, in their order: parameters, and in the place of a weight in few
@@ -388,7 +388,7 @@ def lies_away(parameter: Tensor, device: torch.device) -> bool:
     return parameter.device != device
 
 
-def there(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
+def all_alive(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
     """The layers, all of which are alive. Raises Refusal if one is None: the host has unloaded or replaced it."""
     found = list(layers)
     if None in found:
@@ -452,7 +452,7 @@ def joined(parameters: list[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def turned(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
+def in_memory_format(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
     """A convolution's weight, (out, in, height, width), in a memory format: a new tensor. Where the card is full, the
     values are rewritten within the storage that they have, by way of main memory."""
     try:
@@ -460,5 +460,5 @@ def turned(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
     except torch.cuda.OutOfMemoryError:
         in_main_memory = torch.empty(weight.shape, dtype=weight.dtype, device="cpu", memory_format=memory_format)
         copy_into(in_main_memory, weight)
-        there = weight.detach().as_strided(weight.shape, in_main_memory.stride())
-        return copy_into(there, in_main_memory)
+        target = weight.detach().as_strided(weight.shape, in_main_memory.stride())
+        return copy_into(target, in_main_memory)

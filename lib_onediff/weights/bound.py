@@ -436,7 +436,7 @@ class BoundUNet:
         """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
         if not self.channels_last or self._binding is None:
             return False
-        self._binding.turn_convolutions_back()
+        self._binding.restore_memory_formats()
         self.baseline.parameters = None
         self.channels_last = False
         self._note_moved()
