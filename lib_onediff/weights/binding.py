@@ -23,7 +23,7 @@ from ..core.leaves import Convolution, FusedLinear
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
-from .stored import StoredReader, StoredWeight
+from .stored import Format, StoredReader, StoredWeight
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -61,8 +61,8 @@ class Binding:
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
         self._channels_last: set[str] = set()
         self.cast_to: torch.dtype | None = None
-        # The paths of layers whose weights are in few bits.
-        self.stored_paths = frozenset[str]()
+        # Of the weights in few bits, by their layers' paths: how they are stored, and their shapes.
+        self.formats: dict[str, tuple[Format, tuple[int, ...]]] = {}
         # The paths of the members of fused layers that cannot lie in one tensor, by the fused layer's name.
         self.apart: dict[str, list[str]] = {}
         # By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it has.
@@ -135,7 +135,7 @@ class Binding:
 
     def _set_memory_format(self, path: str, memory_format: torch.memory_format) -> int:
         """Lay a convolution's weight out in a memory format, unless it is. Returns the bytes copied."""
-        if self._leaves[path]() is None or path in self.stored_paths:
+        if self._leaves[path]() is None or path in self.formats:
             return 0
         weight = self._parameters(path)[0]
         if weight.is_contiguous(memory_format=memory_format):
@@ -162,7 +162,7 @@ class Binding:
     def parameters(self) -> list[Tensor]:
         """The tensors that all layers compute with, in their order: parameters, and in the place of a weight in few
         bits its values and scales. Drop the result after the call. Raises Refusal if a layer is gone."""
-        if not self.stored_paths:
+        if not self.formats:
             return [one for layer in self.layers() for one in layer._parameters.values() if one is not None]
         found: list[Tensor] = []
         for path in self._leaves:
@@ -174,19 +174,17 @@ class Binding:
     def stored(self, path: str) -> StoredWeight | None:
         """The weight of a layer that is in few bits, as it is now; None where it is a plain tensor. Drop the result
         after the call. Raises Refusal where the layer is gone."""
-        if path not in self.stored_paths or self.reader is None:
+        if path not in self.formats or self.reader is None:
             return None
         return self.reader.weight(self._layer(path))
 
     def multiplies_in_eight_bits(self) -> bool:
         """Whether the host rounds the inputs of any layer to the eight bits that its weight is stored in."""
-        found = map(self.stored, self.stored_paths)
-        return any(stored is not None and stored.format.kind is not None for stored in found)
+        return any(format.kind is not None for format, _ in self.formats.values())
 
-    def formats(self) -> list[str]:
+    def format_names(self) -> list[str]:
         """The names of the formats of the weights in few bits, the most frequent one first."""
-        names = Counter(stored.format.name for path in self.stored_paths if (stored := self.stored(path)) is not None)
-        return [name for name, _ in names.most_common()]
+        return [name for name, _ in Counter(format.name for format, _ in self.formats.values()).most_common()]
 
     def numel(self, path: str) -> int:
         """The numbers in a layer's weight, decoded."""
@@ -203,7 +201,7 @@ class Binding:
         reader = self.reader
         found = {} if reader is None else {path: reader.weight(self._layer(path)) for path in self._leaves}
         stored = {path: one for path, one in found.items() if one is not None}
-        self.stored_paths = frozenset(stored)
+        self.formats = {path: (one.format, one.shape) for path, one in stored.items()}
         has_other_rows = {path for path, one in stored.items() if not one.format.is_by_rows}
         together: list[FusedLinear] = []
         self.apart = {}
@@ -233,7 +231,7 @@ class Binding:
         found = dict(self.weights())
         for name, paths in self.products().items():
             for path in {name, *paths}:
-                if not self.stored_paths.isdisjoint(paths):
+                if not self.formats.keys().isdisjoint(paths):
                     found[path] = found[path]._replace(weight=self._decoded_shape([path] if path in paths else paths))
         return found
 
@@ -273,6 +271,15 @@ class Binding:
             if bias is not None:
                 biases.append(bias)
         return weights, biases
+
+    def holders(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
+        """As parts, with the host's own tensors in the place of values; see StoredWeight."""
+        weights, biases = self.parts(name)
+        found: list[Tensor] = []
+        for path, weight in zip(self.groups[name], weights, strict=True):
+            stored = self.stored(path)
+            found.append(weight if stored is None else stored.holder)
+        return found, biases
 
     def weights_on(self, device: torch.device, name: str) -> LayerWeights:
         """A layer's tensors on a device, wherever they are; views where they are there and lie together."""
@@ -318,7 +325,7 @@ class Binding:
     @property
     def stored_dtype(self) -> torch.dtype:
         """Of the first parameter that is not in few bits."""
-        plain = (path for path in self._leaves if path not in self.stored_paths)
+        plain = (path for path in self._leaves if path not in self.formats)
         return self._parameters(next(plain))[0].dtype
 
     def _first_weight(self) -> Tensor:
@@ -355,7 +362,7 @@ class Binding:
             for parameter in (layer.weight, layer.bias):
                 if parameter is None:
                     continue
-                if parameter is layer.weight and path in self.stored_paths:
+                if parameter is layer.weight and path in self.formats:
                     self._refuse_elsewhere(path, parameter)
                     continue
                 if not isinstance(parameter, nn.Parameter):
