@@ -129,7 +129,8 @@ class TwoGpusRoute:
     def note(self, split: str = "", why_one: str = "") -> None:
         """How both have computed the last call, or why one card has though the option is on; neither where it is off.
         """
-        self._split, self._why_one_card = split, why_one
+        self._split = split
+        self._why_one_card = why_one
         sentence = f"two GPUs: {split}" if split else f"one GPU: {why_one}" if why_one else ""
         if sentence and sentence not in self._told:
             self._told.add(sentence)
@@ -169,9 +170,11 @@ class TwoGpusRoute:
             return Answer(served.output, served)
         if made.outcome is Outcome.OUT_OF_MEMORY:
             made.given()
-        reason, lasts = made.reason, isinstance(made.error, SecondGpuFull)
+        reason = made.reason
+        lasts = isinstance(made.error, SecondGpuFull)
         if made.fault is not None:
-            reason, lasts = self._services.guard.note("computing on two GPUs", made.fault), True
+            reason = self._services.guard.note("computing on two GPUs", made.fault)
+            lasts = True
         if lasts:
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
         # Where nobody says when a sampling ends, the next call may go.
@@ -211,12 +214,15 @@ class TwoGpusRoute:
 
         Where both cards know what to do, the second one begins first: the first one is done when its own launches are.
         """
-        first_card, batch = call.latent.device, call.latent.shape[0]
+        first_card = call.latent.device
+        batch = call.latent.shape[0]
         pair = self._pair(network, first_card)
         if pair is None:
             self._choose(network, first_card)
-        first_rows, second_rows = slice(0, batch - batch // 2), slice(batch - batch // 2, batch)
-        here, second = take_rows(call, first_rows), None
+        first_rows = slice(0, batch - batch // 2)
+        second_rows = slice(batch - batch // 2, batch)
+        here = take_rows(call, first_rows)
+        second = None
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
             pair.follow(network)
             with self._on(pair.device):
@@ -280,7 +286,8 @@ class TwoGpusRoute:
     def _make(self, network: Network, settings: Settings, first: torch.device) -> Pair:
         """A copy without values, on another card. Raises Refusal."""
         refuse_marked_weights(network)
-        binding, device = network.bound.binding, self._choose(network, first)
+        binding = network.bound.binding
+        device = self._choose(network, first)
         with self._on(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(network.bound, copy)
