@@ -31,6 +31,8 @@ TURING, TRITON_OF_TURING, TRITON = 75, "3.2", "3.8"
 PTX_OF = {75: 80, 80: 80, 89: 84, 90: 86}
 # What an architecture's matrix units do, by instruction: a kernel that multiplies must have it.
 MATRIX_UNITS = {75: "mma.sync", 80: "mma.sync", 89: "mma.sync", 90: "wgmma"}
+# How rows of int8 are rotated: before compute capability 8.0, and from there on.
+BUTTERFLIES, MATRIX = 2, 3
 SHARED_OF_CARD = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Widths of tokens, and channels, of the networks that are served, and of tiny ones.
 TOKEN_WIDTHS = (32, 64, 96, 128, 256, 320, 384, 640, 768, 1280, 1536)
@@ -113,6 +115,13 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
                     yield from tuning.low_bit_launches(users, dtype, meta, Nth(number), kind)
         if dtype == torch.float32:
             continue
+        for rule in rounding.Rule:
+            if rule != rounding.Rule.OURS:
+                for users in networks:
+                    yield from tuning.stored_launches(users, dtype, meta, rule)
+                for width in ROUNDED_WIDTHS:
+                    if rule == rounding.Rule.HOSTS or width % rounding.GROUP == 0:
+                        yield partial(rounding.rounded, make(4, width), INT8, rule=rule)
         for width in ROUNDED_WIDTHS:
             # Weights, a convolution's among them.
             for kind in (FP8, INT8):
@@ -152,6 +161,10 @@ def architectures(one: dict[str, Any]) -> tuple[int, ...]:
         return (89,)
     if "SCALED" in constants:
         return (80,)
+    if constants.get("RULE") == MATRIX:
+        return (80,)
+    if constants.get("RULE") == BUTTERFLIES:
+        return () if "*bf16" in one["types"] else (75,)
     # Turing has no bfloat16. Newer PTX makes a step of SDXL 1 % faster on an H100; in float32, nothing.
     older = () if "*bf16" in one["types"] else (75,)
     newer = (80,) if {"*bf16", "*fp16"} & set(one["types"]) else ()

@@ -89,3 +89,17 @@ def rounded_rows(rows: Tensor, kind: Any, one_scale: Tensor | None = None) -> tu
 def one_scale_of(rows: Tensor, kind: Any) -> Tensor:
     """(1, 1), in float32: the scale for all rows that their largest value asks for."""
     return (rows.float().abs().amax().clamp_min(1e-12) / kind.largest).view(1, 1)
+
+
+def hosts_rows(rows: Tensor, matrix: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Rows (rows, width) as int8 and their scales (rows, 1) in float32, as the hosts' CUDA kernels round the input of
+    a layer that is stored in INT8. matrix: by which groups of the row are multiplied first; a rotated row is rounded to
+    its dtype behind its scale."""
+    wide = rows.float()
+    if matrix is not None:
+        wide = (wide.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
+    scales = (wide.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
+    # In float16 the scale of a small row may be too small for a byte: ours is larger then.
+    divisors = torch.maximum(scales.to(rows.dtype).float(), scales * (127 / 127.2))
+    ratio = (wide.to(rows.dtype).float() / divisors).to(rows.dtype).float()
+    return ratio.round().clamp(-128, 127).to(torch.int8), scales

@@ -89,13 +89,15 @@ class CachedRunner(NamedTuple):
 
 class KernelUse(NamedTuple):
     """What decides which kernels are needed. users: Layout.kernel_users of the network, the descriptions whose sizes
-    decide. low_bit: as settings.Settings.low_bit, "" for none."""
+    decide. low_bit: as settings.Settings.low_bit, "" for none. stored: of the layers that the host stores in eight
+    bits, each type with each QuantizedWeight.rotation."""
 
     architecture: str
     users: Sequence[Any]
     dtype: torch.dtype
     device: torch.device
     low_bit: str = ""
+    stored: frozenset[tuple[torch.dtype, int]] = frozenset()
 
 
 @dataclass(frozen=True)

@@ -58,9 +58,7 @@ class Generation:
     object, its copies' not. resolution: in pixels, of the sampling in progress, as the host has announced it."""
 
     def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
-        self.owner = owner
-        self.settings = settings
-        self.why_off = why_off
+        self.owner, self.settings, self.why_off = owner, settings, why_off
         self.log = ImageLog(OPEN)
         self.resolution: str | None = None
 
@@ -204,8 +202,7 @@ class CallStats:
     @property
     def image(self) -> ImageRecord:
         """The record of the last image; of the one in progress, from its first step on."""
-        generation = self.generations.innermost
-        latest = self._latest
+        generation, latest = self.generations.innermost, self._latest
         if generation is not None and generation.log.steps:
             return generation.log.record()
         if latest is None:
@@ -416,9 +413,7 @@ class CallStats:
 
     def note_served(self, served: Served) -> Stopwatch | None:
         """We have computed a call. Returns the host's times that count for it."""
-        entry = served.entry
-        route = served.route
-        reason = served.reason
+        entry, route, reason = served.entry, served.route, served.reason
         self._place = entry.place
         self.calls[route] += 1
         kind = CACHED if entry.key.part == CACHED else WHOLE
@@ -432,8 +427,7 @@ class CallStats:
     def _note_last(self, call: LastCall) -> None:
         before = self.last_call
         self.last_call = call
-        route = call.route
-        reason = call.reason
+        route, reason = call.route, call.reason
         sentence = f"{route} route ({reason})" if reason else f"{route} route"
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s%s", sentence, f" {call.entry.key}" if call.entry else "")

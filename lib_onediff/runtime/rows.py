@@ -193,8 +193,7 @@ def usual_shape(shapes: tuple[ShapeRow, ...]) -> ShapeRow:
 
 
 def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
-    usual = usual_shape(shapes)
-    model, resolution = name
+    usual, (model, resolution) = usual_shape(shapes), name
     return ResolutionRow(
         resolution=resolution, model=model, state=state, pinned=shapes[0].pinned,
         reason=next((shape.reason for shape in shapes if shape.reason), ""),

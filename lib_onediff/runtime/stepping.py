@@ -15,7 +15,7 @@ from .network import Network
 from .services import Services
 
 
-class RecordingCompute:
+class Inner:
     """The Compute that a policy gets for one call: it passes calls on to the next Compute, and records what came back.
 
     So the policy's own faults can be told from others', and an answer that is there is not computed again.
@@ -24,8 +24,7 @@ class RecordingCompute:
 
     def __init__(self, compute: Compute, host: Host | None) -> None:
         """host: the host's own forward of the whole call."""
-        self._compute = compute
-        self._host = host
+        self._compute, self._host = compute, host
         self.answer: Answer | None = None
         self.raised: Exception | None = None
 
@@ -61,18 +60,14 @@ class RecordingCompute:
             raise
 
 
-class PolicyLayer:
-    """A Compute that lets one policy answer each call, and the next Compute where the policy does not."""
+class Around:
+    """A Compute that has one policy plan each call, and the next Compute, inner, where the policy does not."""
 
     def __init__(
-        self, policy: StepPolicy, compute: Compute, guard: Guard,
+        self, policy: StepPolicy, inner: Compute, guard: Guard,
         step_context_of: Callable[[Call, Host | None], StepContext],
     ) -> None:
-        """compute: the next one."""
-        self._policy = policy
-        self._compute = compute
-        self._guard = guard
-        self._step_context_of = step_context_of
+        self._policy, self._inner, self._guard, self._step_context_of = policy, inner, guard, step_context_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
         """The answer of the policy, or of the next Compute where the policy refuses or fails.
@@ -98,20 +93,20 @@ class PolicyLayer:
         if chosen.outcome is Outcome.REFUSED:
             if step_context.is_counted:
                 note_inactive(policy, chosen.reason)
-            return self._compute(call, host)
+            return self._inner(call, host)
         if chosen.fault is not None:
             self._charge(step_context, chosen.fault)
-            return self._compute(call, host)
-        recording = RecordingCompute(self._compute, host)
-        answered = attempted(lambda: chosen.given()(recording))
+            return self._inner(call, host)
+        inner = Inner(self._inner, host)
+        answered = attempted(lambda: chosen.given()(inner))
         try:
-            if answered.fault is None or answered.fault is recording.raised:
+            if answered.fault is None or answered.fault is inner.raised:
                 return answered.given()
         finally:
             # It holds this frame.
-            recording.raised = None
+            inner.raised = None
         self._charge(step_context, answered.fault)
-        return recording.answer or self._compute(call, host)
+        return inner.answer or self._inner(call, host)
 
     def _charge(self, step_context: StepContext, fault: Exception) -> None:
         """Note that the policy has failed. It is inactive for the rest of this run of the sampling."""
@@ -121,7 +116,7 @@ class PolicyLayer:
             memory.is_broken = True
 
     def check(self, call: Call, served: Served) -> None:
-        self._compute.check(call, served)
+        self._inner.check(call, served)
 
 
 class Stepping:
@@ -131,8 +126,7 @@ class Stepping:
         self, services: Services, policies: Iterable[StepPolicy], sampling_of: Callable[[Network], Sampling]
     ) -> None:
         """sampling_of: the sampling in progress of a UNet."""
-        self._services = services
-        self._sampling_of = sampling_of
+        self._services, self._sampling_of = services, sampling_of
         self.policies = tuple(policies)
         # The settings and policies of the last question, and the names of those that are on.
         self._asked: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
@@ -166,8 +160,7 @@ class Stepping:
                 network.step_memories.pop(policy.name, None)
         if not on:
             return compute
-        services = self._services
-        sampling = self._sampling_of(network)
+        services, sampling = self._services, self._sampling_of(network)
         is_warm_up = services.is_warm_up
 
         def step_context_of(call: Call, host: Host | None) -> StepContext:
@@ -180,7 +173,7 @@ class Stepping:
             )
 
         for policy in reversed(on):
-            compute = PolicyLayer(policy, compute, services.guard, step_context_of)
+            compute = Around(policy, compute, services.guard, step_context_of)
         return compute
 
     def clear_reasons(self) -> None:

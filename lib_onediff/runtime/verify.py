@@ -236,8 +236,7 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
 def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
     """The objects of these packages and of scripts, which WebUIs name by their files, at most MOST, that functions
     reach: bound objects, what closures hold, and what is in their attributes, lists and dictionaries."""
-    waiting = deque(functions)
-    seen = set[int]()
+    waiting, seen = deque(functions), set[int]()
     are_theirs: dict[type, bool] = {}
     while waiting and len(seen) < MOST:
         one = waiting.popleft()

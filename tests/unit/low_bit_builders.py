@@ -23,6 +23,7 @@ from lib_onediff.core.table import Entry
 from lib_onediff.devices.cuda.kernels import images, products, rounding, tokens
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
+from lib_onediff.devices.cuda.kernels.rounding import Rule
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import runtime
@@ -65,7 +66,7 @@ def kinds_kept(unet: nn.Module) -> set[Kind]:
     return set() if low_bit is None else low_bit.kinds()
 
 
-def rounded(tokens: Tensor, kind: Kind, one_scale: Tensor | None = None) -> QuantizedTokens:
+def rounded(tokens: Tensor, kind: Kind, one_scale: Tensor | None = None, rule: Rule = Rule.OURS) -> QuantizedTokens:
     values, scales = exact_operators.rounded_rows(tokens.flatten(0, -2), kind, one_scale)
     unit = torch.ones(1, 1, device=tokens.device) if kind is FP8 and one_scale is None else None
     return QuantizedTokens(values, scales, tuple(tokens.shape[:-1]), unit)
@@ -81,7 +82,7 @@ def norm_scale(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def layer_norm(
-    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, config: Any
+    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, config: Any, rule: Rule
 ) -> tuple[Residual, QuantizedTokens]:
     tokens = materialize(residual)
     normed = torch.nn.functional.layer_norm(tokens, (tokens.shape[-1],), weight, bias, eps)
@@ -140,7 +141,7 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tokens, "geglu", lambda hidden, config: torch_ops.gated(hidden, GEGLU))
     monkeypatch.setattr(tokens, "attention", lambda *given: torch_ops.attention(*given[:3], False))
     monkeypatch.setattr(rounding, "layer_norm", layer_norm)
-    monkeypatch.setattr(rounding, "geglu", lambda tokens, kind: rounded(torch_ops.gated(tokens, GEGLU), kind))
+    monkeypatch.setattr(rounding, "geglu", lambda tokens, kind, rule: rounded(torch_ops.gated(tokens, GEGLU), kind))
     monkeypatch.setattr(rounding, "rounded", rounded)
     monkeypatch.setattr(rounding, "rounded_rows", rounded_rows)
     monkeypatch.setattr(products, "int8_product", int8_product)

@@ -10,10 +10,12 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.core.card import TuningCache
+from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
 from lib_onediff.core.leaves import GroupNorm, LayerNorm
 from lib_onediff.devices.cuda.kernels.launch_config import (
     ADDITION,
     GEGLU,
+    INT8_PRODUCT,
     LAYER_NORM,
     SMALL,
     LaunchConfig,
@@ -23,7 +25,8 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     random_on,
     row_class,
 )
-from lib_onediff.devices.cuda.tuning import trials, tune_kernels
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators
+from lib_onediff.devices.cuda.tuning import trials, tune_kernels, tune_stored
 
 CPU = torch.device("cpu")
 LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]
@@ -73,6 +76,22 @@ def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
 
     times = iter([1.0, 0.5, 0.7, 0.9])
     assert best_config(Trial(GEGLU, "512", run), time_ms) == GEGLU.candidates[2]
+
+
+def test_products_of_stored_weights_that_were_met_are_measured_once() -> None:
+    launches = Launches(TuningCache())
+    weight = QuantizedWeight(torch.zeros(48, 32, dtype=torch.int8), torch.ones(1, 1))
+    layer = LayerWeights(torch.empty(48, 32, dtype=torch.float16, device="meta"), None, (weight,))
+    ops = NativeOperators(launches)
+    ops.linear(torch.zeros(2, 3, 32, dtype=torch.float16), layer)
+    ours = layer._replace(low_bit=(weight._replace(stored=False),))
+    ops.linear(torch.zeros(2, 4, 32, dtype=torch.float16), ours)
+    assert launches.stored_products == {(6, 48, 32)}
+    clock = Clock(**{str(INT8_PRODUCT.candidates[4]): 0.5})
+    [product] = launches.stored_products
+    assert tune_stored(launches, product, torch.float16, CPU, clock)
+    assert launches.of(INT8_PRODUCT, "6x32x48", torch.float16) == INT8_PRODUCT.candidates[4]
+    assert not tune_stored(launches, product, torch.float16, CPU, clock)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")

@@ -31,13 +31,13 @@ HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tenso
 def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
     """The rows of every part that was not looked up."""
     parts: list[int] = []
-    serve_without_plan = OneCard.serve_without_plan
+    make_plan = OneCard.make_plan
 
     def counting(self: OneCard, call: UNetCall, host: Any) -> Any:
         parts.append(call.latent.shape[0])
-        return serve_without_plan(self, call, host)
+        return make_plan(self, call, host)
 
-    monkeypatch.setattr(OneCard, "serve_without_plan", counting)
+    monkeypatch.setattr(OneCard, "make_plan", counting)
     return parts
 
 

@@ -21,14 +21,15 @@ from ...core.operators import Operators
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...weights.contents import PIECE, WORD, ContentsReader, MemorySpan
-from ...weights.low_bit import KINDS_OF, Kind
+from ...weights.low_bit import FP8, INT8, KINDS, KINDS_OF, Kind
 from ..torch.attention import Attention
 from ..torch.device import refuse_without_gpu
 from .kernels.launch_config import Launches
 from .kernels.launching import launch, why_not
+from .kernels.rounding import Rule, hosts_rule
 from .kernels.tokens import ATTENTION_DTYPES as DTYPES
 from .low_bit.choice import LowBit
-from .tuning import load_candidates, load_kernels, tune_gated, tune_half_sums, tune_kernels
+from .tuning import load_candidates, load_kernels, tune_gated, tune_half_sums, tune_kernels, tune_stored
 
 log = logging.getLogger("onediff")
 # Of one program that sums contents, and of one of its loads.
@@ -122,7 +123,7 @@ class Native(Device):
         kind = self._kind(use)
         with self._lock:
             if kind not in self._loading:
-                self._loading[kind] = self._worker.submit(self._load, use, kind[1])
+                self._loading[kind] = self._worker.submit(self._load, use, *kind[1:])
                 if use.dtype in DTYPES:
                     # Nobody waits for these.
                     self._worker.submit(load_candidates, use.dtype, use.device)
@@ -140,17 +141,22 @@ class Native(Device):
             self._tuned.add(kind)
             self._tune_kernels(use, time_ms)
 
-    def _kind(self, use: KernelUse) -> tuple[Hashable, tuple[Kind, ...]]:
-        """Networks of the same kind need the same kernels."""
-        low_bit = self.low_bit.kinds(KINDS_OF.get(use.low_bit, ()), use.device, use.dtype)
-        return (use.architecture, use.dtype, use.device), low_bit
+    def _kind(self, use: KernelUse) -> tuple[Hashable, tuple[Kind, ...], tuple[Rule, ...]]:
+        """Networks of the same kind need the same kernels. Also the kinds and the rules of rows in eight bits."""
+        stored = {dtype for dtype, _ in use.stored}
+        wanted = KINDS_OF.get(use.low_bit, ())
+        asked = [kind for kind in KINDS if kind in wanted or kind.dtype in stored]
+        there = self.low_bit.kinds(asked, use.device, use.dtype)
+        low_bit = tuple(kind for kind in there if kind in wanted or kind is FP8)
+        rules = {hosts_rule(rotation, use.device) for dtype, rotation in use.stored if dtype == INT8.dtype}
+        return (use.architecture, use.dtype, use.device), low_bit, tuple(sorted(rules)) if INT8 in there else ()
 
-    def _load(self, use: KernelUse, low_bit: Collection[Kind]) -> str:
+    def _load(self, use: KernelUse, low_bit: Collection[Kind], rules: Collection[Rule]) -> str:
         """In the worker's thread. Returns why it is not possible."""
         began = time.perf_counter()
         try:
             with on_card(use.device):
-                load_kernels(use.users, use.dtype, use.device, self._launches, low_bit)
+                load_kernels(use.users, use.dtype, use.device, self._launches, low_bit, rules)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -172,6 +178,8 @@ class Native(Device):
         # No UNet convolves more pixels than the latent has: others are a VAE's, and may find no memory here.
         met = [size for size in self._launches.convolutions if size[1] * size[2] <= call.latent[0, 0].numel()]
         measured += [tune_half_sums(self._launches, size, device, time_ms) for size in met]
+        stored = self._launches.stored_products
+        measured += [tune_stored(self._launches, product, call.latent.dtype, device, time_ms) for product in stored]
         return any(measured)
 
     def measure_anew(self) -> None:

@@ -17,6 +17,7 @@ from ...core.layer_weights import LayerWeights, QuantizedWeight
 from ...core.leaves import (
     GATED,
     NORMED,
+    PLAIN_INPUT,
     AdaptiveNorm,
     Convolution,
     CrossAttention,
@@ -43,6 +44,7 @@ from .kernels import launch_config as configs
 from .kernels import tokens as native_tokens
 from .kernels.launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
 from .kernels.operators import NativeOperators
+from .kernels.rounding import Rule
 from .low_bit import float8
 
 GROUPS = 32
@@ -325,6 +327,64 @@ def low_bit_launches(
     ]
 
 
+def stored_launches(
+    users: list[Any], dtype: torch.dtype, device: torch.device, rule: Rule
+) -> list[Callable[[], object]]:
+    """As launches_of: for the rows that are multiplied with weights that are stored in INT8, and for the product."""
+    make = partial(torch.zeros, dtype=dtype, device=device)
+
+    def fits(width: int) -> bool:
+        return rule == Rule.HOSTS or width % rounding.GROUP == 0
+
+    def tokens_of(width: int) -> None:
+        tokens, weight = make(FEW, width), make(width)
+        hidden = configs.FEED_FORWARD * width
+        for update in (make(FEW, width), tokens.to(torch.bfloat16)):
+            if fits(width):
+                rounding.layer_norm(Residual(tokens, None, weight, update), weight, weight, EPS, INT8, rule=rule)
+        if fits(hidden):
+            rounding.geglu(make(FEW, 2 * hidden), INT8, rule)
+        plain_rows(width)
+
+    def blocks_of(norm: AdaptiveNorm) -> None:
+        for of in {dtype, torch.bfloat16}:
+            residual, modulation = adaptive_residual(make, norm.width, FEW, of)
+            if fits(norm.width):
+                rounding.adaptive_norm(residual, modulation, EPS, dtype, INT8, rule)
+        plain_rows(norm.width)
+
+    def plain_rows(width: int) -> None:
+        for features in (configs.FEED_FORWARD * width, width):
+            if fits(features):
+                rounding.rounded(make(FEW, features), INT8, gelu=features > width, rule=rule)
+
+    def product() -> None:
+        aligned = low_bit.ALIGNED
+        one = torch.ones((1, 1), dtype=torch.float32, device=device)
+        values = torch.zeros((aligned, aligned), dtype=INT8.dtype, device=device)
+        tokens = QuantizedTokens(values, one.expand(aligned, 1).contiguous(), (aligned,))
+        products.int8_product(tokens, QuantizedWeight(values, one), None, dtype)
+
+    return [
+        *(partial(blocks_of, norm) for norm in norms_of(users, AdaptiveNorm)),
+        *(partial(tokens_of, norm.width) for norm in norms_of(users, LayerNorm)),
+        product,
+    ]
+
+
+def tune_stored(
+    launches: Launches, product: Sequence[int], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+) -> bool:
+    """Choose how a product of rows with a weight that is stored in INT8 is launched, where that was not measured on
+    this GPU; whether it was now. product: (rows, out, width)."""
+    rows, out, width = product
+    if launches.chosen(configs.INT8_PRODUCT, products.product_class(rows, out, width), dtype) is not None:
+        return False
+    given = Product(rows, width, out, PLAIN_INPUT)
+    trial = trial_of(given, random_on(device, dtype), device, dtype, INT8, dtype)
+    return trial is not None and tuned(launches, trial, dtype, time_ms)
+
+
 # --- a feed-forward's first product, exact ----------------------------------------------------------------------------
 
 
@@ -391,15 +451,18 @@ def half_sums_trial(make: Callable[..., Tensor], size: Sequence[int], device: to
 
 
 def load_kernels(
-    users: Sequence[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kinds: Collection[Kind] = ()
+    users: Sequence[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kinds: Collection[Kind] = (),
+    rules: Collection[Rule] = (),
 ) -> None:
     """Launch every kernel that a network with these layers (kernel_users of its layout) needs once, on a few numbers.
 
-    kinds: of eight bits, also those for these. Raises what a launch raises.
+    kinds: of eight bits, also those for these. rules: for weights that are stored in INT8. Raises what a launch raises.
     """
     works = launches_of(list(users), dtype, device, launches)
     for kind in kinds:
         works += low_bit_launches(list(users), dtype, device, launches, kind)
+    for rule in rules:
+        works += stored_launches(list(users), dtype, device, rule)
     with torch.inference_mode(False), torch.no_grad():
         # A thread that has done nothing on this card yet has no context there, and loading needs one.
         torch.cuda.current_stream().synchronize()

@@ -114,8 +114,7 @@ class DecoderRoute:
         with NaN, whoever made it, is decoded again in a wider type; where that does not help, it is the host's own, so
         that the host finds what it would have found without us.
         """
-        services = self._services
-        before = (self._route, self._reason, self._entry)
+        services, before = self._services, (self._route, self._reason, self._entry)
         device = latent.device if isinstance(latent, Tensor) else torch.device("cpu")
         work = lambda: self._decode(decoder, latent, HostFunction(host), upcast_attention, check)  # noqa: E731
         try:
@@ -167,8 +166,7 @@ class DecoderRoute:
             bound.refresh_in_place()
             self._services.decoders.of(bound.layout).refuse_latent(bound.layout, asked.latent)
             refuse_misplaced(bound.binding, asked.latent)
-            weights = bound.binding.weights()
-            identity = bound.identity()
+            weights, identity = bound.binding.weights(), bound.identity()
             decode = Decode(self._services, self._notice, bound.layout, weights, identity, asked, settings)
         return WiderType(decode)
 
@@ -177,8 +175,7 @@ class DecoderRoute:
 
         A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
         """
-        services = self._services
-        reason = tried.reason
+        services, reason = self._services, tried.reason
         if tried.outcome is Outcome.OUT_OF_MEMORY:
             services.release_memory()
         if tried.fault is None:
@@ -235,11 +232,9 @@ class DecoderRoute:
         """The last decode went by this route; reason: why it was not ours, or not faster."""
         self._services.call_stats.note_decode(route, reason)
         changed = (route, reason) != (self._route, self._reason)
-        self._route = route
-        self._reason = reason
+        self._route, self._reason = route, reason
         if changed:
-            line = described(route, reason)
-            now = time.monotonic()
+            line, now = described(route, reason), time.monotonic()
             if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", line)
             self._logged[line] = now

@@ -38,7 +38,7 @@ from ....weights.low_bit import (
 from ...torch import operators as torch_ops
 from ...torch.attention import FEW_KEYS, sums_in_half
 from ...torch.operators import bias_or_zeros, channels_last
-from ...torch.quantized import decoded
+from ...torch.quantized import check_rotation, decoded, rotated
 from ..low_bit import float8
 from . import images as native_images
 from . import launch_config as configs
@@ -46,6 +46,7 @@ from . import products, rounding
 from . import tokens as native_tokens
 from .launch_config import Kernel, LaunchConfig, Launches, attention_kernel, image_class, row_class
 from .launching import ALIGNED
+from .rounding import Rule, rule_of
 
 
 class VirtualConcatenation(NamedTuple):
@@ -65,7 +66,7 @@ SOON = 16
 Image = Tensor | VirtualConcatenation
 # The input of a linear layer, as the operator before it makes it.
 Rows = Tensor | QuantizedTokens
-ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype]
+ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype | None]
 # Chooses the kind of eight bits in which a product is computed, of those given; None: in 16 bits.
 Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
@@ -73,7 +74,7 @@ Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 class NativeOperators:
     """See core.operators. Images are made channels-last. The input of a layer that has its weight in eight bits is
     written in eight bits by the operator that computes it, if that is faster. A weight that exists in eight bits only
-    is on torch's meta device in 16 bits.
+    is on torch's meta device in 16 bits; one that is stored so gets its input rounded by the hosts' rule.
 
     Our kernels compute the cases that UNets and Anima have; torch's operators compute the others.
     """
@@ -83,7 +84,8 @@ class NativeOperators:
         result_dtype: ResultDtype = lambda device, dtype: dtype, choose: Choose = lambda product, dtype, kinds: None,
     ) -> None:
         """launches: how kernels are launched, None for their first choice. attention: as Operators.attention.
-        result_dtype: the dtype of products in float8 on a device, for a model's dtype. choose: see Choose."""
+        result_dtype: the dtype of products in float8 on a device, for a model's dtype; None: it has none. choose: see
+        Choose."""
         self._launches = launches or Launches(TuningCache())
         self._attention = attention
         self._result_dtype = result_dtype
@@ -104,13 +106,33 @@ class NativeOperators:
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
         if isinstance(x, QuantizedTokens):
             return self._product(x, layer, layer.bias).to(layer.weight.dtype).view(*x.shape, -1)
-        # The prompt's tokens are not rounded, since a text encoder gives outliers; only the weights are.
-        return torch_ops.linear(x, LayerWeights(dequantized(layer), layer.bias) if layer.weight.is_meta else layer)
+        return self._alone(x, layer) if layer.weight.is_meta else torch_ops.linear(x, layer)
+
+    def _alone(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """As linear, of a layer that has its weight in eight bits alone."""
+        quantized = layer.low_bit[0]
+        dtype = layer.weight.dtype
+        if not quantized.stored:
+            # The prompt's tokens are not rounded, since a text encoder gives outliers; only the weights are.
+            return torch_ops.linear(x, LayerWeights(decoded(quantized, dtype), layer.bias))
+        kind = self._kind_stored(layer)
+        if kind is None:
+            return torch_ops.linear(x, layer)
+        # Kernels rotate groups of one size.
+        given = x if quantized.rotation == rounding.GROUP else rotated(x, quantized)
+        rows = rounding.rounded(given, kind, rule=rule_for(layer))
+        product = self._product(rows, layer, layer.bias).to(dtype).view(*x.shape[:-1], -1)
+        return product if layer.low_rank is None else torch_ops.add_low_rank(product, x, layer.low_rank)
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         first, second = halves(image)
         weight = layer.weight.flatten(1)
         channels = first.shape[1]
+        batch, _, height, width = first.shape
+        if weight.is_meta:
+            together = rows(first) if second is None else torch.cat([rows(first), rows(second)], dim=1)
+            pixels = self._alone(together, layer._replace(weight=weight))
+            return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
         if second is None:
             pixels = functional.linear(rows(first), weight, layer.bias)
         else:
@@ -127,7 +149,6 @@ class NativeOperators:
                 torch_ops.add_low_rank(pixels, rows(first), layer.low_rank._replace(down=down[:, :channels]))
                 if second is not None:
                     torch_ops.add_low_rank(pixels, rows(second), LowRank(down[:, channels:], ups))
-        batch, _, height, width = first.shape
         return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
 
     def convolution(self, image: Any, layer: LayerWeights, shape: Convolution) -> Tensor:
@@ -194,7 +215,8 @@ class NativeOperators:
         if residual.gate is None:
             residual = Residual(self.materialize(residual))
         residual = residual._replace(tokens=residual.tokens.contiguous())
-        return rounding.adaptive_norm(residual, modulation, norm.eps, consumer.weight.dtype, kind)
+        rule = Rule.OURS if kind is None else rule_for(consumer)
+        return rounding.adaptive_norm(residual, modulation, norm.eps, consumer.weight.dtype, kind, rule)
 
     def _layer_norm(
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights
@@ -206,7 +228,10 @@ class NativeOperators:
         residual = residual._replace(tokens=residual.tokens.contiguous())
         config = self._launches.of(configs.LAYER_NORM, row_class(norm.width), consumer.weight.dtype)
         if kind is not None:
-            return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config)
+            rule = rule_for(consumer)
+            if rule != Rule.OURS:
+                config = configs.LAYER_NORM.candidates[0]
+            return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config, rule)
         return native_tokens.layer_norm(residual, layer.weight, layer.bias, norm.eps, config)
 
     def add_linear(
@@ -219,12 +244,16 @@ class NativeOperators:
         if gate is not None:
             return self._add_gated(residual, x, layer, gate)
         x = self._rounded(x, layer)
-        if not isinstance(x, QuantizedTokens):
+        if not isinstance(x, QuantizedTokens) and not layer.weight.is_meta:
             return self._add_exact(updated(residual), x, layer)
         if residual.bias is not None or residual.update is not None:
             residual = Residual(self.materialize(residual))
         # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
-        return Residual(residual.tokens, residual.deferred_bias, layer.bias, *self._update(x, layer))
+        if isinstance(x, QuantizedTokens):
+            update, scales = self._update(x, layer)
+        else:
+            update, scales = self._alone(x, layer._replace(bias=None)), None
+        return Residual(residual.tokens, residual.deferred_bias, layer.bias, update, scales)
 
     def _add_gated(self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor) -> Residual:
         tokens = self.materialize(residual)
@@ -267,7 +296,7 @@ class NativeOperators:
             return self._rounded(torch_ops.gated(tokens, unit), consumer)
         kind = self._kind(tokens, consumer, GATED)
         if kind is not None:
-            return rounding.geglu(tokens.contiguous(), kind)
+            return rounding.geglu(tokens.contiguous(), kind, rule_for(consumer))
         config = self._launches.of(configs.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return native_tokens.geglu(tokens.contiguous(), config)
 
@@ -300,7 +329,9 @@ class NativeOperators:
         if activation is not Activation.GELU:
             return self._rounded(torch_ops.activated(product, activation), consumer)
         kind = self._kind(product, consumer, PLAIN_INPUT)
-        return native_tokens.gelu(product) if kind is None else rounding.rounded(product, kind, gelu=True)
+        if kind is None:
+            return native_tokens.gelu(product)
+        return rounding.rounded(product, kind, gelu=True, rule=rule_for(consumer))
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
         if projected.is_contiguous() and native_tokens.has_heads_kernel(parts):
@@ -347,7 +378,7 @@ class NativeOperators:
         if isinstance(x, QuantizedTokens):
             return x
         kind = self._kind(x, consumer, PLAIN_INPUT)
-        return x if kind is None else rounding.rounded(x, kind)
+        return x if kind is None else rounding.rounded(x, kind, rule=rule_for(consumer))
 
     def _kind(self, tokens: Tensor, consumer: LayerWeights, source: str) -> Kind | None:
         return self._kind_of(tokens.numel() // tokens.shape[-1], consumer, source)
@@ -357,11 +388,34 @@ class NativeOperators:
         dtype."""
         if not consumer.low_bit:
             return None
-        there = kinds_of(consumer)
         if consumer.weight.is_meta:
-            return there[0]
+            return self._kind_alone(consumer)
+        there = kinds_of(consumer)
         out, width = consumer.weight.shape
         return self._choose(Product(rows, width, out, source), consumer.weight.dtype, there)
+
+    def _kind_alone(self, consumer: LayerWeights) -> Kind | None:
+        """The kind of eight bits in which rows are made for a weight that is there in eight bits alone; None: the
+        model's dtype, which LoRAs read, and in which groups are rotated that no kernel rotates."""
+        weight = consumer.low_bit[0]
+        if not weight.stored:
+            return kind_of(weight.values)
+        if consumer.low_rank is not None or weight.rotation not in (0, rounding.GROUP):
+            return None
+        return self._kind_stored(consumer)
+
+    def _kind_stored(self, layer: LayerWeights) -> Kind | None:
+        """The kind of a stored weight that our products or the library's multiply here; None: torch's operators do."""
+        weight = layer.low_bit[0]
+        check_rotation(weight)
+        out, width = weight.values.shape
+        dtype, device = layer.weight.dtype, weight.values.device
+        if dtype not in native_tokens.ATTENTION_DTYPES or width % ALIGNED or out % ALIGNED:
+            return None
+        if weight.values.dtype == FP8.dtype:
+            return None if self._result_dtype(device, dtype) is None else FP8
+        is_int8 = weight.values.dtype == INT8.dtype
+        return INT8 if is_int8 and float8.why_not(INT8, device, dtype) is None else None
 
     def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """A product as a Residual's update, and its update_scales."""
@@ -375,7 +429,9 @@ class NativeOperators:
         dtype = layer.weight.dtype
         weight = weight_like(x, layer)
         if x.values.dtype != INT8.dtype and x.unit is None:
-            return float8.product(x, weight, bias, self._result_dtype(x.values.device, dtype))
+            result = self._result_dtype(x.values.device, dtype)
+            assert result is not None
+            return float8.product(x, weight, bias, result)
         if x.values.dtype != INT8.dtype:
             # Rows with scales of their own, which the library's product leaves out.
             sums, scales = float8.update(x, weight)
@@ -383,6 +439,8 @@ class NativeOperators:
             return product if bias is None else product + bias
         shape_class = products.product_class(len(x.values), *layer.weight.shape)
         config = self._launches.of(configs.INT8_PRODUCT, shape_class, dtype)
+        if weight.stored:
+            self._launches.stored_products.add((len(x.values), *layer.weight.shape))
         return products.int8_product(x, weight, bias, dtype, config)
 
 
@@ -397,9 +455,10 @@ def rows(image: Tensor) -> Tensor:
     return image.permute(0, 2, 3, 1).flatten(0, 2)
 
 
-def dequantized(layer: LayerWeights) -> Tensor:
-    """A layer's weight (out, in) in the model's dtype, made from the one in eight bits."""
-    return decoded(layer.low_bit[0], layer.weight.dtype)
+def rule_for(consumer: LayerWeights) -> Rule:
+    """The rule for rows in eight bits that are multiplied with a layer's weight."""
+    weight = consumer.low_bit[0]
+    return rule_of(weight, weight.values.device) if consumer.weight.is_meta else Rule.OURS
 
 
 def kinds_of(layer: LayerWeights) -> list[Kind]:

@@ -1,9 +1,9 @@
 """Matrix products by kernels of our own: in int8; a feed-forward's first with its GEGLU, in half precision and in
 float8; and convolutions of 3x3, in int8, in float8, and in float16 summed in float16.
 
-int8 has a scale for every row and every column, and is summed exactly in int32. Tensor cores multiply it at two to four
-times the rate of float16 from compute capability 7.5 on; PyTorch's own product (torch._int_mm) knows no scales, and was
-slower than float16 on an H200. In float8, the scale of what a GEGLU gives is known beforehand
+int8 has a scale for every row, and for every column or for all, and is summed exactly in int32. Tensor cores multiply
+it at two to four times the rate of float16 from compute capability 7.5 on; PyTorch's own product (torch._int_mm) knows
+no scales, and was slower than float16 on an H200. In float8, the scale of what a GEGLU gives is known beforehand
 (weights.low_bit.gated_scale): one for every row would have to wait for the whole row.
 
 On GeForce cards, tensor cores multiply float16 at twice the rate where they sum in it. A few dozen products are, and
@@ -43,8 +43,8 @@ def int8_product(
     offset, has_bias = (output, 0) if bias is None else (bias.to(result), 1)
     launch(
         "products.tile_by_tile", (ceil_div(rows, m) * ceil_div(out, n),), tokens.values, tokens.scales, weight.values,
-        weight.scales, offset, output, rows, width, out, has_bias, warps=warps, stages=stages, M=m, N=n, K=k,
-        GROUP=group,
+        weight.scales, offset, output, rows, width, out, has_bias, int(weight.scales.numel() > 1), warps=warps,
+        stages=stages, M=m, N=n, K=k, GROUP=group,
     )
     return output
 

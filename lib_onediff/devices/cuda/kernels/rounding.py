@@ -1,10 +1,11 @@
 """Rows of tokens in eight bits, made where they are computed: layer norm, GEGLU, and plain rows; and weights. The
 adaptive norm gives them in 16 bits too.
 
-A layer norm's rows in float8 share one scale, all others have one each.
+A layer norm's rows in float8 share one scale, all others have one each. Rows of int8 are rounded by a Rule.
 """
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import torch
@@ -18,14 +19,40 @@ from .launching import ceil_div, launch, power_of_two
 
 # Columns that four warps hold in their registers.
 FEW_COLUMNS = 2048
+# The groups of ConvRot that kernels rotate.
+GROUP = 256
+HAS_MATRIX_UNITS = (8, 0)
+
+
+class Rule(IntEnum):
+    """How rows of int8 are rounded: see source/hosts_rule.py."""
+
+    OURS = 0
+    HOSTS = 1
+    BUTTERFLIES = 2
+    MATRIX = 3
+
+
+def rule_of(weight: QuantizedWeight, device: torch.device) -> Rule:
+    """The rule for rows that are multiplied with a weight. Rows of groups that no kernel rotates are rotated before."""
+    is_ours = not weight.stored or weight.values.dtype.is_floating_point
+    return Rule.OURS if is_ours else hosts_rule(weight.rotation, device)
+
+
+def hosts_rule(rotation: int, device: torch.device) -> Rule:
+    """The rule for rows that are multiplied with a weight that is stored in INT8. rotation: as QuantizedWeight's."""
+    if rotation != GROUP:
+        return Rule.HOSTS
+    has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HAS_MATRIX_UNITS
+    return Rule.MATRIX if has_units else Rule.BUTTERFLIES
 
 
 def layer_norm(
     residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind,
-    config: LaunchConfig = LAYER_NORM.candidates[0],
+    config: LaunchConfig = LAYER_NORM.candidates[0], rule: Rule = Rule.OURS,
 ) -> tuple[Residual, QuantizedTokens]:
     """The residual, deferred_bias one vector in float32 and no update, and its layer norm in a kind of eight bits: in
-    float8 by one scale, which weight and bias alone decide.
+    float8 by one scale, which weight and bias alone decide. config: the first one, for any rule but our own.
 
     Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous.
     """
@@ -43,13 +70,14 @@ def layer_norm(
         weight if bias is None else bias, deferred_now, normed.values, normed.scales, rows, width,
         int(deferred_bias is not None), int(addend is not None), int(update is not None),
         int(update_scales is not None), int(bias is not None), eps, (width - 1) ** 0.5, kind.largest, warps=warps,
-        BLOCK=power_of_two(width), ROWS=rows_together,
+        BLOCK=power_of_two(width), ROWS=rows_together, RULE=int(rule),
     )
     return Residual(tokens, deferred_now), normed
 
 
 def adaptive_norm(
-    residual: Residual, modulation: Modulation, eps: float, dtype: torch.dtype, kind: Kind | None
+    residual: Residual, modulation: Modulation, eps: float, dtype: torch.dtype, kind: Kind | None,
+    rule: Rule = Rule.OURS,
 ) -> tuple[Residual, Tensor | QuantizedTokens]:
     """The residual without update, and its modulated layer norm: in a kind of eight bits, in float8 by one scale which
     the modulation alone decides, or in dtype. Only for a modulation that has_kernel accepts.
@@ -81,7 +109,7 @@ def adaptive_norm(
         "rounding.adaptive_norm_row", (batch * count,), tokens, factor if update is None else update,
         scales if update_scales is None else update_scales, gate, factor, shift, values, scales, width, count,
         factor.stride(0), gate.stride(0), int(update is not None), int(update_scales is not None), eps, largest,
-        warps=warps_for(width), BLOCK=block,
+        warps=warps_for(width), BLOCK=block, RULE=int(rule),
     )
     return Residual(tokens), normed
 
@@ -92,7 +120,7 @@ def has_kernel(modulation: Modulation) -> bool:
     return shift is not None and shift.stride() == scale.stride() and scale.stride(-1) == 1
 
 
-def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:
+def geglu(tokens: Tensor, kind: Kind, rule: Rule = Rule.OURS) -> QuantizedTokens:
     """(..., 2 n) -> (..., n) in a kind of eight bits: the first half times the GELU (erf form) of the second."""
     width = tokens.shape[-1] // 2
     output = empty_rows(tokens, width, kind)
@@ -100,15 +128,16 @@ def geglu(tokens: Tensor, kind: Kind) -> QuantizedTokens:
     launch(
         "rounding.geglu_row", (len(output.values),), tokens, output.values, output.scales,
         output.scales if output.unit is None else output.unit, width, kind.largest, warps=warps_for(width),
-        BLOCK=block, REST=0 if block == width else power_of_two(width - block),
+        BLOCK=block, REST=0 if block == width else power_of_two(width - block), RULE=int(rule),
     )
     return output
 
 
-def rounded(tokens: Tensor, kind: Kind, gelu: bool = False) -> QuantizedTokens:
+def rounded(tokens: Tensor, kind: Kind, gelu: bool = False, rule: Rule = Rule.OURS) -> QuantizedTokens:
     """Tokens (..., n), or the GELU (erf form) of them, in a kind of eight bits."""
     output = empty_rows(tokens, tokens.shape[-1], kind)
-    launch_rows(tokens.contiguous().flatten(0, -2), output.values, output.scales, output.unit, gelu=gelu)
+    rows = tokens.contiguous().flatten(0, -2)
+    launch_rows(rows, output.values, output.scales, output.unit, gelu=gelu, rule=rule)
     return output
 
 
@@ -127,14 +156,15 @@ def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
 
 
 def launch_rows(
-    rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False, gelu: bool = False
+    rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False, gelu: bool = False,
+    rule: Rule = Rule.OURS,
 ) -> None:
     """one: see plain_row; None for int8, which has no unit."""
     kind = kind_of(values)
     width = rows.shape[1]
     launch(
         "rounding.plain_row", (len(rows),), rows, values, scales, scales if one is None else one, width, kind.largest,
-        warps=warps_for(width), BLOCK=power_of_two(width), ONE_SCALE=one_scale, GELU=gelu,
+        warps=warps_for(width), BLOCK=power_of_two(width), ONE_SCALE=one_scale, GELU=gelu, RULE=int(rule),
     )
 
 

@@ -16,20 +16,21 @@ def tile_at(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
 
 
 @triton.jit
-def scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias):
-    """(M, N) in float32: the sums of a tile times the scales of its rows and columns, plus the bias."""
+def scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias, has_scales):
+    """(M, N) in float32: the sums of a tile times the scales of its rows and columns, plus the bias. has_scales: 1, or
+    0 where all columns have one."""
     row_scale = tl.load(scales + row, row < rows, 0.0)
-    column_scale = tl.load(weight_scales + column, column < out, 0.0)
+    column_scale = tl.load(weight_scales + column * has_scales, column < out, 0.0)
     offset = tl.load(bias + column, (column < out) & (has_bias != 0), 0.0).to(tl.float32)
     return sums.to(tl.float32) * row_scale[:, None] * column_scale[None, :] + offset[None, :]
 
 
-@triton.jit(do_not_specialize=["rows", "has_bias"])
+@triton.jit(do_not_specialize=["rows", "has_bias", "has_scales"])
 def tile_by_tile(
-    values, scales, weight, weight_scales, bias, output, rows, width, out, has_bias,
+    values, scales, weight, weight_scales, bias, output, rows, width, out, has_bias, has_scales,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """One program for each tile of the output, (M, N)."""
+    """One program for each tile of the output, (M, N). has_scales: see scaled."""
     down, across = tile_at(tl.program_id(0), tl.cdiv(rows, M), tl.cdiv(out, N), GROUP)
     step = tl.arange(0, K)
     # Rows that are not there stand for others, whose sums nobody stores.
@@ -44,7 +45,7 @@ def tile_by_tile(
         left += K
         right += K
     row, column = down * M + tl.arange(0, M), across * N + tl.arange(0, N)
-    numbers = scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias)
+    numbers = scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias, has_scales)
     place = output + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(place, numbers.to(output.dtype.element_ty), (row < rows)[:, None] & (column < out)[None, :])
 

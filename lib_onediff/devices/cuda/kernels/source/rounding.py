@@ -1,9 +1,14 @@
-"""Rows of tokens in eight bits: of a layer norm, a GEGLU, and plain rows."""
+"""Rows of tokens in eight bits: of a layer norm, a GEGLU, and plain rows.
+
+Rows of int8 are rounded by a RULE: OURS, for a weight that Low-bit rounded, once, from float32; or as a host rounds
+them, see hosts_rule.py.
+"""
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from .hosts_rule import OURS, as_hosts_have, hosts_scale_of, store_as_hosts
 from .tokens import deferred_vector, gated, gelu, norm_of, normalized
 
 # A row of zeros has this for its largest value.
@@ -67,7 +72,7 @@ def store_nearest(values, place, ratio, valid):
 def layer_norm_rows(
     tokens, update, update_scales, deferred_bias, addend, weight, bias, deferred_now, values, scales, rows, width,
     has_deferred, has_addend, has_update, has_scales, has_bias, eps, farthest, largest, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
+    ROWS: tl.constexpr, RULE: tl.constexpr,
 ):
     """The layer norm of tokens + update * update_scales + deferred_bias + addend.
 
@@ -86,36 +91,59 @@ def layer_norm_rows(
     tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), valid & (has_update != 0))
     numbers += vector
     normed, factor, offset = norm_of(numbers, weight, bias, column, inside, width, has_bias, eps)
-    if values.dtype.element_ty == tl.int8:
-        scale = scale_of(normed, valid, largest)
+    if RULE != OURS:
+        KIND: tl.constexpr = weight.dtype.element_ty
+        normed = as_hosts_have(normed, valid, KIND, RULE)
+        scale = hosts_scale_of(normed)
         tl.store(scales + row, scale, row < rows)
+        store_as_hosts(values, place, normed, scale, valid, KIND, RULE)
     else:
-        scale = bounded_scale(factor, offset, farthest, largest)
-        store_once(scales, scale)
-    store_rounded(values, place, normed, scale, valid)
+        if values.dtype.element_ty == tl.int8:
+            scale = scale_of(normed, valid, largest)
+            tl.store(scales + row, scale, row < rows)
+        else:
+            scale = bounded_scale(factor, offset, farthest, largest)
+            store_once(scales, scale)
+        store_rounded(values, place, normed, scale, valid)
 
 
 @triton.jit
-def geglu_row(tokens, values, scales, unit, width, largest, BLOCK: tl.constexpr, REST: tl.constexpr):
+def geglu_row(
+    tokens, values, scales, unit, width, largest, BLOCK: tl.constexpr, REST: tl.constexpr, RULE: tl.constexpr
+):
     """One row in two pieces, BLOCK <= width < 2 * BLOCK: a piece has a power of two of columns, and the error function
     of columns that are not there costs as much as of others."""
     row = tl.program_id(0).to(tl.int64)
     source = tokens + row * 2 * width
     first = tl.arange(0, BLOCK)[None, :]
     number = gated(source, width, first, first < width)
-    scale = scale_of(number, first < width, largest)
+    KIND: tl.constexpr = tokens.dtype.element_ty
+    if RULE != OURS:
+        number = as_hosts_have(number, first < width, KIND, RULE)
+        scale = hosts_scale_of(number)
+    else:
+        scale = scale_of(number, first < width, largest)
     if REST:
         second = BLOCK + tl.arange(0, REST)[None, :]
         further = gated(source, width, second, second < width)
-        scale = tl.maximum(scale, scale_of(further, second < width, largest))
-        store_rounded(values, row * width + second, further, scale, second < width)
-    store_rounded(values, row * width + first, number, scale, first < width)
+        if RULE != OURS:
+            further = as_hosts_have(further, second < width, KIND, RULE)
+            scale = tl.maximum(scale, hosts_scale_of(further), tl.PropagateNan.ALL)
+            store_as_hosts(values, row * width + second, further, scale, second < width, KIND, RULE)
+        else:
+            scale = tl.maximum(scale, scale_of(further, second < width, largest), tl.PropagateNan.ALL)
+            store_rounded(values, row * width + second, further, scale, second < width)
+    if RULE != OURS:
+        store_as_hosts(values, row * width + first, number, scale, first < width, KIND, RULE)
+    else:
+        store_rounded(values, row * width + first, number, scale, first < width)
     store_row_scale(values, scales, unit, row, scale)
 
 
 @triton.jit
 def plain_row(
-    tokens, values, scales, one, width, largest, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, GELU: tl.constexpr
+    tokens, values, scales, one, width, largest, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, GELU: tl.constexpr,
+    RULE: tl.constexpr,
 ):
     """ONE_SCALE: for all rows, by the largest number of all, one; otherwise that is the unit, which is written. GELU:
     of that of the tokens."""
@@ -124,13 +152,20 @@ def plain_row(
     numbers = tl.load(tokens + row * width + column, column < width, 0.0).to(tl.float32)
     if GELU:
         numbers = gelu(numbers)
-    if ONE_SCALE:
-        scale = tl.maximum(tl.load(one + tl.zeros((1, 1), tl.int32)), SMALLEST) / largest
-        store_once(scales, scale)
-    else:
-        scale = scale_of(numbers, column < width, largest)
+    if RULE != OURS:
+        KIND: tl.constexpr = tokens.dtype.element_ty
+        numbers = as_hosts_have(numbers, column < width, KIND, RULE)
+        scale = hosts_scale_of(numbers)
         store_row_scale(values, scales, one, row, scale)
-    store_rounded(values, row * width + column, numbers, scale, column < width)
+        store_as_hosts(values, row * width + column, numbers, scale, column < width, KIND, RULE)
+    else:
+        if ONE_SCALE:
+            scale = tl.maximum(tl.load(one + tl.zeros((1, 1), tl.int32)), SMALLEST) / largest
+            store_once(scales, scale)
+        else:
+            scale = scale_of(numbers, column < width, largest)
+            store_row_scale(values, scales, one, row, scale)
+        store_rounded(values, row * width + column, numbers, scale, column < width)
 
 
 @triton.jit(do_not_specialize=["images"])
@@ -149,7 +184,7 @@ def adaptive_scale(factor, shift, scale, images, width, vector_stride, farthest,
 @triton.jit(do_not_specialize=["tokens_of_image", "has_update", "has_scales"])
 def adaptive_norm_row(
     tokens, update, update_scales, gate, factor, shift, values, scales, width, tokens_of_image, vector_stride,
-    gate_stride, has_update, has_scales, eps, largest, BLOCK: tl.constexpr,
+    gate_stride, has_update, has_scales, eps, largest, BLOCK: tl.constexpr, RULE: tl.constexpr,
 ):
     """The layer norm of tokens + update * update_scales * gate, which is written into tokens. gate, factor and shift
     are the image's, each image's so many numbers after the last one's. In eight bits (float8: by the scale that is
@@ -164,7 +199,13 @@ def adaptive_norm_row(
     vector = image * vector_stride + column
     normed = normalized(numbers, inside, width, eps) * tl.load(factor + vector, inside, 0.0).to(tl.float32)
     normed += tl.load(shift + vector, inside, 0.0).to(tl.float32)
-    if values.dtype.element_ty == tl.int8:
+    if RULE != OURS:
+        KIND: tl.constexpr = factor.dtype.element_ty
+        normed = as_hosts_have(normed, inside, KIND, RULE)
+        scale = hosts_scale_of(normed)
+        tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+        store_as_hosts(values, place, normed, scale, inside, KIND, RULE)
+    elif values.dtype.element_ty == tl.int8:
         scale = scale_of(normed, inside, largest)
         tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
         store_rounded(values, place, normed, scale, inside)

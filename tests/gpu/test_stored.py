@@ -1,0 +1,278 @@
+"""Layers that a file stores in INT8, rotated INT8 or FP8, on a real GPU: the rows that norms, gated units and
+activations make, integer by integer; and layers of each kind, with LoRAs beside them, as wide as Anima's and SDXL's."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from exact_operators import hosts_rows, relative_error
+from torch import Tensor
+
+from lib_onediff.core.card import TuningCache
+from lib_onediff.core.layer_weights import LayerWeights, LowRank, QuantizedWeight
+from lib_onediff.core.leaves import AdaptiveNorm, LayerNorm
+from lib_onediff.core.operators import GEGLU, Activation, Modulation, QuantizedTokens, Residual
+from lib_onediff.devices.cuda.kernels import products, rounding
+from lib_onediff.devices.cuda.kernels import tokens as native_tokens
+from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT, Launches
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators
+from lib_onediff.devices.cuda.kernels.rounding import Rule
+from lib_onediff.devices.cuda.low_bit.float8 import float8_support, why_not
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.devices.torch.quantized import hadamard
+from lib_onediff.weights.low_bit import INT8
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+EPS = 1e-6
+FLOAT8, INTEGERS = torch.float8_e4m3fn, torch.int8
+ROTATIONS = pytest.mark.parametrize("rotation", [0, 256])
+# Of integers: sums in another order, and numbers in the middle between two of bfloat16.
+MOVED = 5e-3
+
+
+@pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    torch.manual_seed(0)
+    lack = why_not(INT8, GPU, request.param)
+    if lack:
+        pytest.skip(lack)
+    return request.param
+
+
+def random(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, device=GPU).to(dtype)
+
+
+def rule_for(rotation: int) -> Rule:
+    return rounding.hosts_rule(rotation, GPU)
+
+
+def assert_same(found: QuantizedTokens, rows: Tensor, rotation: int) -> None:
+    values, scales = hosts_rows(rows.flatten(0, -2), hadamard(rotation, GPU) if rotation else None)
+    assert torch.allclose(found.scales, scales, rtol=1e-5, atol=0)
+    difference = (found.values.int() - values.int()).abs()
+    assert int(difference.max()) <= 1
+    assert float(difference.double().mean()) <= MOVED
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+@ROTATIONS
+@pytest.mark.parametrize("width", [256, 768, 1280, 2048, 3072, 8192, 16384])
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 300.0])
+def test_plain_rows(rotation: int, width: int, scale: float, dtype: torch.dtype) -> None:
+    rows = random(3, 171, width, dtype=dtype) * scale
+    rows[0, 1] = 0
+    assert_same(rounding.rounded(rows, INT8, rule=rule_for(rotation)), rows, rotation)
+
+
+@ROTATIONS
+@pytest.mark.parametrize("width", [1280, 5120, 8192])
+def test_rows_behind_a_gelu_and_a_geglu(rotation: int, width: int, dtype: torch.dtype) -> None:
+    rows, hidden = random(2, 99, 8192, dtype=dtype), random(2, 99, 2 * width, dtype=dtype)
+    rule = rule_for(rotation)
+    assert_same(rounding.rounded(rows, INT8, gelu=True, rule=rule), native_tokens.gelu(rows.clone()), rotation)
+    if width != 8192:
+        assert_same(rounding.geglu(hidden, INT8, rule), native_tokens.geglu(hidden), rotation)
+
+
+@ROTATIONS
+@pytest.mark.parametrize("width", [768, 1280])
+def test_rows_of_a_layer_norm(rotation: int, width: int, dtype: torch.dtype) -> None:
+    weight, bias = random(width, dtype=dtype), random(width, dtype=dtype)
+    residual = Residual(random(2, 777, width, dtype=dtype), random(width, dtype=torch.float32), bias)
+    standing, found = rounding.layer_norm(residual, weight, bias, EPS, INT8, rule=rule_for(rotation))
+    expected, written = native_tokens.layer_norm(residual, weight, bias, EPS)
+    assert torch.equal(standing.deferred_bias, expected.deferred_bias)
+    assert_same(found, written, rotation)
+
+
+@ROTATIONS
+def test_rows_of_an_adaptive_norm(rotation: int, dtype: torch.dtype) -> None:
+    tokens = random(2, 777, 2048, dtype=torch.float32 if dtype == torch.float16 else dtype)
+    update = random(2, 777, 2048, dtype=dtype)
+    shift, factor, gate = random(2, 3 * 2048, dtype=dtype).chunk(3, dim=1)
+
+    def given() -> Residual:
+        return Residual(tokens.clone(), update=update, gate=gate)
+
+    rule = rule_for(rotation)
+    standing, found = rounding.adaptive_norm(given(), Modulation(factor, shift), EPS, dtype, INT8, rule)
+    expected, written = rounding.adaptive_norm(given(), Modulation(factor, shift), EPS, dtype, None)
+    assert torch.equal(standing.tokens, expected.tokens)
+    assert_same(found, written, rotation)
+
+
+@ROTATIONS
+@pytest.mark.parametrize("strange", [float("nan"), float("inf")])
+def test_what_is_no_number_is_not_hidden(rotation: int, strange: float, dtype: torch.dtype) -> None:
+    rows = torch.ones(3, 1280, device=GPU, dtype=dtype)
+    rows[1, 1200] = strange
+    rule = rule_for(rotation)
+    for found in (rounding.rounded(rows, INT8, rule=rule), rounding.geglu(rows.repeat(1, 2), INT8, rule)):
+        assert found.scales.isnan().flatten().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("config", INT8_PRODUCT.candidates, ids=str)
+@pytest.mark.parametrize("one_scale", [True, False])
+def test_a_product_with_one_scale_for_all_columns(config: Any, one_scale: bool, dtype: torch.dtype) -> None:
+    values, scales = hosts_rows(random(333, 512, dtype=dtype))
+    weight = torch.randint(-128, 128, (336, 512), device=GPU).to(torch.int8)
+    columns = torch.rand(1, 1 if one_scale else 336, device=GPU) / 1000
+    found = products.int8_product(
+        QuantizedTokens(values, scales, (333,)), QuantizedWeight(weight, columns), None, dtype, config
+    )
+    exact = (values.double() * scales) @ (weight.double() * columns.t()).t()
+    assert relative_error(found, exact) < torch.finfo(dtype).eps
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def operators(dtype: torch.dtype) -> NativeOperators:
+    result = float8_support(GPU, dtype).result
+    return NativeOperators(Launches(TuningCache()), torch_ops.attention, lambda *given: result)
+
+
+def stored(out: int, width: int, values: torch.dtype, rotation: int, dtype: torch.dtype, lora: bool) -> LayerWeights:
+    """A layer in eight bits alone. Its products are of the size of its input."""
+    if values == INTEGERS:
+        weight = torch.randint(-128, 128, (out, width), device=GPU).to(values)
+        scales = (torch.rand(1, out, device=GPU) + 0.5) / 74 / width**0.5
+    else:
+        weight, scales = random(out, width, dtype=dtype).to(values), torch.full((1, 1), width**-0.5, device=GPU)
+    layer = LayerWeights(
+        torch.empty(out, width, dtype=dtype, device="meta"), random(out, dtype=dtype),
+        (QuantizedWeight(weight, scales, rotation),),
+    )
+    if not lora:
+        return layer
+    down, up = random(16, width, dtype=dtype) / width**0.5, random(out, 16, dtype=dtype) / 4
+    return layer._replace(low_rank=LowRank(down, ((0, up),)))
+
+
+def dense(layer: LayerWeights) -> LayerWeights:
+    """The same layer in float64, as its file has it."""
+    [quantized] = layer.low_bit
+    weight = quantized.values.double() * quantized.scales.double().t()
+    group = quantized.rotation
+    if group:
+        weight = (weight.unflatten(-1, (-1, group)) @ hadamard(group, GPU).double()).flatten(-2)
+    if layer.low_rank is not None:
+        [(_, up)] = layer.low_rank.ups
+        weight = weight + up.double() @ layer.low_rank.down.double()
+    return LayerWeights(weight, None if layer.bias is None else layer.bias.double())
+
+
+def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights) -> None:
+    """work: a function of operators, layers, and the dtype of its tensors. INT8 errs as torch's operators do, by the
+    hosts' rule; FP8 as three bits after the point make it, in two layers."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        ours = work(operators(dtype), dtype, *layers)
+        torch.manual_seed(1)
+        torchs = work(torch_ops, dtype, *layers)
+        torch.manual_seed(1)
+        exact = work(torch_ops, torch.float64, *map(dense, layers))
+    is_int8 = layers[-1].low_bit[0].values.dtype == INTEGERS
+    assert relative_error(ours, exact) < (1.1 * relative_error(torchs, exact) if is_int8 else 7e-2)
+
+
+def made(dtype: torch.dtype, of: torch.dtype, *shape: int) -> Tensor:
+    """Numbers of a type, in another one."""
+    return torch.randn(shape, device=GPU).to(of).to(dtype)
+
+
+KINDS = pytest.mark.parametrize(("values", "rotation"), [(INTEGERS, 0), (INTEGERS, 64), (INTEGERS, 256), (FLOAT8, 0)])
+LORA = pytest.mark.parametrize("lora", [False, True])
+
+
+@pytest.fixture(autouse=True)
+def needs_the_units(request: pytest.FixtureRequest) -> None:
+    callspec = getattr(request.node, "callspec", None)
+    values = None if callspec is None else callspec.params.get("values")
+    if values == FLOAT8 and float8_support(GPU, torch.float16).result is None:
+        pytest.skip("needs a GPU that multiplies float8")
+
+
+@KINDS
+@LORA
+@pytest.mark.parametrize("rows", [1, 77, 1024])
+def test_a_linear_layer(values: torch.dtype, rotation: int, lora: bool, rows: int, dtype: torch.dtype) -> None:
+    layer = stored(3072, 1024, values, rotation, dtype, lora)
+    check(lambda ops, of, layer: ops.linear(made(of, dtype, 2, rows, 1024), layer), dtype, layer)
+
+
+@KINDS
+@LORA
+@pytest.mark.parametrize("bias", [True, False])
+def test_behind_an_adaptive_norm(
+    values: torch.dtype, rotation: int, lora: bool, bias: bool, dtype: torch.dtype
+) -> None:
+    layer = stored(2048, 2048, values, rotation, dtype, lora)
+    layer = layer if bias else layer._replace(bias=None)
+
+    def work(ops: Any, of: torch.dtype, layer: LayerWeights) -> Tensor:
+        residual = Residual(made(of, dtype, 2, 1000, 2048))
+        shift, factor, gate = made(of, dtype, 2, 3 * 2048).chunk(3, dim=1)
+        # In place: the kernel reads vectors that lie side by side.
+        factor += 3
+        norm, modulation = AdaptiveNorm(2048, EPS), Modulation(factor, shift)
+        for _ in range(2):
+            residual, rows = ops.residual_norm(residual, None, norm, layer, modulation)
+            residual = ops.add_linear(residual, rows, layer, gate)
+        return ops.materialize(residual)
+
+    check(work, dtype, layer)
+
+
+@KINDS
+@LORA
+def test_a_block_of_a_unet(values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype) -> None:
+    into = stored(10240, 1280, values, rotation, dtype, lora)
+    out = stored(1280, 5120, values, rotation, dtype, lora)
+
+    def work(ops: Any, of: torch.dtype, into: LayerWeights, out: LayerWeights) -> Tensor:
+        residual = Residual(made(of, dtype, 2, 1024, 1280), None, made(of, dtype, 1280))
+        vectors = LayerWeights(made(of, dtype, 1280), made(of, dtype, 1280))
+        norm = LayerNorm("", 1280, EPS)
+        residual, rows = ops.residual_norm(residual, vectors, norm, into)
+        residual = ops.add_linear(residual, ops.gated_linear(rows, into, GEGLU, out), out)
+        residual, rows = ops.residual_norm(residual, vectors, norm, into)
+        return ops.materialize(residual) + ops.linear(rows, into)[..., :1280]
+
+    check(work, dtype, into, out)
+
+
+@KINDS
+@LORA
+def test_a_feed_forward_with_a_gelu(values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype) -> None:
+    into, out = (stored(*shape, values, rotation, dtype, lora) for shape in ((8192, 2048), (2048, 8192)))
+
+    def work(ops: Any, of: torch.dtype, into: LayerWeights, out: LayerWeights) -> Tensor:
+        rows = ops.activated_linear(made(of, dtype, 2, 333, 2048), into, Activation.GELU, out)
+        return ops.linear(rows, out)
+
+    check(work, dtype, into, out)
+
+
+@ROTATIONS
+def test_a_graph_gives_the_same(rotation: int, dtype: torch.dtype) -> None:
+    layer = stored(2048, 2048, INTEGERS, rotation, dtype, lora=True)
+    plain, ops, x = layer._replace(low_rank=None), operators(dtype), random(2, 500, 2048, dtype=dtype)
+
+    def work() -> Tensor:
+        return ops.linear(x, layer) + ops.linear(x, plain)
+
+    with torch.no_grad():
+        expected = work()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = work()
+        found.zero_()
+        graph.replay()
+    assert torch.equal(found, expected)

@@ -1,0 +1,203 @@
+"""Layers that a file stores in INT8 or FP8, by the native operators: as near to the file as torch's operators, which
+follow the host's rule, with rows that are made in eight bits by norms, gated units and activations."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from exact_operators import relative_error
+from grid import grid
+from torch import Tensor
+
+pytest.importorskip("triton", reason="needs Triton")
+
+from lib_onediff.core.layer_weights import LayerWeights, LowRank, QuantizedWeight
+from lib_onediff.core.leaves import AdaptiveNorm, LayerNorm, RMSNorm
+from lib_onediff.core.operators import GEGLU, SWIGLU, Activation, Modulation, QuantizedTokens, Residual
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.devices.torch.quantized import hadamard
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HALF = torch.float16
+WIDTH, OUT, TOKENS = 256, 64, 6
+# Than torch's operators are.
+WORSE = 1.15
+OPS = NativeOperators()
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, HALF)
+
+
+def stored(out: int, width: int, rotation: int = 0, bias: bool = True, one_scale: bool = False) -> LayerWeights:
+    """A layer in INT8 alone. Its products are of the size of its input."""
+    generator = torch.Generator().manual_seed(out + width)
+    values = torch.randint(-128, 128, (out, width), generator=generator).to(DEVICE, torch.int8)
+    scales = (torch.rand((1, 1 if one_scale else out), generator=generator).to(DEVICE) + 0.5) / 74 / width**0.5
+    weight = torch.empty((out, width), dtype=HALF, device="meta")
+    return LayerWeights(weight, random(out) if bias else None, (QuantizedWeight(values, scales, rotation),))
+
+
+def with_lora(layer: LayerWeights) -> LayerWeights:
+    out, width = layer.weight.shape
+    down, up = random(4, width, seed=1) / width**0.5, random(out, 4, seed=2)
+    return layer._replace(low_rank=LowRank(down, ((0, up),)))
+
+
+def dense(layer: LayerWeights) -> LayerWeights:
+    """The same layer in float64, as its file has it."""
+    [quantized] = layer.low_bit
+    weight = quantized.values.double() * quantized.scales.double().t()
+    group = quantized.rotation
+    if group:
+        weight = (weight.unflatten(-1, (-1, group)) @ hadamard(group, weight.device).double()).flatten(-2)
+    bias = None if layer.bias is None else layer.bias.double()
+    if layer.low_rank is not None:
+        [(_, up)] = layer.low_rank.ups
+        weight = weight + up.double() @ layer.low_rank.down.double()
+    return LayerWeights(weight, bias)
+
+
+def assert_as_near(ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
+    assert ours.dtype == torchs.dtype
+    assert relative_error(ours, exact) <= WORSE * relative_error(torchs, exact)
+
+
+def each(work: Any, *layers: LayerWeights) -> tuple[Tensor, Tensor, Tensor]:
+    """What work gives by the native operators, by torch's, and in float64 of the weights as the file has them. work: a
+    function of operators, layers, and what makes a tensor of the type."""
+    plain = tuple(map(dense, layers))
+    return (
+        work(OPS, *layers, torch.Tensor.clone), work(torch_ops, *layers, torch.Tensor.clone),
+        work(torch_ops, *plain, torch.Tensor.double),
+    )
+
+
+@grid(rotation=[0, 64, 256], lora=[False, True], one_scale=[False, True], bias=[True, False])
+def test_a_linear_layer(rotation: int, lora: bool, one_scale: bool, bias: bool) -> None:
+    layer = stored(OUT, WIDTH, rotation, bias, one_scale)
+    layer = with_lora(layer) if lora else layer
+
+    def work(ops: Any, layer: LayerWeights, of: Any) -> Tensor:
+        return ops.linear(of(random(2, TOKENS, WIDTH)), layer)
+
+    assert_as_near(*each(work, layer))
+
+
+@grid(rotation=[0, 16, 256], lora=[False, True], norm=["layer", "adaptive", "rms"])
+def test_the_norm_before_it(rotation: int, lora: bool, norm: str) -> None:
+    layer = stored(OUT, WIDTH, rotation)
+    layer = with_lora(layer) if lora else layer
+    found = []
+
+    def work(ops: Any, layer: LayerWeights, of: Any) -> Tensor:
+        residual = Residual(of(random(2, TOKENS, WIDTH, seed=3)))
+        vectors = LayerWeights(of(random(WIDTH)), of(random(WIDTH, seed=1)))
+        modulation = Modulation(of(random(2, WIDTH)), of(random(2, WIDTH, seed=1)))
+        if norm == "layer":
+            _, rows = ops.residual_norm(residual, vectors, LayerNorm("", WIDTH, 1e-5), layer)
+        elif norm == "adaptive":
+            _, rows = ops.residual_norm(residual, None, AdaptiveNorm(WIDTH, 1e-5), layer, modulation)
+        else:
+            _, rows = ops.residual_norm(residual, vectors, RMSNorm("", WIDTH, 1e-5), layer)
+        found.append(isinstance(rows, QuantizedTokens))
+        return ops.linear(rows, layer)
+
+    assert_as_near(*each(work, layer))
+    assert found == [not lora and rotation in (0, 256), False, False], "rows that a LoRA reads are not rounded"
+
+
+@grid(rotation=[0, 256], lora=[False, True], gated=[False, True], bias=[False, True], norm=[False, True])
+def test_the_sum_with_the_residual(rotation: int, lora: bool, gated: bool, bias: bool, norm: bool) -> None:
+    layer = stored(OUT, WIDTH, rotation, bias)
+    layer = with_lora(layer) if lora else layer
+
+    def work(ops: Any, layer: LayerWeights, of: Any) -> Tensor:
+        residual = Residual(of(random(2, TOKENS, OUT)), None, of(random(OUT, seed=3)))
+        gate = of(random(2, OUT)) if gated else None
+        behind = (LayerWeights(of(random(OUT)), None), RMSNorm("", OUT, 1e-5)) if norm else None
+        x = of(random(2, TOKENS, WIDTH))
+        return ops.materialize(ops.add_linear(ops.add_linear(residual, x, layer, gate, behind), x, layer, gate))
+
+    assert_as_near(*each(work, layer))
+
+
+@grid(rotation=[0, 256], lora=[False, True], way=["geglu", "swiglu", "gelu", "tanh"])
+def test_a_feed_forward(rotation: int, lora: bool, way: str) -> None:
+    """lora: on the second layer."""
+    hidden = 256
+    into = stored(hidden if way in ("gelu", "tanh") else 2 * hidden, 64)
+    out = stored(OUT, hidden, rotation)
+    out = with_lora(out) if lora else out
+
+    def work(ops: Any, into: LayerWeights, out: LayerWeights, of: Any) -> Tensor:
+        x = of(random(2, TOKENS, 64))
+        if way in ("gelu", "tanh"):
+            activation = Activation.GELU if way == "gelu" else Activation.GELU_TANH
+            rows = ops.activated_linear(x, into, activation, out)
+        else:
+            rows = ops.gated_linear(x, into, GEGLU if way == "geglu" else SWIGLU, out)
+        return ops.linear(rows, out)
+
+    assert_as_near(*each(work, into, out))
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_convolution_of_one_pixel(together: bool, lora: bool) -> None:
+    layer = stored(OUT, WIDTH, 256)
+    layer = with_lora(layer) if lora else layer
+
+    def work(ops: Any, layer: LayerWeights, of: Any) -> Tensor:
+        image = of(random(2, WIDTH, 2, 3))
+        if together and ops is OPS:
+            return ops.pointwise(VirtualConcatenation(image[:, :96], image[:, 96:]), layer)
+        if not layer.weight.is_meta:
+            layer = layer._replace(weight=layer.weight[:, :, None, None])
+        return ops.pointwise(image, layer)
+
+    assert_as_near(*each(work, layer))
+
+
+@pytest.mark.parametrize("shape", [(OUT, 40), (40, 48), (24, 64)], ids=str)
+def test_sizes_that_no_kernel_has_are_torchs(shape: tuple[int, int]) -> None:
+    layer, x = stored(*shape), random(2, TOKENS, shape[1])
+    assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
+
+
+def test_in_float32_it_is_torchs() -> None:
+    layer, x = stored(OUT, WIDTH, 256), random(2, TOKENS, WIDTH).float()
+    layer = layer._replace(weight=layer.weight.float(), bias=layer.bias.float())
+    normed = OPS.residual_norm(Residual(x), LayerWeights(x[0, 0], x[0, 1]), LayerNorm("", WIDTH, 1e-5), layer)[1]
+    assert isinstance(normed, Tensor)
+    assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
+
+
+def test_a_weight_that_low_bit_rounded_is_multiplied_with_tokens_as_they_are() -> None:
+    layer, x = stored(OUT, WIDTH), random(2, TOKENS, WIDTH)
+    [quantized] = layer.low_bit
+    ours = layer._replace(low_bit=(quantized._replace(stored=False),))
+    exact = torch_ops.linear(x.double(), dense(layer))
+    assert relative_error(OPS.linear(x, ours), exact) < 1e-3 < relative_error(OPS.linear(x, layer), exact)
+
+
+@pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_float8_that_the_card_cannot_multiply_is_decoded(values: torch.dtype) -> None:
+    cannot = NativeOperators(result_dtype=lambda device, dtype: None)
+    weight = QuantizedWeight(random(OUT, WIDTH).to(values), torch.full((1, 1), 0.1, device=DEVICE))
+    layer = LayerWeights(torch.empty(OUT, WIDTH, dtype=HALF, device="meta"), random(OUT), (weight,))
+    x = random(2, TOKENS, WIDTH)
+    vectors = LayerWeights(random(WIDTH), random(WIDTH))
+    _, rows = cannot.residual_norm(Residual(x), vectors, LayerNorm("", WIDTH, 1e-5), layer)
+    assert isinstance(rows, Tensor)
+    assert torch.equal(cannot.linear(rows, layer), torch_ops.linear(rows, layer))
+
+
+def test_a_rotation_that_cannot_be_is_refused() -> None:
+    layer = stored(OUT, 320, 256)
+    with pytest.raises(Refusal, match="ConvRot groups of 256 do not divide a layer of 320 inputs"):
+        OPS.linear(random(1, 320), layer)
