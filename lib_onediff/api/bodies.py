@@ -113,15 +113,15 @@ def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None
 
 
 def sentence_of(error: RequestValidationError) -> str:
-    """The error of a request that names its place most precisely."""
-    place: list[Any] = []
+    """The error of a request that has the longest path."""
+    path: list[Any] = []
     message = ""
     for found in error.errors():
         names = [name for name in found["loc"][1:] if not str(name).startswith(KINDS)]
-        if not message or len(names) > len(place):
-            place = names
+        if not message or len(names) > len(path):
+            path = names
             message = found["msg"]
-    # Where JSON ends early, the place is a number of letters.
-    if not place or isinstance(place[0], int):
+    # Where JSON ends early, the path is a number of letters.
+    if not path or isinstance(path[0], int):
         return f"The request body is not usable: {message}."
-    return f"{'.'.join(map(str, place))}: {message}."
+    return f"{'.'.join(map(str, path))}: {message}."

@@ -178,9 +178,9 @@ def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
     """Put the words of CLIP's tokenizer into folder, from beside the checkpoint or from the Hugging Face cache. Raises
     Refusal, saying what to put where, when there are none."""
     parent = checkpoint.resolve().parent
-    for place in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *cached_tokenizers()):
-        if (place / VOCABULARY).exists() and (place / MERGES).exists():
-            write_words(place, folder)
+    for found_in in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *cached_tokenizers()):
+        if (found_in / VOCABULARY).exists() and (found_in / MERGES).exists():
+            write_words(found_in, folder)
             return
     raise Refusal(
         f"{checkpoint.name} holds no tokenizer, and CLIP's was not found on this machine. Put a folder named tokenizer "

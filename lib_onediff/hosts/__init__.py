@@ -35,11 +35,11 @@ def this_webui() -> WebUI:
 
 def adapter_of_host() -> WebUI:
     """Judged by what the host offers, not by what its folders are called."""
-    place, name = next((place for mark, place in HOSTS.items() if offers(mark)), ("", ""))
-    if not place:
+    module_path, name = next((adapter for mark, adapter in HOSTS.items() if offers(mark)), ("", ""))
+    if not module_path:
         webui = WebUI(unmet="OneDiff does not know this WebUI, and changes nothing in it")
     else:
-        module = importlib.import_module(place, __name__)
+        module = importlib.import_module(module_path, __name__)
         release = module.release()
         try:
             webui = getattr(module, name)(release)

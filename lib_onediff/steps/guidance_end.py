@@ -41,7 +41,7 @@ class Guided(StepMemory):
         self._time: float | None = None
         self._kinds: set[bool] = set()
 
-    def look(self, time: float, is_pair: bool) -> bool:
+    def note(self, time: float, is_pair: bool) -> bool:
         """Note a call. Returns whether it belongs to this network's first step, which shows the calls of every step."""
         if self._first_time is None:
             self._first_time = time
@@ -78,9 +78,9 @@ class GuidanceEnd:
                 raise Refusal(NOBODY_SAYS)
             found = step_context.guidance()
         except Refusal:
-            guided.look(position.time, is_pair=False)
+            guided.note(position.time, is_pair=False)
             raise
-        is_first = guided.look(position.time, is_pair=True)
+        is_first = guided.note(position.time, is_pair=True)
         reason = guided.refusal or why_rows_stay_together(step_context.call)
         if reason:
             raise Refusal(reason)

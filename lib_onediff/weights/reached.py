@@ -31,13 +31,13 @@ IN_DIGEST = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dty
 class Alike(NamedTuple):
     """Namespaces of which the same names are compared, in one go.
 
-    places: the indices of these namespaces. pick: of all namespaces, those at places. values: of one namespace, the
+    indices: of these namespaces, in all. pick: of all namespaces, those at indices. values: of one namespace, the
     values of names. known: what values returned for each of them when this was made: a tuple, or for a single name the
     value itself.
     """
 
     names: tuple[str, ...]
-    places: list[int]
+    indices: list[int]
     pick: Callable[[Sequence[Namespace]], Sequence[Namespace]]
     values: Callable[[Namespace], Any]
     known: list[Any]
@@ -52,54 +52,54 @@ class Names:
         # The same as long as it is the same object, and must not be kept alive.
         self._objects: list[tuple[int, str]] = []
         self._references: list[weakref.ref[Any]] = []
-        places_of: dict[tuple[str, ...], list[int]] = {}
-        for place, (space, wanted) in enumerate(zip(spaces, names, strict=True)):
+        indices_of: dict[tuple[str, ...], list[int]] = {}
+        for index, (space, wanted) in enumerate(zip(spaces, names, strict=True)):
             plain: list[str] = []
             for name in wanted:
                 value = space[name]
                 if is_plain(value):
                     plain.append(name)
                 elif isinstance(value, BY_IDENTITY):
-                    self._objects.append((place, name))
+                    self._objects.append((index, name))
                     self._references.append(weakref.ref(value))
                 else:
-                    self._others.append((place, name, snapshot(value)))
+                    self._others.append((index, name, snapshot(value)))
             if plain:
-                places_of.setdefault(tuple(plain), []).append(place)
-        self._plain = [alike_at(spaces, plain_names, places) for plain_names, places in places_of.items()]
+                indices_of.setdefault(tuple(plain), []).append(index)
+        self._plain = [alike_at(spaces, plain_names, indices) for plain_names, indices in indices_of.items()]
 
     def stand(self, spaces: Sequence[Namespace]) -> bool:
         """Whether they stand for the same in these namespaces now. Raises KeyError if one is gone."""
         for alike in self._plain:
             if list(map(alike.values, alike.pick(spaces))) != alike.known:
                 return False
-        found = [spaces[place][name] for place, name in self._objects]
+        found = [spaces[index][name] for index, name in self._objects]
         known = [reference() for reference in self._references]
         if not all(map(operator.is_, found, known)):
             return False
-        return all(snapshot(spaces[place][name]) == before for place, name, before in self._others)
+        return all(snapshot(spaces[index][name]) == before for index, name, before in self._others)
 
     def digest(self, left_out: Collection[str]) -> str:
         """Equal for equal plain values of all names but these, in any process."""
         found: dict[int, list[tuple[str, str]]] = {}
         for alike in self._plain:
-            for place, row in zip(alike.places, alike.known, strict=True):
+            for index, row in zip(alike.indices, alike.known, strict=True):
                 values = row if len(alike.names) > 1 else (row,)
                 pairs: list[tuple[str, str]] = []
                 for name, value in zip(alike.names, values, strict=True):
                     if name not in left_out and isinstance(value, IN_DIGEST):
                         pairs.append((name, repr(value)))
-                found[place] = sorted(pairs)
+                found[index] = sorted(pairs)
         return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
 
 
-def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], places: list[int]) -> Alike:
-    # An itemgetter of one place gives no sequence.
-    wanted = places if len(places) > 1 else [slice(places[0], places[0] + 1)]
+def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], indices: list[int]) -> Alike:
+    # An itemgetter of one index gives no sequence.
+    wanted = indices if len(indices) > 1 else [slice(indices[0], indices[0] + 1)]
     pick = operator.itemgetter(*wanted)
     values = operator.itemgetter(*names)
     known = list(map(values, pick(spaces)))
-    return Alike(names, places, pick, values, known)
+    return Alike(names, indices, pick, values, known)
 
 
 class Bodies:
@@ -250,4 +250,4 @@ def torch_state() -> tuple[Any, ...]:
 
 def function_modes() -> list[Any]:
     count = torch._C._len_torch_function_stack()
-    return [torch._C._get_function_stack_at(place) for place in range(count)]
+    return [torch._C._get_function_stack_at(index) for index in range(count)]

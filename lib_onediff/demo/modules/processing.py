@@ -256,10 +256,10 @@ def parts_between_commas(line: str) -> Iterator[str]:
     begin = 0
     is_quoted = False
     is_escaped = False
-    for place, letter in enumerate(line):
+    for index, letter in enumerate(line):
         if letter == "," and not is_quoted:
-            yield line[begin:place]
-            begin = place + 1
+            yield line[begin:index]
+            begin = index + 1
         elif letter == '"' and not is_escaped:
             is_quoted = not is_quoted
         is_escaped = letter == "\\" and is_quoted and not is_escaped

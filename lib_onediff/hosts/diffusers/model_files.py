@@ -119,14 +119,14 @@ def check_files(folder: Path) -> None:
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
         root = root.parent.parent
     count = 0
-    for place, folders, files in os.walk(folder):
+    for below, folders, files in os.walk(folder):
         count += len(folders) + len(files)
         if count > MOST_FILES:
             raise Refusal(readable(f"The folder {folder.name} holds more than {MOST_FILES} files: it is no model's."))
         # The file system says whether a name in other letters is this file.
-        brought = [ADAPTER] if os.path.lexists(Path(place, ADAPTER)) else []
+        brought = [ADAPTER] if os.path.lexists(Path(below, ADAPTER)) else []
         for name in (*folders, *files, *brought):
-            check_file(Path(place, name), folder, root)
+            check_file(Path(below, name), folder, root)
 
 
 def check_file(path: Path, folder: Path, root: Path) -> None:

@@ -31,10 +31,10 @@ VERSION_LINE = "#version: 0.2"
 def load_tokenizer(folder: Path, kind: Any) -> Any:
     """The tokenizer in a part's folder. kind: CLIPTokenizer of transformers. Raises Refusal where its files lack or are
     not a tokenizer's."""
-    with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as place:
-        copy_tokenizer(folder, Path(place))
+    with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as copy:
+        copy_tokenizer(folder, Path(copy))
         try:
-            made = kind.from_pretrained(place, local_files_only=True)
+            made = kind.from_pretrained(copy, local_files_only=True)
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:

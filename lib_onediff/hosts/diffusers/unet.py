@@ -157,8 +157,8 @@ class DiffusersForward(ModuleForward):
             del given[CONSUMED][:residuals_taken(module, given["sample"], given[CONSUMED])]
         if not return_dict:
             return (sample,)
-        place, output = OUTPUTS[type(module).__name__]
-        return getattr(importlib.import_module(place), output)(sample=sample)
+        module_name, output = OUTPUTS[type(module).__name__]
+        return getattr(importlib.import_module(module_name), output)(sample=sample)
 
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:

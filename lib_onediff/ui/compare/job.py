@@ -173,30 +173,30 @@ class Comparison(Chore):
 
     def _make_all(self) -> str:
         try:
-            for place in range(2):
-                self._warm_up(place)
+            for side in range(2):
+                self._warm_up(side)
             for number in range(self._images):
                 image = {**self._first, "seed": self._first["seed"] + number}
                 # They take turns: what the first of two loads or encodes is ready for the other.
                 order = (0, 1) if number % 2 == 0 else (1, 0)
-                made = {place: self._make(image, place) for place in order}
+                made = {side: self._make(image, side) for side in order}
                 self.pairs.append(Pair(image["seed"], (made[0], made[1]), compare(made[0].image, made[1].image)))
         except Stopped:
             return "Stopped."
         return ""
 
-    def _warm_up(self, place: int) -> None:
+    def _warm_up(self, side: int) -> None:
         """Make a side's image until nothing of it happens for the first time."""
         for number in range(MOST_WARM_UPS):
             if number:
                 self.wanted += 1
-            made = self._make(self._first, place)
+            made = self._make(self._first, side)
             if not (made.status.get("image") or {}).get("first_uses"):
                 return
 
-    def _make(self, image: Request, place: int) -> GeneratedImage:
+    def _make(self, image: Request, side: int) -> GeneratedImage:
         """A side's image. Raises Stopped once the comparison is cancelled, or the image is interrupted."""
-        settings = self.sides[place].settings
+        settings = self.sides[side].settings
         made = self._exclusively(lambda: None if self._cancelled else self._maker.make(image, settings))
         if made is None:
             raise Stopped

@@ -27,7 +27,7 @@ MOST_GAIN = 64
 
 def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
     """The verdict over all seeds, a table of the sides, and one of the seeds."""
-    facts = [facts_of(side, pairs, place) for place, side in enumerate(sides)]
+    facts = [facts_of(side, pairs, number) for number, side in enumerate(sides)]
     rows = []
     for name in facts[0]:
         of_sides = [side[name] for side in facts]
@@ -61,14 +61,14 @@ def speed_of_right(pairs: Sequence[Pair]) -> str:
     return times(1.0 if min(ratios) <= 1 <= max(ratios) else statistics.median(ratios))
 
 
-def facts_of(side: Side, pairs: Sequence[Pair], place: int) -> dict[str, str]:
+def facts_of(side: Side, pairs: Sequence[Pair], number: int) -> dict[str, str]:
     """A side's settings, how long an image takes, and how the last was made."""
-    status = pairs[-1].images[place].status
+    status = pairs[-1].images[number].status
     on = side.settings.enabled
-    mean = f"{seconds(statistics.fmean(pair.images[place].seconds for pair in pairs))} an image"
+    mean = f"{seconds(statistics.fmean(pair.images[number].seconds for pair in pairs))} an image"
     return {
         "Settings": describe(side.settings), "Time": mean if len(pairs) == 1 else f"{mean}, mean of {len(pairs)}",
-        "Speed": speed_of_right(pairs) if place else "",
+        "Speed": speed_of_right(pairs) if number else "",
         "Step": "" if status.get("step_ms") is None else milliseconds(status["step_ms"]),
         "Route": ROUTES.get(status.get("route", ""), ""), "Why": "; ".join(reasons_of(status)) if on else "",
     }
