@@ -10,12 +10,17 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-# What makes the tokens that a linear layer reads: a layer norm, a GEGLU, or nothing that could give them in eight bits.
-NORMED, GATED, PLAIN_INPUT = "normed", "gated", "plain"
-# What a linear layer is in its block.
-SELF_QKV, SELF_OUT = "self-attention QKV", "self-attention out"
-CROSS_QUERY, CROSS_OUT = "cross-attention query", "cross-attention out"
-FEED_FORWARD_IN, FEED_FORWARD_OUT = "feed-forward in", "feed-forward out"
+# The source of the tokens that a linear layer reads: a norm, a GEGLU, or anything that cannot write them in eight bits.
+NORMED = "normed"
+GATED = "gated"
+PLAIN_INPUT = "plain"
+# The role of a linear layer in its block.
+SELF_QKV = "self-attention QKV"
+SELF_OUT = "self-attention out"
+CROSS_QUERY = "cross-attention query"
+CROSS_OUT = "cross-attention out"
+FEED_FORWARD_IN = "feed-forward in"
+FEED_FORWARD_OUT = "feed-forward out"
 
 
 @dataclass(frozen=True)

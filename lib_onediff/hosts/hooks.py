@@ -287,7 +287,7 @@ class ForwardPatches:
             patch.undo()
 
     def end_sampling(self) -> None:
-        """The last sampling of a generation is over."""
+        """Called at the end of a generation's last sampling. Does nothing here; see UNetHooks."""
 
 
 class AnnouncedSampling(NamedTuple):

@@ -1,4 +1,5 @@
-"""The weights of a network's largest linear layers in eight bits, kept beside the host's own and true to them."""
+"""Which layers of a network may have their weights in eight bits, and these weights, kept beside the host's own and
+rounded again when those change."""
 from __future__ import annotations
 
 import math
@@ -13,7 +14,7 @@ from ..core.leaves import Block, Convolution, FusedLinear, descriptions
 
 
 class Kind(NamedTuple):
-    """A type of eight bits. largest: the value that the largest number of a row becomes."""
+    """A type of eight bits. largest: the value to which the largest number of a row is scaled."""
 
     name: str
     dtype: torch.dtype
@@ -25,35 +26,39 @@ FP8 = Kind("fp8", torch.float8_e4m3fn, 448.0)
 INT8 = Kind("int8", torch.int8, 127.0)
 # The one that auto prefers first.
 KINDS = (FP8, INT8)
-# By settings.Settings.low_bit, the kinds that products may have.
+# The kinds that products may have, by settings.Settings.low_bit.
 KINDS_OF = {"fp8": (FP8,), "int8": (INT8,), "auto": KINDS}
-# Into which tensors the rows of a weight, (out, in), are rounded: values (out, in) and scales (1, out) or (1, 1).
+# round(weight, values, scales) rounds a weight (out, in) into values (out, in) and scales (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
-# What makes the image that a convolution reads.
+# The source of the images that convolutions read; see core.leaves.NORMED.
 GROUP_NORMED = "group normed"
-# Layers of one class err alike, and one class can stay exact where the others do not: what a linear layer is in its
-# block, and these.
+# The class of convolutions; that of a linear layer is its role in its block. Layers of one class have similar errors,
+# and a class with large ones can stay in 16 bits.
 CONVOLUTIONS = "convolutions"
-# The kind in which each layer is wanted, by its name.
+# The kind in which each layer's weight is wanted, by the layer's name.
 WantedKinds = Mapping[str, Kind]
 # Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
 FEWEST_WEIGHTS = 1 << 20
-# The one convolution that there is a kernel for.
-KERNEL, STRIDE, PADDING = 3, 1, 1
+# The only convolution that has a kernel.
+KERNEL = 3
+STRIDE = 1
+PADDING = 1
+# Kernels need widths that are multiples of this.
 ALIGNED = 16
-# Of the values of a row, in float8, the smallest root mean square. Below 2**-6 their steps become no smaller; at this
-# mean that makes the rounding error larger by a twentieth.
+# The smallest root mean square of the values of a row in float8. Below 2**-6, float8's steps become no smaller; at this
+# mean, that makes the rounding error larger by a twentieth.
 SMALLEST_MEAN = 2.0**-4
 # Float8 rounds tokens and weights up by a sixteenth at most, twice each in a GEGLU.
 ROUNDING_MARGIN = 1.3
 SMALLEST_SCALE = 2.0**-100
-# Of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel, and gains less.
+# The fewest pixels of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel,
+# and gains less.
 FEWEST_PIXELS = 32 * 32
 
 
 class LowBitLayer(NamedTuple):
-    """A layer that may be in eight bits. width, rows: of its weight. source: what makes what it reads. layer_class: a
-    TokenLinear's role, or CONVOLUTIONS. norm: see TokenLinear."""
+    """A layer that may have its weight, (rows, width), in eight bits. source: a TokenLinear's, or GROUP_NORMED.
+    layer_class: a TokenLinear's role, or CONVOLUTIONS. norm: see TokenLinear."""
 
     name: str
     width: int
@@ -64,9 +69,8 @@ class LowBitLayer(NamedTuple):
 
 
 class Product(NamedTuple):
-    """rows x width tokens times a weight of width x out. source: what makes the tokens; what comes from a norm is
-    written as it is, and the other products are added to tokens afterwards. size: (height, width) of the images whose
-    pixels the rows are, of a convolution."""
+    """The product of tokens (rows, width) and a weight (out, width). source: see TokenLinear. size: of a convolution,
+    the (height, width) of the images whose pixels are the rows."""
 
     rows: int
     width: int
@@ -76,8 +80,8 @@ class Product(NamedTuple):
 
 
 def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
-    """The linear layers of a block that may be worth it: the large ones, but for those that read the prompt, which are
-    computed once in a generation. fewest_weights: instead of FEWEST_WEIGHTS."""
+    """The linear layers of a block that may gain by eight bits: the large ones over the image's tokens. fewest_weights:
+    the fewest weights of a large one, by default FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
     for layer, source, role, norm in block.token_layers:
         if isinstance(layer, FusedLinear):
@@ -91,7 +95,7 @@ def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[
 
 
 def low_bit_convolutions(block: Block) -> Iterator[LowBitLayer]:
-    """The convolutions of a block that may be worth it; whether they are, the number of pixels decides."""
+    """The convolutions of a block that may gain by eight bits, if the image has enough pixels."""
     for layer in block.convolutions:
         if has_kernel(layer):
             width = KERNEL**2 * layer.in_channels
@@ -99,13 +103,13 @@ def low_bit_convolutions(block: Block) -> Iterator[LowBitLayer]:
 
 
 def has_kernel(layer: Convolution) -> bool:
-    """Whether our own kernel computes it."""
+    """Whether a kernel of ours computes this convolution."""
     aligned = layer.in_channels % ALIGNED == layer.out_channels % ALIGNED == 0
     return (layer.kernel, layer.stride, layer.padding) == (KERNEL, STRIDE, PADDING) and aligned and not layer.circular
 
 
 def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
-    """All that can be in eight bits, large or small."""
+    """All layers that can have their weights in eight bits, large or small."""
     blocks = list(layout.layers(Block))
     linear = [layer for block in blocks for layer in low_bit_layers(block, fewest_weights=0)]
     return linear + [layer for block in blocks for layer in low_bit_convolutions(block)]
@@ -158,8 +162,9 @@ class LowBitWeights:
     def fit(
         self, state: Callable[[], object], weights_of: Callable[[str], LayerWeights], wanted: WantedKinds
     ) -> None:
-        """Round what is wanted and not there, and everything anew if the weights' state is not equal to what it was
-        when that was done last. weights_of: a layer's tensors where the UNet computes.
+        """Round the wanted weights that are not kept yet, and all kept ones again if the weights' state has changed
+        since they were rounded. state: returns a value that is equal as long as the weights are. weights_of: returns a
+        layer's tensors on the device that computes.
 
         Raises torch.cuda.OutOfMemoryError, and what weights_of raises.
         """
@@ -200,8 +205,7 @@ class LowBitWeights:
             size -= kept.nbytes
 
     def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:
-        """The layers of which there are weights in one of these kinds, without convolutions: their products need no
-        other weight."""
+        """The linear layers that have weights in one of these kinds: their products need no other weight."""
         return frozenset(name for name, kind in list(self._kept) if kind in kinds and name in self._linear)
 
     def kept(
