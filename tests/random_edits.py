@@ -224,7 +224,10 @@ Tallies = dict[str, Tally]
 def tensors_in(given: Given) -> list[Tensor]:
     found: list[Tensor] = []
     for value in given.values():
-        found += [value] if isinstance(value, Tensor) else tensors_in(value) if isinstance(value, dict) else []
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, dict):
+            found += tensors_in(value)
     return found
 
 

@@ -51,7 +51,8 @@ def start_timing(device: torch.device) -> Callable[[], Took]:
     if device.type != "cuda":
         began = time.perf_counter()
         return lambda: time.perf_counter() - began
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     # Events go to the current card, which need not be this one.
     begin.record(torch.cuda.current_stream(device))
 
@@ -296,7 +297,8 @@ class ShapeTable:
     ) -> None:
         """kept: called once before entries are forgotten; returns a function that says whether an entry must stay.
         forgotten: called with the entries that are gone."""
-        self._kept, self._forgotten = kept, forgotten
+        self._kept = kept
+        self._forgotten = forgotten
         self._entries: dict[ShapeKey, Entry] = {}
         # Pages look and purge while another thread makes images.
         self._lock = threading.Lock()

@@ -112,6 +112,11 @@ class BackendChoice:
         elif applied is not None and not applied.lasting:
             self._graphs.drop_low_bit(network)
             candidates = candidates._replace(reason=CHANGES_AT_EACH_CALL)
+        elif network.bound.binding.formats:
+            # Rounded twice, weights would be farther from the file than either rounding takes them.
+            self._graphs.drop_low_bit(network)
+            formats = ", ".join(network.bound.binding.format_names())
+            candidates = candidates._replace(reason=f"Low-bit changes nothing: the weights of this file are {formats}")
         else:
             candidates = self._with_low_bit(network, settings, call, candidates)
         return candidates

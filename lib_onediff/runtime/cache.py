@@ -51,7 +51,8 @@ class Fingerprint:
     @classmethod
     def of(cls) -> Fingerprint:
         """The current GPU's, or the CPU's where torch can use no GPU."""
-        gpu, driver = "cpu", "none"
+        gpu = "cpu"
+        driver = "none"
         if torch.cuda.is_available():
             driver = f"hip {torch.version.hip}" if torch.version.hip else nvidia_driver()
             try:
@@ -91,7 +92,10 @@ class Cache:
     def __init__(
         self, services: Services, stepping: Stepping, vae: DecoderRoute, two_gpus: TwoGpusRoute
     ) -> None:
-        self._services, self._stepping, self._vae, self._two_gpus = services, stepping, vae, two_gpus
+        self._services = services
+        self._stepping = stepping
+        self._vae = vae
+        self._two_gpus = two_gpus
         self._seen = MemorySnapshot()
         # In place of CallStats.status where that fails: who reads it finds every key.
         self._unknown = CallStats().status()
@@ -108,9 +112,11 @@ class Cache:
 
     def totals(self) -> Totals:
         """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
-        counts, holdings = self._services.call_stats.calls, self._services.holdings
+        counts = self._services.call_stats.calls
+        holdings = self._services.holdings
         calls = {route: counts[route] for route in ROUTES}
-        count, every_unet = sum(calls.values()), self._services.networks.values()
+        count = sum(calls.values())
+        every_unet = self._services.networks.values()
         return Totals(
             vram=self._look().vram, budget=holdings.allowed(self._services.settings.memory_budget),
             disk=self._services.history.size_bytes(), calls=calls, hit_rate=calls[GRAPH] / count if count else None,
@@ -228,7 +234,9 @@ def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
     if image.state == UNTOLD:
         return policy.status.copy()
     nothing = {name: 0 for name, value in policy.status.items() if isinstance(value, int)}
-    inactive, calls, reason = image.inactive.get(policy.name), sum(image.steps.values()), ""
+    inactive = image.inactive.get(policy.name)
+    calls = sum(image.steps.values())
+    reason = ""
     if inactive is not None:
         some = f" (at {inactive.calls} of {calls} steps)" if inactive.calls < calls else ""
         reason = f"{inactive.reason}{some}"

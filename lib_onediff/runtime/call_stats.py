@@ -58,7 +58,9 @@ class Generation:
     object, its copies' not. resolution: in pixels, of the sampling in progress, as the host has announced it."""
 
     def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
-        self.owner, self.settings, self.why_off = owner, settings, why_off
+        self.owner = owner
+        self.settings = settings
+        self.why_off = why_off
         self.log = ImageLog(OPEN)
         self.resolution: str | None = None
 
@@ -202,7 +204,8 @@ class CallStats:
     @property
     def image(self) -> ImageRecord:
         """The record of the last image; of the one in progress, from its first step on."""
-        generation, latest = self.generations.innermost, self._latest
+        generation = self.generations.innermost
+        latest = self._latest
         if generation is not None and generation.log.steps:
             return generation.log.record()
         if latest is None:
@@ -413,7 +416,9 @@ class CallStats:
 
     def note_served(self, served: Served) -> Stopwatch | None:
         """We have computed a call. Returns the host's times that count for it."""
-        entry, route, reason = served.entry, served.route, served.reason
+        entry = served.entry
+        route = served.route
+        reason = served.reason
         self._place = entry.place
         self.calls[route] += 1
         kind = CACHED if entry.key.part == CACHED else WHOLE
@@ -427,7 +432,8 @@ class CallStats:
     def _note_last(self, call: LastCall) -> None:
         before = self.last_call
         self.last_call = call
-        route, reason = call.route, call.reason
+        route = call.route
+        reason = call.reason
         sentence = f"{route} route ({reason})" if reason else f"{route} route"
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s%s", sentence, f" {call.entry.key}" if call.entry else "")

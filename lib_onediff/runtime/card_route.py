@@ -1,11 +1,14 @@
-"""Computes calls on one card: by their plan, or by OneCard.make_plan, the slow path, which works towards a plan.
+"""Computes calls on one card: by their plan, or by OneCard.serve_without_plan, the slow path to a plan.
 
 The slow path tries backends, the fastest first, down to PyTorch's operators launched one by one. A backend that fails
 is noted with its reason, and the next one is tried. Its methods, each of which calls the next:
 
-_computed: takes the lock, and has the candidates chosen. _compute: repeats with attention in float32 after an overflow.
-_first_to_serve: goes from one candidate to the next. _on_device: has one backend load its kernels. _run: replays its
-graph or launches its forward. _plainly: launches the forward, operator by operator.
+_serve_locked: takes the lock, and has the candidates chosen.
+_with_overflow_retry: repeats with attention in float32 after an overflow.
+_first_to_serve: goes from one candidate to the next.
+_on_device: has one backend load its kernels.
+_replay_or_launch: replays its graph or launches its forward.
+_launch: launches the forward, operator by operator.
 """
 from __future__ import annotations
 
@@ -88,10 +91,10 @@ class OneCard:
     def __call__(self, call: Call, host: Host | None) -> Answer:
         served = replayed(self._services, self.network, call, self.settings)
         if served is None:
-            served = self.make_plan(call, host)
+            served = self.serve_without_plan(call, host)
         return Answer(served.output, served)
 
-    def make_plan(self, call: Call, host: Host | None) -> Served:
+    def serve_without_plan(self, call: Call, host: Host | None) -> Served:
         """The output of a call that no plan serves, computed on the slow path, with one step towards a plan for calls
         like it: the first such call is compared with the host's output, the second one has its graph captured, the
         third one replays it and its plan is kept.
@@ -99,12 +102,12 @@ class OneCard:
         host: None: a shape that was not checked yet is refused. Raises what CardRoute.answer raises.
         """
         if call.patches is None:
-            served = self._computed(call, None)
+            served = self._serve_locked(call, None)
             is_first = self._check(call, served, None, host)
         else:
             functions = FunctionCalls(call.patches, call.latent.device)
             with functions.rewound_on_failure():
-                served = self._computed(call, functions)
+                served = self._serve_locked(call, functions)
                 is_first = self._check(call, served, functions, host)
         # The call has its answer, whatever fails from here on.
         self._services.guard.attempt(
@@ -112,7 +115,7 @@ class OneCard:
         )
         return served
 
-    def _computed(self, call: Call, functions: FunctionCalls | None) -> Served:
+    def _serve_locked(self, call: Call, functions: FunctionCalls | None) -> Served:
         """The output by the first backend that computes the call, under the lock of its device. functions: the call's
         patch points. Raises Refusal."""
         services = self._services
@@ -120,7 +123,7 @@ class OneCard:
             if services.is_between_graphs:
                 raise Refusal(WITHIN_FUNCTION)
             candidates = self._route.choice.begin(self.network, self.settings, call)
-            return self._compute(candidates, call, functions)
+            return self._with_overflow_retry(candidates, call, functions)
 
     def _check(self, call: Call, served: Served, functions: FunctionCalls | None, host: Host | None) -> bool:
         """Compare an output with the host's, unless that was done before. Returns whether it was compared now. Raises
@@ -209,7 +212,7 @@ class OneCard:
             entry.host = served.entry.host
             if entry.state is State.COLD:
                 self._services.call_stats.note_first_use()
-                cached = partial(self._plainly, entry, call)
+                cached = partial(self._launch, entry, call)
                 compared = attempted(partial(why_cached_pass_differs, entry, served.output, cached))
                 if compared.fault is not None:
                     what = f"the cached pass failed: {first_line(compared.fault)}"
@@ -222,7 +225,7 @@ class OneCard:
 
     # --- one backend after the other --------------------------------------------------------------------------------
 
-    def _compute(self, candidates: Candidates, call: Call, functions: FunctionCalls | None) -> Served:
+    def _with_overflow_retry(self, candidates: Candidates, call: Call, functions: FunctionCalls | None) -> Served:
         """The output of a call by the first of these backends that computes it.
 
         If the first output of a shape is not finite, the call is computed again with attention in float32; where that
@@ -313,9 +316,9 @@ class OneCard:
             raise Refusal(entry.reason)
         time_ms = self._services.time_ms(call) if self._services.is_warm_up else None
         device.prepare(kernel_use_of(self.network, call, entry.key.lossy), time_ms)
-        return self._run(device, entry, call, functions, reason)
+        return self._replay_or_launch(device, entry, call, functions, reason)
 
-    def _run(
+    def _replay_or_launch(
         self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
     ) -> Served:
         """The output by one backend whose kernels are loaded: by the backend's own runner, by a graph, or launched
@@ -324,39 +327,39 @@ class OneCard:
         network = self.network
         lossy = entry.key.lossy
         has_graphs = device.traits.has_graphs
+        is_cold = entry.state is State.COLD
         if lossy.low_bit:
-            self._route.low_bit.fit(network, lossy, call, self.settings, is_first=entry.state is State.COLD)
+            self._route.low_bit.fit(network, lossy, call, self.settings, is_first=is_cold)
         if call.cut is not None and call.cut.reads and call.cut.values != network.bound.epoch.values:
             raise Refusal("the weights have changed since the last whole step")
-        plainly = partial(self._plainly, entry)
+        launch = partial(self._launch, entry)
         streamed = network.streamed(lossy, self.settings)
 
         def with_streamed(why: str) -> str:
             return "; ".join(filter(None, (why, streamed)))
 
         if functions is not None:
-            return self._route.patched.run(network, entry, call, functions, plainly, with_streamed(reason))
+            return self._route.patched.run(network, entry, call, functions, launch, with_streamed(reason))
         runner = device.runner(network, entry.key, call, self._services.is_warm_up)
-        if runner is None and entry.state is not State.COLD:
-            # Only for a shape that is not COLD: what a graph replays was launched and checked before.
+        if runner is None and not is_cold:
+            # What a graph replays was launched and checked before.
             runner = network.runner(entry.key, call.cut)
         if runner is not None:
             entry.state = State.READY
             output = entry.own.time(call.latent.device, partial(runner.run, call), GRAPH)
             return Served(output, entry, network.bound.refreshed, GRAPH, with_streamed(reason), call)
-        stopwatch = Stopwatch() if entry.state is State.COLD else entry.own
-        work: Callable[[], Tensor] = partial(plainly, call)
-        if has_graphs and entry.state is not State.COLD:
-            # A first call of all chooses algorithms, and takes more memory for that than any later one.
+        # A first call of all chooses algorithms: it takes more time and memory than any later one.
+        stopwatch = Stopwatch() if is_cold else entry.own
+        work: Callable[[], Tensor] = partial(launch, call)
+        if has_graphs and not is_cold:
             work = partial(self._graphs.measured, entry, work)
         output = stopwatch.time(call.latent.device, work, PLAIN)
         if has_graphs:
-            reason = reason or entry.no_graph or entry.waits or (
-                "first call at this shape" if entry.state is State.COLD else "its graph is captured after this step"
-            )
+            not_yet = "first call at this shape" if is_cold else "its graph is captured after this step"
+            reason = reason or entry.no_graph or entry.waits or not_yet
         return Served(output, entry, network.bound.refreshed, PLAIN, with_streamed(reason), call)
 
-    def _plainly(self, entry: Entry, call: Call) -> Tensor:
+    def _launch(self, entry: Entry, call: Call) -> Tensor:
         """The output of our forward, each operator launched by itself, without a graph."""
         network = self.network
         lossy = entry.key.lossy
@@ -403,7 +406,7 @@ class OneCard:
         if self._tune(entry.key, call):
             self._services.call_stats.note_first_use()
             # Something else was chosen: let it do its first work outside the capture.
-            self._plainly(entry, replace(call, patches=None))
+            self._launch(entry, replace(call, patches=None))
         if entry.key.lossy.low_bit and self.network.low_bit is None:
             # The 8-bit weights were dropped while tuning: the next call is computed without them.
             return

@@ -16,9 +16,11 @@ from ..weights.low_bit import WantedKinds
 # emoji-sd, all classes together: 2.2e-2 at 0.95, 1.5e-2 to 1.8e-2 down to 0.4, 2.3e-2 at 0.2, 1.3e-1 at its end. First
 # the prompt counts, and cross-attention out errs twice as much as later; self-attention out does so in the second half.
 # The last steps are not measured: they err the most, of the little noise that is left, and hardly change the image.
-MIDDLE, LATE = 0.5, 0.2
+MIDDLE = 0.5
+LATE = 0.2
 # What is measured; bits.
-FIRST_HALF, SECOND_HALF = 1, 2
+FIRST_HALF = 1
+SECOND_HALF = 2
 BOTH = FIRST_HALF | SECOND_HALF
 # As wrong as an output of zeros; what is not finite is no better.
 WORTHLESS = 1.0

@@ -70,11 +70,11 @@ class Network:
         self.no_room_for_low_bit = False
         self.asked_for_room = 0
         self.runners: dict[ShapeKey, CachedRunner] = {}
-        # GPU memory that the steps of earlier samplings have needed beside the weights, in bytes by the image's size.
-        self._rooms: dict[Hashable, int] = {}
-        # The image's size in this sampling, and the bytes that its steps have beside the weights.
-        self._size: Hashable = None
-        self._room = 0
+        # GPU memory that the steps of earlier samplings have needed beside the weights, in bytes by image size.
+        self._bytes_needed: dict[Hashable, int] = {}
+        # The image size of this sampling, and the bytes that its steps have beside the weights.
+        self._image_size: Hashable = None
+        self._bytes_had = 0
 
     def begin_sampling(self) -> None:
         """The host announces a sampling: what the last one has found out is looked at anew."""
@@ -243,39 +243,37 @@ class Network:
             self.low_bit = None
             self.bound.drop_applied()
 
-    def make_room(self, size: int, is_urgent: bool = False) -> bool:
+    def make_room(self, byte_count: int, is_urgent: bool = False) -> bool:
         """Have the host take so many bytes of weights off the GPU, where it keeps a part of them in main memory anyway.
-        is_urgent: or else the host itself would run out of memory. Returns whether it has."""
+        is_urgent: or else the host itself would run out of memory. Returns whether it has taken any."""
         if (self.bound.streaming is None and not is_urgent) or self.asked_for_room >= MOST_ASKED:
             return False
         self.asked_for_room += 1
         unet = self.bound.module
         # In the inference mode that the parameters were made in: the host moves them so, and they keep it.
         with torch.no_grad(), torch.inference_mode(next(unet.parameters()).is_inference()):
-            freed = self.bound.host_traits.make_room(unet, size)
-        self._room += freed
+            freed = self.bound.host_traits.make_room(unet, byte_count)
+        self._bytes_had += freed
         if freed and self.bound.streaming is not None:
-            self._rooms[self._size] = self._room
+            self._bytes_needed[self._image_size] = self._bytes_had
         return freed > 0
 
-    def room_lacked(self, size: Hashable) -> int:
+    def room_lacked(self, image_size: Hashable) -> int:
         """Bytes to ask of the host before a sampling: what the steps have needed before for images of this size, less
-        what we hold already. Graphs are not counted as held: hosts count their memory as free.
-
-        size: the image's. The account of this sampling begins with this call. See Runtime.room_lacked.
-        """
+        what we hold already. Graphs are not counted as held: hosts count their memory as free. The account of this
+        sampling begins with this call."""
         held = self.bound.bytes + (0 if self.low_bit is None else self.low_bit.bytes)
-        lacking = max(0, self._rooms.get(size, 0) - held)
-        self._size = size
-        self._room = held + lacking
+        lacking = max(0, self._bytes_needed.get(image_size, 0) - held)
+        self._image_size = image_size
+        self._bytes_had = held + lacking
         return lacking
 
-    def note_left_over(self, size: int) -> None:
-        """Note that after a capture so many bytes more are free than have to be, or fewer, if size is below 0: at this
-        image's size, the host is asked for that much less before the next sampling. Counts only while weights are
+    def note_left_over(self, byte_count: int) -> None:
+        """Note that after a capture so many bytes more are free than have to be (less than 0: so many are lacking): at
+        this image size, the host is asked for that much less before the next sampling. Counts only while weights are
         streamed, and where the host was not asked for room in this sampling."""
         if self.bound.streaming is not None and not self.asked_for_room:
-            self._rooms[self._size] = self._room - size
+            self._bytes_needed[self._image_size] = self._bytes_had - byte_count
 
     def let_go_if_moved(self) -> None:
         """Drop graphs and their memory where the weights are elsewhere by now, as when the host has taken the UNet off

@@ -32,7 +32,9 @@ class PatchedRoute:
     """Whoever calls holds the runtime's lock."""
 
     def __init__(self, services: Services) -> None:
-        self._services, self._graphs, self._devices = services, services.graphs, services.devices
+        self._services = services
+        self._graphs = services.graphs
+        self._devices = services.devices
 
     def run(
         self, network: Network, entry: Entry, call: Call, functions: FunctionCalls,
@@ -40,7 +42,8 @@ class PatchedRoute:
     ) -> Served:
         """The output. Raises Refusal where this backend does not serve the call. functions: the call's patch points.
         plainly: computes it operator by operator. why_not_better: why the backend before did not."""
-        names, device = ", ".join(entry.key.patches), call.latent.device
+        names = ", ".join(entry.key.patches)
+        device = call.latent.device
         guarded = replace(call, patches=functions)
         within = f"other extensions compute within the network: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
@@ -96,7 +99,8 @@ class PatchedRoute:
             return entry.own.time(call.latent.device, lambda: runner.run(call), GRAPH)
         except DoesNotFit as misfit:
             log.debug("%s (%s)", misfit, entry.key, exc_info=True)
-            passed, why = misfit.passed, str(misfit)
+            passed = misfit.passed
+            why = str(misfit)
         finally:
             self._services.is_between_graphs = False
         entry.misfits += 1
@@ -112,7 +116,8 @@ class PatchedRoute:
     ) -> None:
         """Make the graphs of a call that was just served without them, by capture(): the functions are called again,
         set back to what they were (rewind), and what comes of that must be what the call was answered with."""
-        entry, call = result.entry, result.call
+        entry = result.entry
+        call = result.call
         go_on = rewinder_of_all(entry.key.device, () if call.patches is None else call.patches.functions)
         self._services.is_between_graphs = True
         try:

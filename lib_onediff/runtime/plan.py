@@ -25,10 +25,10 @@ class Plan(NamedTuple):
     """How a network's calls of one signature are computed.
 
     entry: of their shape: its backend, torch's switches of precision, and what was proved. runner: replays them.
-    reason: why they go by no faster route. settings, autocast, device: under which the plan was made; autocast is the
-    type that torch casts to, None where it is off. epoch: of the network at the refresh before the call that the plan
-    was made from. computing: the context in which this thread alone launches work on the device; see
-    Services.computing.
+    reason: what keeps them from being faster still, for users, such as weights that are streamed.
+    settings, autocast, device: under which the plan was made; autocast is the type that torch casts to, None where it
+    is off. epoch: of the network at the refresh before the call that the plan was made from.
+    computing: the context in which this thread alone launches work on the device; see Services.computing.
     """
 
     entry: Entry

@@ -91,7 +91,8 @@ class RoundingNoise:
     """
 
     def __init__(self, ops: Operators, precision: float, device: torch.device) -> None:
-        self._ops, self._precision = ops, precision
+        self._ops = ops
+        self._precision = precision
         self._generator = torch.Generator(device).manual_seed(0)
 
     def __getattr__(self, name: str) -> Any:

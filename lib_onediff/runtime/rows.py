@@ -193,7 +193,8 @@ def usual_shape(shapes: tuple[ShapeRow, ...]) -> ShapeRow:
 
 
 def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
-    usual, (model, resolution) = usual_shape(shapes), name
+    usual = usual_shape(shapes)
+    model, resolution = name
     return ResolutionRow(
         resolution=resolution, model=model, state=state, pinned=shapes[0].pinned,
         reason=next((shape.reason for shape in shapes if shape.reason), ""),

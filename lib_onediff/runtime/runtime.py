@@ -201,19 +201,22 @@ class Runtime:
             budget = (network.settings or self.settings).memory_budget
             self.pressure.before_sampling(network.architecture, budget)
 
-    def room_lacked(self, unet: nn.Module, size: Hashable) -> int:
-        """A sampling of this size is about to begin, and the host is about to bring a UNet's weights: the bytes that
-        its steps have lacked before at this size, where a part of the weights had to stay in main memory."""
+    def room_lacked(self, unet: nn.Module, image_size: Hashable) -> int:
+        """The bytes of GPU memory that a network's steps have lacked in earlier samplings at this image size, where a
+        part of the weights had to stay in main memory. A host asks before it brings the weights for a sampling."""
         services = self.services
         network = services.networks.get(unet)
         if network is None:
             return 0
-        settings, _ = services.generations.run_settings or (network.settings or services.settings, "")
+        settings = network.settings or services.settings
+        running = services.generations.run_settings
+        if running is not None:
+            settings, _ = running
         if not settings.enabled:
             return 0
         with services.lock:
             services.graphs.note_lost()
-            return network.room_lacked(size)
+            return network.room_lacked(image_size)
 
     def end_sampling(self, unet: nn.Module | None = None) -> None:
         """A host says that the sampling of a UNet, or of all that it uses, is over: nothing of it counts for later
@@ -289,8 +292,9 @@ class Runtime:
         settings = network.settings or self.services.settings
         why_off = ""
         generations = self.services.generations
-        if generations.running:
-            settings, why_off = generations.run_settings or (settings, why_off)
+        running = generations.run_settings if generations.running else None
+        if running is not None:
+            settings, why_off = running
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)
         if torch.is_grad_enabled():

@@ -15,7 +15,7 @@ from .network import Network
 from .services import Services
 
 
-class Inner:
+class RecordingCompute:
     """The Compute that a policy gets for one call: it passes calls on to the next Compute, and records what came back.
 
     So the policy's own faults can be told from others', and an answer that is there is not computed again.
@@ -24,7 +24,8 @@ class Inner:
 
     def __init__(self, compute: Compute, host: Host | None) -> None:
         """host: the host's own forward of the whole call."""
-        self._compute, self._host = compute, host
+        self._compute = compute
+        self._host = host
         self.answer: Answer | None = None
         self.raised: Exception | None = None
 
@@ -60,14 +61,18 @@ class Inner:
             raise
 
 
-class Around:
-    """A Compute that has one policy plan each call, and the next Compute, inner, where the policy does not."""
+class PolicyLayer:
+    """A Compute that lets one policy answer each call, and the next Compute where the policy does not."""
 
     def __init__(
-        self, policy: StepPolicy, inner: Compute, guard: Guard,
+        self, policy: StepPolicy, compute: Compute, guard: Guard,
         step_context_of: Callable[[Call, Host | None], StepContext],
     ) -> None:
-        self._policy, self._inner, self._guard, self._step_context_of = policy, inner, guard, step_context_of
+        """compute: the next one."""
+        self._policy = policy
+        self._compute = compute
+        self._guard = guard
+        self._step_context_of = step_context_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
         """The answer of the policy, or of the next Compute where the policy refuses or fails.
@@ -93,20 +98,20 @@ class Around:
         if chosen.outcome is Outcome.REFUSED:
             if step_context.is_counted:
                 note_inactive(policy, chosen.reason)
-            return self._inner(call, host)
+            return self._compute(call, host)
         if chosen.fault is not None:
             self._charge(step_context, chosen.fault)
-            return self._inner(call, host)
-        inner = Inner(self._inner, host)
-        answered = attempted(lambda: chosen.given()(inner))
+            return self._compute(call, host)
+        recording = RecordingCompute(self._compute, host)
+        answered = attempted(lambda: chosen.given()(recording))
         try:
-            if answered.fault is None or answered.fault is inner.raised:
+            if answered.fault is None or answered.fault is recording.raised:
                 return answered.given()
         finally:
             # It holds this frame.
-            inner.raised = None
+            recording.raised = None
         self._charge(step_context, answered.fault)
-        return inner.answer or self._inner(call, host)
+        return recording.answer or self._compute(call, host)
 
     def _charge(self, step_context: StepContext, fault: Exception) -> None:
         """Note that the policy has failed. It is inactive for the rest of this run of the sampling."""
@@ -116,7 +121,7 @@ class Around:
             memory.is_broken = True
 
     def check(self, call: Call, served: Served) -> None:
-        self._inner.check(call, served)
+        self._compute.check(call, served)
 
 
 class Stepping:
@@ -126,7 +131,8 @@ class Stepping:
         self, services: Services, policies: Iterable[StepPolicy], sampling_of: Callable[[Network], Sampling]
     ) -> None:
         """sampling_of: the sampling in progress of a UNet."""
-        self._services, self._sampling_of = services, sampling_of
+        self._services = services
+        self._sampling_of = sampling_of
         self.policies = tuple(policies)
         # The settings and policies of the last question, and the names of those that are on.
         self._asked: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
@@ -160,7 +166,8 @@ class Stepping:
                 network.step_memories.pop(policy.name, None)
         if not on:
             return compute
-        services, sampling = self._services, self._sampling_of(network)
+        services = self._services
+        sampling = self._sampling_of(network)
         is_warm_up = services.is_warm_up
 
         def step_context_of(call: Call, host: Host | None) -> StepContext:
@@ -173,7 +180,7 @@ class Stepping:
             )
 
         for policy in reversed(on):
-            compute = Around(policy, compute, services.guard, step_context_of)
+            compute = PolicyLayer(policy, compute, services.guard, step_context_of)
         return compute
 
     def clear_reasons(self) -> None:

@@ -90,7 +90,7 @@ class Pair:
         self.network.no_room_for_low_bit = first.no_room_for_low_bit
 
 
-def rest(reason: str, lasts: bool, network: Network, settings: Settings) -> tuple[Any, ...]:
+def one_card_finding(reason: str, lasts: bool, network: Network, settings: Settings) -> tuple[Any, ...]:
     """Why one card computes, and the conditions under which that holds: the memory budget, the weights, and this
     sampling, unless it lasts."""
     bound = network.bound
@@ -115,7 +115,7 @@ class TwoGpusRoute:
         self.is_used = False
         self.cards = Card()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
-        self._rests: WeakDictionary[nn.Module, tuple[Any, ...]] = WeakDictionary()
+        self._on_one_card: WeakDictionary[nn.Module, tuple[Any, ...]] = WeakDictionary()
         # How many calls both have computed; how they shared the last one, or why one card computed it.
         self._calls = 0
         self._split = self._why_one_card = ""
@@ -129,7 +129,8 @@ class TwoGpusRoute:
     def note(self, split: str = "", why_one: str = "") -> None:
         """How both have computed the last call, or why one card has though the option is on; neither where it is off.
         """
-        self._split, self._why_one_card = split, why_one
+        self._split = split
+        self._why_one_card = why_one
         sentence = f"two GPUs: {split}" if split else f"one GPU: {why_one}" if why_one else ""
         if sentence and sentence not in self._told:
             self._told.add(sentence)
@@ -137,11 +138,11 @@ class TwoGpusRoute:
 
     def forget(self, unet: nn.Module) -> None:
         """The UNet is given back, or computed on one card from now on: give the second card's memory back."""
-        self._rests.pop(unet, None)
+        self._on_one_card.pop(unet, None)
         pair = self._pairs.pop(unet, None)
         if pair is not None:
             self._release(pair.unet)
-        if not self._pairs and not self._rests:
+        if not self._pairs and not self._on_one_card:
             self.note()
 
     def forget_all(self, but: nn.Module | None = None) -> None:
@@ -160,7 +161,7 @@ class TwoGpusRoute:
             self.note(why_one=allowed.reason)
             return None
         allowed.given()
-        rests = network.in_sampling
+        in_sampling = network.in_sampling
         unet = network.bound.module
         made = attempted(lambda: self._serve(network, settings, call, as_host(host)))
         if made.is_ours:
@@ -169,14 +170,16 @@ class TwoGpusRoute:
             return Answer(served.output, served)
         if made.outcome is Outcome.OUT_OF_MEMORY:
             made.given()
-        reason, lasts = made.reason, isinstance(made.error, SecondGpuFull)
+        reason = made.reason
+        lasts = isinstance(made.error, SecondGpuFull)
         if made.fault is not None:
-            reason, lasts = self._services.guard.note("computing on two GPUs", made.fault), True
+            reason = self._services.guard.note("computing on two GPUs", made.fault)
+            lasts = True
         if lasts:
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
         # Where nobody says when a sampling ends, the next call may go.
-        if lasts or rests:
-            self._rests[unet] = rest(reason, lasts, network, settings)
+        if lasts or in_sampling:
+            self._on_one_card[unet] = one_card_finding(reason, lasts, network, settings)
         self.note(why_one=reason)
         return None
 
@@ -193,12 +196,12 @@ class TwoGpusRoute:
             raise Refusal(ONE_ROW)
         if call.latent.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Refusal(CAPTURES)
-        known = self._rests.get(network.bound.module)
+        known = self._on_one_card.get(network.bound.module)
         if known is not None:
             reason, lasts, *_ = known
-            if known == rest(reason, lasts, network, settings):
+            if known == one_card_finding(reason, lasts, network, settings):
                 raise Refusal(reason)
-            del self._rests[network.bound.module]
+            del self._on_one_card[network.bound.module]
         if network.bound.has_binding:
             refuse_marked_weights(network)
         if lack := why_rows_stay_together(call):
@@ -211,12 +214,15 @@ class TwoGpusRoute:
 
         Where both cards know what to do, the second one begins first: the first one is done when its own launches are.
         """
-        first_card, batch = call.latent.device, call.latent.shape[0]
+        first_card = call.latent.device
+        batch = call.latent.shape[0]
         pair = self._pair(network, first_card)
         if pair is None:
             self._choose(network, first_card)
-        first_rows, second_rows = slice(0, batch - batch // 2), slice(batch - batch // 2, batch)
-        here, second = take_rows(call, first_rows), None
+        first_rows = slice(0, batch - batch // 2)
+        second_rows = slice(batch - batch // 2, batch)
+        here = take_rows(call, first_rows)
+        second = None
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
             pair.follow(network)
             with self._on(pair.device):
@@ -280,7 +286,8 @@ class TwoGpusRoute:
     def _make(self, network: Network, settings: Settings, first: torch.device) -> Pair:
         """A copy without values, on another card. Raises Refusal."""
         refuse_marked_weights(network)
-        binding, device = network.bound.binding, self._choose(network, first)
+        binding = network.bound.binding
+        device = self._choose(network, first)
         with self._on(device):
             copy = empty_copy(binding, device)
         mirror = MirrorUNet(network.bound, copy)

@@ -236,7 +236,8 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
 def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
     """The objects of these packages and of scripts, which WebUIs name by their files, at most MOST, that functions
     reach: bound objects, what closures hold, and what is in their attributes, lists and dictionaries."""
-    waiting, seen = deque(functions), set[int]()
+    waiting = deque(functions)
+    seen = set[int]()
     are_theirs: dict[type, bool] = {}
     while waiting and len(seen) < MOST:
         one = waiting.popleft()

@@ -23,7 +23,7 @@ from ..core.leaves import Convolution, FusedLinear
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
-from .stored import StoredReader, StoredWeight
+from .stored import Format, StoredReader, StoredWeight
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -59,10 +59,10 @@ class Binding:
         self._every_fusion = tuple(layout.fusions())
         self.fusions = self._every_fusion
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
-        self._turned: set[str] = set()
+        self._channels_last: set[str] = set()
         self.cast_to: torch.dtype | None = None
-        # The paths of layers whose weights are in few bits.
-        self.stored_paths = frozenset[str]()
+        # Of the weights in few bits, by their layers' paths: how they are stored, and their shapes.
+        self.formats: dict[str, tuple[Format, tuple[int, ...]]] = {}
         # The paths of the members of fused layers that cannot lie in one tensor, by the fused layer's name.
         self.apart: dict[str, list[str]] = {}
         # By the path of a fused layer's member: that layer's name, the member's first row in it, and how many it has.
@@ -105,9 +105,9 @@ class Binding:
         if self.away and device is None:
             raise Refusal("a part of its weights is in main memory")
         if channels_last:
-            copied = sum(self._turn(path, torch.channels_last) for path in self._convolution_paths)
+            copied = sum(self._set_memory_format(path, torch.channels_last) for path in self._convolution_paths)
         else:
-            copied = self.turn_convolutions_back()
+            copied = self.restore_memory_formats()
         for fusion in self.fusions:
             if fusion.name not in self.away:
                 copied += sum(fuse(parts) for parts in self.parts(fusion.name) if parts)
@@ -115,7 +115,7 @@ class Binding:
 
     def unbind(self) -> None:
         """Give every parameter a storage of its own again, and every convolution its usual memory format."""
-        self.turn_convolutions_back()
+        self.restore_memory_formats()
         for path, leaf in self._leaves.items():
             for parameter in () if leaf() is None else self._parameters(path):
                 if parameter is not None and shares_storage(parameter):
@@ -126,23 +126,23 @@ class Binding:
                     ):
                         parameter.data = copy_of(parameter)
 
-    def turn_convolutions_back(self) -> int:
+    def restore_memory_formats(self) -> int:
         """Put the convolutions' weights that we have laid out channels-last back into torch's usual memory format;
         others may be channels-last by the host's choice. Returns the bytes copied."""
-        copied = sum(self._turn(path, torch.contiguous_format) for path in list(self._turned))
-        self._turned.clear()
+        copied = sum(self._set_memory_format(path, torch.contiguous_format) for path in list(self._channels_last))
+        self._channels_last.clear()
         return copied
 
-    def _turn(self, path: str, memory_format: torch.memory_format) -> int:
+    def _set_memory_format(self, path: str, memory_format: torch.memory_format) -> int:
         """Lay a convolution's weight out in a memory format, unless it is. Returns the bytes copied."""
-        if self._leaves[path]() is None or path in self.stored_paths:
+        if self._leaves[path]() is None or path in self.formats:
             return 0
         weight = self._parameters(path)[0]
         if weight.is_contiguous(memory_format=memory_format):
             return 0
         with torch.no_grad(), torch.inference_mode(weight.is_inference()):
-            weight.data = turned(weight, memory_format)
-        self._turned.add(path)
+            weight.data = in_memory_format(weight, memory_format)
+        self._channels_last.add(path)
         return weight.numel() * weight.element_size()
 
     def paths(self) -> list[str]:
@@ -152,17 +152,17 @@ class Binding:
     def layers(self) -> list[nn.Module]:
         """The host's modules whose own the parameters are. Drop the result after the call. Raises Refusal if one is
         gone."""
-        return there(leaf() for leaf in self._leaves.values())
+        return all_alive(leaf() for leaf in self._leaves.values())
 
     def called_layers(self) -> list[nn.Module]:
         """As layers, with the LoRAs around them in their place."""
         pairs = zip(self._called, self._leaves.values(), strict=True)
-        return there(called() or leaf() for called, leaf in pairs)
+        return all_alive(called() or leaf() for called, leaf in pairs)
 
     def parameters(self) -> list[Tensor]:
         """The tensors that all layers compute with, in their order: parameters, and in the place of a weight in few
         bits its values and scales. Drop the result after the call. Raises Refusal if a layer is gone."""
-        if not self.stored_paths:
+        if not self.formats:
             return [one for layer in self.layers() for one in layer._parameters.values() if one is not None]
         found: list[Tensor] = []
         for path in self._leaves:
@@ -174,24 +174,22 @@ class Binding:
     def stored(self, path: str) -> StoredWeight | None:
         """The weight of a layer that is in few bits, as it is now; None where it is a plain tensor. Drop the result
         after the call. Raises Refusal where the layer is gone."""
-        if path not in self.stored_paths or self.reader is None:
+        if path not in self.formats or self.reader is None:
             return None
         return self.reader.weight(self._layer(path))
 
     def multiplies_in_eight_bits(self) -> bool:
         """Whether the host rounds the inputs of any layer to the eight bits that its weight is stored in."""
-        found = map(self.stored, self.stored_paths)
-        return any(stored is not None and stored.format.kind is not None for stored in found)
+        return any(format.kind is not None for format, _ in self.formats.values())
 
     def rounded_inputs(self) -> frozenset[tuple[torch.dtype, int]]:
         """The types of eight bits to which the host rounds the inputs of its layers, each with each rotation."""
-        formats = [stored.format for path in self.stored_paths if (stored := self.stored(path)) is not None]
-        return frozenset((one.kind.dtype, one.rotation) for one in formats if one.kind is not None)
+        formats = [format for format, _ in self.formats.values()]
+        return frozenset((format.kind.dtype, format.rotation) for format in formats if format.kind is not None)
 
-    def formats(self) -> list[str]:
+    def format_names(self) -> list[str]:
         """The names of the formats of the weights in few bits, the most frequent one first."""
-        names = Counter(stored.format.name for path in self.stored_paths if (stored := self.stored(path)) is not None)
-        return [name for name, _ in names.most_common()]
+        return [name for name, _ in Counter(format.name for format, _ in self.formats.values()).most_common()]
 
     def numel(self, path: str) -> int:
         """The numbers in a layer's weight, decoded."""
@@ -208,7 +206,7 @@ class Binding:
         reader = self.reader
         found = {} if reader is None else {path: reader.weight(self._layer(path)) for path in self._leaves}
         stored = {path: one for path, one in found.items() if one is not None}
-        self.stored_paths = frozenset(stored)
+        self.formats = {path: (one.format, one.shape) for path, one in stored.items()}
         has_other_rows = {path for path, one in stored.items() if not one.format.is_by_rows}
         together: list[FusedLinear] = []
         self.apart = {}
@@ -238,7 +236,7 @@ class Binding:
         found = dict(self.weights())
         for name, paths in self.products().items():
             for path in {name, *paths}:
-                if not self.stored_paths.isdisjoint(paths):
+                if not self.formats.keys().isdisjoint(paths):
                     found[path] = found[path]._replace(weight=self._decoded_shape([path] if path in paths else paths))
         return found
 
@@ -278,6 +276,15 @@ class Binding:
             if bias is not None:
                 biases.append(bias)
         return weights, biases
+
+    def holders(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
+        """As parts, with the host's own tensors in the place of values; see StoredWeight."""
+        weights, biases = self.parts(name)
+        found: list[Tensor] = []
+        for path, weight in zip(self.groups[name], weights, strict=True):
+            stored = self.stored(path)
+            found.append(weight if stored is None else stored.holder)
+        return found, biases
 
     def weights_on(self, device: torch.device, name: str) -> LayerWeights:
         """A layer's tensors on a device, wherever they are; views where they are there and lie together."""
@@ -323,7 +330,7 @@ class Binding:
     @property
     def stored_dtype(self) -> torch.dtype:
         """Of the first parameter that is not in few bits."""
-        plain = (path for path in self._leaves if path not in self.stored_paths)
+        plain = (path for path in self._leaves if path not in self.formats)
         return self._parameters(next(plain))[0].dtype
 
     def _first_weight(self) -> Tensor:
@@ -360,7 +367,7 @@ class Binding:
             for parameter in (layer.weight, layer.bias):
                 if parameter is None:
                     continue
-                if parameter is layer.weight and path in self.stored_paths:
+                if parameter is layer.weight and path in self.formats:
                     self._refuse_elsewhere(path, parameter)
                     continue
                 if not isinstance(parameter, nn.Parameter):
@@ -393,7 +400,7 @@ def lies_away(parameter: Tensor, device: torch.device) -> bool:
     return parameter.device != device
 
 
-def there(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
+def all_alive(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
     """The layers, all of which are alive. Raises Refusal if one is None: the host has unloaded or replaced it."""
     found = list(layers)
     if None in found:
@@ -457,7 +464,7 @@ def joined(parameters: list[Tensor]) -> Tensor | None:
     return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
-def turned(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
+def in_memory_format(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
     """A convolution's weight, (out, in, height, width), in a memory format: a new tensor. Where the card is full, the
     values are rewritten within the storage that they have, by way of main memory."""
     try:
@@ -465,5 +472,5 @@ def turned(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
     except torch.cuda.OutOfMemoryError:
         in_main_memory = torch.empty(weight.shape, dtype=weight.dtype, device="cpu", memory_format=memory_format)
         copy_into(in_main_memory, weight)
-        there = weight.detach().as_strided(weight.shape, in_main_memory.stride())
-        return copy_into(there, in_main_memory)
+        target = weight.detach().as_strided(weight.shape, in_main_memory.stride())
+        return copy_into(target, in_main_memory)

@@ -140,7 +140,9 @@ class BoundUNet:
         is unknown."""
         if self._units_of is None:
             raise Refusal("a part of its weights is in main memory")
-        return self._units_of(self.binding.layout, call)
+        apart = self.binding.apart
+        units = self._units_of(self.binding.layout, call)
+        return [[path for name in unit for path in apart.get(name, [name])] for unit in units]
 
     def drop_applied(self) -> None:
         """Free the copies of weights that the host's functions were applied to, and the buffers for streamed weights;
@@ -182,7 +184,7 @@ class BoundUNet:
         """Note where the bound parameters lie and how often they were edited; and their contents, where _part says so.
         Later looks compare with this."""
         binding = self.binding
-        self.baseline.parameters = Parameters(binding.layers(), binding.reader if binding.stored_paths else None)
+        self.baseline.parameters = Parameters(binding.layers(), binding.reader if binding.formats else None)
         self.baseline.contents = None
         if self._part:
             spans: list[MemorySpan] = []
@@ -436,7 +438,7 @@ class BoundUNet:
         """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
         if not self.channels_last or self._binding is None:
             return False
-        self._binding.turn_convolutions_back()
+        self._binding.restore_memory_formats()
         self.baseline.parameters = None
         self.channels_last = False
         self._note_moved()

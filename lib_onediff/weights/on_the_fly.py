@@ -46,7 +46,7 @@ class OnTheFly:
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
         """The type to which the host casts the parameters for inputs of this type, or None."""
-        is_as_stored = binding.stored_dtype == dtype and not binding.stored_paths
+        is_as_stored = binding.stored_dtype == dtype and not binding.formats
         if self._casts is None or dtype not in BOUND_DTYPES or is_as_stored:
             return None
         return self._casts.to(binding.layers(), dtype)
@@ -163,14 +163,14 @@ class OnTheFly:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's
         key."""
         if self.applied is None:
-            return tuple(f"{name} weights" for name in binding.formats())
+            return tuple(f"{name} weights" for name in binding.format_names())
         stored = str(binding.stored_dtype).removeprefix("torch.")
-        found = [f"{name} weights" for name in binding.formats()]
+        found = [f"{name} weights" for name in binding.format_names()]
         if self.applied.low_rank:
             found.append("LoRA on the fly")
         if self.copies_matrices:
             found.append("weights changed on the fly")
-        if binding.cast_to is not None and not binding.stored_paths:
+        if binding.cast_to is not None and not binding.formats:
             found.append(f"weights stored as {stored}")
         return tuple(found)
 

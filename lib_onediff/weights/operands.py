@@ -120,9 +120,15 @@ class Decoded(Step):
     function, anew at each use: there is never a decoded copy of the network.
     """
 
-    def __init__(self, binding: Binding, replaced: frozenset[str], channels_last: bool) -> None:
-        """replaced: the layers whose weight a later step brings. channels_last: how convolutions' weights lie."""
+    def __init__(
+        self, binding: Binding, before: Mapping[str, LayerWeights], streaming: Streaming | None,
+        replaced: frozenset[str], channels_last: bool,
+    ) -> None:
+        """before: the operands as the earlier steps leave them. streaming: None where no parameter is in main memory.
+        replaced: the layers whose weight a later step brings. channels_last: how convolutions' weights lie."""
         self._binding = binding
+        self._before = before
+        self._streaming = streaming
         self._dtype = binding.dtype
         self._left = replaced
         self._channels_last = channels_last
@@ -133,58 +139,62 @@ class Decoded(Step):
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
         binding = self._binding
         paths = binding.members(name)
-        if name in self._left or binding.stored_paths.isdisjoint(paths):
+        if name in self._left or binding.formats.keys().isdisjoint(paths):
             return before
         members = [binding.stored(path) for path in paths]
-        joint = quantized(before.weight, members)
+        scales = [self._scales(path, stored) for path, stored in zip(paths, members, strict=True)]
+        joint = None if name in binding.apart else quantized(before.weight, members, scales)
         if joint is not None:
             shape = torch.empty(joint.values.shape, dtype=self._dtype, device="meta")
             return before._replace(weight=shape, low_bit=(joint,))
         if self._last_weight is None or self._last_name != name:
-            self._last_weight = self._weight(name, before.weight, paths, members)
+            self._last_weight = self._weight(name, before.weight, members, scales)
             self._last_name = name
         return before._replace(weight=self._last_weight)
 
+    def _scales(self, path: str, stored: StoredWeight | None) -> Sequence[Tensor]:
+        """The scales of a layer's weight on the device that computes."""
+        if stored is None:
+            return ()
+        return stored.scales if self._streaming is None else self._streaming.scales(path, stored)
+
     def _weight(
-        self, name: str, values: Tensor, paths: Sequence[str], members: Sequence[StoredWeight | None]
+        self, name: str, values: Tensor, members: Sequence[StoredWeight | None], scales: Sequence[Sequence[Tensor]]
     ) -> Tensor:
         """The decoded weight of a layer. values: of all its members, unless these cannot lie together."""
-        device = self._binding.device
-        is_together = name not in self._binding.apart
+        binding = self._binding
+        pieces: Sequence[Tensor] = (values,)
+        if name in binding.apart:
+            pieces = [self._before[path].weight for path in binding.members(name)]
+        elif len(members) > 1:
+            pieces = values.split([binding.fusion_of[path][2] for path in binding.members(name)])
         found: list[Tensor] = []
-        first = 0
-        for path, stored in zip(paths, members, strict=True):
-            own = self._binding.parts(path)[0][0] if stored is None else stored.values
-            if is_together:
-                own = values.narrow(0, first, len(own))
-                first += len(own)
-            own = own.to(device)
-            if stored is None:
-                found.append(own.to(self._dtype))
-            else:
-                scales = [scale.to(device) for scale in stored.scales]
-                found.append(stored.decode(own, scales, self._dtype))
+        for piece, stored, own in zip(pieces, members, scales, strict=True):
+            found.append(piece.to(self._dtype) if stored is None else stored.decode(piece, own, self._dtype))
         weight = found[0] if len(found) == 1 else torch.cat(found)
         if weight.dim() == 4 and self._channels_last:
             weight = weight.contiguous(memory_format=torch.channels_last)
         return weight
 
 
-def quantized(values: Tensor, members: Sequence[StoredWeight | None]) -> QuantizedWeight | None:
-    """The weights of layers over the same input as one operand in eight bits; None where not all are multiplied so, or
-    not alike. values: of all, one below the other."""
-    formats = {None if stored is None else (stored.format.kind, stored.format.rotation) for stored in members}
-    if len(formats) > 1:
-        return None
-    scales: list[Tensor] = []
-    rotation = 0
-    for stored in members:
+def quantized(
+    values: Tensor, members: Sequence[StoredWeight | None], scales: Sequence[Sequence[Tensor]]
+) -> QuantizedWeight | None:
+    """The weights of layers over the same input as one operand in eight bits; None where the host does not multiply all
+    of them so, or not alike. values: of all, one below the other. scales: of each."""
+    found: list[Tensor] = []
+    rotations: set[int] = set()
+    kinds: set[object] = set()
+    for stored, own in zip(members, scales, strict=True):
         if stored is None or stored.format.kind is None:
             return None
-        rotation = stored.format.rotation
-        scale = stored.scales[0].to(values.device, torch.float32).reshape(1, -1)
-        scales.append(scale if len(members) == 1 else scale.expand(1, len(stored.values)))
-    return QuantizedWeight(values, scales[0] if len(scales) == 1 else torch.cat(scales, dim=1), rotation)
+        rotations.add(stored.format.rotation)
+        kinds.add(stored.format.kind)
+        scale = own[0].float().reshape(1, -1)
+        found.append(scale if len(members) == 1 else scale.expand(1, stored.shape[0]))
+    if len(rotations) > 1 or len(kinds) > 1:
+        return None
+    return QuantizedWeight(values, found[0] if len(found) == 1 else torch.cat(found, dim=1), rotations.pop())
 
 
 class Changed(Step):
@@ -297,8 +307,8 @@ def steps_of(
     steps: list[Step] = []
     if streaming is not None:
         steps.append(Streamed(streaming, stored, units, replaced))
-    if binding.stored_paths:
-        steps.append(Decoded(binding, replaced, channels_last))
+    if binding.formats:
+        steps.append(Decoded(binding, Operands(stored, list(steps)), streaming, replaced, channels_last))
     if applied is not None and changed is not None:
         steps.append(changed)
         steps.append(Cast(dtype, last))

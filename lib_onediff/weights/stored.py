@@ -38,9 +38,10 @@ class Format:
 class StoredWeight(NamedTuple):
     """A weight in few bits.
 
-    shape: of the decoded weight, (out, ...). values: as stored. scales: in the order in which
-    decode takes them. decode: the host's own function for this format. All tensors are the host's own, in plain memory:
-    not of a subclass.
+    shape: of the decoded weight, (out, ...). values: as stored. scales: in the order in which decode takes them.
+    decode: the host's own function for this format. values and scales are plain tensors, over the host's own memory.
+    holder: the host's tensor with that memory: what is put in the place of its data stands in the host, too. It is
+    values itself, but for a host whose parameter is of a subclass.
     """
 
     format: Format
@@ -48,11 +49,7 @@ class StoredWeight(NamedTuple):
     values: Tensor
     scales: tuple[Tensor, ...]
     decode: Decode
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """All that it consists of."""
-        return (self.values, *self.scales)
+    holder: Tensor
 
 
 class StoredReader(Protocol):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import zlib
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from .binding import Binding, in_one
 from .contents import MemorySpan
 from .exact_copy import copy_into, copy_of
 from .main_memory import MainMemory, aligned
+from .stored import StoredWeight
 
 # Copies of less take longer to begin than to do.
 LEAST_CHUNK = 16 << 20
@@ -128,6 +129,7 @@ class Streaming:
         # Where each member of a fused layer begins in it, and how many rows it has.
         self.members = binding.fusion_of
         names = [name for name in chain.from_iterable(units) if name in binding.away]
+        self._pin(binding, names, memory, pinned)
         matrices: dict[tuple[str, str], list[Tensor]] = {}
         vectors: dict[tuple[str, str], list[Tensor]] = {}
         for name in names:
@@ -135,16 +137,19 @@ class Streaming:
                 if parts:
                     found_of_kind = matrices if parts[0].dim() > 1 else vectors
                     found_of_kind[name, kind] = parts
-        # One after the other, as they are to lie: then one copy takes many.
-        for part in chain.from_iterable((*matrices.values(), *vectors.values())):
-            pin(part, memory, pinned)
+            for path in binding.groups[name]:
+                for label, scale in labelled_scales(binding.stored(path)):
+                    if scale.device != self.device:
+                        vectors[path, label] = [scale]
         # Nothing here keeps them alive.
         self._matrices = {name: list(map(MemorySpan.of, parts)) for (name, _), parts in matrices.items()}
         sizes = self._sizes_of(units)
         self._ring_bytes = max(2 * max(sizes), min(RING, sum(sizes)))
         # Made when a matrix is copied.
         self._ring = room_of(0, self.device)
-        spans = {key: list(map(MemorySpan.of, parts)) for key, parts in vectors.items()}
+        spans: dict[tuple[str, str], list[MemorySpan]] = {}
+        for key, parts in vectors.items():
+            spans[key] = [MemorySpan.of(part.reshape(-1)) for part in parts]
         self._room = room_of(sum(map(size_of, spans.values())), self.device)
         self._vectors: dict[tuple[str, str], Tensor] = {}
         copies: list[Copy] = []
@@ -153,6 +158,19 @@ class Streaming:
             self._vectors[key] = staged(found, self._room, start, copies)
             start += size_of(found)
         self._copies_of_vectors = joined(copies, self._room)
+
+    def _pin(self, binding: Binding, names: Sequence[str], memory: MainMemory, pinned: bool) -> None:
+        """Have what is copied lie in pinned memory: matrices one after the other, so that one copy takes many, then the
+        vectors. Raises Refusal for scales that lie apart in memory."""
+        matrices: list[Tensor] = []
+        vectors: list[Tensor] = []
+        for name in names:
+            for part in chain(*binding.holders(name)):
+                (matrices if part.dim() > 1 else vectors).append(part)
+            for path in binding.groups[name]:
+                vectors += [scale for _, scale in labelled_scales(binding.stored(path))]
+        for part in (*matrices, *vectors):
+            pin(part, memory, pinned)
 
     @property
     def bytes(self) -> int:
@@ -207,6 +225,14 @@ class Streaming:
     def vector(self, name: str, kind: str) -> Tensor | None:
         """The copy of a layer's vector. kind: "weight" or "bias". None where it is not copied."""
         return self._vectors.get((name, kind))
+
+    def scales(self, path: str, stored: StoredWeight) -> list[Tensor]:
+        """The scales of a weight in few bits on the device that computes: copies of those that are away."""
+        found: list[Tensor] = []
+        for label, scale in labelled_scales(stored):
+            copy = self._vectors.get((path, label))
+            found.append(scale if copy is None else copy.view(scale.shape))
+        return found
 
     def content(self, names: Collection[str]) -> int:
         """A checksum of the first row of each matrix in main memory, which shows edits that torch does not count
@@ -289,6 +315,13 @@ class StreamedForward:
             self._streaming.lane.wait(mark)
 
 
+def labelled_scales(stored: StoredWeight | None) -> Iterator[tuple[str, Tensor]]:
+    """The scales of a weight, each with a name."""
+    if stored is not None:
+        for index, scale in enumerate(stored.scales):
+            yield f"scale {index}", scale
+
+
 def room_of(size: int, device: torch.device) -> Tensor:
     """Bytes that can be written in any mode. Raises torch.cuda.OutOfMemoryError."""
     with torch.inference_mode(False):
@@ -339,7 +372,7 @@ def pin(parameter: Tensor, memory: MainMemory, pinned: bool) -> None:
     if parameter.device.type != "cpu" or lies_well:
         return
     with torch.no_grad(), torch.inference_mode(parameter.is_inference()):
-        source = parameter.detach() if is_dense(parameter) else copy_of(parameter, torch.contiguous_format)
+        source = parameter.data if is_dense(parameter) else copy_of(parameter, torch.contiguous_format)
         room = memory.empty(source.numel(), source.dtype, pinned)
         room.set_(room.untyped_storage(), room.storage_offset(), source.shape, source.stride())
         parameter.data = copy_into(room, source)

@@ -64,7 +64,11 @@ class Images(Adopted):
 
     def set_times(self) -> None:
         for entry in self.runtime.table.entries():
-            own = CACHED_MS if entry.key.is_cached_pass else ALONE_MS if entry.key.batch == 1 else WHOLE_MS
+            own = WHOLE_MS
+            if entry.key.is_cached_pass:
+                own = CACHED_MS
+            elif entry.key.batch == 1:
+                own = ALONE_MS
             add_times(entry.own, own)
             if entry.host.median_ms is not None:
                 add_times(entry.host, HOST_MS if entry.key.batch == 2 else HOST_MS / 2)

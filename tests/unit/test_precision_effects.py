@@ -43,7 +43,12 @@ def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """These can be imported beside what is there, OneFlow only if it is among them."""
     find = importlib.util.find_spec
     known = {"oneflow"}
-    there = lambda name, *rest: (find("torch") if name in names else None) if name in known else find(name, *rest)  # noqa: E731
+
+    def there(name: str, *others: Any) -> Any:
+        if name not in known:
+            return find(name, *others)
+        return find("torch") if name in names else None
+
     monkeypatch.setattr(importlib.util, "find_spec", there)
     monkeypatch.setattr(effects, "find_spec", there)
 

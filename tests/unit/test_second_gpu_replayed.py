@@ -31,13 +31,13 @@ HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tenso
 def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
     """The rows of every part that was not looked up."""
     parts: list[int] = []
-    make_plan = OneCard.make_plan
+    serve_without_plan = OneCard.serve_without_plan
 
     def counting(self: OneCard, call: UNetCall, host: Any) -> Any:
         parts.append(call.latent.shape[0])
-        return make_plan(self, call, host)
+        return serve_without_plan(self, call, host)
 
-    monkeypatch.setattr(OneCard, "make_plan", counting)
+    monkeypatch.setattr(OneCard, "serve_without_plan", counting)
     return parts
 
 

@@ -106,7 +106,7 @@ def quantized_weight(layer: nn.Module, weight: Any) -> StoredWeight:
     if kind is not None and scales[0].numel() not in (1, shape[0]):
         raise Refusal(f"a weight stored as {name} has {scales[0].numel()} scales for {shape[0]} rows")
     format = Format(name, (layout, *plain_fields(params)), kind, rotation, is_by_rows=layout not in NAMES)
-    return StoredWeight(format, shape, values, scales, decoder(weight.layout_cls, params, names))
+    return StoredWeight(format, shape, values, scales, decoder(weight.layout_cls, params, names), values)
 
 
 def named(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind | None, int]:
@@ -142,4 +142,4 @@ def gguf_weight(weight: Any) -> StoredWeight:
         decoded: Tensor = weight.gguf_cls.dequantize_pytorch(weight.copy_with_data(values))
         return decoded.to(dtype)
 
-    return StoredWeight(Format(name, (name,)), tuple(weight.real_shape), weight.data, (), decode)
+    return StoredWeight(Format(name, (name,)), tuple(weight.real_shape), weight.data, (), decode, weight)

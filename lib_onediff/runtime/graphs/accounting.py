@@ -25,7 +25,8 @@ PAGE = 2 * MEBIBYTE
 SMALL_THINGS = 4 * PAGE
 # What the gaps between a forward's tensors take of a memory in one piece, in proportion to the most that is in use: a
 # twelfth for SDXL, an eighth for SD1.5, whatever the size; and of one in many pieces.
-GAPS_IN_ONE_PIECE, GAPS_IN_MANY = 1 / 7, 2 / 5
+GAPS_IN_ONE_PIECE = 1 / 7
+GAPS_IN_MANY = 2 / 5
 # Less is not worth capturing every graph that stays again.
 LEAST_GAIN = 16 * MEBIBYTE
 LEAST_SHARE = 1 / 16
@@ -144,8 +145,11 @@ class Holdings:
     def __init__(
         self, table: ShapeTable, networks: WeakDictionary[nn.Module, Network], pins: GetPins, made: GraphMaker
     ) -> None:
-        self._table, self._networks, self._pins = table, networks, pins
-        self.made, self.card = made, Card()
+        self._table = table
+        self._networks = networks
+        self._pins = pins
+        self.made = made
+        self.card = Card()
 
     def allowed(self, budget: int, device: torch.device | None = None) -> int:
         """Bytes that all graphs of a device may hold, for a budget in MiB; 0 where there is no GPU. device: by default

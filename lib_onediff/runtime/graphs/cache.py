@@ -33,7 +33,8 @@ PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all g
 VALUES_PER_DECODED_PIXEL = 1024
 SECONDS_BETWEEN_LOOKS = 2.0
 # What makes room where the host runs out of memory, for people.
-GRAPHS, WEIGHTS = "OneDiff gives its graphs up", "the WebUI takes some of its weights off the GPU"
+GRAPHS = "OneDiff gives its graphs up"
+WEIGHTS = "the WebUI takes some of its weights off the GPU"
 
 
 class GraphCache:
@@ -44,7 +45,9 @@ class GraphCache:
         self, holdings: Holdings, table: ShapeTable, networks: WeakDictionary[nn.Module, Network],
         operators_of: Callable[[str, bool], Operators],
     ) -> None:
-        self._now, self._table, self._networks = holdings, table, networks
+        self._now = holdings
+        self._table = table
+        self._networks = networks
         self._operators_of = operators_of
         self._shared_noticed = 0
 
@@ -54,7 +57,8 @@ class GraphCache:
         """work(), a plain call of this shape, which tells once what the shape's graph will need."""
         if entry.needs:
             return work()
-        device, held = entry.key.device, self._now.applied_bytes(entry.key.device)
+        device = entry.key.device
+        held = self._now.applied_bytes(entry.key.device)
         result, peak = self._now.made.peak(device, work)
         # What weights are copied to may have been made in it, and no graph needs another.
         peak -= self._now.applied_bytes(device) - held
@@ -69,7 +73,8 @@ class GraphCache:
         Where it does not fit, entry.no_graph says so, and entry.waits where it may later.
         Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
         """
-        device, allowed = entry.key.device, self._now.allowed(budget, entry.key.device)
+        device = entry.key.device
+        allowed = self._now.allowed(budget, entry.key.device)
         if not fits(memory_of(entry.needs), allowed):
             entry.no_graph = too_large(memory_of(entry.needs), allowed)
             return 0
@@ -90,12 +95,14 @@ class GraphCache:
         if not fits(self._now.held(device), allowed):
             needed = self._now.held_by(pool)
             self._drop({entry.key})
-            entry.needs, entry.no_graph = needed, too_large(needed, allowed)
+            entry.needs = needed
+            entry.no_graph = too_large(needed, allowed)
         return lacking
 
     def _why_wait(self, entry: Entry, allowed: int) -> tuple[str, int]:
         """Make room for a graph that would fit alone; why that is not possible now, if so, and what capture returns."""
-        pool, device = PoolKey.of(entry.key), entry.key.device
+        pool = PoolKey.of(entry.key)
+        device = entry.key.device
         growth = max(0, memory_of(entry.needs) - self._now.made.bytes(*pool))
         others = self._now.others(pool)
         while others and not fits(self._now.held(device) + growth, allowed):
@@ -132,14 +139,16 @@ class GraphCache:
             self._now.card.empty_cache()
         # What was captured into a new memory has shown exactly what it needs.
         entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
-        entry.state, entry.waits = State.READY, ""
+        entry.state = State.READY
+        entry.waits = ""
         network.keep(key, runner)
         self._shared_noticed = self._now.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
         """Make the graphs of a device hold no more than a budget in MiB, which may be another than when they were made.
         pool: whose UNet is used now; the graphs of others go first."""
-        device, allowed = pool.device, self._now.allowed(budget, pool.device)
+        device = pool.device
+        allowed = self._now.allowed(budget, pool.device)
         others = self._now.others(pool)
         while others and not fits(self._now.held(device), allowed):
             self.drop(others.pop(0))
@@ -230,7 +239,11 @@ class MemoryPressure:
         self, holdings: Holdings, graphs: GraphCache, lock: threading.RLock, guard: Guard, is_busy: Callable[[], bool]
     ) -> None:
         """is_busy: whether the host is making an image."""
-        self._now, self._graphs, self._lock, self._guard, self._is_busy = holdings, graphs, lock, guard, is_busy
+        self._now = holdings
+        self._graphs = graphs
+        self._lock = lock
+        self._guard = guard
+        self._is_busy = is_busy
         self._watcher: threading.Thread | None = None
         self._starting = threading.Lock()
 
@@ -245,7 +258,8 @@ class MemoryPressure:
     def before_decode(self, latent: torch.Tensor) -> None:
         """A latent, (batch, channels, ..., h, w), is about to be decoded; a host may need several GiB for that."""
         if latent.device in self._now.made.devices():
-            batch, (height, width) = latent.shape[0], latent.shape[-2:]
+            batch = latent.shape[0]
+            height, width = latent.shape[-2:]
             pixels = batch * height * width * LATENT_PIXEL**2
             wanted = pixels * VALUES_PER_DECODED_PIXEL * latent.element_size()
             self._relieve(PoolKey(latent.device, None), wanted)
@@ -299,7 +313,9 @@ class MemoryPressure:
     def _relieve(self, pool: PoolKey, wanted: int = 0) -> None:
         """Where less than wanted bytes and some to spare are left of a card, drop graphs: those of other architectures,
         then all that are not pinned, then those. Some 100 microseconds where enough is left."""
-        now, graphs, enough = self._now, self._graphs, wanted + self._now.card.spare(pool.device)
+        now = self._now
+        graphs = self._graphs
+        enough = wanted + self._now.card.spare(pool.device)
         with self._lock:
             graphs.note_lost()
             here = {key for key in now.keys() if key.device == pool.device}

@@ -122,7 +122,8 @@ class Decode:
         return made
 
     def _compare(self, made: Decoded) -> None:
-        entry, history = made.entry, self.services.history
+        entry = made.entry
+        history = self.services.history
         if not history.recall(entry):
             # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
             # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
@@ -158,7 +159,8 @@ class Decode:
         return self._latent[..., ::step, ::step]
 
     def _entry(self, dtype: torch.dtype, backend: str) -> Entry:
-        layout, upcast = self.layout, self.host.upcast_attention
+        layout = self.layout
+        upcast = self.host.upcast_attention
         flags = flags_for(self.settings, dtype, self._latent.device, upcast)
         marks = (ENCODE,) if layout.encodes else ()
         key = ShapeKey.of_decode(layout.architecture, self._small, upcast, backend, dtype, flags, marks)
@@ -175,7 +177,8 @@ class Decode:
 
     def _spread(self, entry: Entry) -> float:
         """How far rounding moves this image; see rounding.spread."""
-        key, latent = entry.key, self._latent.to(entry.key.dtype)
+        key = entry.key
+        latent = self._latent.to(entry.key.dtype)
         weights = self._weights_in(key.dtype)
 
         def image(ops: Operators) -> Tensor:
@@ -193,7 +196,9 @@ class Decode:
 
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
         """The image of a latent in the type to compute in, in the type of the host's."""
-        key, device, stored = entry.key, latent.device, self._latent.dtype
+        key = entry.key
+        device = latent.device
+        stored = self._latent.dtype
         output = partial(
             self.services.decoders.output, self.layout, self._weights_in(key.dtype), used.operators(), latent,
             key.upcast_attention, used.traits.channels_last,

@@ -114,7 +114,8 @@ class DecoderRoute:
         with NaN, whoever made it, is decoded again in a wider type; where that does not help, it is the host's own, so
         that the host finds what it would have found without us.
         """
-        services, before = self._services, (self._route, self._reason, self._entry)
+        services = self._services
+        before = (self._route, self._reason, self._entry)
         device = latent.device if isinstance(latent, Tensor) else torch.device("cpu")
         work = lambda: self._decode(decoder, latent, HostFunction(host), upcast_attention, check)  # noqa: E731
         try:
@@ -166,7 +167,8 @@ class DecoderRoute:
             bound.refresh_in_place()
             self._services.decoders.of(bound.layout).refuse_latent(bound.layout, asked.latent)
             refuse_misplaced(bound.binding, asked.latent)
-            weights, identity = bound.binding.weights(), bound.identity()
+            weights = bound.binding.weights()
+            identity = bound.identity()
             decode = Decode(self._services, self._notice, bound.layout, weights, identity, asked, settings)
         return WiderType(decode)
 
@@ -175,7 +177,8 @@ class DecoderRoute:
 
         A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
         """
-        services, reason = self._services, tried.reason
+        services = self._services
+        reason = tried.reason
         if tried.outcome is Outcome.OUT_OF_MEMORY:
             services.release_memory()
         if tried.fault is None:
@@ -232,9 +235,11 @@ class DecoderRoute:
         """The last decode went by this route; reason: why it was not ours, or not faster."""
         self._services.call_stats.note_decode(route, reason)
         changed = (route, reason) != (self._route, self._reason)
-        self._route, self._reason = route, reason
+        self._route = route
+        self._reason = reason
         if changed:
-            line, now = described(route, reason), time.monotonic()
+            line = described(route, reason)
+            now = time.monotonic()
             if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", line)
             self._logged[line] = now

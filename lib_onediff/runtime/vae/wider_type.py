@@ -96,7 +96,8 @@ class WiderType:
     def wanted(self) -> torch.dtype:
         """The type to decode in. Auto keeps the type of the host's own VAE: its options have decided that. So does a
         type that this CPU is too slow for, of which ui.effects tells."""
-        choice, latent = self.decode.settings.vae_precision, self.decode.host.latent
+        choice = self.decode.settings.vae_precision
+        latent = self.decode.host.latent
         is_slow = choice in SLOW_ON_CPU and latent.device.type == "cpu"
         return latent.dtype if choice == AUTO or is_slow else NAMED[choice]
 
