@@ -244,7 +244,7 @@ class BoundUNet:
 
     def layout_now(self) -> Any:
         """The layout as the module tree is now. Raises Refusal with the reason."""
-        self._look()
+        self._look_at_modules()
         return self.layout
 
     def refresh(
@@ -256,7 +256,7 @@ class BoundUNet:
         take, to which the host applies functions; None: any number.
         """
         device = call.latent.device
-        self._look()
+        self._look_at_modules()
         traits = self.host_traits
         binding = self.binding
         if traits.sync_lora is not None:
@@ -286,7 +286,7 @@ class BoundUNet:
         have_same_contents = self.on_the_fly.begin_contents()
         return lambda: have_same_contents() and self.on_the_fly.stands(self.binding)
 
-    def refresh_in_place(self) -> None:
+    def refresh_without_binding(self) -> None:
         """As refresh, for a call that reads the weights where and as the host laid them out: no parameter is
         re-pointed.
 
@@ -294,7 +294,7 @@ class BoundUNet:
         are found in the contents at each call, where a reader makes that one launch, or no parameter has a version;
         elsewhere at the next change. Raises Refusal with the reason if the network cannot be run.
         """
-        self._look()
+        self._look_at_modules()
         binding = self.binding
         if self.host_traits.sync_lora is not None:
             self.host_traits.sync_lora(binding.layers())
@@ -345,56 +345,66 @@ class BoundUNet:
         parameters = self.baseline.parameters
         return parameters is not None and parameters.stand()
 
-    def _look(self) -> None:
-        """See whether the module tree computes as it did, and read it again if not. Raises Refusal where it cannot be
-        run."""
-        unet = self.module
+    def _look_at_modules(self) -> None:
+        """Compare the modules and their code with the baseline, and read them anew where they have changed. Raises
+        Refusal where the network cannot be run."""
         known = self.baseline.tree
-        if known is not None and known.stands(unet):
+        if known is not None and known.stands(self.module):
             self._new_ones = 0
         else:
-            self.baseline.advance(structure=1)
-            tree = self._tree_now()
-            self.baseline.tree = None
-            self._refusal = None
-            try:
-                self._read(unet, tree)
-            except Refusal as refusal:
-                # Its text alone: an exception keeps the UNet alive.
-                self._refusal = str(refusal)
-            except Exception as error:
-                # A fault of ours. The same tree is not read again within this image.
-                self.baseline.tree = tree
-                self._refusal = f"OneDiff has failed to read this network: {error}"
-                self._has_failed = True
-                self._drop_binding()
-                raise
-            self.baseline.tree = tree
-            facts = tree.reached.facts_of_ours
-            if self._code and facts != self._code:
-                # Our operators call torch's functions by name too: what was captured or made of the weights while
-                # others stood there is of those.
-                self.code_changes += 1
-                self._note_moved()
-            self._code = facts
-            self._new_ones = 0 if tree.reached.digest in self._met else self._new_ones + 1
-            self._met[tree.reached.digest] = None
-            while len(self._met) > MOST_MET:
-                del self._met[next(iter(self._met))]
+            self._read_anew()
         if self._refusal is not None:
             raise Refusal(self._refusal)
         if self._new_ones > MOST_NEW:
             # Each would be checked against the host: that takes longer than the host alone.
-            raise Refusal(f"{self.replaced[0] if self.replaced else 'its code'}, and changes with every call")
+            what = self.replaced[0] if self.replaced else "its code"
+            raise Refusal(f"{what}, and changes with every call")
+
+    def _read_anew(self) -> None:
+        """Read the modules and their code, and note why the network cannot be run (_refusal). Raises what is a fault of
+        ours, once: the same modules are not read again within this image."""
+        self.baseline.advance(structure=1)
+        tree = self._tree_now()
+        self.baseline.tree = None
+        self._refusal = None
+        try:
+            self._read_layout_of(tree)
+        except Refusal as refusal:
+            # Its text alone: an exception keeps the network alive.
+            self._refusal = str(refusal)
+        except Exception as error:
+            self.baseline.tree = tree
+            self._refusal = f"OneDiff has failed to read this network: {error}"
+            self._has_failed = True
+            self._drop_binding()
+            raise
+        self.baseline.tree = tree
+        self._note_code(tree.reached)
+
+    def _note_code(self, reached: Reached) -> None:
+        """Note the code that the modules run, and whether it was met before."""
+        facts = reached.facts_of_ours
+        if self._code and facts != self._code:
+            # Our operators call torch's functions by name too: what was captured or made of the weights while others
+            # stood there is of those.
+            self.code_changes += 1
+            self._note_moved()
+        self._code = facts
+        self._new_ones = 0 if reached.digest in self._met else self._new_ones + 1
+        self._met[reached.digest] = None
+        while len(self._met) > MOST_MET:
+            del self._met[next(iter(self._met))]
 
     def _tree_now(self) -> Tree:
+        """The modules as they are now."""
         traits = self.host_traits
         ignored = traits.written.union(APPLIED_AT_CALL)
         return Tree(self.module, ignored, traits.placed, self._tokens, self.baseline.tree, traits.synced)
 
-    def _read(self, unet: nn.Module, tree: Tree) -> None:
-        """Find out what the module tree is. Where layers and layout are what they were, weights and graphs stay as they
-        are. Raises Refusal."""
+    def _read_layout_of(self, tree: Tree) -> None:
+        """Read the layout, and make the binding to it. Where layers and layout are what they were, weights and graphs
+        stay as they are. Raises Refusal."""
+        unet = self.module
         try:
             refuse_foreign_code(unet, self.host_traits)
             self._refuse_stand_ins(tree)
@@ -416,7 +426,8 @@ class BoundUNet:
         reached = tree.reached
         trusted = self.host_traits.trusted
         if reached is not self._judged:
-            self._first = reached.facts if self._first is None else self._first
+            if self._first is None:
+                self._first = reached.facts
             found = replaced_names(reached, tree.hosts, self._first, trusted)
             known = {*trusted, *map(package, trusted), *tree.hosts}
             foreign = (one for one in found if foreign_parts(one, known))

@@ -133,6 +133,19 @@ def test_what_changes_between_two_calls_is_found_out(
     assert route in ("plain", "graph") and error < CLOSE and len(found_out) == 3 + CHANGES[change]
 
 
+def test_an_edit_that_a_new_shape_finds_first_is_checked_at_the_others(unet: Any, found_out: list[UNetCall]) -> None:
+    """What was proved at a shape is of the weights as they were."""
+    call = a_call(unet)
+    ready(unet, call)
+    run(unet, call, 3)
+    assert len(found_out) == 3
+    edit_keys(unet, call)
+    run(unet, a_call(unet, 16, 16), 4)
+    assert len(found_out) == 4
+    route, error = run(unet, call, 4)
+    assert route == "plain" and error < CLOSE and len(found_out) == 5
+
+
 def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[UNetCall]) -> None:
     """As a scheduled LoRA on A1111: the host merges it lazily, and we ask for that."""
     lora: dict[str, float] = {"wanted": 1.0, "merged": 1.0}

@@ -47,7 +47,7 @@ def half_of(name: str, part: str) -> Any:
 def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_biases: bool = False) -> torch.Tensor:
     """By our forward itself."""
     bound = BoundUNet(half, DECODERS.read)
-    bound.refresh_in_place()
+    bound.refresh_without_binding()
     binding = bound.binding
     with torch.no_grad():
         return Decoding(binding.weights(), operators, False, fold_biases=fold_biases).run(binding.layout, given)

@@ -164,7 +164,7 @@ class DecoderRoute:
             bound.reader = self._services.devices.contents_reader(asked.latent.device)
             # The host's weights are read where they lie and never re-pointed: turning one channels-last takes a
             # thousandth of a decode, and the host's own decode finds its weights as it left them.
-            bound.refresh_in_place()
+            bound.refresh_without_binding()
             self._services.decoders.of(bound.layout).refuse_latent(bound.layout, asked.latent)
             refuse_misplaced(bound.binding, asked.latent)
             weights = bound.binding.weights()
