@@ -148,11 +148,12 @@ class ImageRecord:
     state: how it ended. images: their number; 0: unknown. seconds: of one of them, everything included; of an
     interrupted one, until the interruption. host_seconds: of a similar image with OneDiff off. Both None if unknown.
     model, resolution, backend, lossy, route, reason, relative_error: of the last call; the route is "" before the
-    first. parts: the steps by place, in their order. steps, calls, step_ms, host_ms, ratio: of all steps; see
-    ImagePart. by_host: the number of calls that the host computed, by the reason. first_uses: the number of calls with
-    a first check, capture, measurement or compilation. backends: pairs of a backend and what it computed lossily.
-    policies: each step policy's counts, by its name. inactive: each policy's last reason for being inactive. vae: the
-    route and the reason of the last decode. inside: the images that were made while this one was in progress.
+    first. weights: how its weights are stored and changed, in words; see ShapeKey. parts: the steps by place, in their
+    order. steps, calls, step_ms, host_ms, ratio: of all steps; see ImagePart. by_host: the number of calls that the
+    host computed, by the reason. first_uses: the number of calls with a first check, capture, measurement or
+    compilation. backends: pairs of a backend and what it computed lossily. policies: each step policy's counts, by its
+    name. inactive: each policy's last reason for being inactive. vae: the route and the reason of the last decode.
+    inside: the images that were made while this one was in progress.
     """
 
     state: str = UNTOLD
@@ -164,6 +165,7 @@ class ImageRecord:
     resolution: str | None = None
     backend: str | None = None
     lossy: str = ""
+    weights: tuple[str, ...] = ()
     route: str = ""
     reason: str = ""
     relative_error: float | None = None
@@ -265,6 +267,7 @@ class ImageLog:
             resolution=None if last is None else last.place.resolution,
             backend=None if entry is None else entry.key.backend, lossy="" if entry is None else str(entry.key.lossy),
             route="" if last is None else last.route, reason=self.reason,
+            weights=() if entry is None else entry.key.weights,
             relative_error=None if entry is None else entry.relative_error,
             parts=parts_of(steps),
             steps=steps_by_kind(steps), calls=calls_by_route(steps), step_ms=times.step_ms, host_ms=times.host_ms,

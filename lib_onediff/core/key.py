@@ -41,12 +41,12 @@ LOSSLESS = Lossy()
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
 
-    inputs: words: Network.weight_marks, then Call.unusual; of a decode, DECODE comes first. own_inputs: shapes of the
-    inputs that only this family's calls have; see Call.own_inputs. label: see Call. backend: the device that computes
-    it, so that a shape that fails by one can be served by another. precision: the switches of torch that change its
-    numbers; see precision.flags_for. part, depth: which pass of a cut network, "" for a whole one. patches: what other
-    extensions have put on the UNet, and at which points. additions: what our forward computes of what is put on the
-    UNet. lossy: with another choice of it, it is another shape.
+    inputs: words: Call.unusual; of a decode, DECODE comes first. weights: words: Network.weight_marks. own_inputs:
+    shapes of the inputs that only this family's calls have; see Call.own_inputs. label: see Call. backend: the device
+    that computes it, so that a shape that fails by one can be served by another. precision: the switches of torch that
+    change its numbers; see precision.flags_for. part, depth: which pass of a cut network, "" for a whole one. patches:
+    what other extensions have put on the UNet, and at which points. additions: what our forward computes of what is put
+    on the UNet. lossy: with another choice of it, it is another shape.
     """
 
     architecture: str
@@ -68,13 +68,14 @@ class ShapeKey:
     additions: tuple[str, ...] = ()
     lossy: Lossy = LOSSLESS
     label: str = ""
+    weights: tuple[str, ...] = ()
 
     @classmethod
     def of(
         cls, architecture: str, dtype: torch.dtype, call: Call, backend: str = "", precision: Flags = (),
-        marks: tuple[str, ...] = (), lossy: Lossy = LOSSLESS,
+        weights: tuple[str, ...] = (), lossy: Lossy = LOSSLESS,
     ) -> ShapeKey:
-        """The key of a call; height and width are in latent pixels. dtype is the one computed in. marks: see
+        """The key of a call; height and width are in latent pixels. dtype is the one computed in. weights: see
         Network.weight_marks."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
@@ -82,7 +83,7 @@ class ShapeKey:
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=call.tokens,
             dtype=dtype, latent_dtype=call.latent.dtype, device=call.latent.device,
-            inputs=(*marks, *call.unusual),
+            inputs=call.unusual, weights=weights,
             own_inputs=call.own_inputs, label=call.label, upcast_attention=call.upcast_attention,
             lossy=lossy, backend=backend, precision=precision,
             part=cut.name if cut else "", depth=cut.depth if cut else 0,
@@ -127,6 +128,6 @@ class ShapeKey:
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
         part = f", {self.part} at depth {self.depth}" if self.part else ""
         patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""
-        marks = () if self.is_decode else self.inputs
+        marks = () if self.is_decode else (*self.weights, *self.inputs)
         added = "".join(f", {one}" for one in (*marks, *self.additions))
         return f"{self.resolution}, batch {self.batch}, {tokens}{part}{patched}{added}"

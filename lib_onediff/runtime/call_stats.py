@@ -456,6 +456,7 @@ class CallStats:
         image = image or self.image
         return {
             "model": image.model, "backend": image.backend, "lossy": image.lossy, "resolution": image.resolution,
+            "weights": list(image.weights),
             "route": image.route or None, "reason": image.why_not_faster,
             "step_ms": image.step_ms, "host_ms": image.host_ms, "ratio": image.ratio, "image": values_of(image),
             "relative_error": image.relative_error,

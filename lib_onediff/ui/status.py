@@ -220,6 +220,7 @@ def described(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("Resolution", status["resolution"] or NOTHING),
         ("Model", status["model"] or NOTHING),
         ("Backend", backend_sentence(status)),
+        ("Weights", ", ".join(status.get("weights", ())) or NOTHING),
     ]
 
 
