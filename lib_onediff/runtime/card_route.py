@@ -146,10 +146,9 @@ class OneCard:
         allowed = self._devices.named(key.backend).allowed_error(key.dtype)
         # A LoRA in a narrow type rounds so coarsely that the measured spread would excuse real faults.
         has_spread = not bound.on_the_fly.has_narrow_loras
-        exactly = bound.host_traits.yardstick
         # Outside our modes: the host's forward must run exactly as the host would run it.
         is_news = prove(
-            entry, served.output, services.history, host, None if exactly is None else exactly(host), is_warm_up,
+            entry, served.output, services.history, host, bound.exactly(host), is_warm_up,
             () if call.patches is None else call.patches.functions, self._times_host, allowed,
             partial(self._spread, key, served.call) if has_spread else None,
             bound.binding.multiplies_in_eight_bits(),
@@ -378,7 +377,9 @@ class OneCard:
             return self._services.families.output(source.layout, source.weights(), ops, plain)
 
         with self._services.computing(key.device), our_modes(key.device, key.precision):
-            return spread(output, ops, rounds_as(key.dtype, key.device, key.precision), key.device)
+            rounded_as = rounds_as(key.dtype, key.device, key.precision)
+            rounds_inputs = network.bound.binding.multiplies_in_eight_bits()
+            return spread(output, ops, rounded_as, key.device, rounds_inputs)
 
     # --- the graph ------------------------------------------------------------------------------------------------
 

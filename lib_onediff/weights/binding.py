@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from typing import Any, cast
@@ -202,17 +202,17 @@ class Binding:
 
     def look_for_stored(self) -> None:
         """Note anew which weights are in few bits, and which layers can lie together: not those of a format that is not
-        stored row by row. Raises Refusal for a format that is not known."""
+        stored row by row, nor those whose values are of several types. Raises Refusal for a format that is not known.
+        """
         reader = self.reader
         found = {} if reader is None else {path: reader.weight(self._layer(path)) for path in self._leaves}
         stored = {path: one for path, one in found.items() if one is not None}
         self.formats = {path: (one.format, one.shape) for path, one in stored.items()}
-        has_other_rows = {path for path, one in stored.items() if not one.format.is_by_rows}
         together: list[FusedLinear] = []
         self.apart = {}
         for fusion in self._every_fusion:
             paths = [member.path for member in fusion.members]
-            if has_other_rows.isdisjoint(paths):
+            if self._can_lie_together(paths, stored):
                 together.append(fusion)
             else:
                 self.apart[fusion.name] = paths
@@ -225,6 +225,14 @@ class Binding:
                 first += member.out_features
         self.groups = {path: [path] for path in self._leaves if path not in self.fusion_of}
         self.groups |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
+
+    def _can_lie_together(self, paths: Sequence[str], stored: Mapping[str, StoredWeight]) -> bool:
+        """Whether the weights of layers can be rows of one tensor. stored: those in few bits, by path."""
+        if stored.keys().isdisjoint(paths):
+            return True
+        if not all(stored[path].format.is_by_rows for path in paths if path in stored):
+            return False
+        return len({self._parameters(path)[0].dtype for path in paths}) == 1
 
     def products(self) -> dict[str, list[str]]:
         """The paths of the layers that one product computes: as groups, with layers that cannot lie together."""
@@ -381,8 +389,9 @@ class Binding:
                     raise Refusal(f"its parameters are mixed: {stored}, but {path} is {parameter.dtype}")
         for fusion in self._every_fusion:
             members = [layer_weights[member.path] for member in fusion.members]
-            parameters = [parameter for layer in members for parameter in layer[:2] if parameter is not None]
-            if len({parameter.dtype for parameter in parameters}) > 1:
+            biases = [layer.bias for layer in members if layer.bias is not None]
+            has_one_type = fusion.name in self.apart or len({layer.weight.dtype for layer in members}) == 1
+            if not has_one_type or len({bias.dtype for bias in biases}) > 1:
                 raise Refusal(f"the layers of {fusion.name} are stored in several types")
             if len({layer.bias is None for layer in members}) > 1:
                 raise Refusal(f"{fusion.name} has a bias on some of its layers only")

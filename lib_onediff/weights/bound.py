@@ -128,6 +128,11 @@ class BoundUNet:
             raise Refusal("this UNet has not been bound yet")
         return self._binding
 
+    def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """The host's forward of a call, with its approximations computed exactly; see HostTraits.yardstick."""
+        yardstick = self.host_traits.yardstick
+        return host if yardstick is None else yardstick(host, self.module)
+
     def streaming_now(self) -> Streaming | None:
         """What copies the weights that are in main memory; None where all are on the device that computes. Raises
         Refusal where its memory was freed."""

@@ -26,7 +26,12 @@ class MirrorUNet(BoundUNet):
 
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
         """copy: made by empty_copy of the source's binding; the caller keeps it alive."""
-        traits = HostTraits(yardstick=source.host_traits.yardstick)
+
+        def yardstick(host: Callable[[], Tensor], copy: nn.Module) -> Callable[[], Tensor]:
+            # The host runs its own network.
+            return source.exactly(host)
+
+        traits = HostTraits(yardstick=yardstick)
         super().__init__(copy, lambda unet: source.layout, traits, is_copy=True)
         self._source = source
         self._of = source.binding

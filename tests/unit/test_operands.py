@@ -1,38 +1,241 @@
-"""An operand is made in one list of steps, and a storage format is one step more."""
+"""An operand is made in one list of steps: from what a file stores, in few bits or plain, to what a kernel takes."""
 from __future__ import annotations
 
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lib_onediff.core.layer_weights import LayerWeights, LowRank, QuantizedWeight
+from lib_onediff.core.leaves import FusedLinear, Linear
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.devices.torch import operators
+from lib_onediff.devices.torch.quantized import hadamard
+from lib_onediff.weights.binding import Binding, shares_storage
+from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.low_bit import FP8, INT8
 from lib_onediff.weights.on_the_fly import AppliedFunctions
-from lib_onediff.weights.operands import Cast, Operands, Step, WithLowBit, steps_of
+from lib_onediff.weights.operands import Cast, Decoded, Operands, WithLowBit, quantized, steps_of
+from lib_onediff.weights.scan import HostTraits
+from lib_onediff.weights.stored import Format, StoredWeight
 
 HALF = torch.float16
+WIDTH, ROWS, GROUP = 8, (4, 2), 4
+NAMES = ("first", "second")
+BY_ROWS = {
+    "int8": Format("INT8", (), INT8, is_by_rows=True), "turned": Format("INT8 (ConvRot)", (), INT8, GROUP, True),
+    "fp8": Format("FP8", (), FP8, is_by_rows=True), "decoded": Format("FP8 (e5m2)", (), is_by_rows=True),
+}
+TYPES = {"fp8": torch.float8_e4m3fn, "decoded": torch.float8_e5m2}
+# Not stored by rows: all numbers in one row.
+FLAT = Format("GGUF", ())
 
 
-class Decoded(Step):
-    """A storage format of a test: integers, in sixteenths."""
+class File:
+    """Reads the layers of Stored, as a host's reader does."""
 
-    def operand(self, name: str, before: LayerWeights) -> LayerWeights:
-        return before if before.weight.dtype != torch.int8 else before._replace(weight=before.weight.float() / 16)
+    def weight(self, layer: nn.Module) -> StoredWeight | None:
+        return layer.__dict__.get("stored")
+
+    def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
+        found: list[Tensor] = []
+        for layer in layers:
+            stored = self.weight(layer)
+            weight: Any = layer._parameters["weight"]
+            bias: Any = layer._parameters["bias"]
+            found += [weight, bias] if stored is None else [stored.values, *stored.scales, bias]
+        return found
+
+    def facts(self, layers: Sequence[nn.Module]) -> list[object]:
+        return [None if stored is None else stored.format for stored in map(self.weight, layers)]
 
 
-class Kept(Step):
-    """A storage format that a kernel computes with: nothing is decoded."""
-
-    def operand(self, name: str, before: LayerWeights) -> LayerWeights:
-        weight = torch.empty_like(before.weight, dtype=HALF, device="meta")
-        scales = torch.ones(1, 1)
-        return LayerWeights(weight, before.bias, low_bit=(QuantizedWeight(before.weight, scales),))
+def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return (values.float().reshape(-1, WIDTH) * scales[0].reshape(-1, 1)).to(dtype)
 
 
-def stored(weight: Tensor) -> dict[str, LayerWeights]:
+def turned_back(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    weight = decode(values, scales, dtype)
+    return (weight.unflatten(1, (-1, GROUP)) @ hadamard(GROUP, weight.device)).flatten(1)
+
+
+def stored_weight(kind: str, rows: int, by_rows: bool = False) -> StoredWeight:
+    """A weight of random numbers. by_rows: with a scale for each."""
+    numbers = torch.randint(-50, 50, (rows, WIDTH)).float()
+    values = numbers.to(TYPES.get(kind, torch.int8))
+    scale = torch.rand(rows, 1) if by_rows else torch.rand(())
+    if kind == "flat":
+        values = values.reshape(1, -1)
+    return StoredWeight(
+        BY_ROWS.get(kind, FLAT), (rows, WIDTH), values, (scale,), turned_back if kind == "turned" else decode, values
+    )
+
+
+def network(*kinds: str | None, by_rows: bool = False) -> nn.Module:
+    """Two layers over one input, each stored so, or plain (None)."""
+    root = nn.Module()
+    for name, rows, kind in zip(NAMES, ROWS, kinds, strict=True):
+        layer = nn.Linear(WIDTH, rows)
+        layer.requires_grad_(False)
+        root.add_module(name, layer)
+        if kind is not None:
+            layer.__dict__["stored"] = stored_weight(kind, rows, by_rows)
+    root.add_module("plain", nn.Linear(WIDTH, WIDTH).requires_grad_(False))
+    return root
+
+
+def layout() -> Any:
+    """Of network: both layers in one product."""
+    leaves = [Linear(name, WIDTH, rows) for name, rows in zip((*NAMES, "plain"), (*ROWS, WIDTH), strict=True)]
+    fused = FusedLinear("both", tuple(leaves[:2]))
+    return SimpleNamespace(
+        leaves=lambda: leaves, fusions=lambda: [fused], architecture="two layers", model_name="two layers"
+    )
+
+
+def bound_to(root: nn.Module) -> Binding:
+    binding = Binding(root, layout(), File())
+    binding.cast_to = torch.float32
+    binding.bind()
+    return binding
+
+
+def operands_of(binding: Binding) -> Operands:
+    stored = binding.weights()
+    return Operands(stored, steps_of(binding, stored, None, (), None))
+
+
+def dense(layer: Any) -> Tensor:
+    stored = layer.__dict__.get("stored")
+    found: Tensor = layer.weight if stored is None else stored.decode(stored.values, stored.scales, torch.float32)
+    return found
+
+
+ALIKE = (("int8", "int8"), ("fp8", "fp8"))
+TOGETHER = (*ALIKE, ("decoded", "decoded"), ("int8", "turned"))
+APART = (("flat", "flat"), ("flat", None), ("int8", "fp8"), ("int8", None), ("fp8", "decoded"), ("int8", "flat"))
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+@pytest.mark.parametrize("kinds", [*TOGETHER, *APART], ids=str)
+def test_layers_over_one_input_are_one_operand_however_each_is_stored(kinds: Any, by_rows: bool) -> None:
+    root = network(*kinds, by_rows=by_rows)
+    expected = torch.cat([dense(root.get_submodule(name)) for name in NAMES])
+    bias = torch.cat([root.get_submodule(name).bias for name in NAMES])
+    binding = bound_to(root)
+    assert (list(binding.apart) == ["both"]) is (kinds in APART)
+    operand = operands_of(binding)["both"]
+    assert operand.weight.shape == expected.shape and torch.equal(operand.bias, bias)
+    # Kept as it is stored where the host multiplies all members alike.
+    assert bool(operand.low_bit) is (kinds in ALIKE)
+    if operand.low_bit:
+        weight, = operand.low_bit
+        assert weight.values.dtype == TYPES.get(kinds[0], torch.int8) and operand.weight.is_meta
+        assert weight.values.data_ptr() == root.first.stored.values.data_ptr() and weight.rotation == 0
+        assert torch.equal(weight.values.float() * weight.scales.t(), expected)
+    else:
+        assert torch.equal(operand.weight, expected)
+    x = torch.randn(3, WIDTH)
+    found = operators.linear(x, operand)
+    assert (found - (x @ expected.t() + bias)).norm() < 0.02 * found.norm()
+    # Each by itself, too.
+    own = operands_of(binding)["second"]
+    assert (operators.linear(x, own) - found[:, ROWS[0]:]).norm() < 0.03 * found.norm()
+
+
+def test_scales_of_one_and_of_every_row_stand_side_by_side() -> None:
+    members = [stored_weight("int8", 4, by_rows=True), stored_weight("int8", 2)]
+    values = torch.cat([member.values for member in members])
+    joint = quantized(values, members, [member.scales for member in members])
+    assert joint is not None and joint.scales.shape == (1, 6)
+    expected = torch.cat([decode(member.values, member.scales, torch.float32) for member in members])
+    assert torch.equal(joint.values.float() * joint.scales.t(), expected)
+    alone = quantized(members[1].values, members[1:], [members[1].scales])
+    assert alone is not None and alone.scales.shape == (1, 1)
+    other = stored_weight("turned", 2)
+    assert quantized(values, [members[0], other], [members[0].scales, other.scales]) is None
+    assert quantized(values, [members[0], None], [members[0].scales, ()]) is None
+
+
+def test_a_decoded_weight_is_made_once_for_two_reads_in_a_row_and_anew_later() -> None:
+    root = network("decoded", "decoded")
+    operands = operands_of(bound_to(root))
+    first = operands["both"].weight
+    assert operands["both"].weight is first
+    root.first.stored.values.copy_(root.first.stored.values.float() * 2)
+    assert not operands["plain"].weight.is_meta and operands["second"].weight.shape == (2, WIDTH)
+    assert torch.equal(operands["both"].weight[:4], 2 * first[:4])
+
+
+def test_a_weight_that_a_later_step_brings_is_not_decoded() -> None:
+    root = network("decoded", "decoded")
+    binding = bound_to(root)
+    stored = binding.weights()
+    step = Decoded(binding, stored, None, frozenset({"both"}), False)
+    assert step.operand("both", stored["both"]) is stored["both"]
+    changed = torch.full((6, WIDTH), 7.0)
+    steps = steps_of(binding, stored, None, (), applied_to(torch.float32, weights={"both": changed}))
+    assert Operands(stored, steps)["both"].weight is changed
+
+
+@pytest.mark.parametrize("kinds", [("int8", "int8"), ("flat", "int8")], ids=str)
+def test_unbound_every_tensor_has_memory_of_its_own(kinds: Any) -> None:
+    root = network(*kinds)
+    before = [tensor.clone() for tensor in File().tensors(list(root.children()))]
+    binding = bound_to(root)
+    lie_together = kinds[0] == kinds[1]
+    assert shares_storage(root.first.stored.values) is lie_together is shares_storage(root.second.bias)
+    binding.unbind()
+    now = File().tensors(list(root.children()))
+    assert all(map(torch.equal, now, before)) and not any(map(shares_storage, now))
+
+
+def test_a_plain_mixture_is_refused_and_one_with_few_bits_is_not() -> None:
+    root = network("int8", None)
+    root.second.weight.data = root.second.weight.data.half()
+    bound_to(root)
+    del root.first.__dict__["stored"]
+    with pytest.raises(Refusal, match="the layers of both are stored in several types"):
+        bound_to(root)
+
+
+@pytest.mark.parametrize("edit", ["values", "scale", "bias"])
+def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
+    """A scale is no bias and no norm: the checkpoint is another one by its values alone."""
+    root = network("int8", "int8")
+    traits = HostTraits(stored=File())
+    bound = BoundUNet(root, lambda module: layout(), traits)
+    call: Any = SimpleNamespace(latent=torch.zeros(1))
+    bound.refresh(call)
+    before = bound.identity(), bound.checkpoint()
+    assert before == (bound.identity(), bound.checkpoint())
+    stored = root.second.stored
+    {"values": stored.values, "scale": stored.scales[0], "bias": root.second.bias}[edit].mul_(2)
+    bound.refresh(call)
+    assert bound.identity() != before[0] and (bound.checkpoint() != before[1]) is (edit == "bias")
+    epoch = bound.epoch
+    # Another format of the same numbers.
+    root.second.__dict__["stored"] = stored._replace(format=BY_ROWS["turned"])
+    bound.refresh(call)
+    assert bound.epoch != epoch and bound.binding.format_names() == ["INT8", "INT8 (ConvRot)"]
+
+
+# --- without weights in few bits ----------------------------------------------------------------------------------
+
+def plain(weight: Tensor) -> dict[str, LayerWeights]:
     return {"layer": LayerWeights(weight, torch.ones(2))}
 
 
-def applied_to(**found: dict[str, Tensor]) -> AppliedFunctions:
-    applied = AppliedFunctions(HALF, torch.device("cpu"))
+def computing_in_half() -> Any:
+    """A binding, as far as steps_of reads it."""
+    return SimpleNamespace(dtype=HALF, formats={})
+
+
+def applied_to(dtype: torch.dtype = HALF, **found: dict[str, Tensor]) -> AppliedFunctions:
+    applied = AppliedFunctions(dtype, torch.device("cpu"))
     applied.weights = found.get("weights", {})
     applied.biases = found.get("biases", {})
     down = torch.ones(1, 3, dtype=HALF)
@@ -40,22 +243,11 @@ def applied_to(**found: dict[str, Tensor]) -> AppliedFunctions:
     return applied
 
 
-def test_a_storage_format_is_one_step_before_the_others() -> None:
-    """Whether it is decoded, or kept as it is stored: casts and LoRAs follow."""
-    integers = torch.full((2, 3), 8, dtype=torch.int8)
-    later = steps_of(stored(integers), HALF, None, (), applied_to())
-    decoded = Operands(stored(integers), [Decoded(), *later])["layer"]
-    assert decoded.weight.dtype == HALF and decoded.weight.eq(0.5).all() and decoded.low_rank is not None
-    kept = Operands(stored(integers), [Kept(), *later])["layer"]
-    assert kept.low_bit[0].values is integers and kept.low_rank is not None
-
-
 def test_what_the_hosts_functions_made_is_not_cast_anew() -> None:
-    changed = torch.full((2, 3), 7, dtype=HALF)
-    bias = torch.zeros(2, dtype=HALF)
-    operands = Operands(stored(torch.ones(2, 3)), steps_of(
-        stored(torch.ones(2, 3)), HALF, None, (), applied_to(weights={"layer": changed}, biases={"layer": bias})
-    ))
+    changed, bias = torch.full((2, 3), 7, dtype=HALF), torch.zeros(2, dtype=HALF)
+    before = plain(torch.ones(2, 3))
+    applied = applied_to(weights={"layer": changed}, biases={"layer": bias})
+    operands = Operands(before, steps_of(computing_in_half(), before, None, (), applied))
     assert operands["layer"].weight is changed and operands["layer"].bias is bias and operands.bias("layer") is bias
 
 
@@ -63,14 +255,14 @@ def test_a_copy_in_eight_bits_stands_for_weight_and_loras() -> None:
     low_bit = (QuantizedWeight(torch.ones(2, 3, dtype=torch.int8), torch.ones(1, 1)),)
     for alone in (frozenset[str](), frozenset({"layer"})):
         last = WithLowBit({"layer": low_bit}, {}, HALF, alone)
-        before = stored(torch.ones(2, 3))
-        operand = Operands(before, steps_of(before, HALF, None, (), applied_to(), last))["layer"]
+        before = plain(torch.ones(2, 3))
+        operand = Operands(before, steps_of(computing_in_half(), before, None, (), applied_to(), last))["layer"]
         assert operand.low_bit is low_bit and operand.low_rank is None
         assert operand.weight.is_meta == bool(alone) and operand.weight.dtype == HALF
 
 
 def test_a_weight_that_is_read_twice_in_a_row_is_cast_once_and_none_for_its_bias_alone() -> None:
-    before = {**stored(torch.ones(2, 3)), "norm": LayerWeights(torch.ones(3), torch.ones(3))}
+    before = {**plain(torch.ones(2, 3)), "norm": LayerWeights(torch.ones(3), torch.ones(3))}
     operands = Operands(before, [Cast(HALF)])
     first = operands["layer"].weight
     assert operands["norm"] is before["norm"] and operands["layer"].weight is first

@@ -30,7 +30,7 @@ from ..sampler_schedule import sampling_of
 from .call import HostCall
 from .image_prompts import image_prompts_of
 from .networks import NETWORKS, HostNetwork
-from .stored_weights import STORED_TYPES, StoredWeights
+from .stored_weights import STORED_TYPES, StoredWeights, decoding_first
 from .weight_functions import PLACED, LayerFunctions, cast_to_input
 
 
@@ -101,7 +101,7 @@ class Forge(WebUI):
             functions=LayerFunctions(), casts=Casts(cast_to_input), stored=StoredWeights(), brought=is_brought,
             placed=PLACED, make_room=self._make_room,
         )
-        self._traits = {one.kind: replace(traits, yardstick=one.attention.exactly) for one in self._networks}
+        self._traits = {one.kind: replace(traits, yardstick=yardstick_of(one)) for one in self._networks}
         vae = importlib.import_module(self.vae_module)
         self._unets = UNetHooks((one.kind for one in self._networks), self._forward, self._why_bypassed)
         self._vae = VaeHooks([vae.Decoder, vae.Encoder], HostTraits(), self._check_vae)
@@ -330,6 +330,11 @@ def give_originals_storage_of_their_own(patcher: Any) -> None:
             if isinstance(weight, Tensor) and shares_storage(weight):
                 with torch.inference_mode(weight.is_inference()):
                     weight.data = copy_of(weight)
+
+
+def yardstick_of(kind: HostNetwork) -> Callable[[Callable[[], Tensor], nn.Module], Callable[[], Tensor]]:
+    """See HostTraits.yardstick: for networks of this kind."""
+    return lambda host, network: decoding_first(kind.attention.exactly(host), network)
 
 
 def check_storage(unet: Any) -> None:

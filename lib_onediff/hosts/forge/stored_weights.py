@@ -6,7 +6,7 @@ has a parameter of bytes, `gguf_cls` with the functions of its type, and `real_s
 """
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
 from operator import attrgetter
@@ -39,7 +39,8 @@ ALWAYS_CAST = (
 )
 # The types by which a network says that it is stored so.
 STORED_TYPES = (torch.int8, torch.uint8, "gguf")
-# What a layer holds beside tensors that decides how a quantized tensor is computed with: the host decodes it first.
+# What a layer holds beside tensors that decides how a quantized tensor is computed with: the host decodes it first, but
+# for INT8, which multiplies integers wherever no function is on the weight.
 DECODES_FIRST = "_full_precision_mm"
 read_layout = attrgetter("_layout_cls", "_params")
 
@@ -77,6 +78,25 @@ class StoredWeights:
         return found
 
 
+def decoding_first(host: Callable[[], Tensor], network: nn.Module) -> Callable[[], Tensor]:
+    """The host's forward without the rounding of what layers in float8 and in 4 bits read: they decode their weights,
+    as on a card that has no units for the format."""
+    layers = [layer for layer in network.modules() if vars(layer).get(DECODES_FIRST) is False]
+    if not layers:
+        return host
+
+    def decoding() -> Tensor:
+        for layer in layers:
+            setattr(layer, DECODES_FIRST, True)
+        try:
+            return host()
+        finally:
+            for layer in layers:
+                setattr(layer, DECODES_FIRST, False)
+
+    return decoding
+
+
 def is_quantized(parameter: Any) -> bool:
     """Whether a parameter is one of comfy-kitchen's quantized tensors."""
     return type(parameter).__qualname__ == QUANTIZED
@@ -100,7 +120,7 @@ def quantized_weight(layer: nn.Module, weight: Any) -> StoredWeight:
         raise Refusal(f"a weight stored as {layout} lacks its scale")
     values: Tensor = weight._qdata
     name, kind, rotation = named(layout, values.dtype, params)
-    if layer.__dict__.get(DECODES_FIRST):
+    if kind == FP8 and layer.__dict__.get(DECODES_FIRST):
         kind = None
     shape = tuple(params.orig_shape)
     if kind is not None and scales[0].numel() not in (1, shape[0]):

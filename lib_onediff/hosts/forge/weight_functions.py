@@ -8,6 +8,7 @@ a plain LoRA is ("lora", (up, down, alpha, mid, dora scale, ...)), or an object 
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
 from itertools import chain
@@ -120,12 +121,14 @@ def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
         return None
     up, down, alpha, *others = parts
     # A middle matrix, the scale of DoRA, a size to pad to.
-    if any(other is not None for other in others) or weight.dim() < 2:
+    # Of a weight in few bits, the shape alone is that of the layer.
+    rows, *row = weight.shape
+    if any(other is not None for other in others) or not row:
         return None
-    if up.flatten(1).shape != (weight.shape[0], down.shape[0]) or down[0].numel() != weight[0].numel():
+    if up.flatten(1).shape != (rows, down.shape[0]) or down[0].numel() != math.prod(row):
         return None
     scale = strength * (1.0 if alpha is None else float(alpha) / down.shape[0])
-    return LowRankUpdate(up.flatten(1), down.reshape(down.shape[0], *weight.shape[1:]), scale)
+    return LowRankUpdate(up.flatten(1), down.reshape(down.shape[0], *row), scale)
 
 
 def merging(patches: Sequence[Any]) -> Change:

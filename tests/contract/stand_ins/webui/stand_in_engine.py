@@ -166,7 +166,11 @@ class ModelPatcher:
             else:
                 weight = self.model.get_parameter(key)
                 self._originals[key] = weight
-                self.put(key, nn.Parameter(merged(weight.float(), patches).to(weight.dtype), requires_grad=False))
+                self.put(key, nn.Parameter(self.merged(key, weight, patches), requires_grad=False))
+
+    def merged(self, key: str, weight: Any, patches: list[Any]) -> Tensor:
+        """A parameter with patches, stored as it is."""
+        return merged(weight.float(), patches).to(weight.dtype)
 
     def put(self, key: str, value: Any) -> None:
         """Let this be a parameter of the model."""

@@ -1,6 +1,10 @@
 """Neo's layers are torch's, and each has lists of functions for its weight and its bias; there is one norm more."""
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from backend.operations_gguf import ParameterGGUF, dequantize_tensor
 from stand_in_engine import code_of
 
 RMS_NORM = """    class RMSNorm(torch.nn.RMSNorm):
@@ -17,3 +21,29 @@ code_of(
     ("    class LayerNorm", f"{RMS_NORM}    class LayerNorm"),
     ("        def forward", "        weight_function = bias_function = ()\n\n        def forward"),
 )
+
+
+class ForgeOperationsGGUF(ForgeOperations):  # noqa: F821
+    class Linear(torch.nn.Module):
+        weight_function: Any = ()
+        bias_function: Any = ()
+
+        def read(self, kind: Any) -> None:
+            """Store the weight that is here as a GGUF file has it, ready for use. kind: None for plain numbers."""
+            plain = self.weight.detach()
+            data = plain.half() if kind is None else kind.bytes_of(plain)
+            self.weight = ParameterGGUF(data, kind, plain.shape)
+            if kind is not None:
+                kind.bake(self.weight)
+
+        def forward(self, x: Any) -> Any:
+            if self.bias is not None and self.bias.dtype != x.dtype:
+                self.bias = torch.nn.Parameter(dequantize_tensor(self.bias).to(x.dtype), requires_grad=False)
+            if self.weight.dtype != x.dtype and getattr(self.weight, "gguf_cls", None) is None:
+                self.weight = torch.nn.Parameter(self.weight.data.to(x.dtype), requires_grad=False)
+            weight, bias = dequantize_tensor(self.weight).to(x.dtype), self.bias
+            for function in self.weight_function:
+                weight = function(weight)
+            for function in self.bias_function:
+                bias = function(bias)
+            return torch.nn.functional.linear(x, weight, bias)

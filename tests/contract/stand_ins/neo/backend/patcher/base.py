@@ -21,6 +21,13 @@ class ModelPatcher(ComfyPatcher):
     def functions(self, key: str, patches: list[Any]) -> list[Any]:
         return [OnlineLoRAPatch("a file", key, patch) for patch in patches]
 
+    def merged(self, key: str, weight: Any, patches: list[Any]) -> Any:
+        """In few bits, a layer decodes its weight and rounds it again."""
+        layer = self._layer(key)
+        if not hasattr(layer, "set_weight"):
+            return super().merged(key, weight, patches)
+        return layer.set_weight(merged(layer.convert_weight(weight).float(), patches))
+
     extra_preserved_memory_during_sampling = 0
 
     def add_extra_preserved_memory_during_sampling(self, memory_in_bytes: int) -> None:

@@ -1,0 +1,1 @@
+"""Its tensors of few bits."""
