@@ -13,6 +13,7 @@ from ..core.card import TuningCache
 from ..core.device import Device, TimeMs
 from ..core.family import Family
 from ..core.guard import Guard
+from ..core.key import ShapeKey
 from ..core.settings import Settings
 from ..core.stream_order import StreamOrder
 from ..core.table import Entry, ShapeTable
@@ -72,8 +73,10 @@ class Services:
     def _kept_shapes(self) -> Callable[[Entry], bool]:
         """Whether a shape stays in the table however long it was not used: it has a graph, or is pinned."""
         pins = self.history.pins()
-        # Copied at one stroke: another thread may make graphs.
-        graphs = {key for network in self.networks.values() for key in list(network.runners)}
+        graphs: set[ShapeKey] = set()
+        for network in self.networks.values():
+            # Copied at one stroke: another thread may make graphs.
+            graphs.update(list(network.runners))
         return lambda entry: entry.key in graphs or entry.place in pins
 
     @property

@@ -34,6 +34,8 @@ HOST_NOT_FINITE = (
 MOST = 4096
 # Nothing can be reached from an object of these classes.
 HOLD_NOTHING = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
+# Attributes of these types may count calls.
+COUNTERS = (bool, int, float)
 SCRIPT = ".py"
 
 
@@ -207,28 +209,35 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
     and of WebUIs' scripts that they can reach, and lists that are attributes of what they are methods of (ControlNet's
     reference records in such)."""
     functions = list(functions)
-    found = [value for one in functions for value in getattr(underlying(one), "__globals__", {}).values()]
-    generators = {id(value): value for value in found if isinstance(value, random.Random)}.values()
-    drawn = [(generator, generator.getstate()) for generator in generators]
-    spaces = [vars(one) for one in objects_of(functions, {package(origin(function)) for function in functions})]
-    counted = [
-        (space, {name: value for name, value in space.items() if type(value) in (bool, int, float)}) for space in spaces
-    ]
-    bound = {id(one.__self__): one.__self__ for one in functions if isinstance(one, types.MethodType)}
-    recorders = [vars(one) for one in bound.values() if hasattr(one, "__dict__")]
-    recorded = [
-        (space, name, value, list(value))
-        for space in recorders for name, value in space.items() if type(value) is list
-    ]
+    generators: dict[int, random.Random] = {}
+    bound: dict[int, Any] = {}
+    for one in functions:
+        for value in getattr(underlying(one), "__globals__", {}).values():
+            if isinstance(value, random.Random):
+                generators[id(value)] = value
+        if isinstance(one, types.MethodType):
+            bound[id(one.__self__)] = one.__self__
+    drawn = [(generator, generator.getstate()) for generator in generators.values()]
+    # Attributes of objects: those that may count, and lists, with what is in them.
+    counted: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for one in objects_of(functions, {package(origin(function)) for function in functions}):
+        attributes = vars(one)
+        counted.append((attributes, {name: value for name, value in attributes.items() if type(value) in COUNTERS}))
+    recorded: list[tuple[dict[str, Any], str, list[Any], list[Any]]] = []
+    for one in bound.values():
+        attributes = getattr(one, "__dict__", {})
+        for name, value in attributes.items():
+            if type(value) is list:
+                recorded.append((attributes, name, value, list(value)))
 
     def rewind() -> None:
         for generator, state in drawn:
             generator.setstate(state)
-        for space, numbers in counted:
-            space.update(numbers)
-        for space, name, value, members in recorded:
+        for attributes, numbers in counted:
+            attributes.update(numbers)
+        for attributes, name, value, members in recorded:
             value[:] = members
-            space[name] = value
+            attributes[name] = value
 
     return rewind
 
