@@ -1,4 +1,4 @@
-"""The per-resolution cache: what is known about every shape that was seen."""
+"""What is known about every shape that was seen, and the stopwatches that time it."""
 from __future__ import annotations
 
 import threading

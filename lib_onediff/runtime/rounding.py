@@ -1,10 +1,10 @@
 """How far two honest outputs of one forward lie apart: each operator rounds, and the network amplifies that.
 
-An error up to NO_QUESTION is accepted, one above MOST is not. What lies between is judged by what rounding explains in
-this network at these inputs: the reference operators compute the forward twice, once with a noise of the type's
-precision on what each of them returns. The two outputs lie as far apart as the host's and ours do: 0.3 to 1.4 times as
-far in every network that was tried, trained or random, also in those that amplify rounding a thousandfold. A fault of
-ours is not amplified rounding, and stands out.
+An error up to NO_QUESTION is accepted, one above MOST_ERROR is not. What lies between is judged by what rounding
+explains in this network at these inputs: the reference operators compute the forward twice, once with a noise of the
+type's precision on what each of them returns. The two outputs lie as far apart as the host's and ours do: 0.3 to 1.4
+times as far in every network that was tried, trained or random, also in those that amplify rounding a thousandfold. A
+fault of ours is not amplified rounding, and stands out.
 """
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
 # Relative errors that need no measurement: five times what is usual in float32, twice what is in the others.
 NO_QUESTION = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Whatever a network amplifies: farther from the host, an image may be another one.
-MOST = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+MOST_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 # TF32 keeps ten bits of a product's inputs, as float16 does.
 LIKE_TF32 = torch.float16
 # How many times the measured distance is accepted.
@@ -43,7 +43,7 @@ def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) 
     stand now."""
     if (HALF_SUMS, True) in flags:
         return ROUNDING_HALF_SUMS
-    return MOST[rounds_as(dtype, device, flags)]
+    return MOST_ERROR[rounds_as(dtype, device, flags)]
 
 
 def no_question(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:

@@ -155,7 +155,7 @@ class Stepping:
         self, compute: Compute, whole_batch: bool, network: Network, settings: Settings,
         guidance: Guidance | None = None, is_counted: bool = True,
     ) -> Compute:
-        """A Compute that has the policies plan calls that are on, outermost first, before it calls compute.
+        """A Compute that lets the policies that are on answer calls, the outermost first, and calls compute otherwise.
         whole_batch: those for whole batches, or the others. guidance, is_counted: see StepContext."""
         mine = [policy for policy in self.policies if policy.whole_batch is whole_batch]
         names = self._names_on(settings)

@@ -31,7 +31,7 @@ HOST_NOT_FINITE = (
     "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
 )
 # The largest number of an extension's objects that are looked at.
-MOST = 4096
+MOST_OBJECTS = 4096
 # Nothing can be reached from an object of these classes.
 HOLD_NOTHING = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
 # Attributes of these types may count calls.
@@ -243,12 +243,12 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
 
 
 def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
-    """The objects of these packages and of scripts, which WebUIs name by their files, at most MOST, that functions
-    reach: bound objects, what closures hold, and what is in their attributes, lists and dictionaries."""
+    """The objects of these packages and of scripts, which WebUIs name by their files, at most MOST_OBJECTS, that
+    functions reach: bound objects, what closures hold, and what is in their attributes, lists and dictionaries."""
     waiting = deque(functions)
     seen = set[int]()
     are_theirs: dict[type, bool] = {}
-    while waiting and len(seen) < MOST:
+    while waiting and len(seen) < MOST_OBJECTS:
         one = waiting.popleft()
         kind = type(one)
         if kind in HOLD_NOTHING or id(one) in seen:
