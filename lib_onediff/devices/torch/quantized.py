@@ -3,7 +3,8 @@
 INT8: each row of the input is divided by its largest value / 127 and rounded to the nearest integer, half to even. The
 integers are multiplied exactly, and the sums are scaled in float32. ConvRot: the weight is stored as W @ H^T for each
 group of its inputs, with an orthonormal Hadamard matrix H, so the input is multiplied by H before it is rounded.
-FP8: the weight is decoded, and multiplied in the input's dtype.
+FP8: the weight is decoded, and multiplied in the input's dtype. So is INT8 where LoRAs are beside it: the host adds
+them to the decoded weight, and rounds no input.
 """
 from __future__ import annotations
 
@@ -32,8 +33,7 @@ def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
     Raises Refusal for a rotation that the layer cannot have.
     """
     weight = layer.low_bit[0]
-    if weight.values.dtype != torch.int8:
-        check_rotation(weight)
+    if weight.values.dtype != torch.int8 or layer.low_rank is not None:
         return functional.linear(x, decoded(weight, x.dtype), layer.bias)
     rows = x.reshape(-1, x.shape[-1])
     out = len(weight.values)
@@ -49,8 +49,12 @@ def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight (out, in) in a dtype, rounded once. Not for a rotated weight."""
-    return weight.values.to(dtype).mul_(weight.scales.t())
+    """The weight (out, in) in a dtype, in the basis of the input. Raises Refusal for a rotation that it cannot have."""
+    check_rotation(weight)
+    if not weight.rotation:
+        return weight.values.to(dtype).mul_(weight.scales.t())
+    groups: Tensor = weight.values.float().mul_(weight.scales.t()).unflatten(-1, (-1, weight.rotation))
+    return (groups @ hadamard(weight.rotation, groups.device)).to(dtype).flatten(-2)
 
 
 def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
