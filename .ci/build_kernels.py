@@ -73,6 +73,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
     """On tensors without memory."""
     import torch
 
+    from lib_onediff.core.layer_weights import QuantizedWeight
     from lib_onediff.core.leaves import (
         GATED,
         PLAIN_INPUT,
@@ -83,8 +84,9 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         Linear,
         NormedHeads,
     )
+    from lib_onediff.core.operators import QuantizedTokens
     from lib_onediff.devices.cuda import native, tuning
-    from lib_onediff.devices.cuda.kernels import launch_config, rounding, tokens
+    from lib_onediff.devices.cuda.kernels import launch_config, products, rounding, tokens
     from lib_onediff.weights.contents import MemorySpan
     from lib_onediff.weights.low_bit import ALIGNED, FP8, GROUP_NORMED, INT8, KERNEL, Product
 
@@ -127,6 +129,12 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
             for kind in (FP8, INT8):
                 yield partial(rounding.rounded, make(4, width), kind)
             yield partial(rounding.rounded_rows, make(4, width), make(4, width).to(FP8.dtype), make(1, 1).float())
+        factors = make(16, products.RANKS), make(ALIGNED, products.RANKS)
+        tokens_of_int8 = QuantizedTokens(make(16, ALIGNED).to(INT8.dtype), make(16, 1).float(), (16,))
+        weight_of_int8 = QuantizedWeight(make(ALIGNED, ALIGNED).to(INT8.dtype), make(1, ALIGNED).float())
+        for config in launch_config.INT8_PRODUCT.candidates:
+            # With LoRAs.
+            yield partial(products.int8_product, tokens_of_int8, weight_of_int8, None, dtype, config, factors)
         trials = [
             tuning.trial_of(Product(16, ALIGNED, ALIGNED, PLAIN_INPUT), make, meta, dtype, INT8, dtype),
             tuning.trial_of(Product(16, ALIGNED, ALIGNED, GATED), make, meta, dtype, FP8, dtype),

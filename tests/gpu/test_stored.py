@@ -119,14 +119,19 @@ def test_what_is_no_number_is_not_hidden(rotation: int, strange: float, dtype: t
 
 @pytest.mark.parametrize("config", INT8_PRODUCT.candidates, ids=str)
 @pytest.mark.parametrize("one_scale", [True, False])
-def test_a_product_with_one_scale_for_all_columns(config: Any, one_scale: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("ranks", [0, 16, 48])
+def test_a_product_with_one_scale_for_all_columns_and_with_loras(
+    config: Any, one_scale: bool, ranks: int, dtype: torch.dtype
+) -> None:
     values, scales = hosts_rows(random(333, 512, dtype=dtype))
     weight = torch.randint(-128, 128, (336, 512), device=GPU).to(torch.int8)
     columns = torch.rand(1, 1 if one_scale else 336, device=GPU) / 1000
+    hidden, up = random(333, ranks, dtype=dtype), random(336, ranks, dtype=dtype)
     found = products.int8_product(
-        QuantizedTokens(values, scales, (333,)), QuantizedWeight(weight, columns), None, dtype, config
+        QuantizedTokens(values, scales, (333,)), QuantizedWeight(weight, columns), None, dtype, config,
+        (hidden, up) if ranks else None,
     )
-    exact = (values.double() * scales) @ (weight.double() * columns.t()).t()
+    exact = (values.double() * scales) @ (weight.double() * columns.t()).t() + hidden.double() @ up.double().t()
     assert relative_error(found, exact) < torch.finfo(dtype).eps
 
 

@@ -98,7 +98,7 @@ def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
 
 
 def int8_product(
-    tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype, config: Any
+    tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype, *others: Any
 ) -> Tensor:
     sums = tokens.values.float() @ weight.values.float().t() * tokens.scales * weight.scales
     return (sums if bias is None else sums + bias.float()).to(result)

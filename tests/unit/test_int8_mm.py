@@ -9,7 +9,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.core.layer_weights import QuantizedWeight
+from lib_onediff.core.layer_weights import LowRank, QuantizedWeight
 from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.devices.cuda.kernels import products
 from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT, LaunchConfig
@@ -75,3 +75,30 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
         config,
     )
     assert torch.allclose(output.double(), torch.full_like(output, -127 * 127 * 5120 * 1e-8).double(), rtol=1e-3)
+
+
+@grid(shape=[(33, 80, 48), (100, 48, 112), (7, 32, 320)], ranks=[16, 48], with_bias=[True, False], config=CONFIGS)
+def test_loras_are_added_before_it_is_rounded(
+    shape: tuple[int, int, int], ranks: int, with_bias: bool, config: LaunchConfig
+) -> None:
+    rows, width, out = shape
+    tokens, weight = factors(rows, width, out)
+    bias = torch.randn(out, device=DEVICE).half() if with_bias else None
+    hidden, up = (torch.randn(count, ranks, device=DEVICE).half() for count in (rows, out))
+    output = products.int8_product(tokens, weight, bias, torch.float16, config, (hidden, up))
+    expected = exact(tokens, weight, bias) + hidden.double() @ up.double().t()
+    largest = float(expected.abs().max())
+    step = torch.finfo(torch.float16).eps
+    assert bool(((output.double() - expected).abs() <= step * expected.abs() + 1e-5 * largest).all())
+
+
+def test_loras_of_a_layer_are_one() -> None:
+    first, second, down = torch.randn(32, 4), torch.randn(16, 5), torch.randn(9, 24)
+    joint_down, joint_up = products.joint_loras(LowRank(down, ((0, first), (40, second))), 64)
+    assert joint_down.shape == (16, 24) and joint_up.shape == (64, 16)
+    expected = torch.zeros(64, 24)
+    expected[:32] += first @ down[:4]
+    expected[40:56] += second @ down[4:]
+    assert torch.allclose(joint_up @ joint_down, expected, atol=1e-5)
+    whole, factor = torch.randn(64, 16), torch.randn(16, 24)
+    assert products.joint_loras(LowRank(factor, ((0, whole),)), 64)[1] is whole

@@ -66,10 +66,16 @@ def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
     down = low_rank.down.flatten(1)
     rank = 0
     hidden = functional.linear(x.to(down.dtype), down)
+    # A GEMM adds to its output for nothing.
+    adds = not low_rank.scales and product.is_contiguous() and product.dtype == hidden.dtype
     for index, (row, up) in enumerate(low_rank.ups):
         rows, ranks = up.shape
-        added = functional.linear(hidden[..., rank:rank + ranks], up)
-        product[..., row:row + rows] += low_rank.scaled(index, added)
+        part = hidden[..., rank:rank + ranks]
+        if adds:
+            together = product.view(-1, product.shape[-1])
+            together[:, row:row + rows].addmm_(part.flatten(0, -2), up.t())
+        else:
+            product[..., row:row + rows] += low_rank.scaled(index, functional.linear(part, up))
         rank += ranks
     return product
 

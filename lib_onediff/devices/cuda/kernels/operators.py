@@ -121,8 +121,13 @@ class NativeOperators:
         # Kernels rotate groups of one size.
         given = x if quantized.rotation == rounding.GROUP else rotated(x, quantized)
         rows = rounding.rounded(given, kind, rule=rule_for(layer))
-        product = self._product(rows, layer, layer.bias).to(dtype).view(*x.shape[:-1], -1)
-        return product if layer.low_rank is None else torch_ops.add_low_rank(product, x, layer.low_rank)
+        low_rank = layer.low_rank
+        added = None
+        if low_rank is not None and kind is INT8 and not low_rank.scales and low_rank.down.dtype == dtype:
+            down, up = products.joint_loras(low_rank, len(quantized.values))
+            added = functional.linear(x.flatten(0, -2), down), up
+        product = self._product(rows, layer, layer.bias, added).to(dtype).view(*x.shape[:-1], -1)
+        return product if low_rank is None or added is not None else torch_ops.add_low_rank(product, x, low_rank)
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         first, second = halves(image)
@@ -424,8 +429,11 @@ class NativeOperators:
         update, scales = float8.update(x, weight_like(x, layer))
         return update.view(*x.shape, -1), None if scales is None else scales.view(*x.shape, 1)
 
-    def _product(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
-        """x @ weight^T + bias, (rows, out), in the layer's dtype or a wider one."""
+    def _product(
+        self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None, added: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """x @ weight^T + bias, (rows, out), in the layer's dtype or a wider one. added: as products.int8_product has
+        it, for int8."""
         dtype = layer.weight.dtype
         weight = weight_like(x, layer)
         if x.values.dtype != INT8.dtype and x.unit is None:
@@ -441,7 +449,7 @@ class NativeOperators:
         config = self._launches.of(configs.INT8_PRODUCT, shape_class, dtype)
         if weight.stored:
             self._launches.stored_products.add((len(x.values), *layer.weight.shape))
-        return products.int8_product(x, weight, bias, dtype, config)
+        return products.int8_product(x, weight, bias, dtype, config, added)
 
 
 def halves(image: Image) -> tuple[Tensor, Tensor | None]:

@@ -15,9 +15,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
-from ....core.layer_weights import QuantizedWeight
+from ....core.layer_weights import LowRank, QuantizedWeight
 from ....core.operators import QuantizedImage, QuantizedTokens
 from . import launch_config as configs
 from .archive import Tiles
@@ -25,15 +26,18 @@ from .launch_config import Kernel, LaunchConfig
 from .launching import ceil_div, launch
 
 HOPPER = (9, 0)
+# Ranks of LoRAs are multiples of it.
+RANKS = 16
 
 
 def int8_product(
     tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype,
-    config: LaunchConfig = configs.INT8_PRODUCT.candidates[0],
+    config: LaunchConfig = configs.INT8_PRODUCT.candidates[0], added: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """(rows, in) times (out, in), plus bias (out,): (rows, out) in the result's dtype. in and out are multiples of 16.
 
-    config: as configs.INT8_PRODUCT has them. Raises what a launch raises.
+    added: (rows, ranks) and (out, ranks), contiguous and in the result's dtype, whose product is added before it is
+    rounded; ranks are a multiple of RANKS. config: as configs.INT8_PRODUCT has them. Raises what a launch raises.
     """
     m, n, k, group, warps, stages = config
     rows, width = tokens.values.shape
@@ -41,12 +45,29 @@ def int8_product(
     output = torch.empty((rows, out), device=tokens.values.device, dtype=result)
     # There is a kernel for each set of types: a bias that is not there is stood for by something of its type.
     offset, has_bias = (output, 0) if bias is None else (bias.to(result), 1)
+    hidden, up = added or (output, output)
     launch(
         "products.tile_by_tile", (ceil_div(rows, m) * ceil_div(out, n),), tokens.values, tokens.scales, weight.values,
-        weight.scales, offset, output, rows, width, out, has_bias, int(weight.scales.numel() > 1), warps=warps,
-        stages=stages, M=m, N=n, K=k, GROUP=group,
+        weight.scales, offset, output, hidden, up, rows, width, out, hidden.shape[1], has_bias,
+        int(weight.scales.numel() > 1), warps=warps, stages=stages, M=m, N=n, K=k, GROUP=group,
+        RANKED=added is not None,
     )
     return output
+
+
+def joint_loras(low_rank: LowRank, out: int) -> tuple[Tensor, Tensor]:
+    """The LoRAs of a layer with so many outputs as one: (ranks, in) and (out, ranks), contiguous, for int8_product."""
+    down = low_rank.down.flatten(1)
+    ranks = RANKS * ceil_div(len(down), RANKS)
+    [row, up], *others = low_rank.ups
+    if not others and up.shape == (out, ranks) and up.is_contiguous():
+        return down, up
+    together = up.new_zeros((out, ranks))
+    rank = 0
+    for row, up in low_rank.ups:
+        together[row:row + len(up), rank:rank + up.shape[1]] = up
+        rank += up.shape[1]
+    return functional.pad(down, (0, 0, 0, ranks - len(down))), together
 
 
 def gated_product(

@@ -4,6 +4,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# Ranks of LoRAs that are multiplied at once.
+RANKS = tl.constexpr(16)
+
 
 @triton.jit
 def tile_at(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
@@ -27,10 +30,11 @@ def scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias, 
 
 @triton.jit(do_not_specialize=["rows", "has_bias", "has_scales"])
 def tile_by_tile(
-    values, scales, weight, weight_scales, bias, output, rows, width, out, has_bias, has_scales,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    values, scales, weight, weight_scales, bias, output, hidden, up, rows, width, out, ranks, has_bias, has_scales,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, RANKED: tl.constexpr,
 ):
-    """One program for each tile of the output, (M, N). has_scales: see scaled."""
+    """One program for each tile of the output, (M, N). has_scales: see scaled. RANKED: with the product of hidden,
+    (rows, ranks), and up, (out, ranks), added: of LoRAs."""
     down, across = tile_at(tl.program_id(0), tl.cdiv(rows, M), tl.cdiv(out, N), GROUP)
     step = tl.arange(0, K)
     # Rows that are not there stand for others, whose sums nobody stores.
@@ -46,6 +50,13 @@ def tile_by_tile(
         right += K
     row, column = down * M + tl.arange(0, M), across * N + tl.arange(0, N)
     numbers = scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias, has_scales)
+    if RANKED:
+        lane = tl.arange(0, RANKS)
+        for done in tl.range(0, ranks, RANKS, num_stages=1):
+            of_rows = hidden + row.to(tl.int64)[:, None] * ranks + (done + lane)[None, :]
+            of_columns = up + column.to(tl.int64)[None, :] * ranks + (done + lane)[:, None]
+            added = tl.load(of_rows, (row < rows)[:, None], 0.0)
+            numbers = tl.dot(added, tl.load(of_columns, (column < out)[None, :], 0.0), numbers)
     place = output + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(place, numbers.to(output.dtype.element_ty), (row < rows)[:, None] & (column < out)[None, :])
 
