@@ -102,13 +102,15 @@ class QuantizedTokens(NamedTuple):
 
     values: (rows, width). scales: (rows, 1), or (1, 1) for all of them, in float32, by which they are multiplied.
     shape: what the rows are without their width, such as (batch, tokens). unit: the number one, (1, 1) in float32,
-    beside float8's scales of rows: for a product that leaves these to who reads it.
+    beside float8's scales of rows: for a product that leaves these to who reads it. plain: the same rows in the model's
+    dtype, (*shape, width), which LoRAs of the layer read; None where there are none.
     """
 
     values: Tensor
     scales: Tensor
     shape: tuple[int, ...]
     unit: Tensor | None = None
+    plain: Tensor | None = None
 
 
 class QuantizedImage(NamedTuple):

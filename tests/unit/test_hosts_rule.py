@@ -66,6 +66,15 @@ def test_gelu(rule: Rule) -> None:
     assert_same(rounding.rounded(rows, INT8, gelu=True, rule=rule), written, rule)
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gelu_is_written_as_it_is_too(rule: Rule) -> None:
+    rows = random(5, 512)
+    written, rounded = native_tokens.gelu(rows.clone()), rounding.rounded(rows, INT8, gelu=True, rule=rule)
+    found = rounding.gelu_and_rounded(rows, rule)
+    assert found.plain is rows and torch.equal(rows, written)
+    assert torch.equal(found.values, rounded.values) and torch.equal(found.scales, rounded.scales)
+
+
 @grid(rule=RULES, dtype=TYPES, width=[256, 1280, 2560])
 def test_geglu(rule: Rule, dtype: torch.dtype, width: int) -> None:
     hidden = random(2, 5, 2 * width, dtype=dtype)
@@ -91,6 +100,9 @@ def test_an_adaptive_norm(rule: Rule) -> None:
     expected, written = rounding.adaptive_norm(given(), Modulation(factor, shift), 1e-6, HALF, None)
     assert torch.equal(standing.tokens, expected.tokens)
     assert_same(found, written, rule)
+    _, both = rounding.adaptive_norm(given(), Modulation(factor, shift), 1e-6, HALF, INT8, rule, is_plain_too=True)
+    assert torch.equal(both.plain, written)
+    assert torch.equal(both.values, found.values) and torch.equal(both.scales, found.scales)
 
 
 @pytest.mark.parametrize("rule", RULES)

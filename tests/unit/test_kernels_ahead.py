@@ -193,9 +193,9 @@ def test_a_kernel_is_loaded_and_launched_where_its_tensors_are(card: Any, monkey
 
 def test_cards_of_different_kinds_have_kernels_of_their_own(card: Any) -> None:
     m, n, k, group, warps, stages = INT8_PRODUCT.candidates[0]
-    types = torch.int8, torch.float32, torch.int8, torch.float32, torch.float16, torch.float16
+    types = torch.int8, torch.float32, torch.int8, torch.float32, *[torch.float16] * 4
     arguments = [torch.zeros(1, dtype=dtype) for dtype in types]
-    constants = {"M": m, "N": n, "K": k, "GROUP": group}
+    constants = {"M": m, "N": n, "K": k, "GROUP": group, "RANKED": False}
     key = archive.key_of("products.tile_by_tile", arguments, warps, stages, constants)
     for index, card.capability in enumerate(((7, 5), (8, 9))):
         launching.loaded(key, torch.device("cuda", index))

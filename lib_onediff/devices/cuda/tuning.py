@@ -351,6 +351,11 @@ def stored_launches(
             residual, modulation = adaptive_residual(make, norm.width, FEW, of)
             if fits(norm.width):
                 rounding.adaptive_norm(residual, modulation, EPS, dtype, INT8, rule)
+                residual, modulation = adaptive_residual(make, norm.width, FEW, of)
+                rounding.adaptive_norm(residual, modulation, EPS, dtype, INT8, rule, is_plain_too=True)
+        hidden = configs.FEED_FORWARD * norm.width
+        if fits(hidden):
+            rounding.gelu_and_rounded(make(FEW, hidden), rule)
         plain_rows(norm.width)
 
     def plain_rows(width: int) -> None:

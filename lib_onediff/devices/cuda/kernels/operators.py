@@ -105,7 +105,7 @@ class NativeOperators:
 
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
         if isinstance(x, QuantizedTokens):
-            return self._product(x, layer, layer.bias).to(layer.weight.dtype).view(*x.shape, -1)
+            return self._with_loras(x, layer, layer.bias).view(*x.shape, -1)
         return self._alone(x, layer) if layer.weight.is_meta else torch_ops.linear(x, layer)
 
     def _alone(self, x: Tensor, layer: LayerWeights) -> Tensor:
@@ -121,13 +121,19 @@ class NativeOperators:
         # Kernels rotate groups of one size.
         given = x if quantized.rotation == rounding.GROUP else rotated(x, quantized)
         rows = rounding.rounded(given, kind, rule=rule_for(layer))
-        low_rank = layer.low_rank
-        added = None
-        if low_rank is not None and kind is INT8 and not low_rank.scales and low_rank.down.dtype == dtype:
-            down, up = products.joint_loras(low_rank, len(quantized.values))
-            added = functional.linear(x.flatten(0, -2), down), up
-        product = self._product(rows, layer, layer.bias, added).to(dtype).view(*x.shape[:-1], -1)
-        return product if low_rank is None or added is not None else torch_ops.add_low_rank(product, x, low_rank)
+        return self._with_loras(rows._replace(plain=x), layer, layer.bias).view(*x.shape[:-1], -1)
+
+    def _with_loras(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
+        """x @ weight^T + bias, (rows, out), with the product of the layer's LoRAs, in the layer's dtype."""
+        dtype, low_rank = layer.weight.dtype, layer.low_rank
+        # Layers beside their weights in 16 bits have their LoRAs in those in eight bits.
+        if low_rank is None or x.plain is None:
+            return self._product(x, layer, bias).to(dtype)
+        rows = x.plain.flatten(0, -2)
+        if x.values.dtype != INT8.dtype or low_rank.scales or low_rank.down.dtype != dtype:
+            return torch_ops.add_low_rank(self._product(x, layer, bias).to(dtype), rows, low_rank)
+        down, up = products.joint_loras(low_rank, len(layer.weight))
+        return self._product(x, layer, bias, (functional.linear(rows, down), up))
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         first, second = halves(image)
@@ -216,12 +222,16 @@ class NativeOperators:
         self, residual: Residual, modulation: Modulation, norm: AdaptiveNorm, consumer: LayerWeights
     ) -> tuple[Residual, Rows]:
         kind = self._kind(residual.tokens, consumer, NORMED)
+        is_plain_too = kind is None and self._reads_both(consumer)
+        if is_plain_too:
+            kind = INT8
         # The kernel adds an update with a gate, and no vectors.
         if residual.gate is None:
             residual = Residual(self.materialize(residual))
         residual = residual._replace(tokens=residual.tokens.contiguous())
         rule = Rule.OURS if kind is None else rule_for(consumer)
-        return rounding.adaptive_norm(residual, modulation, norm.eps, consumer.weight.dtype, kind, rule)
+        dtype = consumer.weight.dtype
+        return rounding.adaptive_norm(residual, modulation, norm.eps, dtype, kind, rule, is_plain_too)
 
     def _layer_norm(
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights
@@ -334,6 +344,8 @@ class NativeOperators:
         if activation is not Activation.GELU:
             return self._rounded(torch_ops.activated(product, activation), consumer)
         kind = self._kind(product, consumer, PLAIN_INPUT)
+        if kind is None and self._reads_both(consumer):
+            return rounding.gelu_and_rounded(product, rule_for(consumer))
         if kind is None:
             return native_tokens.gelu(product)
         return rounding.rounded(product, kind, gelu=True, rule=rule_for(consumer))
@@ -409,6 +421,13 @@ class NativeOperators:
             return None
         return self._kind_stored(consumer)
 
+    def _reads_both(self, consumer: LayerWeights) -> bool:
+        """Whether a layer reads rows of int8, and its LoRAs read the same rows as they are."""
+        if not consumer.weight.is_meta or consumer.low_rank is None:
+            return False
+        weight = consumer.low_bit[0]
+        return weight.stored and weight.rotation in (0, rounding.GROUP) and self._kind_stored(consumer) is INT8
+
     def _kind_stored(self, layer: LayerWeights) -> Kind | None:
         """The kind of a stored weight that our products or the library's multiply here; None: torch's operators do."""
         weight = layer.low_bit[0]
@@ -425,7 +444,7 @@ class NativeOperators:
     def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
         """A product as a Residual's update, and its update_scales."""
         if x.values.dtype == INT8.dtype:
-            return self._product(x, layer, None).view(*x.shape, -1), None
+            return self._with_loras(x, layer, None).view(*x.shape, -1), None
         update, scales = float8.update(x, weight_like(x, layer))
         return update.view(*x.shape, -1), None if scales is None else scales.view(*x.shape, 1)
 

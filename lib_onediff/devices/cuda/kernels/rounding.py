@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....core.layer_weights import QuantizedWeight
 from ....core.operators import Modulation, QuantizedTokens, Residual
-from ....weights.low_bit import Kind, empty_like, kind_of, largest_of
+from ....weights.low_bit import INT8, Kind, empty_like, kind_of, largest_of
 from .launch_config import LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
@@ -77,10 +77,11 @@ def layer_norm(
 
 def adaptive_norm(
     residual: Residual, modulation: Modulation, eps: float, dtype: torch.dtype, kind: Kind | None,
-    rule: Rule = Rule.OURS,
+    rule: Rule = Rule.OURS, is_plain_too: bool = False,
 ) -> tuple[Residual, Tensor | QuantizedTokens]:
     """The residual without update, and its modulated layer norm: in a kind of eight bits, in float8 by one scale which
-    the modulation alone decides, or in dtype. Only for a modulation that has_kernel accepts.
+    the modulation alone decides, or in dtype. Only for a modulation that has_kernel accepts. is_plain_too: in both, by
+    a host's rule.
 
     Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous,
     nothing deferred.
@@ -89,6 +90,7 @@ def adaptive_norm(
     factor, shift = modulation
     assert shift is not None
     batch, count, width = tokens.shape
+    plain = torch.empty_like(tokens, dtype=dtype) if is_plain_too else None
     if kind is None:
         normed: Any = torch.empty_like(tokens, dtype=dtype)
         values = scales = normed
@@ -96,6 +98,7 @@ def adaptive_norm(
         normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
         values = normed.values
         scales = normed.scales
+        normed = normed._replace(plain=plain)
     gate = factor if gate is None else gate
     largest = 0.0 if kind is None else kind.largest
     block = power_of_two(width)
@@ -107,9 +110,10 @@ def adaptive_norm(
     # There is a kernel for each set of types: what is not there is stood for by something of its type.
     launch(
         "rounding.adaptive_norm_row", (batch * count,), tokens, factor if update is None else update,
-        scales if update_scales is None else update_scales, gate, factor, shift, values, scales, width, count,
-        factor.stride(0), gate.stride(0), int(update is not None), int(update_scales is not None), eps, largest,
-        warps=warps_for(width), BLOCK=block, RULE=int(rule),
+        scales if update_scales is None else update_scales, gate, factor, shift, values, scales,
+        factor if plain is None else plain, width, count, factor.stride(0), gate.stride(0), int(update is not None),
+        int(update_scales is not None), eps, largest, warps=warps_for(width), BLOCK=block, RULE=int(rule),
+        PLAIN=is_plain_too,
     )
     return Residual(tokens), normed
 
@@ -138,6 +142,17 @@ def rounded(tokens: Tensor, kind: Kind, gelu: bool = False, rule: Rule = Rule.OU
     output = empty_rows(tokens, tokens.shape[-1], kind)
     rows = tokens.contiguous().flatten(0, -2)
     launch_rows(rows, output.values, output.scales, output.unit, gelu=gelu, rule=rule)
+    return output
+
+
+def gelu_and_rounded(tokens: Tensor, rule: Rule) -> QuantizedTokens:
+    """The GELU (erf form) of tokens (..., n), contiguous: in their place, and in int8 by a host's rule."""
+    output = empty_rows(tokens, tokens.shape[-1], INT8)._replace(plain=tokens)
+    width = tokens.shape[-1]
+    launch(
+        "rounding.gelu_and_rounded_row", (len(output.values),), tokens, output.values, output.scales, width,
+        warps=warps_for(width), BLOCK=power_of_two(width), RULE=int(rule),
+    )
     return output
 
 

@@ -168,6 +168,21 @@ def plain_row(
         store_rounded(values, row * width + column, numbers, scale, column < width)
 
 
+@triton.jit
+def gelu_and_rounded_row(tokens, values, scales, width, BLOCK: tl.constexpr, RULE: tl.constexpr):
+    """The GELU of tokens: in their place, and rounded by a host's rule."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    place = row * width + column
+    KIND: tl.constexpr = tokens.dtype.element_ty
+    numbers = gelu(tl.load(tokens + place, column < width, 0.0).to(tl.float32))
+    tl.store(tokens + place, numbers.to(KIND), column < width)
+    numbers = as_hosts_have(numbers, column < width, KIND, RULE)
+    scale = hosts_scale_of(numbers)
+    tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+    store_as_hosts(values, place, numbers, scale, column < width, KIND, RULE)
+
+
 @triton.jit(do_not_specialize=["images"])
 def adaptive_scale(factor, shift, scale, images, width, vector_stride, farthest, largest, BLOCK: tl.constexpr):
     """One program: the scale of all rows that the adaptive norms of so many images may give, as bounded_scale."""
@@ -183,12 +198,12 @@ def adaptive_scale(factor, shift, scale, images, width, vector_stride, farthest,
 
 @triton.jit(do_not_specialize=["tokens_of_image", "has_update", "has_scales"])
 def adaptive_norm_row(
-    tokens, update, update_scales, gate, factor, shift, values, scales, width, tokens_of_image, vector_stride,
-    gate_stride, has_update, has_scales, eps, largest, BLOCK: tl.constexpr, RULE: tl.constexpr,
+    tokens, update, update_scales, gate, factor, shift, values, scales, plain, width, tokens_of_image, vector_stride,
+    gate_stride, has_update, has_scales, eps, largest, BLOCK: tl.constexpr, RULE: tl.constexpr, PLAIN: tl.constexpr,
 ):
     """The layer norm of tokens + update * update_scales * gate, which is written into tokens. gate, factor and shift
     are the image's, each image's so many numbers after the last one's. In eight bits (float8: by the scale that is
-    there), or as it is."""
+    there), or as it is. PLAIN: by a host's rule, and as it is in plain."""
     row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
     inside, image = column < width, row // tokens_of_image
     place, updated = row * width + column, inside & (has_update != 0)
@@ -201,6 +216,8 @@ def adaptive_norm_row(
     normed += tl.load(shift + vector, inside, 0.0).to(tl.float32)
     if RULE != OURS:
         KIND: tl.constexpr = factor.dtype.element_ty
+        if PLAIN:
+            tl.store(plain + place, normed.to(KIND), inside)
         normed = as_hosts_have(normed, inside, KIND, RULE)
         scale = hosts_scale_of(normed)
         tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
