@@ -116,15 +116,23 @@ class Binding:
     def unbind(self) -> None:
         """Give every parameter a storage of its own again, and every convolution its usual memory format."""
         self.restore_memory_formats()
-        for path, leaf in self._leaves.items():
-            for parameter in () if leaf() is None else self._parameters(path):
-                if parameter is not None and shares_storage(parameter):
+        for leaf in self._leaves.values():
+            layer = leaf()
+            for parameter in () if layer is None else self._held_by(layer):
+                if shares_storage(parameter):
                     # Where the card is full, it goes on sharing, which the host can compute with as well.
                     with (
                         suppress(torch.cuda.OutOfMemoryError), torch.no_grad(),
                         torch.inference_mode(parameter.is_inference()),
                     ):
                         parameter.data = copy_of(parameter)
+
+    def _held_by(self, layer: nn.Module) -> list[Tensor]:
+        """The tensors that a layer has now, in a format that is not known as well."""
+        found: Iterable[Tensor | None] = layer._parameters.values()
+        if self.reader is not None:
+            found = self.reader.tensors([layer])
+        return [one for one in found if one is not None]
 
     def restore_memory_formats(self) -> int:
         """Put the convolutions' weights that we have laid out channels-last back into torch's usual memory format;

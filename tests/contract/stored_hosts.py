@@ -3,14 +3,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from builders import relative_error
 from contract_hosts import FamilyHost
 from test_anima import AnimaHost
 from torch import Tensor, nn
+
+from lib_onediff.hosts.contract import WebUI
 
 # The rotation's groups, in networks with layers of 48 and of 64 inputs.
 GROUP = 16
@@ -55,11 +57,12 @@ class StoredNeo(FamilyHost):
         mixed_precision_ops. only: the beginnings of the paths of layers that are; the others have plain numbers."""
         file_format = FORMATS[name]
         is_gguf = name.startswith("GGUF")
+        layers = self.gguf.Linear if is_gguf else self.mixed(disabled)
         for path, layer in self.unet.named_modules():
             if not isinstance(layer, nn.Linear) and type(layer).__name__ != "Linear":
                 layer.parameters_manual_cast = True
                 continue
-            layer.__class__ = self.gguf.Linear if is_gguf else self.mixed(disabled)
+            layer.__class__ = layers
             fits = layer.weight.shape[1] % (32 if is_gguf else GROUP) == 0
             is_stored = fits and path.startswith(only) and not path.startswith(self.plain)
             if is_gguf:
@@ -78,9 +81,18 @@ class StoredNeo(FamilyHost):
     def tensors(self) -> Any:
         return self.module("comfy_kitchen.tensor.base")
 
-    def decoding(self) -> AbstractContextManager[None]:
-        """The host decodes every weight but INT8's inside, and rounds nothing that layers read."""
-        return as_set(self.unet, "_full_precision_mm", True)
+    @contextlib.contextmanager
+    def as_stored(self) -> Iterator[None]:
+        """Inside, the host computes with the numbers in the file: INT8 as it multiplies them, else without rounding
+        what layers read."""
+        decodes = {layer: layer._full_precision_mm for layer in self.unet.modules() if hasattr(layer, "quant_format")}
+        try:
+            for layer in decodes:
+                layer._full_precision_mm = True
+            yield
+        finally:
+            for layer, before in decodes.items():
+                layer._full_precision_mm = before
 
     def mixed(self, disabled: tuple[str, ...]) -> Any:
         return self.module("backend.operations_mixed_precision").mixed_precision_ops(disabled).Linear
@@ -90,10 +102,21 @@ class StoredAnima(StoredNeo, AnimaHost):
     """moved: what the latents of its calls are multiplied by."""
 
     moved = 1.0
+    own_forward: Any = None
 
     def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
         image, context = super().noise_and_prompts()
         return self.moved * image, context
+
+    def start(self) -> WebUI:
+        self.own_forward = self.code.Anima.forward
+        return super().start()
+
+    def theirs(self, as_stored: bool = True) -> Tensor:
+        """The output of one call by the host's own code, while OneDiff is on."""
+        with pytest.MonkeyPatch.context() as patch, self.as_stored() if as_stored else contextlib.nullcontext():
+            patch.setattr(self.code.Anima, "forward", self.own_forward)
+            return self.output()
 
 
 class StoredUNet(StoredNeo):
@@ -102,17 +125,6 @@ class StoredUNet(StoredNeo):
     def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
         image, context = super().noise_and_prompts()
         return self.moved * image, context
-
-
-@contextlib.contextmanager
-def as_set(network: nn.Module, name: str, value: Any) -> Iterator[None]:
-    """Inside, this attribute has this value on every layer that has it."""
-    before = {layer: vars(layer)[name] for layer in network.modules() if name in vars(layer)}
-    for layer in before:
-        vars(layer)[name] = value
-    yield
-    for layer, own in before.items():
-        vars(layer)[name] = own
 
 
 def sensitivity(host: Any) -> float:

@@ -2,17 +2,25 @@
 them counts at the next call, and what we do not know is the host's."""
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from random import Random
+from typing import Any
 
 import pytest
+import torch
 from builders import relative_error
-from contract_hosts import Made, calls_of, running
-from stored_hosts import DISABLED, FORMATS, StoredAnima, StoredUNet, sensitivity, stored_bits, tensors_of
-from test_generations import OURS, same
-from test_weight_functions import network
+from contract_hosts import Made, calls_of, random, running
+from stored_hosts import DISABLED, FORMATS, GROUP, StoredAnima, StoredUNet, sensitivity, stored_bits, tensors_of
+from test_generations import BY_HOST, OURS, same
+from test_weight_functions import loha, lora, network
+from torch import Tensor, nn
 
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import FAMILIES
+from lib_onediff.hosts.forge.stored_weights import StoredWeights
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.binding import shares_storage
+from lib_onediff.weights.binding import Binding, shares_storage
 
 CLOSE = 1e-5
 
@@ -32,8 +40,13 @@ def unet_host(fresh_runtime: None) -> Iterator[StoredUNet]:
 def in_file(host: StoredAnima | StoredUNet) -> Made:
     """What the host makes of the numbers in the file: INT8 as it multiplies them, else without rounding what layers
     read."""
-    with host.decoding():
+    with host.as_stored():
         return host.generate()
+
+
+def most_of(name: str) -> float:
+    """How far one call of ours may be from the host's: a few integers are rounded to the other side."""
+    return 0.02 if name.startswith("INT8") else CLOSE
 
 
 def limit_of(host: StoredAnima | StoredUNet, name: str) -> float:
@@ -73,3 +86,338 @@ def test_every_format_is_ours_and_nothing_is_left(
     assert not any(shares_storage(tensor) for _, tensor in tensors_of(host))
     made, calls = calls_of(host.generate)
     assert calls == {} and same(made, expected)
+
+
+# --- LoRAs ---------------------------------------------------------------------------------------------------------
+
+PLACES = ("self_attn", "cross_attn", "mlp")
+ALONE = ("t_embedder.1.linear_2", "blocks.0.self_attn.output_proj", "blocks.1.cross_attn.q_proj", "blocks.1.mlp.layer1")
+# All that is multiplied as one, or none of it: of what is left out, the host would round what it reads, and ours not.
+ADAPTED = (
+    *ALONE, *(f"blocks.1.self_attn.{one}_proj" for one in "qkv"), *(f"blocks.0.cross_attn.{one}_proj" for one in "kv"),
+    *(f"blocks.{block}.adaln_modulation_{place}.{layer}" for block in (0, 1) for place in PLACES for layer in (1, 2)),
+    "final_layer.adaln_modulation.1", "final_layer.adaln_modulation.2", "blocks.0.mlp.layer2",
+)
+
+
+@pytest.mark.parametrize("name", ["INT8 (ConvRot)", "FP8 (e4m3, scaled)", "FP8 (e5m2, scaled)", "NVFP4", "GGUF Q8_0"])
+def test_loras_on_the_fly_are_computed_beside_the_files_numbers(host: StoredAnima, name: str) -> None:
+    host.store(name)
+    one, two = lora(host, ADAPTED), lora(host, ALONE, rank=2, seed=7)
+    sequence: Any = ((), ((one, 0.5),), ((one, 0.0),), ((one, 0.25), (two, 0.8)), ((two, 0.8),), ())
+    expected = []
+    for loras in sequence:
+        host.set_loras(*loras)
+        expected.append(in_file(host))
+    for theirs, after in zip(expected, expected[1:], strict=False):
+        assert relative_error(theirs.latent, after.latent) > 0.05
+    limit, before = limit_of(host, name), stored_bits(host)
+    host.start()
+    for loras, theirs in zip(sequence, expected, strict=True):
+        host.set_loras(*loras)
+        made, calls = calls_of(host.generate)
+        assert calls == OURS, runtime.status()["reason"]
+        assert relative_error(made.latent, theirs.latent) < limit
+        # No weight is decoded for longer than its product.
+        marks = (f"{name} weights", *(["LoRA on the fly"] if loras else []))
+        assert network(host).weight_marks == marks
+        floats = sum(part.numel() for patches, _ in loras for _, parts in patches.values() for part in parts[:2])
+        assert network(host).bound.on_the_fly.bytes == 4 * floats
+    host.switch(False)
+    now = stored_bits(host)
+    assert all(now[one].equal(before[one]) for one in before)
+
+
+@pytest.mark.parametrize("name", ["INT8 by rows", "INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4"])
+def test_a_lora_that_the_host_merges_is_in_its_new_weights(host: StoredAnima, name: str) -> None:
+    """Each is a tensor of its own with other scales, rounded by the host."""
+    host.store(name)
+    one = lora(host, ADAPTED)
+    sequence: Any = ((), ((one, 0.5),), ((one, 0.25),), ())
+    expected = []
+    for loras in sequence:
+        host.set_loras(*loras, online=False)
+        expected.append(in_file(host))
+    limit = limit_of(host, name)
+    host.start()
+    for loras, theirs in zip(sequence, expected, strict=True):
+        host.set_loras(*loras, online=False)
+        made, calls = calls_of(host.generate)
+        assert calls == OURS, runtime.status()["reason"]
+        assert relative_error(made.latent, theirs.latent) < limit
+        assert network(host).weight_marks == (f"{name.removesuffix(' by rows')} weights",)
+
+
+@pytest.mark.parametrize("name", ["INT8", "FP8 (e5m2, scaled)", "GGUF Q8_0"])
+def test_what_is_no_lora_is_applied_to_decoded_copies(host: StoredAnima, name: str) -> None:
+    """Of the layers that it is on, and of no other."""
+    path = "blocks.1.mlp.layer2"
+    difference = loha(host, (path,))
+    host.store(name)
+    host.set_loras((difference, 0.5))
+    expected = host.generate() if name == "INT8" else in_file(host)
+    host.start()
+    made, calls = calls_of(host.generate)
+    assert calls == OURS, runtime.status()["reason"]
+    assert relative_error(made.latent, expected.latent) < (0.02 if name == "INT8" else CLOSE)
+    assert network(host).weight_marks == (f"{name} weights", "weights changed on the fly")
+    assert network(host).bound.on_the_fly.bytes == 4 * host.unet.get_submodule(path).weight.shape.numel()
+
+
+# --- edits ---------------------------------------------------------------------------------------------------------
+
+EDITED = (
+    "blocks.0.self_attn.k_proj", "blocks.1.self_attn.output_proj", "blocks.0.cross_attn.v_proj", "blocks.1.mlp.layer1",
+    "blocks.0.adaln_modulation_mlp.2", "t_embedder.1.linear_2",
+)
+
+
+# What is over the same input, whose weights our forward multiplies as one.
+BESIDE = {
+    "blocks.0.self_attn.k_proj": [f"blocks.0.self_attn.{one}_proj" for one in "qkv"],
+    "blocks.0.cross_attn.v_proj": [f"blocks.0.cross_attn.{one}_proj" for one in "kv"],
+    "blocks.0.adaln_modulation_mlp.2": [
+        f"blocks.{number}.adaln_modulation_{place}.2" for number in range(2) for place in PLACES
+    ],
+}
+
+
+def make(edit: Any, host: StoredAnima, path: str, seed: int) -> None:
+    """Make an edit of a layer; one of a format is of all layers beside it, as in a file."""
+    paths = BESIDE.get(path, [path]) if edit in OF_A_FORMAT else [path]
+    for one in paths:
+        edit(host, host.unet.get_submodule(one), Random(seed))
+
+
+def plain_of(layer: Any) -> Tensor:
+    """The weight of a layer, decoded."""
+    weight = layer.weight
+    if hasattr(weight, "dequantize") and hasattr(weight, "_qdata"):
+        return weight.dequantize().float()
+    kind = getattr(weight, "gguf_cls", None)
+    return weight.data.float() if kind is None else kind.dequantize_pytorch(weight).float()
+
+
+def edit_scale(host: StoredAnima, layer: Any, chance: Random) -> None:
+    if hasattr(layer.weight, "_params"):
+        scale = layer.weight._params.scale
+        scale.add_(1) if scale.dtype == torch.uint8 else scale.mul_(chance.choice((0.5, 2.0)))
+
+
+def edit_numbers(host: StoredAnima, layer: Any, chance: Random) -> None:
+    numbers = getattr(layer.weight, "_qdata", layer.weight.data).view(torch.uint8)
+    numbers.copy_(numbers.roll(chance.randint(1, 3), dims=0))
+
+
+def in_another_format(host: StoredAnima, layer: Any, chance: Random) -> None:
+    kind, options = FORMATS[chance.choice(MIXED)]
+    weight = plain_of(layer)
+    layer.weight = nn.Parameter(1.5 * weight, requires_grad=False)
+    layer.read(kind, **options)
+
+
+def in_plain_numbers(host: StoredAnima, layer: Any, chance: Random) -> None:
+    layer.weight = nn.Parameter(1.5 * plain_of(layer), requires_grad=False)
+
+
+def edit_rotation(host: StoredAnima, layer: Any, chance: Random) -> None:
+    """The same numbers mean another weight, in a tensor of its own or in the same one."""
+    weight = layer.weight
+    if getattr(weight, "_layout_cls", "") == "TensorWiseINT8Layout":
+        params = dataclasses.replace(weight._params, convrot=not weight._params.convrot, convrot_groupsize=GROUP)
+        if chance.random() < 0.5:
+            weight._params = params
+        else:
+            layer.weight = nn.Parameter(type(weight)(weight._qdata, weight._layout_cls, params), requires_grad=False)
+
+
+def edit_units(host: StoredAnima, layer: Any, chance: Random) -> None:
+    """The host decodes this weight from now on, or does so no more."""
+    if hasattr(layer, "_full_precision_mm"):
+        layer._full_precision_mm = not layer._full_precision_mm
+
+
+def put_lora(host: StoredAnima, layer: Any, chance: Random) -> None:
+    rows, width = layer.weight.shape
+    seed = chance.randrange(1000)
+    what = ("lora", (0.3 * random(rows, 2, seed=seed), 0.3 * random(2, width, seed=seed + 1), 2.0, None, None))
+    patch = [chance.choice((0.0, 0.5, 1.0)), what, 1.0, None, None, True]
+    made = host.module("backend.patcher.base").OnlineLoRAPatch("a file", "weight", patch)
+    layer.weight_function = [*layer.weight_function[:1], made]
+
+
+def take_loras(host: StoredAnima, layer: Any, chance: Random) -> None:
+    layer.weight_function = []
+
+
+EDITS = (
+    edit_scale, edit_numbers, in_another_format, in_plain_numbers, edit_rotation, edit_units, put_lora, take_loras,
+)
+OF_A_FORMAT = (in_another_format, in_plain_numbers, edit_rotation, edit_units)
+MIXED = ("INT8", "INT8 by rows", "INT8 (ConvRot)", "FP8 (e4m3, scaled)", "FP8 (e5m2, scaled)", "MXFP8", "NVFP4")
+
+
+@pytest.mark.parametrize("edit", EDITS[:-1], ids=lambda edit: edit.__name__)
+@pytest.mark.parametrize("name", ["INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4"])
+def test_the_call_after_an_edit_is_right(host: StoredAnima, name: str, edit: Any) -> None:
+    host.store(name)
+    host.begin()
+    plain, calls = calls_of(host.output)
+    assert calls == {"plain": 1} and relative_error(plain, host.theirs()) < most_of(name)
+    # Another format may be one whose inputs are rounded.
+    most = most_of("INT8" if edit is in_another_format else name)
+    has_effect = False
+    for seed, path in enumerate(EDITED):
+        before = host.theirs()
+        with torch.inference_mode(seed % 2 == 1):
+            make(edit, host, path, seed)
+        expected = host.theirs()
+        has_effect |= relative_error(before, expected) > 2 * most_of(name)
+        made, calls = calls_of(host.output)
+        assert calls == {"plain": 1}, (path, runtime.status()["reason"])
+        assert relative_error(made, expected) < most, path
+    assert has_effect or edit in (edit_units, edit_rotation), "nothing was edited"
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_no_answer_is_wrong_whatever_is_edited(host: StoredAnima, seed: int) -> None:
+    chance = Random(seed)
+    host.store(chance.choice(MIXED))
+    host.begin()
+    ours = 0
+    for number in range(25):
+        path = chance.choice(EDITED)
+        edit = chance.choice(EDITS)
+        make(edit, host, path, chance.randrange(1000))
+        made, calls = calls_of(host.output)
+        expected = host.theirs()
+        if calls == {"host": 1}:
+            expected = host.theirs(as_stored=False)
+        else:
+            ours += 1
+        assert relative_error(made, expected) < most_of("INT8"), (number, edit.__name__, path, calls)
+    assert ours > 15, runtime.status()["reason"]
+
+
+# --- what is not known ---------------------------------------------------------------------------------------------
+
+BROKEN, FUSED = "blocks.1.mlp.layer2", "blocks.0.self_attn.k_proj"
+
+
+def with_params(layer: Any, **changes: Any) -> None:
+    weight = layer.weight
+    params = dataclasses.replace(weight._params, **changes)
+    layer.weight = nn.Parameter(type(weight)(weight._qdata, weight._layout_cls, params), requires_grad=False)
+
+
+def in_unknown_layout(host: StoredAnima, layer: Any) -> None:
+    host.tensors.LAYOUTS["OfTomorrowLayout"] = host.tensors.TensorWiseINT8Layout
+    weight = layer.weight
+    layer.weight = nn.Parameter(type(weight)(weight._qdata, "OfTomorrowLayout", weight._params), requires_grad=False)
+
+
+def transposed(host: StoredAnima, layer: Any) -> None:
+    made = host.tensors.QuantizedTensor.from_float(plain_of(layer).t().contiguous(), "TensorWiseINT8Layout")
+    layer.weight = nn.Parameter(made.t(), requires_grad=False)
+    assert layer.weight._params.transposed
+
+
+def of_another_package(host: StoredAnima, layer: Any) -> None:
+    kind = type(layer.weight)
+    with_params(layer)
+    layer.weight.__class__ = type(kind.__name__, (kind,), {"__module__": "somebodys.tensors"})
+
+
+def unbaked(host: StoredAnima, layer: Any) -> None:
+    layer.weight.baked = False
+
+
+UNKNOWN = {
+    "layout": ("INT8", in_unknown_layout, "stored as OfTomorrowLayout, which OneDiff does not know"),
+    "transposed": ("INT8", transposed, "stored as TensorWiseINT8Layout"),
+    "somebody's": ("INT8", of_another_package, "somebodys.tensors.QuantizedTensor, which OneDiff does not know"),
+    "no scale": ("INT8", lambda host, layer: with_params(layer, scale=None), "TensorWiseINT8Layout lacks its scale"),
+    "no scales of blocks": ("NVFP4", lambda host, layer: with_params(layer, block_scale=None), "lacks its scale"),
+    "three scales": (
+        "INT8", lambda host, layer: with_params(layer, scale=torch.ones(3, 1)), "INT8 has 3 scales for 64 rows"
+    ),
+    "rotation": (
+        "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=1024), "ConvRot groups of 1024"
+    ),
+    "no power": (
+        "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=32), "ConvRot groups of 32"
+    ),
+    "not ready": ("GGUF Q8_0", unbaked, "GGUF Q8_0 is not made ready"),
+}
+
+
+def answer(make: Any) -> Any:
+    """What it returns, or the error that it raises."""
+    try:
+        return make()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def alike(made: Any, expected: Any) -> bool:
+    if isinstance(made, Tensor) and isinstance(expected, Tensor):
+        return torch.equal(made.nan_to_num(), expected.nan_to_num())
+    return type(made) is type(expected) and bool(made == expected)
+
+
+@pytest.mark.parametrize(("case", "path"), [*((case, BROKEN) for case in UNKNOWN), ("layout", FUSED)])
+def test_what_is_not_known_is_the_hosts_and_named(host: StoredAnima, case: str, path: str) -> None:
+    name, breaks, reason = UNKNOWN[case]
+    host.store(name)
+    layer = host.unet.get_submodule(path)
+    whole = layer.weight
+    before = stored_bits(host)
+    host.begin()
+    proved = host.output()
+    for _ in range(2):
+        breaks(host, layer)
+        expected = answer(lambda: host.theirs(as_stored=False))
+        for _ in range(2):
+            made, calls = calls_of(lambda: answer(host.output))
+            assert alike(made, expected) and calls in ({"host": 1}, {}), calls
+            assert reason in runtime.status()["reason"], runtime.status()["reason"]
+        # As it was: ours again.
+        layer.weight = whole
+        for tensor, (_, bits) in zip(tensors_of(host), before.items(), strict=True):
+            tensor[1].view(-1).view(torch.uint8).copy_(bits)
+        if hasattr(whole, "baked"):
+            whole.baked = True
+        made, calls = calls_of(host.output)
+        assert calls == {"plain": 1} and torch.equal(made, proved), runtime.status()["reason"]
+    breaks(host, layer)
+    answer(host.output)
+    host.switch(False)
+    assert not any(shares_storage(tensor) for _, tensor in tensors_of(host)) and runtime.guard.faults == []
+    assert alike(answer(host.output), expected)
+
+
+def test_a_checkpoint_with_an_unknown_layout_is_the_hosts_from_the_start(host: StoredAnima) -> None:
+    host.store("INT8 (ConvRot)")
+    in_unknown_layout(host, host.unet.get_submodule(BROKEN))
+    expected = host.generate()
+    adapter = host.start()
+    made, calls = calls_of(host.generate)
+    assert calls == BY_HOST and torch.equal(made.latent, expected.latent) and runtime.guard.faults == []
+    assert "OfTomorrowLayout" in (adapter.why_not_served() or runtime.status()["reason"])
+    with pytest.raises(Refusal, match="OfTomorrowLayout"):
+        Binding(host.unet, FAMILIES.read(host.unet), StoredWeights())
+
+
+def test_a_scale_that_is_not_a_number_makes_the_hosts_image(host: StoredAnima) -> None:
+    host.store("INT8")
+    scale = host.unet.get_submodule(BROKEN).weight._params.scale
+    before = scale.clone()
+    scale.mul_(torch.nan)
+    host.begin()
+    made, calls = calls_of(host.output)
+    assert calls == {"host": 1} and made.isnan().all() and "NaN" in runtime.status()["reason"]
+    scale.copy_(before)
+    made, calls = calls_of(host.output)
+    assert calls == {"plain": 1} and relative_error(made, host.theirs()) < most_of("INT8")
+    scale.mul_(torch.nan)
+    assert host.output().isnan().all()
