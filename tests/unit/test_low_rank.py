@@ -1,6 +1,7 @@
 """LoRAs computed beside their layers, by every set of operators that takes them, against the merged weight."""
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -104,7 +105,9 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     applied = AppliedFunctions(dtype, up.device)
     applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": layer}, {"a": ["a"]}, None)
     stored = {"a": layer}
-    output = torch_ops.linear(x, Operands(stored, steps_of(stored, dtype, None, (), applied))["a"])
+    # A binding, as far as steps_of reads it.
+    binding: Any = SimpleNamespace(dtype=dtype, formats={})
+    output = torch_ops.linear(x, Operands(stored, steps_of(binding, stored, None, (), applied))["a"])
     exact = x.double() @ (layer.weight.double() + 0.5 * up.double() @ down.double()).t()
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
 
