@@ -47,6 +47,23 @@ class LowRank(NamedTuple):
         """The product of the up with this index, times its scale, in the product's dtype."""
         return (product.float() * self.scales[index]).to(product.dtype) if self.scales else product
 
+    def of_rows(self, first: int, count: int) -> LowRank | None:
+        """The LoRAs that add to these rows of the output, counted from the first of them; None where none does. No LoRA
+        may add to rows of which a part alone is among them."""
+        downs: list[Tensor] = []
+        ups: list[tuple[int, Tensor]] = []
+        scales: list[Tensor] = []
+        rank = 0
+        for index, (row, up) in enumerate(self.ups):
+            if first <= row < first + count:
+                downs.append(self.down[rank:rank + up.shape[1]])
+                ups.append((row - first, up))
+                scales += self.scales[index:index + 1]
+            rank += up.shape[1]
+        if not ups:
+            return None
+        return LowRank(downs[0] if len(downs) == 1 else torch.cat(downs), tuple(ups), tuple(scales))
+
     def scaled_ups(self, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
         """The ups, multiplied by their scales, in a dtype."""
         if not self.scales:

@@ -223,6 +223,21 @@ def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
     assert bound.epoch != epoch and bound.binding.format_names() == ["INT8", "INT8 (ConvRot)"]
 
 
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_the_loras_of_some_rows_are_those_that_add_to_them(is_scaled: bool) -> None:
+    x, down = torch.randn(2, WIDTH), torch.randn(6, WIDTH)
+    ups = ((0, torch.randn(4, 1)), (4, torch.randn(2, 2)), (4, torch.randn(2, 3)))
+    scales = tuple(torch.rand(3)) if is_scaled else ()
+    whole = LowRank(down, ups, scales)
+    weight = torch.zeros(9, WIDTH)
+    expected = operators.linear(x, LayerWeights(weight, None, (), whole))
+    for first, count, ranks in ((0, 4, 1), (4, 2, 5), (6, 3, 0)):
+        part = whole.of_rows(first, count)
+        assert (0 if part is None else len(part.down)) == ranks
+        found = operators.linear(x, LayerWeights(weight[:count], None, (), part))
+        assert torch.equal(found, expected[:, first:first + count])
+
+
 # --- without weights in few bits ----------------------------------------------------------------------------------
 
 def plain(weight: Tensor) -> dict[str, LayerWeights]:

@@ -113,9 +113,8 @@ def raised(down: Tensor, ups: LayerWeights, ops: Operators) -> Tensor:
     if ups.weight.is_meta:
         rows = len(ups.weight) // len(down)
         each = [ops.linear(vectors, rows_of(ups, rows * layer, rows)) for layer, vectors in enumerate(down)]
-        product = torch.stack(each)
-    else:
-        product = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT)
+        return torch.stack(each)
+    product = torch.bmm(down, ups.weight.view(len(down), -1, down.shape[-1]).mT)
     low_rank = ups.low_rank
     if low_rank is None:
         return product
@@ -130,11 +129,13 @@ def raised(down: Tensor, ups: LayerWeights, ops: Operators) -> Tensor:
 
 
 def rows_of(layer: LayerWeights, first: int, count: int) -> LayerWeights:
-    """So many rows of the weight of a layer that exists in eight bits alone, without bias and LoRAs."""
+    """So many rows of the weight of a layer that exists in eight bits alone, with the LoRAs beside them, without bias.
+    """
     whole = layer.low_bit[0]
     scales = whole.scales if whole.scales.numel() == 1 else whole.scales.narrow(1, first, count)
     part = whole._replace(values=whole.values.narrow(0, first, count), scales=scales)
-    return LayerWeights(layer.weight.narrow(0, first, count), None, (part,))
+    low_rank = None if layer.low_rank is None else layer.low_rank.of_rows(first, count)
+    return LayerWeights(layer.weight.narrow(0, first, count), None, (part,), low_rank)
 
 
 def rotary_of(positions: Positions, rows: int, columns: int, device: torch.device) -> Rotary:
