@@ -86,12 +86,12 @@ def test_products_of_stored_weights_that_were_met_are_measured_once() -> None:
     ops.linear(torch.zeros(2, 3, 32, dtype=torch.float16), layer)
     ours = layer._replace(low_bit=(weight._replace(stored=False),))
     ops.linear(torch.zeros(2, 4, 32, dtype=torch.float16), ours)
-    assert launches.stored_products == {(6, 48, 32)}
+    assert launches.stored_products == {(6, 48, 32, torch.float16)}
     clock = Clock(**{str(INT8_PRODUCT.candidates[4]): 0.5})
     [product] = launches.stored_products
-    assert tune_stored(launches, product, torch.float16, CPU, clock)
+    assert tune_stored(launches, product, CPU, clock)
     assert launches.of(INT8_PRODUCT, "6x32x48", torch.float16) == INT8_PRODUCT.candidates[4]
-    assert not tune_stored(launches, product, torch.float16, CPU, clock)
+    assert not tune_stored(launches, product, CPU, clock)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")

@@ -178,8 +178,8 @@ class Native(Device):
         # No UNet convolves more pixels than the latent has: others are a VAE's, and may find no memory here.
         met = [size for size in self._launches.convolutions if size[1] * size[2] <= call.latent[0, 0].numel()]
         measured += [tune_half_sums(self._launches, size, device, time_ms) for size in met]
-        stored = self._launches.stored_products
-        measured += [tune_stored(self._launches, product, call.latent.dtype, device, time_ms) for product in stored]
+        stored = list(self._launches.stored_products)
+        measured += [tune_stored(self._launches, product, device, time_ms) for product in stored]
         return any(measured)
 
     def measure_anew(self) -> None:

@@ -378,11 +378,11 @@ def stored_launches(
 
 
 def tune_stored(
-    launches: Launches, product: Sequence[int], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+    launches: Launches, product: tuple[int, int, int, torch.dtype], device: torch.device, time_ms: TimeMs
 ) -> bool:
     """Choose how a product of rows with a weight that is stored in INT8 is launched, where that was not measured on
-    this GPU; whether it was now. product: (rows, out, width)."""
-    rows, out, width = product
+    this GPU; whether it was now. product: (rows, out, width, dtype)."""
+    rows, out, width, dtype = product
     if launches.chosen(configs.INT8_PRODUCT, products.product_class(rows, out, width), dtype) is not None:
         return False
     given = Product(rows, width, out, PLAIN_INPUT)

@@ -102,9 +102,9 @@ class Launches:
         self._tuning_cache = tuning_cache
         # The sizes of convolutions that were met where float16 sums are allowed: see tuning.tune_half_sums.
         self.convolutions: set[tuple[int, ...]] = set()
-        # (rows, out, width) of the products that were met with weights that are stored in INT8: see
+        # (rows, out, width, dtype) of the products that were met with weights that are stored in INT8: see
         # tuning.tune_stored.
-        self.stored_products: set[tuple[int, int, int]] = set()
+        self.stored_products: set[tuple[int, int, int, torch.dtype]] = set()
         self._known: dict[tuple[str, str, torch.dtype, int], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:

@@ -467,7 +467,8 @@ class NativeOperators:
         shape_class = products.product_class(len(x.values), *layer.weight.shape)
         config = self._launches.of(configs.INT8_PRODUCT, shape_class, dtype)
         if weight.stored:
-            self._launches.stored_products.add((len(x.values), *layer.weight.shape))
+            out, width = layer.weight.shape
+            self._launches.stored_products.add((len(x.values), out, width, dtype))
         return products.int8_product(x, weight, bias, dtype, config, added)
 
 
