@@ -23,7 +23,7 @@ from ..core.leaves import Convolution, FusedLinear
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
-from .stored import Format, StoredReader, StoredWeight
+from .stored import Format, StoredReader, StoredWeight, are_multiplied_alike
 
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Of weights that a host casts at each use.
@@ -246,6 +246,16 @@ class Binding:
         """The paths of the layers that one product computes: as groups, with layers that cannot lie together."""
         apart = {path for paths in self.apart.values() for path in paths}
         return {name: paths for name, paths in self.groups.items() if name not in apart} | self.apart
+
+    def decoded_layers(self) -> list[nn.Module]:
+        """The layers that the host multiplies in eight bits, and our forward decodes: layers over the same input are
+        stored in another way. Drop the result after the call. Raises Refusal if one is gone."""
+        found: list[nn.Module] = []
+        for paths in self.products().values():
+            formats = {path: self.formats[path][0] for path in paths if path in self.formats}
+            if not are_multiplied_alike(map(formats.get, paths)):
+                found += [self._layer(path) for path, one in formats.items() if one.kind is not None]
+        return found
 
     def shapes(self) -> Weights:
         """As weights, with the shape alone, decoded, of what is in few bits."""

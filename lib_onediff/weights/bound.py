@@ -131,7 +131,7 @@ class BoundUNet:
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """The host's forward of a call, with its approximations computed exactly; see HostTraits.yardstick."""
         yardstick = self.host_traits.yardstick
-        return host if yardstick is None else yardstick(host, self.module)
+        return host if yardstick is None else yardstick(host, self.module, self.binding.decoded_layers())
 
     def streaming_now(self) -> Streaming | None:
         """What copies the weights that are in main memory; None where all are on the device that computes. Raises

@@ -27,7 +27,9 @@ class MirrorUNet(BoundUNet):
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
         """copy: made by empty_copy of the source's binding; the caller keeps it alive."""
 
-        def yardstick(host: Callable[[], Tensor], copy: nn.Module) -> Callable[[], Tensor]:
+        def yardstick(
+            host: Callable[[], Tensor], copy: nn.Module, decoded: Sequence[nn.Module]
+        ) -> Callable[[], Tensor]:
             # The host runs its own network.
             return source.exactly(host)
 

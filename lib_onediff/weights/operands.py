@@ -29,7 +29,7 @@ from ..core.layer_weights import LayerWeights, QuantizedWeight, Source, Weights,
 from .binding import Binding
 from .bound import BoundUNet
 from .on_the_fly import AppliedFunctions, OnTheFly
-from .stored import StoredWeight
+from .stored import StoredWeight, are_multiplied_alike
 from .streaming import Streaming, Units
 
 
@@ -182,19 +182,15 @@ def quantized(
 ) -> QuantizedWeight | None:
     """The weights of layers over the same input as one operand in eight bits; None where the host does not multiply all
     of them so, or not alike. values: of all, one below the other. scales: of each."""
-    found: list[Tensor] = []
-    rotations: set[int] = set()
-    kinds: set[object] = set()
-    for stored, own in zip(members, scales, strict=True):
-        if stored is None or stored.format.kind is None:
-            return None
-        rotations.add(stored.format.rotation)
-        kinds.add(stored.format.kind)
-        scale = own[0].float().reshape(1, -1)
-        found.append(scale if len(members) == 1 else scale.expand(1, stored.shape[0]))
-    if len(rotations) > 1 or len(kinds) > 1:
+    stored = [member for member in members if member is not None]
+    if len(stored) < len(members) or not are_multiplied_alike(member.format for member in stored):
         return None
-    return QuantizedWeight(values, found[0] if len(found) == 1 else torch.cat(found, dim=1), rotations.pop())
+    found: list[Tensor] = []
+    for member, own in zip(stored, scales, strict=True):
+        scale = own[0].float().reshape(1, -1)
+        found.append(scale if len(members) == 1 else scale.expand(1, member.shape[0]))
+    rotation = stored[0].format.rotation
+    return QuantizedWeight(values, found[0] if len(found) == 1 else torch.cat(found, dim=1), rotation)
 
 
 class Changed(Step):

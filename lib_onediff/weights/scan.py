@@ -119,6 +119,10 @@ class FunctionReader(Protocol):
         """What is applied to one of the layers that parts found. Raises Refusal if only the host can compute it."""
 
 
+# See HostTraits.
+Yardstick = Callable[[Callable[[], Tensor], nn.Module, Sequence[nn.Module]], Callable[[], Tensor]]
+
+
 @dataclass(frozen=True)
 class HostTraits:
     """What a host adapter knows of how its host computes a network.
@@ -132,8 +136,9 @@ class HostTraits:
         ("networks.loaded_networks"). They count as weights, not as code.
     brought: brought(network, path) returns whether the adapter knows the forward that is set on the instance of the
         module at this path, and hands its functions over with each call, as Call.patches.
-    yardstick: takes the host's forward of a call and the network, and returns the forward with its approximations (such
-        as 8-bit attention) computed exactly, to compare with; None: it approximates nothing.
+    yardstick: takes the host's forward of a call, the network, and layers that it multiplies in eight bits and our
+        forward does not. Returns the forward with its approximations (such as 8-bit attention) computed exactly, to
+        compare with; None: it approximates nothing.
     functions: reads what the host applies to its layers' weights at each use; None: such calls are left to the host.
     casts: how the host casts its layers' weights at each use; None where it never does.
     stored: reads the weights that the host keeps in few bits; None where it has none.
@@ -149,7 +154,7 @@ class HostTraits:
     sync_lora: Callable[[Iterable[nn.Module]], None] | None = None
     wanted_lora: Callable[[], Hashable] | None = None
     brought: Callable[[nn.Module, str], bool] = lambda network, path: False
-    yardstick: Callable[[Callable[[], Tensor], nn.Module], Callable[[], Tensor]] | None = None
+    yardstick: Yardstick | None = None
     functions: FunctionReader | None = None
     casts: Casts | None = None
     stored: StoredReader | None = None

@@ -5,7 +5,7 @@ StoredWeight; operands.Decoded makes of it what a kernel takes.
 """
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -33,6 +33,13 @@ class Format:
     kind: Kind | None = None
     rotation: int = 0
     is_by_rows: bool = False
+
+
+def are_multiplied_alike(formats: Iterable[Format | None]) -> bool:
+    """Whether a host multiplies all weights of these formats in eight bits, in one type and rotation. None: of a plain
+    weight."""
+    ways = {None if one is None or one.kind is None else (one.kind, one.rotation) for one in formats}
+    return len(ways) == 1 and None not in ways
 
 
 class StoredWeight(NamedTuple):

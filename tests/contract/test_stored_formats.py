@@ -12,7 +12,7 @@ import torch
 from builders import relative_error
 from contract_hosts import Made, calls_of, random, running
 from stored_hosts import DISABLED, FORMATS, GROUP, StoredAnima, StoredUNet, sensitivity, stored_bits, tensors_of
-from test_generations import BY_HOST, OURS, same
+from test_generations import BY_HOST, OURS, attributes, same
 from test_weight_functions import loha, lora, network
 from torch import Tensor, nn
 
@@ -220,6 +220,16 @@ def in_plain_numbers(host: StoredAnima, layer: Any, chance: Random) -> None:
     layer.weight = nn.Parameter(1.5 * plain_of(layer), requires_grad=False)
 
 
+def in_nvfp4(host: StoredAnima, layer: Any, chance: Random) -> None:
+    layer.weight = nn.Parameter(plain_of(layer), requires_grad=False)
+    layer.read("nvfp4")
+
+
+def in_q4(host: StoredAnima, layer: Any, chance: Random) -> None:
+    layer.weight = nn.Parameter(plain_of(layer), requires_grad=False)
+    layer.read(host.module("backend.operations_gguf").Q4_K)
+
+
 def edit_rotation(host: StoredAnima, layer: Any, chance: Random) -> None:
     """The same numbers mean another weight, in a tensor of its own or in the same one."""
     weight = layer.weight
@@ -277,6 +287,29 @@ def test_the_call_after_an_edit_is_right(host: StoredAnima, name: str, edit: Any
         assert calls == {"plain": 1}, (path, runtime.status()["reason"])
         assert relative_error(made, expected) < most, path
     assert has_effect or edit in (edit_units, edit_rotation), "nothing was edited"
+
+
+@pytest.mark.parametrize(("name", "edit", "place"), [
+    ("INT8", edit_rotation, 0), ("INT8 (ConvRot)", in_plain_numbers, 2), ("INT8 by rows", in_nvfp4, 1),
+    ("FP8 (e4m3, scaled)", in_plain_numbers, 0), ("MXFP8", in_nvfp4, 2), ("GGUF Q8_0", in_q4, 0),
+])
+def test_layers_over_one_input_in_several_formats_are_decoded(
+    host: StoredAnima, name: str, edit: Any, place: int
+) -> None:
+    """As in files of which some layers are stored better: nothing is rounded there, and ours is nearer to the file."""
+    host.store(name)
+    path, beside = list(BESIDE.items())[place]
+    for one in {path, beside[0]}:
+        edit(host, host.unet.get_submodule(one), Random(0))
+    before = attributes(host)
+    host.begin()
+    made, calls = calls_of(host.output)
+    assert calls == {"plain": 1}, runtime.status()["reason"]
+    # The plain numbers of a GGUF file are in float16, and so is this call.
+    most = {"I": 0.03, "G": 2e-3}.get(name[0], CLOSE)
+    assert relative_error(made, host.theirs()) < most
+    host.switch(False)
+    assert attributes(host) == before
 
 
 @pytest.mark.parametrize("seed", range(2))

@@ -22,7 +22,7 @@ from ...core.sampling import Sampling
 from ...runtime.runtime import runtime
 from ...weights.binding import BOUND_DTYPES, STORED_DTYPES, shares_storage
 from ...weights.exact_copy import copy_of
-from ...weights.scan import Casts, HostTraits, refuse_replaced
+from ...weights.scan import Casts, HostTraits, Yardstick, refuse_replaced
 from ..changed_modules import ChangedModules, forward_above, is_brought, replaced_method
 from ..contract import BYPASSED, NOT_IN_USE, Need, Result, WebUI, check_needs
 from ..hooks import UNetHooks, VaeHooks, serve_call
@@ -332,9 +332,9 @@ def give_originals_storage_of_their_own(patcher: Any) -> None:
                     weight.data = copy_of(weight)
 
 
-def yardstick_of(kind: HostNetwork) -> Callable[[Callable[[], Tensor], nn.Module], Callable[[], Tensor]]:
+def yardstick_of(kind: HostNetwork) -> Yardstick:
     """See HostTraits.yardstick: for networks of this kind."""
-    return lambda host, network: decoding_first(kind.attention.exactly(host), network)
+    return lambda host, network, decoded: decoding_first(kind.attention.exactly(host), network, decoded)
 
 
 def check_storage(unet: Any) -> None:

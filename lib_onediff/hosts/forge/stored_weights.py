@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ...core.refusal import Refusal
 from ...weights.low_bit import FP8, INT8, Kind
+from ...weights.scan import APPLIED_AT_CALL
 from ...weights.stored import Decode, Format, StoredWeight
 
 QUANTIZED, ITS_MODULE = "QuantizedTensor", "comfy_kitchen.tensor.base"
@@ -42,6 +43,8 @@ STORED_TYPES = (torch.int8, torch.uint8, "gguf")
 # What a layer holds beside tensors that decides how a quantized tensor is computed with: the host decodes it first, but
 # for INT8, which multiplies integers wherever no function is on the weight.
 DECODES_FIRST = "_full_precision_mm"
+WEIGHT_FUNCTION, *_ = APPLIED_AT_CALL
+ABSENT = object()
 read_layout = attrgetter("_layout_cls", "_params")
 
 
@@ -78,23 +81,36 @@ class StoredWeights:
         return found
 
 
-def decoding_first(host: Callable[[], Tensor], network: nn.Module) -> Callable[[], Tensor]:
+def decoding_first(
+    host: Callable[[], Tensor], network: nn.Module, decoded: Sequence[nn.Module]
+) -> Callable[[], Tensor]:
     """The host's forward without the rounding of what layers in float8 and in 4 bits read: they decode their weights,
-    as on a card that has no units for the format."""
-    layers = [layer for layer in network.modules() if vars(layer).get(DECODES_FIRST) is False]
-    if not layers:
+    as on a card that has no units for the format. decoded: layers in INT8 that do so, too, as they do for any function
+    on their weight."""
+    changes: list[tuple[nn.Module, str, object]] = [
+        (layer, DECODES_FIRST, True) for layer in network.modules() if vars(layer).get(DECODES_FIRST) is False
+    ]
+    changes += [(layer, WEIGHT_FUNCTION, [unchanged]) for layer in decoded if not vars(layer).get(WEIGHT_FUNCTION)]
+    if not changes:
         return host
 
     def decoding() -> Tensor:
-        for layer in layers:
-            setattr(layer, DECODES_FIRST, True)
+        before = [(vars(layer), name, vars(layer).get(name, ABSENT)) for layer, name, _ in changes]
+        for layer, name, value in changes:
+            vars(layer)[name] = value
         try:
             return host()
         finally:
-            for layer in layers:
-                setattr(layer, DECODES_FIRST, False)
+            for state, name, own in before:
+                state.pop(name)
+                if own is not ABSENT:
+                    state[name] = own
 
     return decoding
+
+
+def unchanged(weight: Tensor) -> Tensor:
+    return weight
 
 
 def is_quantized(parameter: Any) -> bool:
