@@ -244,8 +244,6 @@ class NativeOperators:
         config = self._launches.of(configs.LAYER_NORM, row_class(norm.width), consumer.weight.dtype)
         if kind is not None:
             rule = rule_for(consumer)
-            if rule != Rule.OURS:
-                config = configs.LAYER_NORM.candidates[0]
             return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config, rule)
         return native_tokens.layer_norm(residual, layer.weight, layer.bias, norm.eps, config)
 

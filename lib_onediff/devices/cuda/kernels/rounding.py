@@ -19,6 +19,8 @@ from .launching import ceil_div, launch, power_of_two
 
 # Columns that four warps hold in their registers.
 FEW_COLUMNS = 2048
+# Rows and warps of a layer norm by a host's rule: a rotated row takes many registers.
+HOSTS_LAYER_NORM = 1, 4
 # The groups of ConvRot that kernels rotate.
 GROUP = 256
 HAS_MATRIX_UNITS = (8, 0)
@@ -52,13 +54,13 @@ def layer_norm(
     config: LaunchConfig = LAYER_NORM.candidates[0], rule: Rule = Rule.OURS,
 ) -> tuple[Residual, QuantizedTokens]:
     """The residual, deferred_bias one vector in float32 and no update, and its layer norm in a kind of eight bits: in
-    float8 by one scale, which weight and bias alone decide. config: the first one, for any rule but our own.
+    float8 by one scale, which weight and bias alone decide. config: for our own rule; the others have one.
 
     Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous.
     """
     tokens, deferred_bias, addend, update, update_scales, _ = residual
     width = tokens.shape[-1]
-    rows_together, warps = config
+    rows_together, warps = config if rule == Rule.OURS else HOSTS_LAYER_NORM
     normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
     rows = len(normed.values)
     deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
