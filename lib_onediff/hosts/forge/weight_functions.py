@@ -70,8 +70,18 @@ def patches_of(function: Any) -> list[Any] | None:
 
 
 def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The type to which these layers cast their parameters: that of their inputs, where all of them cast."""
-    return dtype if all(map(casts, layers)) else None
+    """The type to which these layers cast their parameters: that of their inputs, where all of them cast.
+
+    Of a file in few bits, norms may be in float32 and not cast: the host multiplies by them as they are, and rounds the
+    product once. A 16-bit type has the same numbers if they come from a 16-bit file.
+    """
+    is_in_few_bits = any(type(layer).__qualname__ in ALWAYS_CAST for layer in layers)
+    return dtype if all(casts(layer) or (is_in_few_bits and has_vectors_alone(layer)) for layer in layers) else None
+
+
+def has_vectors_alone(layer: nn.Module) -> bool:
+    """Whether a layer has no matrix: a norm."""
+    return all(one is None or one.dim() == 1 for one in layer._parameters.values())
 
 
 def casts(layer: nn.Module) -> bool:

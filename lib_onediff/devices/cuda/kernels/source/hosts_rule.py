@@ -13,7 +13,7 @@ import triton.language as tl
 OURS, HOSTS, BUTTERFLIES, MATRIX = (tl.constexpr(rule) for rule in range(4))
 # As hosts have them: the largest and smallest scale are of what a row's largest number becomes.
 HOSTS_LARGEST, HOSTS_SMALLEST = tl.constexpr(127.0), tl.constexpr(1e-30)
-# Of a scale: what is divided by it is at most 127.2.
+# Of a scale: what is divided by it is little more than 127.
 SMALLEST_DIVISOR = tl.constexpr(127 / 127.2)
 # Added to a number, this leaves the nearest integer, half to even, in the lowest bits.
 TO_INTEGER = tl.constexpr(12582912.0)
@@ -23,9 +23,11 @@ GROUP, SIDE = tl.constexpr(256), tl.constexpr(16)
 @triton.jit
 def rounded_to(numbers, KIND: tl.constexpr):
     """Numbers in float32, rounded to a narrower type. To bfloat16 by two instructions on integers, for which a number
-    in the middle between two goes away from zero: GPUs have a slow one."""
+    in the middle between two goes away from zero: GPUs have a slow one. Theirs of NaN has every bit set but the sign:
+    one more would make it zero."""
     if tl.bfloat16 == KIND:
         found = cut_off((numbers.to(tl.int32, bitcast=True) + 0x8000).to(tl.float32, bitcast=True))
+        found = tl.where(numbers == numbers, found, numbers)
     else:
         found = numbers.to(KIND).to(tl.float32)
     return found
@@ -104,5 +106,7 @@ def store_as_hosts(values, place, numbers, scale, valid, KIND: tl.constexpr, RUL
     divisor = tl.maximum(scale.to(KIND).to(tl.float32), scale * SMALLEST_DIVISOR)
     given = numbers if RULE == HOSTS else rounded_to(numbers, KIND)
     ratio = (given * (1.0 / divisor)).to(KIND).to(tl.float32)
+    # A rotated number is rounded to KIND after the scale was taken, and so may be a little larger.
+    ratio = tl.minimum(tl.maximum(ratio, -HOSTS_LARGEST - 1), HOSTS_LARGEST)
     # The lowest eight bits of a float32 of this size are those of the integer.
     tl.store(values + place, (ratio + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8), valid)
