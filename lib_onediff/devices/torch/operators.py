@@ -12,7 +12,7 @@ from torch import Tensor
 from ...core.layer_weights import LayerWeights, LowRank, merged
 from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 from ...core.operators import Activation, GatedUnit, Heads, Modulation, Residual, Rotary, WeightedNorm
-from .quantized import quantized_linear
+from .quantized import decoded, is_decoded, quantized_linear
 
 # torch 2.5 and newer: attention with fewer heads of keys than of queries.
 HAS_GQA = "enable_gqa" in str(torch.ops.aten.scaled_dot_product_attention.default._schema)
@@ -41,6 +41,8 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
 def linear(x: Tensor, layer: LayerWeights) -> Tensor:
     """A weight in eight bits alone is on torch's meta device: see quantized_linear."""
     layer = layer._replace(weight=layer.weight.flatten(1))
+    if layer.weight.is_meta and is_decoded(layer):
+        layer = layer._replace(weight=decoded(layer.low_bit[0], x.dtype), low_bit=())
     if layer.low_rank is not None and merges(layer, x.numel()):
         layer = merged(layer)
     if layer.weight.is_meta:
@@ -53,9 +55,8 @@ def linear(x: Tensor, layer: LayerWeights) -> Tensor:
 def merges(layer: LayerWeights, numbers: int) -> bool:
     """Whether it is less work to merge a layer's LoRAs into its weight (out, in) than to add their products. Merging
     reads and writes the weight once more; adding reads the tokens once more, and reads or writes the output four times.
-    numbers: how many the tokens are. LoRAs with a dtype of their own are never merged: their input is rounded too. Nor
-    are those of a weight in eight bits alone: it would be rounded again."""
-    if layer.low_rank is None or layer.low_rank.scales or layer.weight.is_meta:
+    numbers: how many the tokens are. LoRAs with a dtype of their own are never merged: their input is rounded too."""
+    if layer.low_rank is None or layer.low_rank.scales:
         return False
     out, width = layer.weight.shape
     return 2 * layer.weight.numel() < numbers + 4 * numbers // width * out

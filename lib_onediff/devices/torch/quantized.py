@@ -28,13 +28,11 @@ PROBE = 32
 
 
 def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
-    """x (..., in) times layer.low_bit's first weight (out, in), plus the bias: (..., out) in the dtype of x.
+    """x (..., in) times layer.low_bit's first weight (out, in) in INT8, plus the bias: (..., out) in the dtype of x.
 
     Raises Refusal for a rotation that the layer cannot have.
     """
     weight = layer.low_bit[0]
-    if weight.values.dtype != torch.int8 or layer.low_rank is not None:
-        return functional.linear(x, decoded(weight, x.dtype), layer.bias)
     rows = x.reshape(-1, x.shape[-1])
     out = len(weight.values)
     product = torch.empty((len(rows), out), dtype=x.dtype, device=x.device)
@@ -46,6 +44,11 @@ def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
     if layer.bias is not None:
         product += layer.bias.to(x.dtype)
     return product.view(*x.shape[:-1], out)
+
+
+def is_decoded(layer: LayerWeights) -> bool:
+    """Whether a layer that has its weight in eight bits alone is multiplied by it decoded: in FP8, and beside LoRAs."""
+    return layer.low_bit[0].values.dtype != torch.int8 or layer.low_rank is not None
 
 
 def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
