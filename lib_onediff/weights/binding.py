@@ -184,7 +184,7 @@ class Binding:
         after the call. Raises Refusal where the layer is gone."""
         if path not in self.formats or self.reader is None:
             return None
-        return self.reader.weight(self._layer(path))
+        return self.reader.weight(self._layer(path), path)
 
     def multiplies_in_eight_bits(self) -> bool:
         """Whether the host rounds the inputs of any layer to the eight bits that its weight is stored in."""
@@ -213,7 +213,7 @@ class Binding:
         stored row by row, nor those whose values are of several types. Raises Refusal for a format that is not known.
         """
         reader = self.reader
-        found = {} if reader is None else {path: reader.weight(self._layer(path)) for path in self._leaves}
+        found = {} if reader is None else {path: reader.weight(self._layer(path), path) for path in self._leaves}
         stored = {path: one for path, one in found.items() if one is not None}
         self.formats = {path: (one.format, one.shape) for path, one in stored.items()}
         together: list[FusedLinear] = []

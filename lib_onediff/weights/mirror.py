@@ -98,7 +98,7 @@ class MirrorUNet(BoundUNet):
 class CopiedWeights:
     """weights.stored.StoredReader for the modules that empty_copy makes: they hold a StoredWeight themselves."""
 
-    def weight(self, layer: nn.Module) -> StoredWeight | None:
+    def weight(self, layer: nn.Module, path: str = "") -> StoredWeight | None:
         found: StoredWeight | None = layer.__dict__.get(STORED)
         return found
 

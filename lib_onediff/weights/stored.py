@@ -62,9 +62,9 @@ class StoredWeight(NamedTuple):
 class StoredReader(Protocol):
     """Reads the weights that one host stores in few bits."""
 
-    def weight(self, layer: nn.Module) -> StoredWeight | None:
-        """The weight of a layer; None where it is a plain tensor. Raises Refusal for a format that is not known, or
-        lacks something."""
+    def weight(self, layer: nn.Module, path: str) -> StoredWeight | None:
+        """The weight of a layer; None where it is a plain tensor. path: the layer's, in its network. Raises Refusal for
+        a format that is not known, or lacks something."""
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
         """All tensors that these layers compute with, plain ones, in the order of the layers. This runs at every call

@@ -37,7 +37,7 @@ FLAT = Format("GGUF", ())
 class File:
     """Reads the layers of Stored, as a host's reader does."""
 
-    def weight(self, layer: nn.Module) -> StoredWeight | None:
+    def weight(self, layer: nn.Module, path: str = "") -> StoredWeight | None:
         return layer.__dict__.get("stored")
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:

@@ -98,10 +98,13 @@ class Forge(WebUI):
         self.network_classes = tuple(one.kind for one in self._networks)
         self.models = tuple(model for one in self._networks for model in one.models)
         traits = HostTraits(
-            functions=LayerFunctions(), casts=Casts(cast_to_input), stored=StoredWeights(), brought=is_brought,
-            placed=PLACED, make_room=self._make_room,
+            functions=LayerFunctions(), casts=Casts(cast_to_input), brought=is_brought, placed=PLACED,
+            make_room=self._make_room,
         )
-        self._traits = {one.kind: replace(traits, yardstick=yardstick_of(one)) for one in self._networks}
+        self._traits: dict[type, HostTraits] = {}
+        for one in self._networks:
+            stored = StoredWeights(one.unrounded)
+            self._traits[one.kind] = replace(traits, stored=stored, yardstick=yardstick_of(one))
         vae = importlib.import_module(self.vae_module)
         self._unets = UNetHooks((one.kind for one in self._networks), self._forward, self._why_bypassed)
         self._vae = VaeHooks([vae.Decoder, vae.Encoder], HostTraits(), self._check_vae)

@@ -85,7 +85,7 @@ class HostNetwork:
     module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
     attention. helpers: other global functions that it calls, each with the module whose code it must be. models: the
     names of the models that have it, for users. refuse: raises Refusal where a call depends on more than its arguments.
-    call_of: makes our call of the host's; see unet_call.
+    call_of: makes our call of the host's; see unet_call. unrounded: see StoredWeights.
     """
 
     module: str
@@ -96,6 +96,7 @@ class HostNetwork:
     models: tuple[str, ...] = UNETS
     refuse: Callable[[], object] = lambda: None
     call_of: Callable[..., Call] = unet_call
+    unrounded: tuple[str, ...] = ()
 
     def needs(self) -> tuple[Need, ...]:
         return (
@@ -151,6 +152,6 @@ NETWORKS = (
     HostNetwork(
         ANIMA, "Anima", ("x", "timesteps", "context", "padding_mask"),
         HostAttention("backend.attention", ANIMA, "attention_function"), {"pad_to_patch_size": "backend.utils"},
-        ("Anima",), refuse_references, anima_call,
+        ("Anima",), refuse_references, anima_call, (".mlp.", "x_embedder.", "final_layer."),
     ),
 )

@@ -51,10 +51,15 @@ read_layout = attrgetter("_layout_cls", "_params")
 class StoredWeights:
     """weights.stored.StoredReader for Forge Neo."""
 
-    def weight(self, layer: nn.Module) -> StoredWeight | None:
+    def __init__(self, unrounded: tuple[str, ...] = ()) -> None:
+        """unrounded: what the paths of layers contain whose inputs have more than three dimensions. Neo 2.26 rounds
+        none such to FP8, and decodes the weight."""
+        self._unrounded = unrounded
+
+    def weight(self, layer: nn.Module, path: str) -> StoredWeight | None:
         weight: Any = layer._parameters.get("weight")
         if is_quantized(weight):
-            return quantized_weight(layer, weight)
+            return quantized_weight(layer, weight, not any(part in path for part in self._unrounded))
         return gguf_weight(weight) if getattr(weight, "gguf_cls", None) is not None else None
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
@@ -123,8 +128,9 @@ def plain_fields(params: Any) -> tuple[object, ...]:
     return tuple(value for value in vars(params).values() if not isinstance(value, Tensor))
 
 
-def quantized_weight(layer: nn.Module, weight: Any) -> StoredWeight:
-    """A quantized tensor. Raises Refusal for a layout that is not known, or a tensor that was transposed."""
+def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> StoredWeight:
+    """A quantized tensor. rounds_to_float8: whether the host rounds the layer's inputs, where a card has units for FP8.
+    Raises Refusal for a layout that is not known, or a tensor that was transposed."""
     if type(weight).__module__ != ITS_MODULE:
         raise Refusal(f"its weights are a {type(weight).__module__}.{QUANTIZED}, which OneDiff does not know")
     layout, params = read_layout(weight)
@@ -136,7 +142,7 @@ def quantized_weight(layer: nn.Module, weight: Any) -> StoredWeight:
         raise Refusal(f"a weight stored as {layout} lacks its scale")
     values: Tensor = weight._qdata
     name, kind, rotation = named(layout, values.dtype, params)
-    if kind == FP8 and layer.__dict__.get(DECODES_FIRST):
+    if kind == FP8 and (layer.__dict__.get(DECODES_FIRST) or not rounds_to_float8):
         kind = None
     shape = tuple(params.orig_shape)
     if kind is not None and scales[0].numel() not in (1, shape[0]):
