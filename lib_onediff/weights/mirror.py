@@ -11,10 +11,6 @@ from ..core.call import Call
 from .binding import Binding
 from .bound import BoundUNet
 from .scan import HostTraits
-from .stored import StoredWeight
-
-# The attribute of a copied layer that holds its weight in few bits.
-STORED = "stored_weight"
 
 
 class MirrorUNet(BoundUNet):
@@ -42,9 +38,7 @@ class MirrorUNet(BoundUNet):
 
     def is_of(self, source: BoundUNet) -> bool:
         """Whether these are the copies of the layers that the source has now."""
-        if source is not self._source or not source.has_binding or source.binding is not self._of:
-            return False
-        return self._binding is None or self._binding.formats == self._of.formats
+        return source is self._source and source.has_binding and source.binding is self._of
 
     def is_true(self) -> bool:
         """Whether the weights are those that the source had at its own last look."""
@@ -54,7 +48,7 @@ class MirrorUNet(BoundUNet):
         """As of BoundUNet, after the source was refreshed for the same call. Queues copies of all weights if any has
         changed. Raises torch.cuda.OutOfMemoryError too."""
         if self._binding is None:
-            self._binding = Binding(self.module, self._source.layout, self.host_traits.stored)
+            self._binding = Binding(self.module, self._source.layout)
         if self.code_changes != self._source.code_changes:
             # Graphs were captured of the code before.
             self.code_changes = self._source.code_changes
@@ -95,25 +89,6 @@ class MirrorUNet(BoundUNet):
         self.baseline.parameters = None
 
 
-class CopiedWeights:
-    """weights.stored.StoredReader for the modules that empty_copy makes: they hold a StoredWeight themselves."""
-
-    def weight(self, layer: nn.Module, path: str = "") -> StoredWeight | None:
-        found: StoredWeight | None = layer.__dict__.get(STORED)
-        return found
-
-    def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
-        found: list[Tensor] = []
-        for layer in layers:
-            found += [one for one in layer._parameters.values() if one is not None]
-            stored = self.weight(layer)
-            found += () if stored is None else stored.scales
-        return found
-
-    def facts(self, layers: Sequence[nn.Module]) -> list[object]:
-        return []
-
-
 def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
     """Modules with parameters of the same names, shapes and types on another device, without values.
 
@@ -128,16 +103,10 @@ def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
                 if name not in module._modules:
                     module.add_module(name, nn.Module())
                 module = module.get_submodule(name)
-            stored = binding.stored(path)
             for name, parameter in layer._parameters.items():
-                like = stored.values if stored is not None and name == "weight" else parameter
-                module.register_parameter(name, None if like is None else nn.Parameter(
-                    torch.empty(like.shape, dtype=like.dtype, device=device), requires_grad=False
+                module.register_parameter(name, None if parameter is None else nn.Parameter(
+                    torch.empty(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False
                 ))
-            if stored is not None:
-                values: Any = module._parameters["weight"]
-                scales = tuple(torch.empty_like(scale, device=device) for scale in stored.scales)
-                module.__dict__[STORED] = stored._replace(values=values, scales=scales, holder=values)
     return root
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..core.refusal import Refusal
-from .binding import Binding, in_one
+from .binding import Binding, in_one, lies_away
 from .contents import MemorySpan
 from .exact_copy import copy_into, copy_of
 from .main_memory import MainMemory, aligned
@@ -139,7 +139,7 @@ class Streaming:
                     found_of_kind[name, kind] = parts
             for path in binding.groups[name]:
                 for label, scale in labelled_scales(binding.stored(path)):
-                    if scale.device != self.device:
+                    if lies_away(scale, self.device):
                         vectors[path, label] = [scale]
         # Nothing here keeps them alive.
         self._matrices = {name: list(map(MemorySpan.of, parts)) for (name, _), parts in matrices.items()}

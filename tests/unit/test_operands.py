@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from streaming_builders import Early, Late
 from torch import Tensor, nn
 
 from lib_onediff.core.layer_weights import LayerWeights, LowRank, QuantizedWeight
@@ -14,13 +15,17 @@ from lib_onediff.core.leaves import FusedLinear, Linear
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.torch import operators
 from lib_onediff.devices.torch.quantized import hadamard
+from lib_onediff.weights import binding as binding_module
+from lib_onediff.weights import streaming as streaming_module
 from lib_onediff.weights.binding import Binding, shares_storage
 from lib_onediff.weights.bound import BoundUNet
 from lib_onediff.weights.low_bit import FP8, INT8
+from lib_onediff.weights.main_memory import MainMemory
 from lib_onediff.weights.on_the_fly import AppliedFunctions
 from lib_onediff.weights.operands import Cast, Decoded, Operands, WithLowBit, quantized, steps_of
 from lib_onediff.weights.scan import HostTraits
 from lib_onediff.weights.stored import Format, StoredWeight
+from lib_onediff.weights.streaming import Streaming
 
 HALF = torch.float16
 WIDTH, ROWS, GROUP = 8, (4, 2), 4
@@ -179,6 +184,46 @@ def test_a_weight_that_a_later_step_brings_is_not_decoded() -> None:
     changed = torch.full((6, WIDTH), 7.0)
     steps = steps_of(binding, stored, None, (), applied_to(torch.float32, weights={"both": changed}))
     assert Operands(stored, steps)["both"].weight is changed
+
+
+def in_order(operands: Operands) -> list[Tensor]:
+    """What a forward reads, layer after layer, with every number of it."""
+    found: list[Tensor] = []
+    for name in ("both", "plain"):
+        operand = operands[name]
+        quantities = [one for weight in operand.low_bit for one in (weight.values.float(), weight.scales)]
+        found += [*(quantities or [operand.weight]), operand.bias]
+    return [one.clone() for one in found]
+
+
+@pytest.mark.parametrize("lane", [Early, Late])
+@pytest.mark.parametrize("kinds", [*ALIKE, ("decoded", "decoded"), ("flat", "flat"), ("flat", None)], ids=str)
+def test_from_main_memory_come_the_same_operands(kinds: Any, lane: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = network(*kinds, by_rows=True)
+    expected = in_order(operands_of(bound_to(root)))
+    for module in (binding_module, streaming_module):
+        monkeypatch.setattr(module, "lies_away", lambda parameter, device: True)
+    binding = Binding(root, layout(), File())
+    binding.cast_to = torch.float32
+    binding.bind(device=torch.device("cpu"))
+    units = [binding.apart.get("both", ["both"]), ["plain"]]
+    streaming = Streaming(binding, units, lane(), MainMemory(), pinned=False)
+    copied = [one for stored in map(File().weight, root.children()) if stored is not None for one in stored.scales]
+    for _ in range(2):
+        stored = binding.weights()
+        operands = Operands(stored, steps_of(binding, stored, streaming, units, None))
+        assert all(map(torch.equal, in_order(operands), expected))
+        # Copied anew by every forward, scales too.
+        for scale in copied:
+            scale.mul_(2)
+        expected = in_order(operands_of_resident(root))
+
+
+def operands_of_resident(root: nn.Module) -> Operands:
+    """The operands of a network of which nothing is in main memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(binding_module, "lies_away", lambda parameter, device: False)
+        return operands_of(bound_to(root))
 
 
 @pytest.mark.parametrize("kinds", [("int8", "int8"), ("flat", "int8")], ids=str)
