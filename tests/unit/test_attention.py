@@ -133,9 +133,11 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch_ops, name)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+    def attention(
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
+    ) -> Tensor:
         self._watch(query, key, value)
-        return torch_ops.attention(query, key, value, upcast)
+        return torch_ops.attention(query, key, value, upcast, mask)
 
 
 @grid(

@@ -12,6 +12,7 @@ from ladder_builders import NATIVE
 
 import lib_onediff
 from lib_onediff.families.registry import Families
+from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.module_tree import Tree
 
 # One frame each: the network's forward, a graph's replay, and the walk through a module tree.
@@ -22,8 +23,10 @@ FIRST_CALL_FILES = 37
 
 
 @pytest.fixture
-def unet(pretended: PretendedGraphs) -> Any:
+def unet(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A diffusers UNet whose calls at 64x64 pixels are replayed."""
+    # Another test may have chosen a second GPU in this process.
+    monkeypatch.setattr(runtime.two_gpus, "is_used", False)
     compiled = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     for _ in range(3):
         frames_of_call(compiled)

@@ -97,9 +97,9 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     attention = torch_ops.attention
     asked: list[bool] = []
 
-    def overflows(query: Tensor, key: Tensor, value: Tensor, upcast: bool) -> Tensor:
+    def overflows(query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None) -> Tensor:
         asked.append(upcast)
-        output = attention(query, key, value, upcast)
+        output = attention(query, key, value, upcast, mask)
         return output if upcast else output * float("nan")
 
     monkeypatch.setattr(torch_ops, "attention", overflows)
