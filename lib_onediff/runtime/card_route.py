@@ -151,7 +151,7 @@ class OneCard:
             entry, served.output, services.history, host, bound.exactly(host), is_warm_up,
             () if call.patches is None else call.patches.functions, self._times_host, allowed,
             partial(self._spread, key, served.call) if has_spread else None,
-            bound.binding.multiplies_in_eight_bits(),
+            bool(bound.binding.rounded_inputs()),
         )
         if is_news:
             services.guard.attempt("remembering a check", lambda: services.history.keep_verdict(entry))
@@ -378,7 +378,7 @@ class OneCard:
 
         with self._services.computing(key.device), our_modes(key.device, key.precision):
             rounded_as = rounds_as(key.dtype, key.device, key.precision)
-            rounds_inputs = network.bound.binding.multiplies_in_eight_bits()
+            rounds_inputs = bool(network.bound.binding.rounded_inputs())
             return spread(output, ops, rounded_as, key.device, rounds_inputs)
 
     # --- the graph ------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ and an unloaded model's memory is freed at once.
 """
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -186,10 +185,6 @@ class Binding:
             return None
         return self.reader.weight(self._layer(path), path)
 
-    def multiplies_in_eight_bits(self) -> bool:
-        """Whether the host rounds the inputs of any layer to the eight bits that its weight is stored in."""
-        return any(format.kind is not None for format, _ in self.formats.values())
-
     def rounded_inputs(self) -> frozenset[tuple[torch.dtype, int]]:
         """The types of eight bits to which the host rounds the inputs of its layers, each with each rotation."""
         formats = [format for format, _ in self.formats.values()]
@@ -198,10 +193,6 @@ class Binding:
     def format_names(self) -> list[str]:
         """The names of the formats of the weights in few bits, the most frequent one first."""
         return [name for name, _ in Counter(format.name for format, _ in self.formats.values()).most_common()]
-
-    def numel(self, path: str) -> int:
-        """The numbers in a layer's weight, decoded."""
-        return math.prod(self._shape(path))
 
     def _shape(self, path: str) -> tuple[int, ...]:
         """The shape of a layer's weight, decoded."""
@@ -258,8 +249,12 @@ class Binding:
         return found
 
     def shapes(self) -> Weights:
-        """As weights, with the shape alone, decoded, of what is in few bits."""
+        """As weights, with the shape alone, decoded, of what is in few bits, and with a copy of the biases of layers
+        that cannot lie together."""
         found = dict(self.weights())
+        for name, paths in self.apart.items():
+            biases = [bias for path in paths if (bias := self._parameters(path)[1]) is not None]
+            found[name] = found[name]._replace(bias=in_one(biases, self.device) if biases else None)
         for name, paths in self.products().items():
             for path in {name, *paths}:
                 if not self.formats.keys().isdisjoint(paths):
@@ -321,7 +316,8 @@ class Binding:
         return LayerWeights(*found)
 
     def weights(self) -> Weights:
-        """Every layer's tensors by path, and every fused layer's by its name; of those that are away, its shape alone.
+        """Every layer's tensors by path, and every fused layer's by its name; of those that are away, and of layers
+        that cannot lie together, the shape alone.
         Drop the result after the call.
 
         Raises Refusal if a fused layer's members no longer lie together (bind again).
@@ -331,13 +327,8 @@ class Binding:
             is_away = fusion.name in self.away
             layer_weights[fusion.name] = self.weights_on(NOWHERE, fusion.name) if is_away else self._joined(fusion.name)
         for name, paths in self.apart.items():
-            layer_weights[name] = self._unjoined(paths)
+            layer_weights[name] = LayerWeights(self._decoded_shape(paths), None)
         return layer_weights
-
-    def _unjoined(self, paths: Sequence[str]) -> LayerWeights:
-        """The shape alone of the weight of layers that cannot lie together, and a copy of their biases."""
-        biases = [bias for path in paths if (bias := self._parameters(path)[1]) is not None]
-        return LayerWeights(self._decoded_shape(paths), in_one(biases, self.device) if biases else None)
 
     def _joined(self, name: str) -> LayerWeights:
         """A fused layer's weight and bias, as views. Raises Refusal where its members no longer lie together."""

@@ -222,7 +222,9 @@ class BoundUNet:
         """
         state = self._holds_for(sampling)
         if self._identity[0] != state:
-            label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()}"
+            # The same numbers are other weights in another format.
+            formats = sorted(self.binding.formats.items())
+            label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()} {formats}"
             found = self.binding.parameters()
             if self._digest is None or self._digested != self.epoch.addresses:
                 self._digested = self.epoch.addresses

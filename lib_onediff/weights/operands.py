@@ -33,8 +33,8 @@ from .stored import StoredWeight, are_multiplied_alike
 from .streaming import Streaming, Units
 
 
-class Step(ABC):
-    """One step from a stored parameter to an operand, for one forward. (Not a step of a sampling.)
+class OperandStep(ABC):
+    """One step from a stored parameter to an operand, for one forward.
 
     replaced: the layers whose weight this step makes by itself, whatever the steps before it return. What the
     constructors of Streamed and Cast take as replaced are those of later steps: layers whose weight they need not copy
@@ -58,7 +58,7 @@ class Operands(Mapping[str, LayerWeights]):
     stored: the parameters of every layer by path, and of every fused layer by name. steps: in their order.
     """
 
-    def __init__(self, stored: Weights, steps: Sequence[Step]) -> None:
+    def __init__(self, stored: Weights, steps: Sequence[OperandStep]) -> None:
         self.stored = stored
         self.steps = steps
         self._in_order = [step.operand for step in steps]
@@ -83,7 +83,7 @@ class Operands(Mapping[str, LayerWeights]):
         return len(self.stored)
 
 
-class Streamed(Step):
+class Streamed(OperandStep):
     """First: copies what lies in main memory to the device that computes, ahead of the layers that read it.
 
     It is asked for every layer, also where a later step replaces the weight: the layers read tell it how far the
@@ -112,7 +112,7 @@ class Streamed(Step):
         return before if bias is None else bias
 
 
-class Decoded(Step):
+class Decoded(OperandStep):
     """Where the values of weights in few bits are on the device: makes the operand of their layers.
 
     Where the host multiplies all members of a layer in one type of eight bits, the operand has the file's own numbers
@@ -121,7 +121,7 @@ class Decoded(Step):
     """
 
     def __init__(
-        self, binding: Binding, before: Mapping[str, LayerWeights], streaming: Streaming | None,
+        self, binding: Binding, before: Operands, streaming: Streaming | None,
         replaced: frozenset[str], channels_last: bool,
     ) -> None:
         """before: the operands as the earlier steps leave them. streaming: None where no parameter is in main memory.
@@ -138,6 +138,8 @@ class Decoded(Step):
 
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
         binding = self._binding
+        if name in binding.apart:
+            before = before._replace(bias=self.bias(name, None))
         paths = binding.members(name)
         if name in self._left or binding.formats.keys().isdisjoint(paths):
             return before
@@ -151,6 +153,14 @@ class Decoded(Step):
             self._last_weight = self._weight(name, before.weight, members, scales)
             self._last_name = name
         return before._replace(weight=self._last_weight)
+
+    def bias(self, name: str, before: Tensor | None) -> Tensor | None:
+        """Of layers that cannot lie together, their biases in one: made when it is read, so that a graph makes it of
+        what is in the biases then."""
+        if name not in self._binding.apart:
+            return before
+        biases = [bias for path in self._binding.members(name) if (bias := self._before.bias(path)) is not None]
+        return torch.cat(biases) if biases else None
 
     def _scales(self, path: str, stored: StoredWeight | None) -> Sequence[Tensor]:
         """The scales of a layer's weight on the device that computes."""
@@ -193,7 +203,7 @@ def quantized(
     return QuantizedWeight(values, found[0] if len(found) == 1 else torch.cat(found, dim=1), rotation)
 
 
-class Changed(Step):
+class Changed(OperandStep):
     """Before the cast: puts what a host's functions make of a parameter in its place, and small parameters that the
     host casts. Both were made at the last refresh and are of the computed type, so the cast leaves them alone."""
 
@@ -214,7 +224,7 @@ class Changed(Step):
         return self._biases.get(name, before)
 
 
-class Cast(Step):
+class Cast(OperandStep):
     """After all that replaces a weight: gives it the type that is computed in."""
 
     def __init__(self, dtype: torch.dtype, replaced: Collection[str] = (), vectors: bool = False) -> None:
@@ -249,7 +259,7 @@ class Cast(Step):
         return self._last_weight
 
 
-class WithLoras(Step):
+class WithLoras(OperandStep):
     """After the cast: adds the LoRAs that are computed beside a layer's product."""
 
     def __init__(self, applied: AppliedFunctions) -> None:
@@ -260,7 +270,7 @@ class WithLoras(Step):
         return before if low_rank is None else before._replace(low_rank=low_rank)
 
 
-class WithLowBit(Step):
+class WithLowBit(OperandStep):
     """Last: adds the copies of a weight in eight bits, which were rounded with the LoRAs in it.
 
     replaced: the layers that are read in eight bits alone. Their weight is a shape and a type without values.
@@ -290,7 +300,7 @@ class WithLowBit(Step):
 def steps_of(
     binding: Binding, stored: Weights, streaming: Streaming | None, units: Units, applied: AppliedFunctions | None,
     low_bit: WithLowBit | None = None, channels_last: bool = False,
-) -> list[Step]:
+) -> list[OperandStep]:
     """The steps of one forward, in their order: the one place that has it.
 
     stored: the parameters. streaming, units: None where no parameter is in main memory. applied: None where the host
@@ -300,7 +310,7 @@ def steps_of(
     changed = None if applied is None else Changed(applied)
     last = frozenset[str]() if low_bit is None else low_bit.replaced
     replaced = last if changed is None else last | changed.replaced
-    steps: list[Step] = []
+    steps: list[OperandStep] = []
     if streaming is not None:
         steps.append(Streamed(streaming, stored, units, replaced))
     if binding.formats:

@@ -165,6 +165,17 @@ def test_scales_of_one_and_of_every_row_stand_side_by_side() -> None:
     assert quantized(values, [members[0], None], [members[0].scales, ()]) is None
 
 
+@pytest.mark.parametrize("kinds", APART, ids=str)
+def test_what_cannot_lie_together_is_put_together_when_it_is_read(kinds: Any) -> None:
+    """A graph is captured of the reading: what was made before would be freed, and edits would not be seen."""
+    root = network(*kinds)
+    operands = operands_of(bound_to(root))
+    root.second.bias += 1
+    bias = torch.cat([root.first.bias, root.second.bias])
+    assert operands.stored["both"].bias is None and torch.equal(operands["both"].bias, bias)
+    assert torch.equal(operands.bias("both"), bias)
+
+
 def test_a_decoded_weight_is_made_once_for_two_reads_in_a_row_and_anew_later() -> None:
     root = network("decoded", "decoded")
     operands = operands_of(bound_to(root))
@@ -179,7 +190,7 @@ def test_a_weight_that_a_later_step_brings_is_not_decoded() -> None:
     root = network("decoded", "decoded")
     binding = bound_to(root)
     stored = binding.weights()
-    step = Decoded(binding, stored, None, frozenset({"both"}), False)
+    step = Decoded(binding, Operands(stored, []), None, frozenset({"both"}), False)
     assert step.operand("both", stored["both"]) is stored["both"]
     changed = torch.full((6, WIDTH), 7.0)
     steps = steps_of(binding, stored, None, (), applied_to(torch.float32, weights={"both": changed}))
@@ -263,8 +274,10 @@ def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
     assert bound.identity() != before[0] and (bound.checkpoint() != before[1]) is (edit == "bias")
     epoch = bound.epoch
     # Another format of the same numbers.
+    before = bound.identity(), ""
     root.second.__dict__["stored"] = stored._replace(format=BY_ROWS["turned"])
     bound.refresh(call)
+    assert bound.identity() != before[0]
     assert bound.epoch != epoch and bound.binding.format_names() == ["INT8", "INT8 (ConvRot)"]
 
 

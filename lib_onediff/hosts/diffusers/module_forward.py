@@ -221,8 +221,8 @@ def stand_in_front(module: nn.Module, slot: str) -> None:
     whose __wrapped__ is the forward that was there. So a call reaches ours first, which runs the wrapped one as the
     host's.
 
-    diffusers' hooks put such a partial there, too. So nothing of ours lies on the instance, and a copy of the module
-    leads where the host's would.
+    diffusers' hooks put such a partial there, too. The partial holds nothing of ours but the class's function, and a
+    copy of the module runs as the host's would.
     """
     present: Any = module.__dict__[slot]
     below = present.__wrapped__ if is_front(present) else present
