@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.operators import Activation, Modulation, Operators, Residual, Rotary
+from ..rotary import image_positions, rotary_of
 from ..transformer import TransformerLayers
 from .call import AnimaCall
-from .layout import AdaptiveBlock, AnimaLayout, Positions
+from .layout import AdaptiveBlock, AnimaLayout
 
 
 def output(layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCall) -> Tensor:
@@ -23,7 +24,7 @@ def output(layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCal
     dtype = weights[layout.patches.path].weight.dtype
     tokens, rows, columns = patches_of(layout, weights, ops, call.latent.to(dtype))
     modulations, out_modulation = modulations_of(layout, weights, ops, call.timestep, dtype)
-    rotary = rotary_of(layout.positions, rows, columns, tokens.device)
+    rotary = rotary_of(layout.axes, image_positions(rows, columns, tokens.device))
     context = call.context.to(dtype)
     layers = TransformerLayers(weights, ops, call.upcast_attention)
     # In float16 the residual overflows.
@@ -136,18 +137,3 @@ def rows_of(layer: LayerWeights, first: int, count: int) -> LayerWeights:
     part = whole._replace(values=whole.values.narrow(0, first, count), scales=scales)
     low_rank = None if layer.low_rank is None else layer.low_rank.of_rows(first, count)
     return LayerWeights(layer.weight.narrow(0, first, count), None, (part,), low_rank)
-
-
-def rotary_of(positions: Positions, rows: int, columns: int, device: torch.device) -> Rotary:
-    """The rotary embedding of rows * columns tokens."""
-    angles = []
-    for count, width, theta in zip((1, rows, columns), positions.widths, positions.thetas, strict=True):
-        exponents = (torch.arange(0, width, 2, dtype=torch.float32, device=device) / width).to(positions.rounded)
-        frequencies = 1.0 / theta ** exponents.to(positions.frequencies)
-        angles.append(torch.outer(torch.arange(count, dtype=torch.float32, device=device), frequencies))
-    time, down, across = angles
-    together = torch.cat([
-        time[:, None].expand(rows, columns, -1), down[:, None].expand(-1, columns, -1),
-        across[None].expand(rows, -1, -1),
-    ], dim=-1).flatten(0, 1)
-    return Rotary(together.cos(), together.sin())

@@ -29,6 +29,7 @@ from ...core.leaves import (
 )
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader, is_genuine
+from ..rotary import RotaryAxes
 
 BASE = 10000.0
 PLACES = ("self_attn", "cross_attn", "mlp")
@@ -58,20 +59,6 @@ class AdaptiveBlock(Block):
 
 
 @dataclass(frozen=True)
-class Positions:
-    """The rotary embedding of queries and keys, in halves, over three axes: time, height and width.
-
-    widths, thetas: for each axis, how much of a head's width it rotates, and the base of its frequencies. rounded: the
-    type to which the host has rounded their exponents. frequencies: the type in which it computes the frequencies.
-    """
-
-    widths: tuple[int, int, int]
-    thetas: tuple[float, float, float]
-    rounded: torch.dtype
-    frequencies: torch.dtype
-
-
-@dataclass(frozen=True)
 class AnimaLayout(Layout):
     """time.second gives shift, factor and gate for all layers, to which each layer's own are added. downs, ups: the two
     linear layers that make these, three of each to a block in the order of its layers, and out_up with the last of
@@ -88,7 +75,7 @@ class AnimaLayout(Layout):
     downs: FusedLinear
     ups: FusedLinear
     out_up: Linear
-    positions: Positions
+    axes: RotaryAxes
     blocks: tuple[AdaptiveBlock, ...]
     out_norm: AdaptiveNorm
     out: Linear
@@ -142,7 +129,7 @@ def read_anima(network: Any) -> AnimaLayout:
         downs=leaves.fused("modulation.down", *(pair[1] for pair in (*pairs, final.adaln_modulation))),
         ups=leaves.fused("modulation.up", *(pair[2] for pair in pairs)),
         out_up=leaves.linear(final.adaln_modulation[2]),
-        positions=read_positions(network.pos_embedder),
+        axes=read_axes(network.pos_embedder),
         blocks=tuple(read_block(block, leaves) for block in network.blocks),
         out_norm=adaptive_norm(final.layer_norm, width, leaves), out=leaves.linear(final.linear),
     )
@@ -151,15 +138,15 @@ def read_anima(network: Any) -> AnimaLayout:
     return layout
 
 
-def read_positions(embedder: Any) -> Positions:
-    """The positions of a module's rotary embedding. The exponents are buffers, which may have been rounded with the
+def read_axes(embedder: Any) -> RotaryAxes:
+    """The axes of a module's rotary embedding. The exponents are buffers, which may have been rounded with the
     weights."""
     time = embedder.dim_temporal_range
     space = embedder.dim_spatial_range
     widths = 2 * len(time), 2 * len(space), 2 * len(space)
     for rounded in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         if all(is_range(buffer, rounded) for buffer in (time, space)):
-            return Positions(widths, thetas_of(embedder), rounded, torch.float16)
+            return rotary_axes(embedder, widths, rounded, torch.float16)
     raise Refusal("its positions have frequencies that OneDiff does not know")
 
 
@@ -202,8 +189,12 @@ def read_attentions(
     return self_attention, cross_attention
 
 
-def thetas_of(embedder: Any) -> tuple[float, float, float]:
-    return BASE * embedder.t_ntk_factor, BASE * embedder.h_ntk_factor, BASE * embedder.w_ntk_factor
+def rotary_axes(
+    embedder: Any, widths: tuple[int, ...], exponents: torch.dtype, frequencies: torch.dtype
+) -> RotaryAxes:
+    """Time, height and width, in halves."""
+    thetas = tuple(BASE * factor for factor in (embedder.t_ntk_factor, embedder.h_ntk_factor, embedder.w_ntk_factor))
+    return RotaryAxes(widths, thetas, interleaved=False, exponents=exponents, frequencies=frequencies)
 
 
 def refuse_biases(network: nn.Module) -> None:

@@ -12,11 +12,10 @@ from ...core.refusal import Refusal
 from ...families.anima.layout import (
     AdaptiveBlock,
     AnimaLayout,
-    Positions,
     adaptive_norm,
     read_attentions,
     refuse_biases,
-    thetas_of,
+    rotary_axes,
 )
 from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
@@ -79,7 +78,7 @@ def read_cosmos(network: Any) -> AnimaLayout:
         time_norm=time_norm,
         downs=leaves.fused("modulation.down", *(place.linear_1 for place in (*places, final))),
         ups=leaves.fused("modulation.up", *(place.linear_2 for place in places)), out_up=leaves.linear(final.linear_2),
-        positions=Positions((rope.dim_t, rope.dim_h, rope.dim_w), thetas_of(rope), torch.float32, torch.float32),
+        axes=rotary_axes(rope, (rope.dim_t, rope.dim_h, rope.dim_w), torch.float32, torch.float32),
         blocks=blocks, out_norm=adaptive_norm(final.norm, width, leaves), out=leaves.linear(out),
         model_name="Anima" if made_of_anima(network) else "Cosmos",
     )
