@@ -80,9 +80,25 @@ class AdaptiveNorm:
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """The RMS norm of the heads of an attention's queries or keys: how many heads, and their width."""
+    """The RMS norm of the heads of an attention's queries or keys: how many heads, and their width. interleaved: as the
+    rotary embedding behind it."""
 
     heads: int
+    width: int
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """A gated linear unit with a SiLU, (..., 2 * width) -> (..., width), over the image's tokens."""
+
+    width: int
+
+
+@dataclass(frozen=True)
+class SigmoidGate:
+    """A sigmoid gate on the image's tokens, (..., width)."""
+
     width: int
 
 

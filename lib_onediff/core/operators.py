@@ -22,10 +22,10 @@ WeightedNorm = tuple[LayerWeights, RMSNorm]
 
 class Residual(NamedTuple):
     """The residual of a transformer: tokens, and what is still to be added to them. Its value is
-    tokens + update * update_scales * gate + deferred_bias + bias; whatever is None is left out.
+    tokens + norm(update * update_scales) * gate + deferred_bias + bias; whatever is None is left out.
 
     update: of the shape of tokens, what the last layer adds, where it is not in tokens yet; update_scales: (..., 1), in
-    float32; gate: (batch, width). Both are factors of the update alone, not of the biases.
+    float32; norm: behind that layer; gate: (batch, width). These are of the update alone, not of the biases.
     bias: (width,), of the last linear layer. deferred_bias: (width,), in float32: the sum of the biases of layers
     before. The next norm adds these vectors as it reads the tokens, and writes deferred_bias + bias as the new
     deferred_bias: that costs less than if every linear layer added its own bias to all tokens.
@@ -37,6 +37,7 @@ class Residual(NamedTuple):
     update: Tensor | None = None
     update_scales: Tensor | None = None
     gate: Tensor | None = None
+    norm: WeightedNorm | None = None
 
 
 class Modulation(NamedTuple):
@@ -188,6 +189,10 @@ class Operators(Protocol):
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:
         """A gated linear unit: (..., 2 n) -> (..., n). consumer: as in residual_norm."""
+
+    def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: LayerWeights) -> Rows:
+        """x * sigmoid(gate), of (batch, tokens, width) each. gate may be a part of a wider product. consumer: as in
+        residual_norm."""
 
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
         """gated(linear(x, layer), unit, consumer)."""

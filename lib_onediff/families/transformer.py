@@ -65,6 +65,10 @@ class TransformerLayers:
         """The first half of a feed-forward layer with a gated unit, as its second half, the consumer, wants it."""
         return self.ops.gated_linear(x, self._weights_of(layer), unit, self._weights_of(consumer))
 
+    def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: Linear) -> Rows:
+        """x * sigmoid(gate), (batch, tokens, width), as the linear layer that reads it wants it."""
+        return self.ops.sigmoid_gated(x, gate, self._weights_of(consumer))
+
     def self_attention(
         self, attention: SelfAttention, normed: Rows, rotary: Rotary | None = None, mask: Tensor | None = None
     ) -> Tensor:

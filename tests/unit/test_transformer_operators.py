@@ -368,7 +368,8 @@ def test_a_block_of_krea_2() -> None:
     query, key, value = torch_ops.split_heads(projected, (
         Heads(heads, query_norm, rotary), Heads(key_heads, key_norm, rotary), Heads(key_heads),
     ))
-    attended = layers.attend(query, key, value, mask[:, None, None]) * gate.sigmoid()
+    attended = layers.attend(query, key, value, mask[:, None, None])
+    attended = layers.sigmoid_gated(attended, gate, linear["attn.to_out.0"])
     residual = layers.add(residual, attended, linear["attn.to_out.0"], vectors[2])
     residual, normed = layers.norm(residual, norms[1], gate_and_value, Modulation(1 + vectors[3], vectors[4]))
     hidden = layers.gated_linear(normed, gate_and_value, SWIGLU, linear["ff.down"])

@@ -200,12 +200,15 @@ def add_linear(
 
 
 def materialize(residual: Residual) -> Tensor:
-    tokens, *vectors, update, scales, gate = residual
-    if update is not None and scales is not None:
-        update = update * scales
-    if update is not None and gate is not None:
-        update = update * gate[:, None]
-    for addend in (*vectors, update):
+    tokens = residual.tokens
+    update = residual.update
+    if update is not None and residual.update_scales is not None:
+        update = update * residual.update_scales
+    if update is not None and residual.norm is not None:
+        update = wide_rms_norm(update, *residual.norm)
+    if update is not None and residual.gate is not None:
+        update = update * residual.gate[:, None]
+    for addend in (residual.deferred_bias, residual.bias, update):
         tokens = tokens if addend is None else tokens + addend.to(tokens.dtype)
     return tokens
 
@@ -255,6 +258,10 @@ def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None)
     if unit.gate_first:
         value, gate = gate, value
     return value * activated(gate, unit.activation)
+
+
+def sigmoid_gated(x: Tensor, gate: Tensor, consumer: LayerWeights | None = None) -> Tensor:
+    return x * torch.sigmoid(gate)
 
 
 def gated_linear(x: Tensor, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Tensor:

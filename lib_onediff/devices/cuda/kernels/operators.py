@@ -313,6 +313,9 @@ class NativeOperators:
         config = self._launches.of(configs.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
         return native_tokens.geglu(tokens.contiguous(), config)
 
+    def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: LayerWeights) -> Rows:
+        return self._rounded(torch_ops.sigmoid_gated(x, gate), consumer)
+
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
         if unit != GEGLU:
             return self.gated(self.linear(x, layer), unit, consumer)

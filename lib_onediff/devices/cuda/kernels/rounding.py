@@ -58,7 +58,7 @@ def layer_norm(
 
     Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous.
     """
-    tokens, deferred_bias, addend, update, update_scales, _ = residual
+    tokens, deferred_bias, addend, update, update_scales = residual[:5]
     width = tokens.shape[-1]
     rows_together, warps = config if rule == Rule.OURS else HOSTS_LAYER_NORM
     normed = empty_rows(tokens, width, kind, one_scale=kind.dtype.is_floating_point)
@@ -88,7 +88,10 @@ def adaptive_norm(
     Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous,
     nothing deferred.
     """
-    tokens, _, _, update, update_scales, gate = residual
+    tokens = residual.tokens
+    update = residual.update
+    update_scales = residual.update_scales
+    gate = residual.gate
     factor, shift = modulation
     assert shift is not None
     batch, count, width = tokens.shape
