@@ -1,6 +1,7 @@
 """The layers of networks, as descriptions: which parameter does what, without holding any.
 
-A path is the dotted name of a leaf module inside the host's network. A network's layout is a tree of such descriptions.
+A path is the dotted name of a leaf module inside the host's network, whose weight and bias it stands for; or of one
+parameter of a module. A network's layout is a tree of such descriptions.
 """
 from __future__ import annotations
 
@@ -62,12 +63,24 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """plus_one: its weight is stored relative to one, so that 1 + weight is multiplied."""
+    """plus_one: its weight is stored relative to one, so that 1 + weight is multiplied. as_stored: the host multiplies
+    by the weight in float32, whatever it computes in: the weight is never cast, and may be of another type than the
+    network's other parameters."""
 
     path: str
     width: int
     eps: float
     plus_one: bool = False
+    as_stored: bool = False
+
+
+@dataclass(frozen=True)
+class FreeParameter:
+    """A parameter that belongs to no layer, such as a learned token, or a table that is added to modulations. path: the
+    parameter's own."""
+
+    path: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -127,18 +140,25 @@ class TokenLinear(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """norms: of each head's queries and of its keys, or none. Keys and values may have fewer heads than queries."""
+    """norms: of each head's queries and of its keys, or none. Keys and values may have fewer heads than queries. gated:
+    query_key_value also makes a gate for each number of the mix of values, which is multiplied by the gate's sigmoid.
+    """
 
     query_key_value: FusedLinear
     out: Linear
     heads: int
     norms: tuple[RMSNorm, ...] = ()
+    gated: bool = False
+
+    @property
+    def head_width(self) -> int:
+        return self.out.in_features // self.heads
 
     @property
     def key_heads(self) -> int:
         """The number of heads of keys, and of values."""
-        head_width = self.out.in_features // self.heads
-        return (self.query_key_value.out_features // head_width - self.heads) // 2
+        others = 2 * self.heads if self.gated else self.heads
+        return (self.query_key_value.out_features // self.head_width - others) // 2
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
@@ -205,8 +225,8 @@ class TimeEmbedding:
     second: Linear
 
 
-# What describes a module that holds parameters.
-LEAVES = (Linear, Convolution, GroupNorm, LayerNorm, RMSNorm)
+# What describes a module that holds parameters, or one parameter.
+LEAVES = (Linear, Convolution, GroupNorm, LayerNorm, RMSNorm, FreeParameter)
 
 
 def digest_without(layout: Any, names: Collection[str]) -> str:

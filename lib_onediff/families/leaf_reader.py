@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ..core.leaves import Convolution, FusedLinear, GroupNorm, LayerNorm, Linear, RMSNorm
+from ..core.leaves import Convolution, FreeParameter, FusedLinear, GroupNorm, LayerNorm, Linear, RMSNorm
 from ..core.origins import author, is_lora, layer_within, package
 from ..core.refusal import Refusal
 
@@ -147,6 +147,21 @@ class LeafReader:
             raise self.unknown(module, "expected a root mean square norm with weight")
         self._claim(module)
         return RMSNorm(self.path(module), len(module.weight), module.eps, bool(plus_one))
+
+    def parameter(self, module: Any, name: str) -> FreeParameter:
+        """The parameter that a module has by this name, where the module is no layer."""
+        tensor = module._parameters.get(name)
+        if tensor is None:
+            raise self.unknown(module, f"it has no {name}")
+        path = ".".join(filter(None, (self.path(module), name)))
+        self._unclaimed.discard(path)
+        return FreeParameter(path, tuple(tensor.shape))
+
+    def shifted_norm(self, module: Any, weight: str) -> RMSNorm:
+        """A root mean square norm of the network's own class, which multiplies by 1 + weight in float32. weight: the
+        parameter's name."""
+        parameter = self.parameter(module, weight)
+        return RMSNorm(parameter.path, parameter.shape[0], module.eps, plus_one=True, as_stored=True)
 
     def fused(self, name: str, *modules: Any) -> FusedLinear:
         members = tuple(self.linear(module) for module in modules)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..core.edits import UNCOUNTED, edit_count
 from ..core.layer_weights import LayerWeights, Weights
-from ..core.leaves import Convolution, FusedLinear
+from ..core.leaves import Convolution, FusedLinear, RMSNorm
 from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .exact_copy import copy_into, copy_of, rows_of
@@ -51,10 +51,14 @@ class Binding:
         self.layout = layout
         self.reader = reader
         leaves = layout.leaves()
-        called = [module.get_submodule(leaf.path) for leaf in leaves]
-        self._leaves = {leaf.path: weakref.ref(layer_within(one)) for leaf, one in zip(leaves, called, strict=True)}
+        holders = {leaf.path: holder_of(module, leaf.path) for leaf in leaves}
+        self._leaves = {path: weakref.ref(layer_within(one)) for path, (one, _) in holders.items()}
+        # Of the paths of single parameters, by which name the module has them.
+        self._names = {path: name for path, (_, name) in holders.items() if name}
+        # The parameters that are never cast.
+        self.as_stored = frozenset(leaf.path for leaf in leaves if isinstance(leaf, RMSNorm) and leaf.as_stored)
         # The layers as the host calls them: those, or the LoRAs around them.
-        self._called = list(map(weakref.ref, called))
+        self._called = [weakref.ref(one) for one, _ in holders.values()]
         self._every_fusion = tuple(layout.fusions())
         self.fusions = self._every_fusion
         self._convolution_paths = [leaf.path for leaf in leaves if isinstance(leaf, Convolution) and leaf.kernel > 1]
@@ -77,7 +81,7 @@ class Binding:
         as it is now."""
         if layout != self.layout:
             return False
-        called = [module.get_submodule(path) for path in self._leaves]
+        called = [holder_of(module, path)[0] for path in self._leaves]
         if any(layer_within(one) is not leaf() for one, leaf in zip(called, self._leaves.values(), strict=True)):
             return False
         self.layout = layout
@@ -153,16 +157,29 @@ class Binding:
         return weight.numel() * weight.element_size()
 
     def paths(self) -> list[str]:
-        """Of the modules that hold the parameters, in the order of layers."""
+        """Of the modules that hold the parameters, and of single parameters, in the order of the layout."""
         return list(self._leaves)
 
     def layers(self) -> list[nn.Module]:
-        """The host's modules whose own the parameters are. Drop the result after the call. Raises Refusal if one is
-        gone."""
-        return all_alive(leaf() for leaf in self._leaves.values())
+        """The host's modules whose own the parameters are, each once. Drop the result after the call. Raises Refusal if
+        one is gone."""
+        return list(self.modules().values())
+
+    def modules(self) -> dict[str, nn.Module]:
+        """As layers, by their paths in the network."""
+        layers = all_alive(leaf() for leaf in self._leaves.values())
+        found: dict[str, nn.Module] = {}
+        for path, layer in zip(self._leaves, layers, strict=True):
+            found[path.rpartition(".")[0] if path in self._names else path] = layer
+        return found
+
+    def casting_layers(self) -> list[nn.Module]:
+        """Those of layers that may cast their parameters by themselves: not the modules of single parameters, which the
+        network's own forward casts. Drop the result after the call. Raises Refusal if one is gone."""
+        return all_alive(leaf() for path, leaf in self._leaves.items() if path not in self._names)
 
     def called_layers(self) -> list[nn.Module]:
-        """As layers, with the LoRAs around them in their place."""
+        """The modules that hold the parameters, or the LoRAs around them, for each of paths()."""
         pairs = zip(self._called, self._leaves.values(), strict=True)
         return all_alive(called() or leaf() for called, leaf in pairs)
 
@@ -204,7 +221,8 @@ class Binding:
         stored row by row, nor those whose values are of several types. Raises Refusal for a format that is not known.
         """
         reader = self.reader
-        found = {} if reader is None else {path: reader.weight(self._layer(path), path) for path in self._leaves}
+        layers = () if reader is None else [path for path in self._leaves if path not in self._names]
+        found = {} if reader is None else {path: reader.weight(self._layer(path), path) for path in layers}
         stored = {path: one for path, one in found.items() if one is not None}
         self.formats = {path: (one.format, one.shape) for path, one in stored.items()}
         together: list[FusedLinear] = []
@@ -346,8 +364,8 @@ class Binding:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of the first parameter that is not in few bits."""
-        plain = (path for path in self._leaves if path not in self.formats)
+        """Of the first parameter that is not in few bits and may be cast."""
+        plain = (path for path in self._leaves if path not in self.formats and path not in self.as_stored)
         return self._parameters(next(plain))[0].dtype
 
     def _first_weight(self) -> Tensor:
@@ -363,8 +381,13 @@ class Binding:
         return module
 
     def _parameters(self, path: str) -> tuple[Tensor, Tensor | None]:
-        """A layer's weight, or the values of one in few bits, and its bias."""
+        """A layer's weight, or the values of one in few bits, and its bias; a single parameter as a weight."""
         module = self._layer(path)
+        if path in self._names:
+            single = module._parameters.get(self._names[path])
+            if single is None:
+                raise Refusal(LAYERS_GONE)
+            return single, None
         bias = module._parameters.get("bias")
         stored = self.stored(path)
         if stored is not None:
@@ -394,7 +417,7 @@ class Binding:
                     found = str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
                     raise Refusal(f"{path} is stored as {found}, which OneDiff does not run")
                 self._refuse_elsewhere(path, parameter)
-                if self.cast_to is None and parameter.dtype != stored:
+                if self.cast_to is None and parameter.dtype != stored and path not in self.as_stored:
                     raise Refusal(f"its parameters are mixed: {stored}, but {path} is {parameter.dtype}")
         for fusion in self._every_fusion:
             members = [layer_weights[member.path] for member in fusion.members]
@@ -411,6 +434,14 @@ class Binding:
             raise Refusal("its parameters are not loaded (they are on the meta device)")
         if parameter.device not in (self.device, MAIN_MEMORY):
             raise Refusal(f"the network computes on {self.device}, and {path} is on {parameter.device}")
+
+
+def holder_of(network: nn.Module, path: str) -> tuple[nn.Module, str]:
+    """The module at a path, and ""; or the module that has the single parameter of this path, and the parameter's name.
+    """
+    above, _, name = path.rpartition(".")
+    parent = network.get_submodule(above)
+    return (parent, name) if name in parent._parameters else (parent.get_submodule(name), "")
 
 
 def lies_away(parameter: Tensor, device: torch.device) -> bool:

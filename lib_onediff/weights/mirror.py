@@ -97,9 +97,9 @@ def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
     root = nn.Module()
     # What is made in inference mode would count no edits.
     with torch.inference_mode(False), torch.no_grad():
-        for path, layer in zip(binding.paths(), binding.layers(), strict=True):
+        for path, layer in binding.modules().items():
             module = root
-            for name in path.split("."):
+            for name in filter(None, path.split(".")):
                 if name not in module._modules:
                     module.add_module(name, nn.Module())
                 module = module.get_submodule(name)

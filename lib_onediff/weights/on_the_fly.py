@@ -6,7 +6,7 @@ where it is. operands.py puts them in the place of the stored parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ class OnTheFly:
         is_as_stored = binding.stored_dtype == dtype and not binding.formats
         if self._casts is None or dtype not in BOUND_DTYPES or is_as_stored:
             return None
-        return self._casts.to(binding.layers(), dtype)
+        return self._casts.to(binding.casting_layers(), dtype)
 
     def has_wide_norms(self, binding: Binding) -> bool:
         """Whether the host computes norms in float32 though it computes with float16: it leaves them as they are, and
@@ -84,7 +84,7 @@ class OnTheFly:
         casts_norms = self._casts is None or self._casts.norms
         before = self.applied
         self.applied = None
-        applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before)
+        applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before, binding.as_stored)
         moved = applied.fit(functions, binding.shapes(), binding.products(), room, binding.decoded)
         self.applied = applied
         self._mark = parts.mark()
@@ -191,11 +191,14 @@ class AppliedFunctions:
     """
 
     def __init__(
-        self, dtype: torch.dtype, device: torch.device, casts_norms: bool = True, before: AppliedFunctions | None = None
+        self, dtype: torch.dtype, device: torch.device, casts_norms: bool = True,
+        before: AppliedFunctions | None = None, as_stored: Collection[str] = (),
     ) -> None:
+        """as_stored: see Binding.as_stored."""
         self.dtype = dtype
         self._device = device
         self._casts_norms = casts_norms
+        self._as_stored = as_stored
         self.low_rank: dict[str, LowRank] = {}
         self.weights: dict[str, Tensor] = {}
         self.biases: dict[str, Tensor] = {}
@@ -229,10 +232,11 @@ class AppliedFunctions:
         with torch.inference_mode():
             for name, group in groups.items():
                 is_norm = weights[name].weight.dim() == 1
+                casts_norm = is_norm and self._casts_norms and name not in self._as_stored
                 if any(one.updates for one in group.values()):
                     self._fit_updates(name, group, weights)
                 # Matrices that are only cast are cast where they are asked for.
-                self._fit_parameters("weight", self.weights, name, group, weights, is_norm and self._casts_norms)
+                self._fit_parameters("weight", self.weights, name, group, weights, casts_norm)
                 self._fit_parameters("bias", self.biases, name, group, weights, self._casts_norms or not is_norm)
         before = self._before
         self._before = {}
