@@ -1,4 +1,4 @@
-"""Put our forward on a diffusers UNet2DConditionModel or CosmosTransformer3DModel, and take it off again."""
+"""Put our forward on a network of one of diffusers' classes that OneDiff serves, and take it off again."""
 from __future__ import annotations
 
 import importlib
@@ -21,25 +21,17 @@ from ...families.unet.call import Control, UNetCall
 from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits
 from ...weights.snapshot import no_object
-from .cosmos import cosmos_call
 from .loras import LoraReader
 from .module_forward import ModuleForward, attached, by_name, only_moves, put_on, take_off
+from .networks import NETWORKS, DiffusersNetwork
 from .patches import Within, within
-from .read_cosmos import is_cosmos
-from .read_unet import FREEU_FACTORS, PROCESSOR_OF, attentions_of, foreign_parts, is_diffusers_unet, is_plain
+from .read_unet import FREEU_FACTORS, PROCESSOR_OF, attentions_of, foreign_parts, is_plain
 from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
 
-UNET = "UNet2DConditionModel"
-COSMOS = "CosmosTransformer3DModel"
 # The attention processor that may compute scores in float32.
 UPCASTING = "AttnProcessor"
-# The Python module and the class of the object in which the forwards of these classes return their sample.
-OUTPUTS = {
-    UNET: ("diffusers.models.unets.unet_2d_condition", "UNet2DConditionOutput"),
-    COSMOS: ("diffusers.models.modeling_outputs", "Transformer2DModelOutput"),
-}
 # The list from whose front UNet2DConditionModel.forward removes what it uses.
 CONSUMED = "down_intrablock_additional_residuals"
 # These pipelines call with the negative prompt's rows first and as many of the prompt's after them. Others, of
@@ -61,17 +53,18 @@ FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 def is_served(network: Any) -> bool:
     """Whether a network is of one of diffusers' own classes that OneDiff serves, and of none derived from it."""
-    return isinstance(network, nn.Module) and (is_diffusers_unet(network) or is_cosmos(network))
+    return isinstance(network, nn.Module) and any(one.is_one(network) for one in NETWORKS)
 
 
 @dataclass(eq=False)
 class HostsAnswer:
     """Makes the host's own answer to a call, each time that it is called, and keeps what the host returned last.
 
-    Calling it returns the sample alone, (batch, channels, h, w), which is what others compare with. answer: what the
-    host returned last; None before. sample: the sample in it.
+    Calling it returns the sample alone, as one tensor, which is what others compare with. answer: what the host
+    returned last; None before. sample: the sample in it.
     """
 
+    network: DiffusersNetwork
     host: HostFunction
     module: Any
     args: tuple[Any, ...]
@@ -94,7 +87,8 @@ class HostsAnswer:
             self._left = [(one, list(one)) for one in lists]
             for one, whole in zip(lists, before, strict=True):
                 one[:] = whole
-        sample: Tensor = self.answer[0]
+        tensor_of = self.network.tensor_of
+        sample: Tensor = self.answer[0] if tensor_of is None else tensor_of(self.answer[0])
         self.sample = sample
         return sample
 
@@ -117,12 +111,14 @@ class Processors(NamedTuple):
 
 
 class DiffusersForward(ModuleForward):
-    """Takes the place of the forward of a network of one of the classes in OUTPUTS."""
+    """Takes the place of the forward of a network of one of the classes in NETWORKS."""
 
     hook = "the UNet's forward"
 
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__(kind)
+        self._network = next(one for one in NETWORKS if one.name == kind.__name__)
+        self._call_of = self._network.call_of or self._call
         self._attentions: dict[str, weakref.ref[Any]] = {}
         # What foreign_parts read when it last found none.
         self._without_foreign_parts: tuple[Any, ...] = ()
@@ -139,26 +135,25 @@ class DiffusersForward(ModuleForward):
                 raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
             given = by_name(module, original, args, kwargs)
             return_dict = given.pop("return_dict", True)
-            if self.kind.__name__ == COSMOS:
-                call: Call = cosmos_call(module, **given)
-            else:
-                call = self._call(module, **given)
+            call = self._call_of(module, **given)
         except Exception as error:
             unread = Attempt.of(error)
         if unread is not None:
             answer: Any = runtime.unread(module, unread, lambda: host(module, *args, **kwargs))
             return answer
-        by_host = HostsAnswer(host, module, args, kwargs)
-        sample = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
-        if sample is by_host.sample:
+        by_host = HostsAnswer(self._network, host, module, args, kwargs)
+        output = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
+        if output is by_host.sample:
             by_host.leave_lists_as_the_host()
             return by_host.answer
         if given.get(CONSUMED):
             del given[CONSUMED][:residuals_taken(module, given["sample"], given[CONSUMED])]
+        network = self._network
+        sample = output if network.sample_of is None else network.sample_of(output)
         if not return_dict:
             return (sample,)
-        module_name, output = OUTPUTS[type(module).__name__]
-        return getattr(importlib.import_module(module_name), output)(sample=sample)
+        module_name, name = network.output
+        return getattr(importlib.import_module(module_name), name)(sample=sample)
 
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:
