@@ -144,6 +144,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
                 ) for kind in (FP8, INT8)
             ),
             tuning.gated_trial(make, 16, ALIGNED, meta),
+            tuning.down_trial(make, 16, products.RANKS, ALIGNED),
             *([tuning.half_sums_trial(make, (1, 4, 4, ALIGNED, ALIGNED), meta)] if dtype == torch.float16 else []),
         ]
         yield from (

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+# So many ranks of LoRAs a kernel multiplies at once.
+RANKS = 16
+
 
 class QuantizedWeight(NamedTuple):
     """The weight of a layer in float8 (e4m3) or int8: values (out, in), and scales (1, out), or (1, 1) for all rows, in

@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as functional
 from torch import Tensor
 
-from ..core.layer_weights import LowRank, Weights
+from ..core.layer_weights import RANKS, LowRank, Weights
 from ..core.refusal import Refusal
 from ..core.units import MEBIBYTE
 from .binding import BOUND_DTYPES, Binding
@@ -274,29 +275,40 @@ class AppliedFunctions:
         if narrow:
             self._fit_narrow_updates(name, group, weights, narrow[0])
             return
-        balanced_ups: dict[str, list[Tensor]] = {}
-        balanced_downs: list[Tensor] = []
+        own_ups: dict[str, Tensor] = {}
+        downs: list[Tensor] = []
         for path, one in group.items():
-            balanced_ups[path] = []
-            for update in one.updates:
-                balanced_up, balanced_down = balanced(update, self._device)
-                balanced_ups[path].append(balanced_up)
-                balanced_downs.append(balanced_down)
-        all_downs = torch.cat(balanced_downs).to(self.dtype)
+            if one.updates:
+                own_ups[path], own_down = joint_factors(one.updates, self._device)
+                downs.append(own_down)
+        all_downs = torch.cat(downs).to(self.dtype)
         down = self._place("down", name, all_downs).copy_(all_downs)
+        placed = self._place_ups(name, own_ups) if own_ups.keys() == group.keys() else self._place_apart(own_ups)
         ups: list[tuple[int, Tensor]] = []
         first_row = 0
         first_rank = 0
-        for path, own_ups in balanced_ups.items():
-            if own_ups:
-                all_ups = torch.cat(own_ups, dim=1).to(self.dtype)
-                up = self._place("up", path, all_ups).copy_(all_ups)
+        for path in group:
+            up = placed.get(path)
+            if up is not None:
                 ups.append((first_row, up))
                 end_rank = first_rank + up.shape[1]
                 self.low_rank[path] = LowRank(down[first_rank:end_rank], ((0, up),))
                 first_rank = end_rank
             first_row += len(weights[path].weight)
         self.low_rank[name] = LowRank(down, tuple(ups))
+
+    def _place_ups(self, name: str, ups: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The ups of all layers of a group, by path: one below the other in one tensor, where they have equal ranks, so
+        that a kernel reads all of them."""
+        if len({up.shape[1] for up in ups.values()}) > 1:
+            return self._place_apart(ups)
+        together = torch.cat(list(ups.values())).to(self.dtype)
+        placed = self._place("ups", name, together).copy_(together)
+        return dict(zip(ups, placed.split([len(up) for up in ups.values()]), strict=True))
+
+    def _place_apart(self, ups: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The ups of layers, by path, each in a tensor of its own."""
+        return {path: self._place("up", path, up).copy_(up) for path, up in ups.items()}
 
     def _is_narrow(self, update: LowRankUpdate) -> bool:
         """Whether the host computes a LoRA in a type that rounds more than the layer's."""
@@ -368,6 +380,18 @@ class AppliedFunctions:
             kept = torch.empty_like(like, dtype=dtype, device=self._device)
         self._made[kind, name] = kept
         return kept
+
+
+def joint_factors(updates: Sequence[LowRankUpdate], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The LoRAs of one layer as one: up (out, ranks) and down (ranks, in, ...), both balanced, in float32. Ranks of a
+    matrix are filled up with zeros to a multiple of RANKS."""
+    pairs = [balanced(update, device) for update in updates]
+    up = torch.cat([up for up, _ in pairs], dim=1)
+    down = torch.cat([down for _, down in pairs])
+    lacking = -len(down) % RANKS
+    if down.dim() > 2 or not lacking:
+        return up, down
+    return functional.pad(up, (0, lacking)), functional.pad(down, (0, 0, 0, lacking))
 
 
 def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tensor]:

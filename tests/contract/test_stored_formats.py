@@ -16,6 +16,7 @@ from test_generations import BY_HOST, OURS, attributes, same
 from test_weight_functions import loha, lora, network
 from torch import Tensor, nn
 
+from lib_onediff.core.layer_weights import RANKS
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.hosts.forge.stored_weights import StoredWeights
@@ -122,7 +123,8 @@ def test_loras_on_the_fly_are_computed_beside_the_files_numbers(host: StoredAnim
         marks = (f"{name} weights", *(["LoRA on the fly"] if loras else []))
         assert network(host).weight_marks == marks
         floats = sum(part.numel() for patches, _ in loras for _, parts in patches.values() for part in parts[:2])
-        assert network(host).bound.on_the_fly.bytes == 4 * floats
+        # Ranks are filled up.
+        assert 4 * floats <= network(host).bound.on_the_fly.bytes <= 4 * floats * RANKS / 2
     host.switch(False)
     now = stored_bits(host)
     assert all(now[one].equal(before[one]) for one in before)

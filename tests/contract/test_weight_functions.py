@@ -11,6 +11,7 @@ from contract_hosts import Host, calls_of, random
 from test_generations import OURS, close, same
 from torch import Tensor, nn
 
+from lib_onediff.core.layer_weights import RANKS
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
 from lib_onediff.runtime.network import Network
 from lib_onediff.runtime.runtime import runtime
@@ -93,7 +94,8 @@ def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
         assert network(host).weight_marks == kinds
         # No copy of a weight: up and down alone.
         floats = sum(part.numel() for patches, _ in loras for _, parts in patches.values() for part in parts[:2])
-        assert network(host).bound.on_the_fly.bytes == 4 * floats
+        # Ranks are filled up.
+        assert 4 * floats <= network(host).bound.on_the_fly.bytes <= 4 * floats * RANKS / 2
         mine.append(made)
     assert torch.equal(mine[0].latent, mine[-1].latent)
     host.switch(False)

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="needs Triton")
 from lib_onediff.core.layer_weights import LowRank, QuantizedWeight
 from lib_onediff.core.operators import QuantizedTokens
 from lib_onediff.devices.cuda.kernels import products
-from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT, LaunchConfig
+from lib_onediff.devices.cuda.kernels.launch_config import DOWN_PRODUCT, INT8_PRODUCT, LIBRARY, LaunchConfig
 from lib_onediff.weights.low_bit import INT8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,19 +77,47 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
     assert torch.allclose(output.double(), torch.full_like(output, -127 * 127 * 5120 * 1e-8).double(), rtol=1e-3)
 
 
-@grid(shape=[(33, 80, 48), (100, 48, 112), (7, 32, 320)], ranks=[16, 48], with_bias=[True, False], config=CONFIGS)
+@grid(
+    shape=[(33, 80, 48), (100, 48, 96), (7, 32, 336)], ranks=[16, 48], layers=[1, 3], with_bias=[True, False],
+    config=CONFIGS,
+)
 def test_loras_are_added_before_it_is_rounded(
-    shape: tuple[int, int, int], ranks: int, with_bias: bool, config: LaunchConfig
+    shape: tuple[int, int, int], ranks: int, layers: int, with_bias: bool, config: LaunchConfig
 ) -> None:
+    """layers: in the place of one, whose LoRAs read hidden numbers of their own."""
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE).half() if with_bias else None
-    hidden, up = (torch.randn(count, ranks, device=DEVICE).half() for count in (rows, out))
+    hidden = torch.randn(rows, layers * ranks, device=DEVICE).half()
+    up = torch.randn(out, ranks, device=DEVICE).half()
     output = products.int8_product(tokens, weight, bias, torch.float16, config, (hidden, up))
-    expected = exact(tokens, weight, bias) + hidden.double() @ up.double().t()
+    dense = torch.block_diag(*up.double().chunk(layers))
+    expected = exact(tokens, weight, bias) + hidden.double() @ dense.t()
     largest = float(expected.abs().max())
     step = torch.finfo(torch.float16).eps
     assert bool(((output.double() - expected).abs() <= step * expected.abs() + 1e-5 * largest).all())
+
+
+DOWN_CONFIGS: list[LaunchConfig] = [LIBRARY, (16, 16, 32, 4, 2), (32, 32, 64, 4, 2)]
+if DEVICE.type == "cuda":
+    DOWN_CONFIGS = list(DOWN_PRODUCT.candidates)
+
+
+# The interpreter multiplies no bfloat16.
+DOWN_TYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float16]
+
+
+@grid(shape=[(33, 80, 48), (64, 64, 16), (7, 48, 96)], dtype=DOWN_TYPES, config=DOWN_CONFIGS)
+def test_the_product_with_loras_downs(
+    shape: tuple[int, int, int], dtype: torch.dtype, config: LaunchConfig
+) -> None:
+    rows, width, ranks = shape
+    tokens, down = (torch.randn(count, width, device=DEVICE).to(dtype) for count in (rows, ranks))
+    output = products.down_product(tokens, down, config)
+    expected = tokens.double() @ down.double().t()
+    assert output.dtype == dtype and output.shape == (rows, ranks)
+    largest = float(expected.abs().max())
+    assert bool(((output.double() - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-5 * largest).all())
 
 
 def test_loras_of_a_layer_are_one() -> None:
@@ -100,5 +128,17 @@ def test_loras_of_a_layer_are_one() -> None:
     expected[:32] += first @ down[:4]
     expected[40:56] += second @ down[4:]
     assert torch.allclose(joint_up @ joint_down, expected, atol=1e-5)
-    whole, factor = torch.randn(64, 16), torch.randn(16, 24)
-    assert products.joint_loras(LowRank(factor, ((0, whole),)), 64)[1] is whole
+
+
+def test_loras_that_lie_together_are_not_copied() -> None:
+    whole = torch.randn(64, 16)
+    factor = torch.randn(16, 24)
+    found = products.joint_loras(LowRank(factor, ((0, whole),)), 64)
+    assert [one.data_ptr() for one in found] == [factor.data_ptr(), whole.data_ptr()]
+    halves = LowRank(torch.randn(32, 24), ((0, whole[:32]), (32, whole[32:])))
+    down, up = products.joint_loras(halves, 64)
+    assert down.data_ptr() == halves.down.data_ptr() and up.data_ptr() == whole.data_ptr() and up.shape == (64, 16)
+    # The second in the place of the first, and one for another number of rows.
+    for ups in (((0, whole[32:]), (32, whole[:32])), ((0, whole[:32]), (48, whole[32:48]))):
+        down, up = products.joint_loras(LowRank(torch.randn(32, 24), ups), 64)
+        assert up.shape == (64, 32) and torch.equal(up[:32, :16], ups[0][1]) and not up[:32, 16:].any()

@@ -112,6 +112,33 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)
 
 
+@pytest.mark.parametrize("ranks", [(4, 4, 4), (4, 20, 4), (4, 0, 4), (0, 32, 0)], ids=str)
+def test_loras_of_layers_over_one_input_add_up_alone_and_together(ranks: tuple[int, ...]) -> None:
+    names = ("a", "b", "c")
+    weights = {name: LayerWeights(random(32, 64), None) for name in names}
+    weights["all"] = LayerWeights(torch.cat([weights[name].weight for name in names]), None)
+    functions: dict[str, WeightFunctions] = {}
+    added = dict.fromkeys(names, torch.zeros(32, 64, device=DEVICE))
+    for name, rank in zip(names, ranks, strict=True):
+        if rank:
+            updates = tuple(LowRankUpdate(random(32, 2), random(2, 64), 0.5) for _ in range(rank // 2))
+            functions[name] = WeightFunctions(updates)
+            added[name] = torch.stack([0.5 * one.up @ one.down for one in updates]).sum(0)
+    added["all"] = torch.cat([added[name] for name in names])
+    applied = AppliedFunctions(torch.float32, DEVICE)
+    assert applied.fit(functions, weights, {"all": names}, None)
+    again = AppliedFunctions(torch.float32, DEVICE, before=applied)
+    assert not again.fit(functions, weights, {"all": names}, None), "they lie where they did"
+    for name, low_rank in again.low_rank.items():
+        found = merged(weights[name]._replace(low_rank=low_rank)).weight
+        assert relative_error(found.float(), weights[name].weight + added[name]) < CLOSE
+    joint = again.low_rank["all"]
+    addresses = [up.data_ptr() for _, up in joint.ups]
+    steps = {second - first for first, second in zip(addresses, addresses[1:], strict=False)}
+    if len(set(ranks)) == 1:
+        assert steps == {joint.ups[0][1].nbytes}, "a kernel reads all ups as they lie"
+
+
 WEIGHT = torch.zeros(8, 6, 3, 3)
 UP = torch.ones(8, 2, 1, 1)
 DOWN = torch.ones(2, 6, 3, 3)

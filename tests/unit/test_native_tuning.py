@@ -10,10 +10,11 @@ import torch
 pytest.importorskip("triton", reason="needs Triton")
 
 from lib_onediff.core.card import TuningCache
-from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
+from lib_onediff.core.layer_weights import LayerWeights, LowRank, QuantizedWeight
 from lib_onediff.core.leaves import GroupNorm, LayerNorm
 from lib_onediff.devices.cuda.kernels.launch_config import (
     ADDITION,
+    DOWN_PRODUCT,
     GEGLU,
     INT8_PRODUCT,
     LAYER_NORM,
@@ -26,7 +27,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import (
     row_class,
 )
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
-from lib_onediff.devices.cuda.tuning import trials, tune_kernels, tune_stored
+from lib_onediff.devices.cuda.tuning import trials, tune_down, tune_kernels, tune_stored
 
 CPU = torch.device("cpu")
 LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5), LayerNorm("narrow", 64, 1e-5)]
@@ -92,6 +93,21 @@ def test_products_of_stored_weights_that_were_met_are_measured_once() -> None:
     assert tune_stored(launches, product, CPU, clock)
     assert launches.of(INT8_PRODUCT, "6x32x48", torch.float16) == INT8_PRODUCT.candidates[4]
     assert not tune_stored(launches, product, CPU, clock)
+
+
+def test_products_of_loras_beside_them_that_were_met_are_measured_once() -> None:
+    launches = Launches(TuningCache())
+    weight = QuantizedWeight(torch.zeros(48, 32, dtype=torch.int8), torch.ones(1, 1))
+    down, up = torch.zeros(16, 32, dtype=torch.float16), torch.zeros(48, 16, dtype=torch.float16)
+    shape = torch.empty(48, 32, dtype=torch.float16, device="meta")
+    layer = LayerWeights(shape, None, (weight,), LowRank(down, ((0, up),)))
+    NativeOperators(launches).linear(torch.zeros(2, 3, 32, dtype=torch.float16), layer)
+    assert launches.down_products == {(6, 16, 32, torch.float16)}
+    clock = Clock(**{str(DOWN_PRODUCT.candidates[2]): 0.5})
+    [product] = launches.down_products
+    assert tune_down(launches, product, CPU, clock)
+    assert launches.of(DOWN_PRODUCT, "6x32x16", torch.float16) == DOWN_PRODUCT.candidates[2]
+    assert not tune_down(launches, product, CPU, clock)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")

@@ -29,7 +29,7 @@ from .kernels.launching import launch, why_not
 from .kernels.rounding import Rule, hosts_rule
 from .kernels.tokens import ATTENTION_DTYPES as DTYPES
 from .low_bit.choice import LowBit
-from .tuning import load_candidates, load_kernels, tune_gated, tune_half_sums, tune_kernels, tune_stored
+from .tuning import load_candidates, load_kernels, tune_down, tune_gated, tune_half_sums, tune_kernels, tune_stored
 
 log = logging.getLogger("onediff")
 # Of one program that sums contents, and of one of its loads.
@@ -180,6 +180,8 @@ class Native(Device):
         measured += [tune_half_sums(self._launches, size, device, time_ms) for size in met]
         stored = list(self._launches.stored_products)
         measured += [tune_stored(self._launches, product, device, time_ms) for product in stored]
+        downs = list(self._launches.down_products)
+        measured += [tune_down(self._launches, product, device, time_ms) for product in downs]
         return any(measured)
 
     def measure_anew(self) -> None:

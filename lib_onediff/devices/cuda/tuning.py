@@ -390,6 +390,21 @@ def tune_stored(
     return trial is not None and tuned(launches, trial, dtype, time_ms)
 
 
+def tune_down(
+    launches: Launches, product: tuple[int, int, int, torch.dtype], device: torch.device, time_ms: TimeMs
+) -> bool:
+    """As tune_stored, for the product with LoRAs' downs. product: (rows, ranks, width, dtype)."""
+    rows, ranks, width, dtype = product
+    if launches.chosen(configs.DOWN_PRODUCT, products.product_class(rows, ranks, width), dtype) is not None:
+        return False
+    return tuned(launches, down_trial(random_on(device, dtype), rows, ranks, width), dtype, time_ms)
+
+
+def down_trial(make: Callable[..., Tensor], rows: int, ranks: int, width: int) -> Trial:
+    run = partial(products.down_product, make(rows, width), make(ranks, width))
+    return Trial(configs.DOWN_PRODUCT, products.product_class(rows, ranks, width), run)
+
+
 # --- a feed-forward's first product, exact ----------------------------------------------------------------------------
 
 

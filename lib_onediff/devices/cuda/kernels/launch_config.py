@@ -58,6 +58,10 @@ INT8_PRODUCT = Kernel("int8 product", (
     (64, 256, 64, 8, 8, 3), (64, 64, 128, 8, 4, 3), (128, 256, 64, 8, 8, 3), (128, 128, 128, 8, 4, 3),
     (64, 128, 128, 8, 4, 3),
 ))
+# The product with LoRAs' downs: (rows, ranks of a tile, depth, warps, stages), or the library's.
+DOWN_PRODUCT = Kernel("LoRA product", (
+    LIBRARY, (64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (32, 32, 256, 4, 3), (64, 128, 64, 4, 4), (64, 16, 128, 4, 4),
+))
 # (whether the GPU copies tiles by itself, which needs compute capability 9.0; rows, columns of the output, depth of a
 # tile, tiles of a group, warps, stages), or the library's product and a GEGLU. The others fit into 99 KB.
 GATED_PRODUCT = Kernel("gated fp8 product", (
@@ -105,6 +109,8 @@ class Launches:
         # (rows, out, width, dtype) of the products that were met with weights that are stored in INT8: see
         # tuning.tune_stored.
         self.stored_products: set[tuple[int, int, int, torch.dtype]] = set()
+        # As stored_products, of the LoRAs beside them: (rows, ranks, width, dtype).
+        self.down_products: set[tuple[int, int, int, torch.dtype]] = set()
         self._known: dict[tuple[str, str, torch.dtype, int], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:

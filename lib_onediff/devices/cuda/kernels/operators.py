@@ -133,7 +133,14 @@ class NativeOperators:
         if x.values.dtype != INT8.dtype or low_rank.scales or low_rank.down.dtype != dtype:
             return torch_ops.add_low_rank(self._product(x, layer, bias).to(dtype), rows, low_rank)
         down, up = products.joint_loras(low_rank, len(layer.weight))
-        return self._product(x, layer, bias, (functional.linear(rows, down), up))
+        return self._product(x, layer, bias, (self._down_product(rows.contiguous(), down), up))
+
+    def _down_product(self, rows: Tensor, down: Tensor) -> Tensor:
+        """Rows times the downs of LoRAs (ranks, in) beside a layer that is stored in INT8."""
+        count = len(rows)
+        shape_class = products.product_class(count, *down.shape)
+        self._launches.down_products.add((count, *down.shape, down.dtype))
+        return products.down_product(rows, down, self._launches.of(configs.DOWN_PRODUCT, shape_class, down.dtype))
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         first, second = halves(image)

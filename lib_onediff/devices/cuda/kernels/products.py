@@ -18,16 +18,15 @@ import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
-from ....core.layer_weights import LowRank, QuantizedWeight
+from ....core.layer_weights import RANKS, LowRank, QuantizedWeight
 from ....core.operators import QuantizedImage, QuantizedTokens
+from ....weights.binding import joined
 from . import launch_config as configs
 from .archive import Tiles
 from .launch_config import Kernel, LaunchConfig
 from .launching import ceil_div, launch
 
 HOPPER = (9, 0)
-# Ranks of LoRAs are multiples of it.
-RANKS = 16
 
 
 def int8_product(
@@ -36,8 +35,9 @@ def int8_product(
 ) -> Tensor:
     """(rows, in) times (out, in), plus bias (out,): (rows, out) in the result's dtype. in and out are multiples of 16.
 
-    added: (rows, ranks) and (out, ranks), contiguous and in the result's dtype, whose product is added before it is
-    rounded; ranks are a multiple of RANKS. config: as configs.INT8_PRODUCT has them. Raises what a launch raises.
+    added: LoRAs, hidden (rows, ranks) and up (out, ranks), whose product is added before it is rounded; or up
+    (out, ranks / n), of which each nth of the rows takes the next nth of the ranks. Contiguous and in the result's
+    dtype; ranks are multiples of RANKS. config: as configs.INT8_PRODUCT has them. Raises what a launch raises.
     """
     m, n, k, group, warps, stages = config
     rows, width = tokens.values.shape
@@ -46,28 +46,52 @@ def int8_product(
     # There is a kernel for each set of types: a bias that is not there is stood for by something of its type.
     offset, has_bias = (output, 0) if bias is None else (bias.to(result), 1)
     hidden, up = added or (output, output)
+    ranks = hidden.shape[1]
+    own_ranks = up.shape[1]
+    own_rows = out * own_ranks // ranks
     launch(
         "products.tile_by_tile", (ceil_div(rows, m) * ceil_div(out, n),), tokens.values, tokens.scales, weight.values,
-        weight.scales, offset, output, hidden, up, rows, width, out, hidden.shape[1], has_bias,
-        int(weight.scales.numel() > 1), warps=warps, stages=stages, M=m, N=n, K=k, GROUP=group,
+        weight.scales, offset, output, hidden, up, rows, width, out, ranks, own_rows, own_ranks,
+        has_bias, int(weight.scales.numel() > 1), warps=warps, stages=stages, M=m, N=n, K=k, GROUP=group,
         RANKED=added is not None,
     )
     return output
 
 
 def joint_loras(low_rank: LowRank, out: int) -> tuple[Tensor, Tensor]:
-    """The LoRAs of a layer with so many outputs as one: (ranks, in) and (out, ranks), contiguous, for int8_product."""
+    """The LoRAs of a layer with so many outputs, for int8_product: down (ranks, in), whose product with the tokens is
+    the hidden one, and up, (out, ranks), or (out, ranks / n) where the layer is n fused ones of equal sizes and ranks.
+    Contiguous; without a copy where all ups lie one below the other."""
     down = low_rank.down.flatten(1)
-    ranks = RANKS * ceil_div(len(down), RANKS)
-    [row, up], *others = low_rank.ups
-    if not others and up.shape == (out, ranks) and up.is_contiguous():
+    ups = [up for _, up in low_rank.ups]
+    own_rows, own_ranks = ups[0].shape
+    are_equal = len({up.shape for up in ups}) == 1 and own_rows * len(ups) == out
+    up = joined(ups) if are_equal and own_rows % RANKS == own_ranks % RANKS == 0 else None
+    if up is not None:
         return down, up
-    together = up.new_zeros((out, ranks))
+    ranks = RANKS * ceil_div(len(down), RANKS)
+    together = ups[0].new_zeros((out, ranks))
     rank = 0
     for row, up in low_rank.ups:
         together[row:row + len(up), rank:rank + up.shape[1]] = up
         rank += up.shape[1]
     return functional.pad(down, (0, 0, 0, ranks - len(down))), together
+
+
+def down_product(tokens: Tensor, down: Tensor, config: LaunchConfig) -> Tensor:
+    """(rows, in) times LoRAs' down (ranks, in), both contiguous and of half precision: (rows, ranks). in and ranks are
+    multiples of 16. config: as configs.DOWN_PRODUCT has them. Raises what a launch raises."""
+    if config == configs.LIBRARY:
+        return functional.linear(tokens, down)
+    m, n, k, warps, stages = config
+    rows, width = tokens.shape
+    output = tokens.new_empty((rows, len(down)))
+    programs = ceil_div(rows, m) * ceil_div(len(down), n)
+    launch(
+        "products.narrow_tile", (programs,), tokens, down, output, rows, width, len(down), warps=warps, stages=stages,
+        M=m, N=n, K=k,
+    )
+    return output
 
 
 def gated_product(

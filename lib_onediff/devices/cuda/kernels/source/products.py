@@ -30,11 +30,12 @@ def scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias, 
 
 @triton.jit(do_not_specialize=["rows", "has_bias", "has_scales"])
 def tile_by_tile(
-    values, scales, weight, weight_scales, bias, output, hidden, up, rows, width, out, ranks, has_bias, has_scales,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, RANKED: tl.constexpr,
+    values, scales, weight, weight_scales, bias, output, hidden, up, rows, width, out, ranks, own_rows, own_ranks,
+    has_bias, has_scales, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, RANKED: tl.constexpr,
 ):
     """One program for each tile of the output, (M, N). has_scales: see scaled. RANKED: with the product of hidden,
-    (rows, ranks), and up, (out, ranks), added: of LoRAs."""
+    (rows, ranks), and up, (out, own_ranks), added: of LoRAs. Of the ranks, each own_rows columns of the output read the
+    next own_ranks."""
     down, across = tile_at(tl.program_id(0), tl.cdiv(rows, M), tl.cdiv(out, N), GROUP)
     step = tl.arange(0, K)
     # Rows that are not there stand for others, whose sums nobody stores.
@@ -52,13 +53,41 @@ def tile_by_tile(
     numbers = scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias, has_scales)
     if RANKED:
         lane = tl.arange(0, RANKS)
-        for done in tl.range(0, ranks, RANKS, num_stages=1):
+        first = across * N // own_rows
+        last = tl.minimum(across * N + N, out) - 1
+        for done in tl.range(first * own_ranks, (last // own_rows + 1) * own_ranks, RANKS, num_stages=1):
+            layer = done // own_ranks
+            mine = (column >= layer * own_rows) & (column < (layer + 1) * own_rows)
             of_rows = hidden + row.to(tl.int64)[:, None] * ranks + (done + lane)[None, :]
-            of_columns = up + column.to(tl.int64)[None, :] * ranks + (done + lane)[:, None]
+            rank = done - layer * own_ranks + lane
+            of_columns = up + column.to(tl.int64)[None, :] * own_ranks + rank[:, None]
             added = tl.load(of_rows, (row < rows)[:, None], 0.0)
-            numbers = tl.dot(added, tl.load(of_columns, (column < out)[None, :], 0.0), numbers)
+            numbers = tl.dot(added, tl.load(of_columns, mine[None, :], 0.0), numbers)
     place = output + row.to(tl.int64)[:, None] * out + column[None, :]
     tl.store(place, numbers.to(output.dtype.element_ty), (row < rows)[:, None] & (column < out)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def narrow_tile(
+    tokens, weight, output, rows, width, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
+):
+    """One program for each tile of the output (rows, out), (M, N): tokens (rows, width) times weight (out, width), of
+    fewer rows than a tile of other products has. Tiles beside each other read the same tokens."""
+    across = tl.cdiv(out, N)
+    row = tl.program_id(0) // across * M + tl.arange(0, M)
+    column = tl.program_id(0) % across * N + tl.arange(0, N)
+    step = tl.arange(0, K)
+    # Rows that are not there stand for others, whose sums nobody stores.
+    left = tokens + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * width + step[None, :]
+    right = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * width + step[:, None]
+    sums = tl.zeros((M, N), tl.float32)
+    for done in range(0, width, K):
+        there = step < width - done
+        sums = tl.dot(tl.load(left, there[None, :], 0.0), tl.load(right, there[:, None], 0.0), sums)
+        left += K
+        right += K
+    place = output + row.to(tl.int64)[:, None] * out + column[None, :]
+    tl.store(place, sums.to(output.dtype.element_ty), (row < rows)[:, None] & (column < out)[None, :])
 
 
 @triton.jit
