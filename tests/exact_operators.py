@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lib_onediff.core.layer_weights import LayerWeights
+from lib_onediff.devices.torch.quantized import hadamard
+
 
 def group_norm(
     image: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool = False,
@@ -51,6 +54,19 @@ def rotated(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) ->
     angles = torch.complex(cosines.double(), sines.double())[:, None]
     turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angles)
     return (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
+
+
+def stored_layer(layer: LayerWeights) -> LayerWeights:
+    """A layer that is there in eight bits alone, as its file has it: decoded, with its LoRA, if it has one, added."""
+    [quantized] = layer.low_bit
+    weight = quantized.values.double() * quantized.scales.double().t()
+    group = quantized.rotation
+    if group:
+        weight = (weight.unflatten(-1, (-1, group)) @ hadamard(group, weight.device).double()).flatten(-2)
+    if layer.low_rank is not None:
+        [(_, up)] = layer.low_rank.ups
+        weight = weight + up.double() @ layer.low_rank.down.double()
+    return LayerWeights(weight, None if layer.bias is None else layer.bias.double())
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:

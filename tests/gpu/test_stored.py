@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_operators import hosts_rows, relative_error
+from exact_operators import hosts_rows, relative_error, stored_layer
 from torch import Tensor
 
 from lib_onediff.core.card import TuningCache
@@ -16,7 +16,7 @@ from lib_onediff.core.leaves import AdaptiveNorm, LayerNorm
 from lib_onediff.core.operators import GEGLU, Activation, Modulation, QuantizedTokens, Residual
 from lib_onediff.devices.cuda.kernels import products, rounding
 from lib_onediff.devices.cuda.kernels import tokens as native_tokens
-from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT, Launches
+from lib_onediff.devices.cuda.kernels.launch_config import DOWN_PRODUCT, INT8_PRODUCT, Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.cuda.kernels.rounding import Rule
 from lib_onediff.devices.cuda.low_bit.float8 import float8_support, why_not
@@ -128,20 +128,31 @@ def test_what_is_no_number_is_not_hidden(rotation: int, strange: float, dtype: t
 
 @pytest.mark.parametrize("config", INT8_PRODUCT.candidates, ids=str)
 @pytest.mark.parametrize("one_scale", [True, False])
-@pytest.mark.parametrize("ranks", [0, 16, 48])
+@pytest.mark.parametrize(("layers", "ranks"), [(1, 0), (1, 16), (1, 48), (3, 32)])
 def test_a_product_with_one_scale_for_all_columns_and_with_loras(
-    config: Any, one_scale: bool, ranks: int, dtype: torch.dtype
+    config: Any, one_scale: bool, layers: int, ranks: int, dtype: torch.dtype
 ) -> None:
+    """layers: of equal sizes, in one; each with LoRAs of its own."""
     values, scales = hosts_rows(random(333, 512, dtype=dtype))
     weight = torch.randint(-128, 128, (336, 512), device=GPU).to(torch.int8)
     columns = torch.rand(1, 1 if one_scale else 336, device=GPU) / 1000
-    hidden, up = random(333, ranks, dtype=dtype), random(336, ranks, dtype=dtype)
+    hidden, up = random(333, layers * ranks, dtype=dtype), random(336, ranks, dtype=dtype)
     found = products.int8_product(
         QuantizedTokens(values, scales, (333,)), QuantizedWeight(weight, columns), None, dtype, config,
         (hidden, up) if ranks else None,
     )
-    exact = (values.double() * scales) @ (weight.double() * columns.t()).t() + hidden.double() @ up.double().t()
+    exact = (values.double() * scales) @ (weight.double() * columns.t()).t()
+    exact += hidden.double() @ torch.block_diag(*up.double().chunk(layers)).t()
     assert relative_error(found, exact) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("config", DOWN_PRODUCT.candidates, ids=str)
+@pytest.mark.parametrize("shape", [(8192, 2048, 32), (333, 8192, 96), (77, 1024, 16)], ids=str)
+def test_the_product_with_loras_downs(config: Any, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    rows, width, ranks = shape
+    tokens, down = random(rows, width, dtype=dtype), random(ranks, width, dtype=dtype)
+    found = products.down_product(tokens, down, config)
+    assert relative_error(found, tokens.double() @ down.double().t()) < torch.finfo(dtype).eps
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -169,19 +180,6 @@ def stored(out: int, width: int, values: torch.dtype, rotation: int, dtype: torc
     return layer._replace(low_rank=LowRank(down, ((0, up),)))
 
 
-def dense(layer: LayerWeights) -> LayerWeights:
-    """The same layer in float64, as its file has it."""
-    [quantized] = layer.low_bit
-    weight = quantized.values.double() * quantized.scales.double().t()
-    group = quantized.rotation
-    if group:
-        weight = (weight.unflatten(-1, (-1, group)) @ hadamard(group, GPU).double()).flatten(-2)
-    if layer.low_rank is not None:
-        [(_, up)] = layer.low_rank.ups
-        weight = weight + up.double() @ layer.low_rank.down.double()
-    return LayerWeights(weight, None if layer.bias is None else layer.bias.double())
-
-
 def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights) -> None:
     """work: a function of operators, layers, and the dtype of its tensors. INT8 errs as torch's operators do, by the
     hosts' rule, without LoRAs: beside these, they round no input. FP8 errs as three bits after the point make it, in
@@ -190,12 +188,12 @@ def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights
     with torch.no_grad():
         ours = work(operators(dtype), dtype, *layers)
         torch.manual_seed(1)
-        exact = work(torch_ops, torch.float64, *map(dense, layers))
+        exact = work(torch_ops, torch.float64, *map(stored_layer, layers))
         plain = [layer._replace(low_rank=None) for layer in layers]
         torch.manual_seed(1)
         torchs = work(torch_ops, dtype, *plain)
         torch.manual_seed(1)
-        without = work(torch_ops, torch.float64, *map(dense, plain))
+        without = work(torch_ops, torch.float64, *map(stored_layer, plain))
     is_int8 = layers[-1].low_bit[0].values.dtype == INTEGERS
     assert relative_error(ours, exact) < (1.15 * relative_error(torchs, without) if is_int8 else 7e-2)
 

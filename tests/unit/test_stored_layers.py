@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from exact_operators import relative_error
+from exact_operators import relative_error, stored_layer
 from grid import grid
 from torch import Tensor
 
@@ -18,7 +18,6 @@ from lib_onediff.core.operators import GEGLU, SWIGLU, Activation, Modulation, Qu
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators, VirtualConcatenation
 from lib_onediff.devices.torch import operators as torch_ops
-from lib_onediff.devices.torch.quantized import hadamard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.float16
@@ -48,28 +47,14 @@ def with_lora(layer: LayerWeights) -> LayerWeights:
     return layer._replace(low_rank=LowRank(down, ((0, up),)))
 
 
-def dense(layer: LayerWeights) -> LayerWeights:
-    """The same layer in float64, as its file has it."""
-    [quantized] = layer.low_bit
-    weight = quantized.values.double() * quantized.scales.double().t()
-    group = quantized.rotation
-    if group:
-        weight = (weight.unflatten(-1, (-1, group)) @ hadamard(group, weight.device).double()).flatten(-2)
-    bias = None if layer.bias is None else layer.bias.double()
-    if layer.low_rank is not None:
-        [(_, up)] = layer.low_rank.ups
-        weight = weight + up.double() @ layer.low_rank.down.double()
-    return LayerWeights(weight, bias)
-
-
 def assert_as_near(work: Any, *layers: LayerWeights) -> None:
     """The native operators are as near to the weights as the file has them, in float64, as torch's are without LoRAs:
     beside these, torch's round no input. work: a function of operators, layers, and what makes a tensor of the type."""
     plain = [layer._replace(low_rank=None) for layer in layers]
     ours = work(OPS, *layers, torch.Tensor.clone)
-    exact = work(torch_ops, *map(dense, layers), torch.Tensor.double)
+    exact = work(torch_ops, *map(stored_layer, layers), torch.Tensor.double)
     torchs = work(torch_ops, *plain, torch.Tensor.clone)
-    without = work(torch_ops, *map(dense, plain), torch.Tensor.double)
+    without = work(torch_ops, *map(stored_layer, plain), torch.Tensor.double)
     assert ours.dtype == torchs.dtype
     assert relative_error(ours, exact) <= WORSE * relative_error(torchs, without)
 
@@ -179,7 +164,7 @@ def test_a_weight_that_low_bit_rounded_is_multiplied_with_tokens_as_they_are() -
     layer, x = stored(OUT, WIDTH), random(2, TOKENS, WIDTH)
     [quantized] = layer.low_bit
     ours = layer._replace(low_bit=(quantized._replace(stored=False),))
-    exact = torch_ops.linear(x.double(), dense(layer))
+    exact = torch_ops.linear(x.double(), stored_layer(layer))
     assert relative_error(OPS.linear(x, ours), exact) < 1e-3 < relative_error(OPS.linear(x, layer), exact)
 
 
