@@ -206,8 +206,10 @@ class Block:
         return ()
 
 
-def feed_forward_layers(into: Linear, out: Linear, source: str, norm: str = "") -> tuple[TokenLinear, ...]:
-    """The two layers of a feed-forward. source: GATED if a GEGLU is between them, else PLAIN_INPUT. norm: see
+def feed_forward_layers(
+    into: Linear | FusedLinear, out: Linear, source: str, norm: str = ""
+) -> tuple[TokenLinear, ...]:
+    """The two layers of a feed-forward. source: GATED if a gated unit is between them, else PLAIN_INPUT. norm: see
     TokenLinear."""
     return TokenLinear(into, NORMED, FEED_FORWARD_IN, norm), TokenLinear(out, source, FEED_FORWARD_OUT)
 

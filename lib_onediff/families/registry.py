@@ -16,6 +16,7 @@ from ..core.operators import Operators
 from ..core.origins import package
 from ..core.refusal import Refusal
 from .anima.family import Animas
+from .krea2.family import Krea2s
 from .unet.family import UNets
 from .vae import Autoencoders
 
@@ -79,7 +80,7 @@ class DecoderFamilies:
 
 
 # A new family is a file or a folder beside this, and a name here.
-FAMILIES = Families((UNets(), Animas()))
+FAMILIES = Families((UNets(), Animas(), Krea2s()))
 DECODERS = DecoderFamilies((Autoencoders(),))
 
 

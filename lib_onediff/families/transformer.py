@@ -71,17 +71,22 @@ class TransformerLayers:
 
     def self_attention(
         self, attention: SelfAttention, normed: Rows, rotary: Rotary | None = None, mask: Tensor | None = None
-    ) -> Tensor:
-        """The mix of values, (batch, tokens, heads * head width), before the output layer. mask: see
+    ) -> Rows:
+        """The mix of values, (batch, tokens, heads * head width), as the output layer reads it. mask: see
         Operators.attention."""
         projected = self.linear(normed, attention.query_key_value)
+        gate: Tensor | None = None
+        if attention.gated:
+            width = attention.heads * attention.head_width
+            projected, gate = projected.split([projected.shape[-1] - width, width], dim=-1)
         query_norm, key_norm = self._head_norms(attention)
         query, key, value = self.ops.split_heads(projected, (
             Heads(attention.heads, query_norm, rotary),
             Heads(attention.key_heads, key_norm, rotary),
             Heads(attention.key_heads),
         ))
-        return self.attend(query, key, value, mask)
+        mixed = self.attend(query, key, value, mask)
+        return mixed if gate is None else self.sigmoid_gated(mixed, gate, attention.out)
 
     def cross_attention(
         self, attention: CrossAttention, normed: Rows, context: Tensor, mask: Tensor | None = None

@@ -1,0 +1,28 @@
+"""What one call of a Krea 2 network is."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ...core.call import Call
+
+
+@dataclass(frozen=True)
+class Krea2Call(Call):
+    """The inputs of one call. latent: (batch, channels, height, width), or with one image more, (batch, channels, 1,
+    height, width).
+
+    context: (batch, tokens, text layers * text width), what several layers of the text encoder give for each token of
+    the prompt. mask: (batch, tokens), True where a token belongs to the prompt; None if all do. positions: (tokens of
+    prompt and image, 3), by which queries and keys are rotated; None if the prompt's are zero and the image's are its
+    rows and columns of patches.
+    """
+
+    context: Tensor
+    mask: Tensor | None = None
+    positions: Tensor | None = None
+
+    @property
+    def prompt(self) -> tuple[Tensor, ...]:
+        return (self.context,) if self.mask is None else (self.context, self.mask)

@@ -1,0 +1,87 @@
+"""Krea 2 as a family."""
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ...core.family import AttentionShapes, UsualSizes
+from ...core.layer_weights import Weights
+from ...core.leaves import SelfAttention, names_of
+from ...core.operators import Operators
+from ...core.refusal import Refusal
+from . import forward
+from .call import Krea2Call
+from .layout import Krea2Layout, is_krea2, read_krea2
+
+
+class Krea2s:
+    """See core.family.Family."""
+
+    layout = Krea2Layout
+    # The timestep is the share of noise.
+    first_timestep = 1.0
+    readers = ((is_krea2, read_krea2),)
+    usual_sizes = (UsualSizes("Krea 2", ("Krea 2",), (
+        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
+    )),)
+
+    def refuse_call(self, layout: Krea2Layout, call: Krea2Call) -> None:
+        latent = call.latent
+        context = call.context
+        batch, *others = latent.shape
+        height, width = others[-2:]
+        if tuple(others) not in ((layout.channels, height, width), (layout.channels, 1, height, width)):
+            taken = f"{layout.channels} channels, one image"
+            raise Refusal(f"the latent is {tuple(latent.shape)}, but {layout.model_name} takes {taken}")
+        values = layout.text_layers * layout.text_width
+        if context.dim() != 3 or context.shape[2] != values:
+            taken = f"{values} values a token"
+            raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
+        if context.shape[0] != batch or call.timestep.shape != (batch,):
+            raise Refusal("latent, timestep and prompt are of different batches")
+        if call.mask is not None and (call.mask.shape != context.shape[:2] or call.mask.dtype != torch.bool):
+            raise Refusal(f"the prompt's mask is {tuple(call.mask.shape)} of {call.mask.dtype}")
+        tokens = context.shape[1] + -(-height // layout.patch) * -(-width // layout.patch)
+        if call.positions is not None and call.positions.shape != (tokens, len(layout.axes.widths)):
+            raise Refusal(f"the positions are {tuple(call.positions.shape)}, but there are {tokens} tokens")
+
+    def example(
+        self, layout: Krea2Layout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
+    ) -> Krea2Call:
+        latent = noise(batch, layout.channels, 1, *size)
+        context = noise(batch, tokens, layout.text_layers * layout.text_width)
+        timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
+        return Krea2Call(latent, timestep, context)
+
+    def output(self, layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Call) -> Tensor:
+        return forward.output(layout, weights, ops, call)
+
+    def units(self, layout: Krea2Layout, call: Krea2Call) -> list[tuple[str, ...]]:
+        text = layout.text
+        tables = tuple(block.table for block in layout.blocks)
+        first = names_of((layout.patches, layout.time, layout.modulation, tables, layout.out_table))
+        prompt = (*text.across_layers, text.sum, *text.across_tokens, (text.norm, text.into, text.out))
+        parts = (*prompt, *(block.layers for block in layout.blocks), (layout.out_norm, layout.out))
+        return [first, *map(names_of, parts)]
+
+    def deepest(self, layout: Krea2Layout) -> int:
+        return 0
+
+    def attentions(self, layout: Krea2Layout, call: Krea2Call) -> list[AttentionShapes]:
+        batch, tokens = call.context.shape[:2]
+        height, width = call.latent.shape[-2:]
+        together = tokens + -(-height // layout.patch) * -(-width // layout.patch)
+        text = layout.text
+        return [
+            shapes_of(layout.blocks[0].layers.attention, batch, together),
+            shapes_of(text.across_tokens[0].attention, batch, tokens),
+            shapes_of(text.across_layers[0].attention, batch * tokens, layout.text_layers),
+        ]
+
+
+def shapes_of(attention: SelfAttention, rows: int, tokens: int) -> AttentionShapes:
+    """See core.family.AttentionShapes."""
+    keys = rows, attention.key_heads, tokens, attention.head_width
+    return (rows, attention.heads, tokens, attention.head_width), keys

@@ -1,0 +1,143 @@
+"""Krea 2's forward pass, as pure functions of tensors against a set of operators.
+
+The arithmetic is that of Krea 2's transformer as Forge Neo and diffusers have it. Only the number of products is
+smaller: what an attention makes of the same tokens, its gate too, comes from one GEMM.
+"""
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from ...core.layer_weights import Weights
+from ...core.operators import SWIGLU, Activation, Modulation, Operators, Residual, Rotary
+from ..rotary import image_positions, rotary_of
+from ..transformer import TransformerLayers
+from .call import Krea2Call
+from .layout import TIME_SCALE, GatedLayers, Krea2Layout, TextFusion
+
+# Factor, shift and gate of a block's two layers.
+VECTORS = 6
+
+
+def output(layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Call) -> Tensor:
+    """The network's output, of the latent's shape."""
+    layers = TransformerLayers(weights, ops, call.upcast_attention)
+    dtype = weights[layout.patches.path].weight.dtype
+    image, rows, columns = patches_of(layers, layout, call.latent.to(dtype))
+    modulations, out_modulation = modulations_of(layers, layout, call.timestep, dtype)
+    # Operators may write into a residual, and the call's inputs are not ours.
+    prompt = fused_prompt(layers, layout, call.context.to(dtype, copy=True), of_keys(call.mask))
+    text = prompt.shape[1]
+    rotary = rotary_of(layout.axes, positions_of(call, text, rows, columns))
+    mask = of_keys(None if call.mask is None else functional.pad(call.mask, (0, image.shape[1]), value=True))
+
+    residual = Residual(torch.cat([prompt, image], dim=1))
+    for block, modulation in zip(layout.blocks, modulations, strict=True):
+        residual = through_layers(layers, block.layers, residual, rotary, mask, modulation)
+    residual = Residual(ops.materialize(residual)[:, text:])
+    _, normed = layers.norm(residual, layout.out_norm, layout.out, out_modulation)
+    return image_of(layout, layers.linear(normed, layout.out), rows, columns, call.latent)
+
+
+def through_layers(
+    layers: TransformerLayers, block: GatedLayers, residual: Residual, rotary: Rotary | None = None,
+    mask: Tensor | None = None, modulation: Tensor | None = None,
+) -> Residual:
+    """The residual behind attention and feed-forward layers. modulation: (batch, 6 * width), or None for the prompt's
+    own layers."""
+    before, gate, feed_forward_before, feed_forward_gate = vectors_of(modulation)
+    attention = block.attention
+    into = block.feed_forward_in
+    out = block.feed_forward_out
+
+    residual, normed = layers.norm(residual, block.norm, attention.query_key_value, before)
+    residual = layers.add(residual, layers.self_attention(attention, normed, rotary, mask), attention.out, gate)
+
+    residual, normed = layers.norm(residual, block.feed_forward_norm, into, feed_forward_before)
+    return layers.add(residual, layers.gated_linear(normed, into, SWIGLU, out), out, feed_forward_gate)
+
+
+def vectors_of(
+    modulation: Tensor | None,
+) -> tuple[Modulation | None, Tensor | None, Modulation | None, Tensor | None]:
+    """Of each of a block's two layers the modulation before it and the gate behind it."""
+    if modulation is None:
+        return None, None, None, None
+    scale, shift, gate, feed_forward_scale, feed_forward_shift, feed_forward_gate = modulation.chunk(VECTORS, dim=-1)
+    return Modulation(scale, shift), gate, Modulation(feed_forward_scale, feed_forward_shift), feed_forward_gate
+
+
+def patches_of(layers: TransformerLayers, layout: Krea2Layout, latent: Tensor) -> tuple[Tensor, int, int]:
+    """Tokens, (batch, rows * columns, width), and how many rows and columns of patches there are. A latent whose size
+    is no multiple of a patch is continued by its opposite edge."""
+    height, width = latent.shape[-2:]
+    image = latent.reshape(len(latent), layout.channels, height, width)
+    image = functional.pad(image, (0, -width % layout.patch, 0, -height % layout.patch), mode="circular")
+    rows = image.shape[-2] // layout.patch
+    columns = image.shape[-1] // layout.patch
+    pieces = functional.pixel_unshuffle(image, layout.patch).flatten(2).transpose(1, 2)
+    return layers.linear(pieces.contiguous(), layout.patches), rows, columns
+
+
+def image_of(layout: Krea2Layout, tokens: Tensor, rows: int, columns: int, latent: Tensor) -> Tensor:
+    """The output of the last layer as an image, of the latent's shape and dtype."""
+    height, width = latent.shape[-2:]
+    image = functional.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), layout.patch)
+    return image[..., :height, :width].reshape(latent.shape).to(latent.dtype)
+
+
+def modulations_of(
+    layers: TransformerLayers, layout: Krea2Layout, timestep: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Modulation]:
+    """The modulation of every block, (blocks, batch, 6 * width), and the output's. The network gives factors relative
+    to one; they are summed in float32, and rounded once."""
+    ops = layers.ops
+    width = layout.width
+    waves = ops.sinusoids(timestep.float() * TIME_SCALE, layout.time).to(dtype)
+    time = layers.linear(gelu(layers.linear(waves, layout.time.first)), layout.time.second)
+    shared = layers.linear(gelu(time), layout.modulation)
+    tables = ops.join([layers.weights[block.table.path].weight.flatten() for block in layout.blocks])
+    ones = torch.zeros(VECTORS, 1, dtype=torch.float32, device=time.device)
+    ones[::3] = 1
+    sums = tables.float().view(-1, 1, VECTORS, width) + (shared.float().view(-1, VECTORS, width) + ones)
+    scale, shift = layers.weights[layout.out_table.path].weight.float().view(2, width)
+    wide = time.float()
+    return sums.to(dtype).flatten(2), Modulation((1 + (wide + scale)).to(dtype), (wide + shift).to(dtype))
+
+
+def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, context: Tensor, mask: Tensor | None) -> Tensor:
+    """The prompt's tokens, (batch, tokens, width). context: see Krea2Call; it is written into. mask: as Operators'."""
+    text = layout.text
+    batch, tokens, _ = context.shape
+    residual = Residual(context.reshape(batch * tokens, layout.text_layers, layout.text_width))
+    for block in text.across_layers:
+        residual = through_layers(layers, block, residual)
+    each = layers.ops.materialize(residual).view(batch, tokens, layout.text_layers, layout.text_width)
+    residual = Residual(layers.linear(each.transpose(2, 3), text.sum).squeeze(3))
+    for block in text.across_tokens:
+        residual = through_layers(layers, block, residual, mask=mask)
+    return projected(layers, text, residual)
+
+
+def projected(layers: TransformerLayers, text: TextFusion, residual: Residual) -> Tensor:
+    """The fused prompt in the network's width."""
+    _, normed = layers.norm(residual, text.norm, text.into)
+    hidden = layers.activated_linear(normed, text.into, Activation.GELU_TANH, text.out)
+    return layers.linear(hidden, text.out)
+
+
+def positions_of(call: Krea2Call, text: int, rows: int, columns: int) -> Tensor:
+    """The positions of all tokens, (tokens, 3)."""
+    if call.positions is not None:
+        return call.positions
+    return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, text, 0))
+
+
+def of_keys(mask: Tensor | None) -> Tensor | None:
+    """A mask of tokens, (batch, tokens), as Operators.attention takes it: of the keys that every query sees."""
+    return None if mask is None else mask[:, None, None]
+
+
+def gelu(x: Tensor) -> Tensor:
+    return functional.gelu(x, approximate="tanh")
