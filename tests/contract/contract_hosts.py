@@ -200,7 +200,8 @@ class FamilyHost(Host):
         classes = getattr(self.module(module), name)
         for layer in network.modules():
             kind = getattr(classes, type(layer).__name__.removesuffix("32"), None)
-            if kind is not None:
+            # A network's own norm may be called as torch's.
+            if kind is not None and hasattr(layer, "weight"):
                 layer.__class__ = kind
 
     @property

@@ -5,14 +5,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from builders import relative_error
 from contract_hosts import FamilyHost
-from test_anima import AnimaHost
 from torch import Tensor, nn
-
-from lib_onediff.hosts.contract import WebUI
+from transformer_hosts import AnimaHost
 
 # The rotation's groups, in networks with layers of 48 and of 64 inputs.
 GROUP = 16
@@ -102,21 +99,15 @@ class StoredAnima(StoredNeo, AnimaHost):
     """moved: what the latents of its calls are multiplied by."""
 
     moved = 1.0
-    own_forward: Any = None
 
     def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
         image, context = super().noise_and_prompts()
         return self.moved * image, context
 
-    def start(self) -> WebUI:
-        self.own_forward = self.code.Anima.forward
-        return super().start()
-
     def theirs(self, as_stored: bool = True) -> Tensor:
         """The output of one call by the host's own code, while OneDiff is on."""
-        with pytest.MonkeyPatch.context() as patch, self.as_stored() if as_stored else contextlib.nullcontext():
-            patch.setattr(self.code.Anima, "forward", self.own_forward)
-            return self.output()
+        with self.as_stored() if as_stored else contextlib.nullcontext():
+            return self.own_output()
 
 
 class StoredUNet(StoredNeo):

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...core.call import APART, OTHER_ROWS, half_of
+from ...core.call import APART, OTHER_ROWS, Call, half_of
 from ...core.inputs import rows_within
 from ...core.origins import author
 from ...core.refusal import Refusal
-from ...families.anima.call import AnimaCall
 from ...families.unet.call import Control, ImagePrompt, UNetCall
 from ..changed_modules import Changed
 from .patches import OPTIONS, OptionPatches, points_of
@@ -133,17 +132,15 @@ def unet_call(
     )
 
 
-def anima_call(
-    network: nn.Module, given: HostCall, upcast_attention: bool, names_read: Collection[str],
-    image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
-) -> AnimaCall:
-    """As unet_call, of an Anima network."""
+def transformer_call(
+    kind: Callable[..., Call], network: nn.Module, given: HostCall, upcast_attention: bool,
+    names_read: Collection[str], image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
+) -> Call:
+    """As unet_call, of a transformer. kind: makes its family's call of latent, timestep and context."""
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
     if call.y is not None or call.control is not None or call.image_prompts:
-        raise Refusal("Anima takes no label, ControlNet or image prompt")
-    return AnimaCall(
-        call.latent, call.timestep, call.context, upcast_attention=call.upcast_attention, patches=call.patches,
-    )
+        raise Refusal(f"a {type(network).__name__} takes no label, ControlNet or image prompt")
+    return kind(call.latent, call.timestep, call.context, upcast_attention=upcast_attention, patches=call.patches)
 
 
 def unknown_options(options: Mapping[str, Any], names_read: Collection[str], runs_functions: bool) -> list[str]:

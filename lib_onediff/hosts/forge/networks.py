@@ -4,7 +4,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,14 @@ from torch import Tensor
 from ...core.call import Call
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
+from ...families.anima.call import AnimaCall
+from ...families.krea2.call import Krea2Call
 from ..contract import UNETS, Need, lack_of
-from .call import UNET_PARAMETERS, anima_call, names_read_by, unet_call
+from .call import UNET_PARAMETERS, names_read_by, transformer_call, unet_call
 
-UNET, ANIMA = "backend.nn.unet", "backend.nn.anima"
+UNET = "backend.nn.unet"
+ANIMA = "backend.nn.anima"
+KREA2 = "backend.nn.krea"
 PREFIX = "attention_"
 EXACT_ATTENTION = "pytorch"
 # Exact too, with scores in float32 where the host wants that.
@@ -152,6 +156,13 @@ NETWORKS = (
     HostNetwork(
         ANIMA, "Anima", ("x", "timesteps", "context", "padding_mask"),
         HostAttention("backend.attention", ANIMA, "attention_function"), {"pad_to_patch_size": "backend.utils"},
-        ("Anima",), refuse_references, anima_call, (".mlp.", "x_embedder.", "final_layer."),
+        ("Anima",), refuse_references, partial(transformer_call, AnimaCall),
+        (".mlp.", "x_embedder.", "final_layer."),
+    ),
+    HostNetwork(
+        KREA2, "SingleStreamDiT", ("x", "timesteps", "context", "attention_mask", "transformer_options"),
+        HostAttention("backend.attention", KREA2, "attention_function"),
+        {"pad_to_patch_size": "backend.utils", "timestep_embedding": "backend.nn.flux"},
+        ("Krea 2",), call_of=partial(transformer_call, Krea2Call), unrounded=("txtfusion.projector",),
     ),
 )

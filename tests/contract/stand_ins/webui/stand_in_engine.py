@@ -102,13 +102,16 @@ def parameters_of(layer: Any, x: Tensor) -> list[Any]:
     return found
 
 
+UNETS = ("IntegratedUNet2DConditionModel", "UNetModel")
+
+
 class KModel(nn.Module):
-    """Around the UNet: turns noise levels into timesteps, which for Anima are the same."""
+    """Around the UNet: turns noise levels into timesteps, which for transformers are the same."""
 
     def __init__(self, unet: Any, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.diffusion_model = unet
-        self.multiplier = 1 if type(unet).__name__ == "Anima" else 100
+        self.multiplier = 100 if type(unet).__name__ in UNETS else 1
         self.storage_dtype = self.computation_dtype = dtype
         unet.storage_dtype = unet.computation_dtype = dtype
 

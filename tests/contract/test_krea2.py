@@ -1,0 +1,129 @@
+"""Neo's Krea 2: what only the host knows is the host's; what all transformers share is in test_transformers_of_neo."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import relative_error
+from contract_hosts import calls_of, random, running
+from torch import Tensor, nn
+from transformer_hosts import Krea2Host
+
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.krea2.family import Krea2s
+from lib_onediff.families.registry import FAMILIES
+from lib_onediff.runtime.runtime import runtime
+
+
+@pytest.fixture
+def host(fresh_runtime: None) -> Iterator[Krea2Host]:
+    with running("neo", Krea2Host) as made:
+        yield made
+
+
+def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
+    host.start()
+    family = Krea2s()
+    layout = FAMILIES.read(host.unet)
+    call = family.example(layout, (7, 8), 2, 20, torch.randn)
+    mask = torch.ones(2, 20, dtype=torch.bool)
+    positions = torch.zeros(20 + 16, 3)
+    for given in (call, replace(call, mask=mask, positions=positions), replace(call, latent=call.latent[:, :, 0])):
+        family.refuse_call(layout, given)
+    for change, reason in (
+        ({"latent": call.latent[:, :2]}, "the latent is"), ({"latent": call.latent[0]}, "the latent is"),
+        ({"latent": call.latent.expand(-1, -1, 2, -1, -1)}, "one image"),
+        ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batches"),
+        ({"mask": mask[:, :5]}, "mask is"), ({"mask": mask.float()}, "mask is"),
+        ({"positions": positions[1:]}, "there are 36 tokens"),
+    ):
+        with pytest.raises(Refusal, match=reason):
+            family.refuse_call(layout, replace(call, **change))
+
+
+def test_a_latent_may_lack_the_dimension_of_images(host: Krea2Host) -> None:
+    latent = host.latent(2, (7, 8), seed=5)[:, :, 0]
+    expected = host.output(x=latent)
+    host.begin()
+    ours, calls = calls_of(lambda: host.output(x=latent))
+    assert calls == {"plain": 1} and ours.shape == latent.shape and relative_error(ours, expected) < 1e-5
+
+
+def test_tables_and_norms_of_another_type_are_read_as_the_host_reads_them(host: Krea2Host) -> None:
+    """A file in few bits has its norms and tables in float32, whatever is computed in."""
+    network = host.unet.bfloat16()
+    network.storage_dtype = network.computation_dtype = torch.bfloat16
+    for module in network.modules():
+        if type(module).__name__ == "RMSNorm":
+            module.float()
+    theirs = host.output()
+    model = host.checkpoint.forge_objects.unet.model
+    model.diffusion_model = copy.deepcopy(network).float()
+    exact = host.output()
+    model.diffusion_model = network
+    host.begin()
+    ours, calls = calls_of(host.output)
+    assert calls == {"plain": 1}, runtime.status()["reason"]
+    assert relative_error(ours.float(), exact) < 1.1 * relative_error(theirs.float(), exact)
+
+
+def doubled(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """What this gives, twice."""
+    function = getattr(owner, name)
+
+    def twice(*given: Any, **told: Any) -> Any:
+        found = function(*given, **told)
+        return tuple(2 * one for one in found) if isinstance(found, tuple) else 2 * found
+
+    patch.setitem(vars(owner), name, twice)
+
+
+CHANGES: dict[str, Callable[[Krea2Host, pytest.MonkeyPatch], object]] = {
+    "attention_function": lambda host, patch: doubled(patch, host.code, "attention_function"),
+    "pad_to_patch_size": lambda host, patch: doubled(patch, host.code, "pad_to_patch_size"),
+    "timestep_embedding": lambda host, patch: doubled(patch, host.code, "timestep_embedding"),
+    "apply_rope": lambda host, patch: doubled(patch, host.code, "apply_rope"),
+    "blocks.1.attn": lambda host, patch: doubled(patch, host.unet.blocks[1].attn, "forward"),
+}
+ARGUMENTS: dict[str, Any] = {
+    "ref_latents": [random(1, Krea2Host.channels, 1, 8, 8, seed=9)], "attention_mask": torch.ones(2, 20),
+    "no label": random(2, 8),
+}
+
+
+@pytest.mark.parametrize("reason", [*CHANGES, *ARGUMENTS])
+def test_what_only_the_host_knows_is_the_hosts(host: Krea2Host, reason: str) -> None:
+    def changed() -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            if reason in ARGUMENTS:
+                return host.output(**{reason if "_" in reason else "y": ARGUMENTS[reason]})
+            CHANGES[reason](host, patch)
+            return host.output()
+
+    plain = host.output()
+    expected = changed()
+    host.begin()
+    for _ in range(2):
+        ours, calls = calls_of(host.output)
+        assert calls == {"plain": 1} and relative_error(ours, plain) < 1e-5
+        theirs, calls = calls_of(changed)
+        assert calls == {"host": 1} and torch.equal(theirs, expected) and reason in runtime.status()["reason"]
+
+
+@pytest.mark.parametrize(("reason", "path", "value"), [
+    ("approximate is none", "tmlp.1", nn.GELU()), ("expected GELU", "tproj.0", nn.SiLU()),
+    ("expected RMSNorm", "blocks.0.prenorm", nn.LayerNorm(64)), ("heads of keys", "blocks.1.attn.kvheads", 4),
+    ("do not know, such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
+    ("do not know, such as blocks.0.mod.other", "blocks.0.mod.other", nn.Parameter(torch.zeros(1))),
+    ("expected a linear layer", "blocks.0.mlp.up", nn.Conv1d(2, 2, 1)),
+])
+def test_a_module_that_we_do_not_know_is_refused(host: Krea2Host, reason: str, path: str, value: Any) -> None:
+    above, _, name = path.rpartition(".")
+    setattr(host.unet.get_submodule(above), name, value)
+    host.start()
+    with pytest.raises(Refusal, match=reason):
+        FAMILIES.read(host.unet)

@@ -1,0 +1,148 @@
+"""Forge Neo with a checkpoint of a transformer."""
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, randomise
+from contract_hosts import FamilyHost, random
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lib_onediff.families.anima.family import FEWEST_TOKENS
+from lib_onediff.hosts.contract import WebUI
+
+
+class TransformerHost(FamilyHost):
+    """is_transformer: whether the checkpoints that it loads are; otherwise they have a UNet.
+
+    Each network has code_name, the Python module of its class; class_name; model, what users call it; loras_on, the
+    layers on which LoRAs are tested, that of the patches first; low_bit_classes, how many layers of a block may be in
+    eight bits; fewest_tokens, to which the host fills prompts up; new_network(); and latent() and context(), the inputs
+    of a call. residual_scale: by which the patches' weights are multiplied where rounding is to show.
+    """
+
+    is_transformer = True
+    code_name: ClassVar[str]
+    class_name: ClassVar[str]
+    model: ClassVar[str]
+    loras_on: ClassVar[tuple[str, ...]]
+    low_bit_classes: ClassVar[int]
+    fewest_tokens: ClassVar[int] = 1
+    residual_scale: ClassVar[float] = 32.0
+    own_forward: Any = None
+
+    def new_network(self) -> nn.Module:
+        raise NotImplementedError
+
+    def latent(self, batch: int, size: tuple[int, int], seed: int) -> Tensor:
+        raise NotImplementedError
+
+    def context(self, batch: int, tokens: int, seed: int) -> Tensor:
+        raise NotImplementedError
+
+    @property
+    def code(self) -> Any:
+        return self.module(self.code_name)
+
+    @property
+    def network_class(self) -> Any:
+        return getattr(self.code, self.class_name)
+
+    def new_unet(self, **config: Any) -> Any:
+        return randomise(self.new_network()) if self.is_transformer else super().new_unet(**config)
+
+    def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
+        if not self.is_transformer:
+            return super().noise_and_prompts()
+        return self.latent(1, (8, 8), seed=1), self.context(2, 77, seed=2)
+
+    def start(self) -> WebUI:
+        self.own_forward = self.network_class.forward
+        return super().start()
+
+    def own_output(self) -> Tensor:
+        """As output, by the host's own code, while OneDiff is on."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.network_class, "forward", self.own_forward)
+            return self.output()
+
+    def output(
+        self, size: tuple[int, int] = (8, 8), batch: int = 2, tokens: int = 20, options: dict[str, Any] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Of one call of the network. options: its transformer_options."""
+        dtype = next(self.unet.parameters()).dtype
+        given = {"x": self.latent(batch, size, seed=3).to(dtype), **others}
+        with torch.inference_mode():
+            return self.unet(
+                given.pop("x"), torch.linspace(0.9, 0.2, batch), context=self.context(batch, tokens, seed=4).to(dtype),
+                control=None, transformer_options=options or {}, **given,
+            )
+
+
+class AnimaHost(TransformerHost):
+    code_name = "backend.nn.anima"
+    class_name = "Anima"
+    model = "Anima"
+    channels = 4
+    width = 64
+    low_bit_classes = 6
+    fewest_tokens = FEWEST_TOKENS
+    loras_on = (
+        "x_embedder.proj.1", "t_embedder.1.linear_2", "final_layer.adaln_modulation.1",
+        "final_layer.adaln_modulation.2",
+        *(f"blocks.1.adaln_modulation_{place}.{one}" for place in ("self_attn", "cross_attn", "mlp") for one in (1, 2)),
+        "blocks.0.self_attn.q_proj", "blocks.0.self_attn.v_proj", "blocks.1.cross_attn.q_proj",
+        "blocks.1.cross_attn.k_proj", "blocks.0.self_attn.output_proj", "blocks.1.mlp.layer1", "blocks.0.mlp.layer2",
+    )
+
+    def new_network(self) -> nn.Module:
+        found: nn.Module = self.network_class(self.channels, self.width, CONTEXT_WIDTH, heads=2, rank=16, blocks=2)
+        return found
+
+    def latent(self, batch: int, size: tuple[int, int], seed: int) -> Tensor:
+        return random(batch, self.channels, *size, seed=seed).unsqueeze(2)
+
+    def context(self, batch: int, tokens: int, seed: int) -> Tensor:
+        return random(batch, 1, tokens, CONTEXT_WIDTH, seed=seed)
+
+    def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
+        image, context = super().noise_and_prompts()
+        if self.is_transformer:
+            # As the host makes prompts as long as they are at least.
+            context = functional.pad(context, (0, 0, 0, self.fewest_tokens - context.shape[2]))
+        return image, context
+
+
+class Krea2Host(TransformerHost):
+    code_name = "backend.nn.krea"
+    class_name = "SingleStreamDiT"
+    model = "Krea 2"
+    channels = 4
+    text_width = 32
+    text_layers = 12
+    low_bit_classes = 4
+    loras_on = (
+        "first", "tmlp.0", "tproj.1", "txtmlp.1", "txtmlp.3", "txtfusion.projector", "last.linear",
+        "txtfusion.layerwise_blocks.0.attn.wk", "txtfusion.layerwise_blocks.1.mlp.down",
+        "txtfusion.refiner_blocks.0.attn.gate", "txtfusion.refiner_blocks.1.mlp.up",
+        *(f"blocks.{block}.attn.{one}" for block, one in enumerate(("wq", "gate"))), "blocks.0.attn.wv",
+        "blocks.1.attn.wk", "blocks.1.attn.wo", "blocks.0.mlp.gate", "blocks.0.mlp.up", "blocks.1.mlp.down",
+    )
+
+    def new_network(self) -> nn.Module:
+        found: nn.Module = self.network_class(
+            features=64, heads=4, kvheads=2, layers=2, channels=self.channels, txtdim=self.text_width, txtheads=2,
+            txtlayers=self.text_layers,
+        )
+        return found
+
+    def latent(self, batch: int, size: tuple[int, int], seed: int) -> Tensor:
+        return random(batch, self.channels, 1, *size, seed=seed)
+
+    def context(self, batch: int, tokens: int, seed: int) -> Tensor:
+        found = random(batch, tokens, self.text_layers * self.text_width, seed=seed)
+        # The host takes away a dimension of one; of one token it would be that of tokens.
+        return found[:, None] if tokens == 1 else found
