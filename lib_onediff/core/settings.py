@@ -131,7 +131,7 @@ class Settings:
         True, "Use OneDiff", "Off: every image is made by the WebUI alone.", group=GENERAL, per_run=True,
     )
     deepcache_interval: int = option(
-        1, "DeepCache interval", "Computes the whole UNet every Nth step. 1: off. Lossy.",
+        1, "DeepCache interval", "Computes the whole network every Nth step. 1: off. Lossy.",
         group=SPEED, per_run=True, bounds=(1, MOST_INTERVAL),
     )
     deepcache_depth: int = option(

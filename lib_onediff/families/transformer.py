@@ -5,13 +5,18 @@ A block of a transformer is a few steps residual + gate * layer(norm(residual)).
 
     residual, normed = layers.norm(residual, block.norm, attention.query_key_value, modulation)
     residual = layers.add(residual, layers.self_attention(attention, normed, rotary), attention.out, gate)
+
+through_blocks runs the blocks, with the cut of a call that has one; blocks_read names those whose weights it reads.
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
+from ..core.call import Cut
 from ..core.layer_weights import LayerWeights, Weights
 from ..core.leaves import AdaptiveNorm, CrossAttention, FusedLinear, LayerNorm, Linear, RMSNorm, SelfAttention
 from ..core.operators import (
@@ -25,6 +30,50 @@ from ..core.operators import (
     Rows,
     WeightedNorm,
 )
+
+Block = TypeVar("Block")
+
+
+def deepest_cut(blocks: Sequence[object]) -> int:
+    """See core.family.Family.deepest: at least one block is left out."""
+    return max(0, len(blocks) - 1)
+
+
+def blocks_read(blocks: Sequence[Block], cut: Cut | None) -> Sequence[Block]:
+    """The blocks that a call with this cut computes."""
+    if cut is None or not cut.reads:
+        return blocks
+    return blocks[:min(cut.depth, deepest_cut(blocks))]
+
+
+def through_blocks(
+    ops: Operators, residual: Residual, blocks: Sequence[Block], cut: Cut | None,
+    through: Callable[[Residual, int, Block], Residual],
+) -> Residual:
+    """The residual behind the last block. through: returns the residual behind one block, of its index and itself.
+
+    cut: the first cut.depth blocks are computed by every call. Its memory has the sum of what the other blocks add to
+    the residual: a call that reads it adds that in their place. The sum changes less from step to step than the
+    residual itself. It is kept in the residual's dtype, whose rounding is that of one more layer, and takes half the
+    memory of float32.
+    """
+    if cut is None:
+        for index, block in enumerate(blocks):
+            residual = through(residual, index, block)
+        return residual
+    depth = min(cut.depth, deepest_cut(blocks))
+    for index, block in enumerate(blocks[:depth]):
+        residual = through(residual, index, block)
+    shallow = ops.materialize(residual)
+    if cut.reads:
+        return Residual(shallow + cut.memory.read())
+    # Operators may write into a residual's tokens.
+    residual = Residual(shallow.clone())
+    for index, block in enumerate(blocks[depth:], depth):
+        residual = through(residual, index, block)
+    tokens = ops.materialize(residual)
+    cut.memory.write(tokens - shallow)
+    return Residual(tokens)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
+from ..transformer import blocks_read, deepest_cut
 from . import forward
 from .call import AnimaCall
 from .layout import AnimaLayout, is_anima, read_anima
@@ -57,10 +58,10 @@ class Animas:
     def units(self, layout: AnimaLayout, call: AnimaCall) -> list[tuple[str, ...]]:
         apart = ("blocks", "out")
         first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in apart))
-        return [first, *(names_of(block) for block in layout.blocks), names_of(layout.out)]
+        return [first, *map(names_of, blocks_read(layout.blocks, call.cut)), names_of(layout.out)]
 
     def deepest(self, layout: AnimaLayout) -> int:
-        return 0
+        return deepest_cut(layout.blocks)
 
     def attentions(self, layout: AnimaLayout, call: AnimaCall) -> list[AttentionShapes]:
         batch = call.latent.shape[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.operators import Activation, Modulation, Operators, Residual, Rotary
 from ..rotary import image_positions, rotary_of
-from ..transformer import TransformerLayers
+from ..transformer import TransformerLayers, blocks_read, through_blocks
 from .call import AnimaCall
 from .layout import AdaptiveBlock, AnimaLayout
 
@@ -23,14 +23,18 @@ def output(layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCal
     height, width = call.latent.shape[-2:]
     dtype = weights[layout.patches.path].weight.dtype
     tokens, rows, columns = patches_of(layout, weights, ops, call.latent.to(dtype))
-    modulations, out_modulation = modulations_of(layout, weights, ops, call.timestep, dtype)
+    computed = len(blocks_read(layout.blocks, call.cut))
+    modulations, out_modulation = modulations_of(layout, weights, ops, call.timestep, dtype, computed)
     rotary = rotary_of(layout.axes, image_positions(rows, columns, tokens.device))
     context = call.context.to(dtype)
     layers = TransformerLayers(weights, ops, call.upcast_attention)
+
+    def through(residual: Residual, index: int, block: AdaptiveBlock) -> Residual:
+        return through_block(layers, block, residual, modulations[3 * index:3 * index + 3], context, rotary)
+
     # In float16 the residual overflows.
     residual = Residual(tokens.float() if dtype == torch.float16 else tokens)
-    for number, block in enumerate(layout.blocks):
-        residual = through_block(layers, block, residual, modulations[3 * number:3 * number + 3], context, rotary)
+    residual = through_blocks(ops, residual, layout.blocks, call.cut, through)
     _, normed = layers.norm(residual, layout.out_norm, layout.out, out_modulation)
     image = image_of(layout, layers.linear(normed, layout.out), rows, columns)
     return image[..., :height, :width].to(call.latent.dtype)
@@ -91,19 +95,29 @@ def image_of(layout: AnimaLayout, tokens: Tensor, rows: int, columns: int) -> Te
 
 
 def modulations_of(
-    layout: AnimaLayout, weights: Weights, ops: Operators, timestep: Tensor, dtype: torch.dtype
+    layout: AnimaLayout, weights: Weights, ops: Operators, timestep: Tensor, dtype: torch.dtype, blocks: int
 ) -> tuple[Tensor, Modulation]:
-    """Shift, scale and gate of every layer of the blocks, (layers, batch, 3 * width), and the output's modulation. The
-    network gives scales relative to one."""
+    """Shift, scale and gate of every layer of the first so many blocks, (layers, batch, 3 * width), and the output's
+    modulation. The network gives scales relative to one."""
     time = layout.time
     width = layout.width
-    layers = 3 * len(layout.blocks)
+    layers = 3 * blocks
+    every = 3 * len(layout.blocks)
     waves = ops.sinusoids(timestep, time).to(dtype)
     shared = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
     embedding = ops.silu(ops.rms_norm(waves, weights[layout.time_norm.path], layout.time_norm))
-    down = ops.linear(embedding, weights[layout.downs.name]).view(len(waves), layers + 1, -1).transpose(0, 1)
-    own = raised(down[:layers], weights[layout.ups.name], ops) + shared
-    last = ops.linear(down[layers], weights[layout.out_up.path]) + shared[:, :2 * width]
+    downs = weights[layout.downs.name]
+    rank = len(downs.weight) // (every + 1)
+    if layers == every:
+        down, down_of_out = ops.linear(embedding, downs).split([every * rank, rank], dim=-1)
+    else:
+        down = ops.linear(embedding, rows_of(downs, 0, layers * rank))
+        down_of_out = ops.linear(embedding, rows_of(downs, every * rank, rank))
+    ups = weights[layout.ups.name]
+    if layers != every:
+        ups = rows_of(ups, 0, layers * len(ups.weight) // every)
+    own = raised(down.unflatten(-1, (layers, rank)).transpose(0, 1), ups, ops) + shared
+    last = ops.linear(down_of_out, weights[layout.out_up.path]) + shared[:, :2 * width]
     for found in (own, last):
         found[..., width:2 * width] += 1
     return own, Modulation(scale=last[:, width:], shift=last[:, :width])
@@ -130,10 +144,10 @@ def raised(down: Tensor, ups: LayerWeights, ops: Operators) -> Tensor:
 
 
 def rows_of(layer: LayerWeights, first: int, count: int) -> LayerWeights:
-    """So many rows of the weight of a layer that exists in eight bits alone, with the LoRAs beside them, without bias.
-    """
-    whole = layer.low_bit[0]
-    scales = whole.scales if whole.scales.numel() == 1 else whole.scales.narrow(1, first, count)
-    part = whole._replace(values=whole.values.narrow(0, first, count), scales=scales)
+    """So many rows of a layer's weight, with the LoRAs beside them, without bias."""
+    low_bit = []
+    for whole in layer.low_bit:
+        scales = whole.scales if whole.scales.numel() == 1 else whole.scales.narrow(1, first, count)
+        low_bit.append(whole._replace(values=whole.values.narrow(0, first, count), scales=scales))
     low_rank = None if layer.low_rank is None else layer.low_rank.of_rows(first, count)
-    return LayerWeights(layer.weight.narrow(0, first, count), None, (part,), low_rank)
+    return LayerWeights(layer.weight.narrow(0, first, count), None, tuple(low_bit), low_rank)

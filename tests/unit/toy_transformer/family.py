@@ -11,6 +11,7 @@ from lib_onediff.core.layer_weights import Weights
 from lib_onediff.core.leaves import names_of
 from lib_onediff.core.operators import Operators
 from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.transformer import blocks_read, deepest_cut
 
 from . import forward
 from .call import ToyTransformerCall
@@ -53,10 +54,11 @@ class ToyTransformers:
 
     def units(self, layout: ToyTransformerLayout, call: ToyTransformerCall) -> list[tuple[str, ...]]:
         first = names_of((layout.patches, layout.time))
-        return [first, *(names_of(block) for block in layout.blocks), names_of((layout.out_norm, layout.out))]
+        blocks = blocks_read(layout.blocks, call.cut)
+        return [first, *map(names_of, blocks), names_of((layout.out_norm, layout.out))]
 
     def deepest(self, layout: ToyTransformerLayout) -> int:
-        return 0
+        return deepest_cut(layout.blocks)
 
     def attentions(self, layout: ToyTransformerLayout, call: ToyTransformerCall) -> list[AttentionShapes]:
         height, width = call.latent.shape[-2:]

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from lib_onediff.core.layer_weights import Weights
 from lib_onediff.core.operators import Activation, Operators, Residual
-from lib_onediff.families.transformer import TransformerLayers
+from lib_onediff.families.transformer import TransformerLayers, through_blocks
 
 from .call import ToyTransformerCall
 from .layout import ToyBlockLayout, ToyTransformerLayout
@@ -24,9 +24,11 @@ def output(layout: ToyTransformerLayout, weights: Weights, ops: Operators, call:
     tokens = layers.linear(pieces.contiguous(), layout.patches)
     waves = ops.sinusoids(call.timestep, layout.time).to(dtype)
     embedding = layers.linear(ops.silu(layers.linear(waves, layout.time.first)), layout.time.second)
-    residual = Residual(tokens + embedding[:, None])
-    for block in layout.blocks:
-        residual = through_block(layers, block, residual, context, mask)
+
+    def through(residual: Residual, index: int, block: ToyBlockLayout) -> Residual:
+        return through_block(layers, block, residual, context, mask)
+
+    residual = through_blocks(ops, Residual(tokens + embedding[:, None]), layout.blocks, call.cut, through)
     _, normed = layers.norm(residual, layout.out_norm, layout.out)
     image = layers.linear(normed, layout.out).transpose(1, 2).unflatten(2, (rows, columns))
     return functional.pixel_shuffle(image, PATCH).to(call.latent.dtype)

@@ -1,0 +1,216 @@
+"""A transformer cut in two: the first blocks run at every step, what the others add is kept. The oracle is diffusers'
+own forward, with a block that adds the kept change in the place of those that are left out."""
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import relative_error
+from own_forward import own_forward
+from test_cosmos import call, network
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff.core.call import Call, Cut, CutMemory
+from lib_onediff.core.layer_weights import LayerWeights, Weights
+from lib_onediff.devices.torch import operators
+from lib_onediff.families.anima.call import AnimaCall
+from lib_onediff.families.registry import FAMILIES
+from lib_onediff.hosts.diffusers.cosmos import cosmos_call
+from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.binding import Binding
+
+BLOCKS = 4
+DEPTHS = (1, 3)
+TIMES = [1 - step / 12 for step in range(12)]
+
+
+class AddChange(nn.Module):
+    """Stands for the blocks that a cached step leaves out."""
+
+    def __init__(self, change: Tensor) -> None:
+        super().__init__()
+        self.change = change
+
+    def forward(self, hidden_states: Tensor, *others: Any, **named: Any) -> Tensor:
+        return hidden_states + self.change
+
+
+class HostCut:
+    """diffusers' forward of a network, whole or cut. change: what the blocks behind the cut have added at the last
+    whole call."""
+
+    def __init__(self, unet: Any, depth: int) -> None:
+        self.unet = copy.deepcopy(unet)
+        self.depth = depth
+        self.change = torch.zeros(())
+
+    @torch.no_grad()
+    def whole(self, given: dict[str, Any]) -> Tensor:
+        blocks = self.unet.transformer_blocks
+        found: list[Tensor] = []
+        hooks = [
+            blocks[index].register_forward_hook(lambda block, inputs, output: found.append(output))
+            for index in (self.depth - 1, -1)
+        ]
+        output = own_forward(self.unet)(**given).sample
+        for hook in hooks:
+            hook.remove()
+        self.change = found[1] - found[0]
+        return output
+
+    @torch.no_grad()
+    def cached(self, given: dict[str, Any]) -> Tensor:
+        blocks = self.unet.transformer_blocks
+        self.unet.transformer_blocks = nn.ModuleList([*blocks[:self.depth], AddChange(self.change)])
+        try:
+            return own_forward(self.unet)(**given).sample
+        finally:
+            self.unet.transformer_blocks = blocks
+
+
+class Bound:
+    """Our forward of a network, without the runtime. read: the names of the weights that the last call has read."""
+
+    def __init__(self, unet: Any) -> None:
+        self.unet = unet
+        self.layout = FAMILIES.read(unet)
+        self.family: Any = FAMILIES.of(self.layout)
+        self.binding = Binding(unet, self.layout)
+        self.binding.bind()
+        self.read: list[str] = []
+
+    @torch.no_grad()
+    def output(self, given: Call) -> Tensor:
+        weights = Read(self.binding.weights())
+        output: Tensor = self.family.output(self.layout, weights, operators, given)
+        self.read = weights.names
+        return output
+
+    def call(self, **of: Any) -> AnimaCall:
+        return cosmos_call(self.unet, **call(**of))
+
+
+class Read(dict[str, LayerWeights]):
+    def __init__(self, weights: Weights) -> None:
+        super().__init__(weights)
+        self.names: list[str] = []
+
+    def __getitem__(self, name: str) -> LayerWeights:
+        self.names.append(name)
+        return super().__getitem__(name)
+
+
+def cut_at(given: Call, depth: int, memory: CutMemory, reads: bool) -> Any:
+    return replace(given, cut=Cut(depth, reads, memory))
+
+
+@pytest.mark.parametrize("depth", [*DEPTHS, 11])
+def test_whole_is_forward_and_a_cached_pass_repeats_it(depth: int) -> None:
+    bound = Bound(network(num_layers=BLOCKS))
+    given = bound.call()
+    memory = CutMemory()
+    whole = bound.output(cut_at(given, depth, memory, reads=False))
+    assert torch.equal(whole, bound.output(given))
+    assert relative_error(bound.output(cut_at(given, depth, memory, reads=True)), whole) < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_in_a_half_type_a_cached_pass_repeats_the_whole_one(dtype: torch.dtype) -> None:
+    bound = Bound(network(num_layers=BLOCKS).to(dtype))
+    given = bound.call()
+    given = replace(given, latent=given.latent.to(dtype), context=given.context.to(dtype))
+    memory = CutMemory()
+    whole = bound.output(cut_at(given, 1, memory, reads=False))
+    again = bound.output(cut_at(given, 1, memory, reads=True))
+    assert relative_error(again.float(), whole.float()) < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_cached_pass_is_the_hosts_first_blocks_and_what_the_others_added(depth: int) -> None:
+    unet = network(num_layers=BLOCKS)
+    bound = Bound(unet)
+    host = HostCut(unet, depth)
+    memory = CutMemory()
+    earlier = call(14, 6)
+    expected = host.whole(earlier)
+    ours = bound.output(cut_at(cosmos_call(unet, **earlier), depth, memory, reads=False))
+    assert relative_error(ours, expected) < 1e-5 and relative_error(memory.read(), host.change) < 1e-5
+    later = {**call(14, 6), "timestep": torch.tensor([0.4, 0.1])}
+    ours = bound.output(cut_at(cosmos_call(unet, **later), depth, memory, reads=True))
+    assert relative_error(ours, host.cached(later)) < 1e-5 and relative_error(ours, host.whole(later)) > 1e-3
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_units_of_a_cached_pass_are_what_it_reads(depth: int) -> None:
+    bound = Bound(network(num_layers=BLOCKS))
+    given = bound.call()
+    memory = CutMemory()
+    bound.output(cut_at(given, depth, memory, reads=False))
+    cached = cut_at(given, depth, memory, reads=True)
+    bound.output(cached)
+    units = bound.family.units(bound.layout, cached)
+    unit_of = {name: number for number, names in enumerate(units) for name in names}
+    assert set(bound.read) == set(unit_of)
+    order = [unit_of[name] for name in bound.read]
+    assert order == sorted(order)
+    assert not any(f"transformer_blocks.{depth}." in name for name in unit_of)
+
+
+# --- in a sampling ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unet() -> Iterator[Any]:
+    made = network(num_layers=BLOCKS)
+    yield lib_onediff.compile_unet(made, deepcache_interval=2)
+    lib_onediff.uncompile_unet(made)
+
+
+def step_at(number: int) -> dict[str, Any]:
+    given = call()
+    return {**given, "timestep": torch.full((2,), TIMES[number]), "hidden_states": given["hidden_states"] + number}
+
+
+def cached_steps() -> int:
+    return int(runtime.status()["deepcache"]["cached"])
+
+
+@torch.no_grad()
+def run_steps(unet: Any, host: HostCut) -> int:
+    """Both through a sampling of TIMES. Returns how many steps were cached passes."""
+    found = 0
+    with lib_onediff.sampling(unet, timesteps=TIMES):
+        for number in range(len(TIMES)):
+            before = cached_steps()
+            given = step_at(number)
+            output = unet(**given).sample
+            assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+            is_cached = cached_steps() > before
+            found += is_cached
+            expected = host.cached(given) if is_cached else host.whole(given)
+            assert relative_error(output, expected) < 1e-5, (number, is_cached)
+    return found
+
+
+def test_deepcache_computes_the_first_blocks_of_a_transformer(unet: Any) -> None:
+    assert run_steps(unet, HostCut(unet, 1)) == 5
+    assert runtime.status()["deepcache"]["reason"] == ""
+
+
+@pytest.mark.parametrize("path", ["transformer_blocks.0.attn1.to_q", "transformer_blocks.2.ff.net.2", "proj_out"])
+@torch.no_grad()
+def test_an_edit_counts_at_the_next_step(unet: Any, path: str) -> None:
+    host = HostCut(unet, 1)
+    with lib_onediff.sampling(unet, timesteps=TIMES):
+        for number in (0, 1, 2, 3):
+            unet(**step_at(number))
+        assert cached_steps()
+        for one in (unet, host.unet):
+            one.get_submodule(path).weight.mul_(1.5)
+        output = unet(**step_at(4)).sample
+    assert relative_error(output, host.whole(step_at(4))) < 1e-5
