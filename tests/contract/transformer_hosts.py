@@ -19,8 +19,9 @@ class TransformerHost(FamilyHost):
 
     Each network has code_name, the Python module of its class; class_name; model, what users call it; loras_on, the
     layers on which LoRAs are tested, that of the patches first; low_bit_classes, how many layers of a block may be in
-    eight bits; fewest_tokens, to which the host fills prompts up; new_network(); and latent() and context(), the inputs
-    of a call. residual_scale: by which the patches' weights are multiplied where rounding is to show.
+    eight bits; last_layer, which no file stores in few bits; fewest_tokens, to which the host fills prompts up;
+    new_network(); and latent() and context(), the inputs of a call. residual_scale: by which the patches' weights are
+    multiplied where rounding is to show.
     """
 
     is_transformer = True
@@ -29,6 +30,7 @@ class TransformerHost(FamilyHost):
     model: ClassVar[str]
     loras_on: ClassVar[tuple[str, ...]]
     low_bit_classes: ClassVar[int]
+    last_layer: ClassVar[str]
     fewest_tokens: ClassVar[int] = 1
     residual_scale: ClassVar[float] = 32.0
     own_forward: Any = None
@@ -73,7 +75,7 @@ class TransformerHost(FamilyHost):
         **others: Any,
     ) -> Tensor:
         """Of one call of the network. options: its transformer_options."""
-        dtype = next(self.unet.parameters()).dtype
+        dtype = self.unet.get_submodule(self.last_layer).weight.dtype
         given = {"x": self.latent(batch, size, seed=3).to(dtype), **others}
         with torch.inference_mode():
             return self.unet(
@@ -89,6 +91,7 @@ class AnimaHost(TransformerHost):
     channels = 4
     width = 64
     low_bit_classes = 6
+    last_layer = "final_layer.linear"
     fewest_tokens = FEWEST_TOKENS
     loras_on = (
         "x_embedder.proj.1", "t_embedder.1.linear_2", "final_layer.adaln_modulation.1",
@@ -124,6 +127,7 @@ class Krea2Host(TransformerHost):
     text_width = 32
     text_layers = 12
     low_bit_classes = 4
+    last_layer = "last.linear"
     loras_on = (
         "first", "tmlp.0", "tproj.1", "txtmlp.1", "txtmlp.3", "txtfusion.projector", "last.linear",
         "txtfusion.layerwise_blocks.0.attn.wk", "txtfusion.layerwise_blocks.1.mlp.down",
