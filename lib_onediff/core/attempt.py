@@ -1,4 +1,7 @@
-"""Turns what happens while OneDiff serves a call into an answer. No other handler of exceptions decides who serves."""
+"""Turns an exception that is raised while OneDiff serves a call into an outcome: refused, out of memory, or our fault.
+
+No other exception handler decides whether OneDiff or the host serves a call.
+"""
 from __future__ import annotations
 
 import enum
@@ -19,7 +22,7 @@ OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
 class Outcome(enum.Enum):
-    """How an attempt to serve ended. A host's own exception is none of these: it passes through."""
+    """How an attempt to serve ended. An exception of the host has no outcome: it passes through as a HostError."""
 
     OURS = enum.auto()
     REFUSED = enum.auto()
@@ -30,8 +33,8 @@ class Outcome(enum.Enum):
 class HostError(BaseException):
     """Carries an exception of the host, or of another extension's function, through OneDiff's code.
 
-    It is no Exception: no handler on the way charges it to a step policy, to a backend or to OneDiff, and nothing is
-    computed again. The outermost hook raises the exception that it carries (guard.Guard.serve).
+    It is a BaseException, so that `except Exception` on the way neither blames a step policy, a backend or OneDiff for
+    it, nor computes anything again. The outermost hook raises the exception that it carries (guard.Guard.serve).
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -39,7 +42,7 @@ class HostError(BaseException):
         frame of the traceback, the caller's, is left out of as_raised()."""
         super().__init__(error)
         self.error = error
-        # The user's traceback begins in the host's code, not in ours.
+        # So that the traceback in the user's log begins in the host's code.
         self._where = None if error.__traceback__ is None else error.__traceback__.tb_next
 
     @property
@@ -77,8 +80,8 @@ def as_host(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass
 class Attempt(Generic[Result]):
-    """The outcome of an attempt. answer: if it is OURS. reason: why there is no answer, for the user. error: the
-    Refusal or the fault, whose frames hold none of the tensors that were computed before it was raised."""
+    """The outcome of an attempt. answer: set if the outcome is OURS. reason: why there is no answer, for the user.
+    error: the Refusal or the fault; its traceback keeps no tensors alive."""
 
     outcome: Outcome
     answer: Result | None = None
@@ -113,8 +116,8 @@ class Attempt(Generic[Result]):
     def given(self) -> Result:
         """The answer. Without one, raises the Refusal, the fault, or an OutOfMemoryError.
 
-        The exception is let go as it is raised: its traceback holds the frames that hold this Attempt. From then on,
-        error and fault are None, and another call raises a new exception with the same reason.
+        Raising sets error and fault to None, because the traceback refers to the frames that refer to this Attempt.
+        Another call raises a new exception with the same reason.
         """
         if self.outcome is Outcome.OURS:
             return cast("Result", self.answer)
@@ -123,11 +126,11 @@ class Attempt(Generic[Result]):
         try:
             raise error
         finally:
-            # Its traceback holds this frame.
+            # Break the cycle: the traceback refers to this frame.
             del error
 
     def _raised_anew(self) -> Exception:
-        """An exception for this outcome, which is not OURS, where the one that was caught is gone or was not kept."""
+        """A new exception for this outcome, when the caught one was not kept. Not for OURS."""
         if self.outcome is Outcome.REFUSED:
             return Refusal(self.reason)
         if self.outcome is Outcome.OUT_OF_MEMORY:
@@ -136,9 +139,9 @@ class Attempt(Generic[Result]):
 
 
 def attempted(work: Callable[[], Result], host_oom_is_ours: bool = False) -> Attempt[Result]:
-    """Run work() and return the Attempt. HostErrors pass through, as do KeyboardInterrupt and its like.
+    """Run work() and return its Attempt. HostErrors pass through, and so do KeyboardInterrupt and SystemExit.
 
-    host_oom_is_ours: a HostError that carries an OutOfMemoryError of the host does not pass; see Attempt.of.
+    host_oom_is_ours: treat the host's own OutOfMemoryError as OUT_OF_MEMORY instead; see Attempt.of.
     """
     around = sys.exc_info()[1]
     try:
@@ -152,7 +155,7 @@ def attempted(work: Callable[[], Result], host_oom_is_ours: bool = False) -> Att
 
 
 def without_frames(refusal: Refusal) -> Refusal:
-    """The refusal alone: its message is all that is needed of it."""
+    """The refusal without its traceback, cause and context, which would keep tensors alive."""
     refusal.__cause__ = None
     refusal.__context__ = None
     return refusal.with_traceback(None)
@@ -169,7 +172,7 @@ def clear_frames(error: BaseException, around: BaseException | None = None) -> N
 
 
 def raised_from(error: BaseException, around: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that it was raised from, each once, up to around."""
+    """An exception and all of its causes and contexts, each once; not around, and nothing behind it."""
     waiting = [error]
     seen = {id(around)}
     while waiting:

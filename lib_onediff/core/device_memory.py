@@ -1,4 +1,4 @@
-"""The memory of GPUs: how large it is, and how much of it is free."""
+"""The size of the GPUs' memory, and how much of it is free."""
 from __future__ import annotations
 
 import logging
@@ -10,14 +10,14 @@ from .units import MEBIBYTE
 
 log = logging.getLogger("onediff")
 UNLIMITED = 2**62
-# The memory that is left for others: one part in so many of the card, but no less and no more than this.
+# The memory that OneDiff leaves free for others: 1 / LEAST_SHARE of the card, from LEAST to MOST bytes.
 LEAST_SHARE = 32
 LEAST = 256 * MEBIBYTE
 MOST = 1024 * MEBIBYTE
 
 
 class Card:
-    """The GPUs and their memory, as this process sees them."""
+    """Reads the memory of the GPUs that this process can use."""
 
     def all(self) -> list[torch.device]:
         """Every GPU that torch can use."""
@@ -25,17 +25,18 @@ class Card:
         return [torch.device("cuda", index) for index in range(count)]
 
     def using(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context manager that makes this GPU torch's current one inside, so that kernels are launched there."""
+        """A context in which this GPU is torch's current one, so that kernels are launched there."""
         return torch.cuda.device(device)
 
     def total(self, device: torch.device | None = None) -> int:
-        """Bytes of the whole card, by default of torch's current one; 0 for a CPU."""
+        """Bytes of the card's whole memory, by default of torch's current GPU; 0 for a CPU."""
         if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
             return 0
         return torch.cuda.get_device_properties(device).total_memory
 
     def free(self, device: torch.device) -> int:
-        """Bytes that the driver would still give this process. Takes tens of microseconds."""
+        """Bytes that this process can still allocate from the driver; UNLIMITED for a CPU. Takes tens of microseconds.
+        """
         if device.type != "cuda":
             return UNLIMITED
         free, total = torch.cuda.mem_get_info(device)
@@ -45,7 +46,7 @@ class Card:
         return max(0, free)
 
     def unused(self, device: torch.device) -> int:
-        """Bytes that torch has reserved and no tensor uses, in the graphs' memory too."""
+        """Bytes that torch has reserved and no tensor uses, including those in the graphs' memory pools."""
         if device.type != "cuda":
             return 0
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -61,19 +62,19 @@ class Card:
 
     @staticmethod
     def empty_cache() -> None:
-        """Return torch's unused GPU memory to the driver. Does nothing while any thread captures a CUDA graph, which
-        torch does not allow: it is returned the next time."""
+        """Return torch's unused GPU memory to the driver. Does nothing while any thread captures a CUDA graph, because
+        torch does not allow it then."""
         if not torch.cuda.is_available():
             return
         try:
             torch.cuda.empty_cache()
         except RuntimeError as refusal:
-            log.debug("torch's cache is not emptied now: %s", refusal)
+            log.debug("torch's memory cache cannot be emptied now: %s", refusal)
 
     def room(self, device: torch.device) -> int:
-        """Bytes that weights may take on a GPU, without those that are left for others."""
+        """Bytes that weights may still take on a GPU: all free ones, minus spare()."""
         return self.free(device) + self.unused(device) - self.spare(device)
 
     def spare(self, device: torch.device) -> int:
-        """Bytes that should be left free for other users of a card."""
+        """Bytes that OneDiff leaves free for others on a card."""
         return min(MOST, max(LEAST, self.total(device) // LEAST_SHARE))

@@ -1,4 +1,4 @@
-"""How often tensors were edited in place, as torch counts it."""
+"""The number of times that tensors were edited in place (torch's Tensor._version)."""
 from __future__ import annotations
 
 import operator
@@ -8,14 +8,14 @@ from typing import Any
 
 from torch import Tensor
 
-# The count of an inference tensor, of which torch counts no edits.
+# The count of an inference tensor: torch does not count its edits.
 UNCOUNTED = -1
 version_of = operator.attrgetter("_version")
 
 
 def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
     """The number of edits in place of each tensor; UNCOUNTED for an inference tensor."""
-    # Reading the count of an inference tensor raises, which takes twenty times as long as this check.
+    # Reading the count of an inference tensor raises an exception, which takes twenty times as long as this check.
     if not any(map(Tensor.is_inference, tensors)):
         with suppress(RuntimeError):
             return list(map(version_of, tensors))

@@ -1,16 +1,17 @@
-"""Version numbers of a network: what was derived from it at other versions must not be used."""
+"""Version numbers of a network. Anything derived from the network at other versions must not be used."""
 from __future__ import annotations
 
 from typing import NamedTuple
 
 
 class Epoch(NamedTuple):
-    """Three versions of a network, each raised by one kind of change. What is derived from the network keeps the epoch
-    that it was made at, and holds as long as the versions do that it depends on.
+    """Three versions of a network, each increased by one kind of change. An object derived from the network keeps the
+    epoch at which it was made, and is valid while the versions that it depends on are the same.
 
-    structure: what the module tree computes. Graphs, plans and the layout depend on it.
-    addresses: where weights lie. A graph that was captured over others must not be replayed.
-    values: what the weights are, edited in place or not. Copies in eight bits and what a cut keeps depend on them.
+    structure: increased when the module tree or its code computes something else. Graphs, plans and the layout depend
+        on it.
+    addresses: increased when weights move in memory. Graphs depend on it.
+    values: increased when weights change, in place or not. Copies in eight bits and cached deep features depend on it.
     """
 
     structure: int = 0

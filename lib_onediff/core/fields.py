@@ -1,8 +1,7 @@
-"""The walk over the fields of a frozen dataclass, such as a call: its tensors in order, a copy with other tensors in
-their place, and its signature.
+"""Functions over the fields of a frozen dataclass, such as a Call: list its tensors, replace them, make its signature.
 
-A field holds a tensor, a tuple, another frozen dataclass, None, or a plain value that can be hashed; a tuple holds any
-of these. Tensors are inputs. Plain values are part of the signature.
+A field is a tensor, a tuple, another frozen dataclass, None, or a plain hashable value; a tuple contains any of these.
+Tensors are inputs of the network. Plain values are part of the signature.
 """
 from __future__ import annotations
 
@@ -14,9 +13,9 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-# Metadata of a field that the walk leaves out: it is neither an input nor part of the signature.
+# Metadata of a field that these functions skip: it is neither an input nor part of the signature.
 LEFT_OUT = {"is_left_out": True}
-# Metadata of a tensor whose type is not part of the signature.
+# Metadata of a tensor field whose dtype is not part of the signature.
 ANY_DTYPE = {"any_dtype": True}
 PLAIN_TYPES = (bool, int, float, str, torch.dtype, torch.device)
 
@@ -25,7 +24,7 @@ Value = TypeVar("Value")
 
 @cache
 def walked_fields(kind: type) -> tuple[Field[Any], ...]:
-    """The fields of a class that the walk visits, in their order; none for a class that is no dataclass."""
+    """The fields of a dataclass without those that are LEFT_OUT, in their order; () for any other class."""
     if not is_dataclass(kind):
         return ()
     return tuple(one for one in fields(kind) if not one.metadata.get("is_left_out"))
@@ -38,12 +37,12 @@ def walked_names(kind: type) -> tuple[str, ...]:
 
 @cache
 def settable_names(kind: type) -> tuple[str, ...]:
-    """The names of the walked fields that the class's constructor takes; the others are computed in __post_init__."""
+    """The names of walked_fields that the constructor takes; the others are computed in __post_init__."""
     return tuple(one.name for one in walked_fields(kind) if one.init)
 
 
 def mapped(value: Value, of: Callable[[Tensor], Any]) -> Value:
-    """A copy with of(tensor) in the place of every tensor, in the order of the fields."""
+    """A copy of the value in which of(tensor) replaces every tensor. Called in the order of the fields."""
     given: Any = value
     made: Any = given
     if isinstance(given, Tensor):
@@ -80,7 +79,7 @@ def collect(value: Any, found: list[Tensor]) -> None:
 
 
 def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a dataclass, with the name of the dataclass's own field in which it is."""
+    """Every tensor in a dataclass, with the name of the top-level field that contains it."""
     kind: Any = type(value)
     for name in walked_names(kind):
         for tensor in tensors_of(getattr(value, name)):
@@ -88,7 +87,7 @@ def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def shapes_of(value: Any) -> Hashable:
-    """A value with the shape of each tensor in the tensor's place, as plain tuples."""
+    """The value as nested tuples, with each tensor replaced by its shape."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, tuple):
@@ -102,8 +101,8 @@ def shapes_of(value: Any) -> Hashable:
 
 
 def signature_of(value: Any) -> Hashable:
-    """Equal for two values of one class whose tensors have the same shapes and types and lie on the same devices, and
-    whose plain values are equal."""
+    """A hashable that is equal for two values of one class if their tensors have the same shapes, dtypes and devices,
+    and their plain values are equal."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device
     if isinstance(value, tuple):
@@ -114,8 +113,11 @@ def signature_of(value: Any) -> Hashable:
 
 @cache
 def signature_function(kind: type) -> Callable[[Any], Hashable]:
-    """signature_of for values of one dataclass. It is generated once from the types of the fields, as dataclasses
-    generate __eq__: a loop over the fields takes twice as long, and every call of a network asks for its signature."""
+    """signature_of() for values of one dataclass.
+
+    It is generated from the types of the fields, as dataclasses generate __eq__: a loop over the fields takes twice as
+    long, and every call of a network computes its signature.
+    """
     hints = get_type_hints(kind)
     parts = [signature_source(one, hints[one.name]) for one in walked_fields(kind)]
     function: Callable[[Any], Hashable] = eval(f"lambda value: ({', '.join(parts)},)", {"signature_of": signature_of})
@@ -123,7 +125,7 @@ def signature_function(kind: type) -> Callable[[Any], Hashable]:
 
 
 def signature_source(field: Field[Any], hint: Any) -> str:
-    """The Python expression of a field's part of the signature."""
+    """The Python expression for one field's part of the signature of `value`."""
     read = f"value.{field.name}"
     form = "({0}.shape, {0}.device)" if field.metadata.get("any_dtype") else "({0}.shape, {0}.dtype, {0}.device)"
     if hint is Tensor:

@@ -1,6 +1,7 @@
-"""The outermost line of every hook: an error of ours is noted, and the host goes on as if we were not there.
+"""The outermost line of every hook: an exception of our code is logged, and the host's own code runs instead.
 
-serve, attempt and hook call no other code of OneDiff but core.attempt: if noting a fault fails, only the note is lost.
+serve, attempt and hook use no other code of OneDiff but core.attempt. If logging a fault fails, only the log line is
+lost.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .attempt import Attempt, HostError, HostFunction
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
-# The largest number of different errors that are logged.
+# The largest number of different faults that are logged.
 MOST_FAULTS = 50
 A_FAULT_IN = "a fault of OneDiff in "
 
@@ -31,12 +32,13 @@ class Here(threading.local):
 
 
 class Guard:
-    """Runs hooks and notes their faults: one traceback in the log for each, and a sentence for the user.
+    """Runs hooks, and handles their faults: one traceback in the log for each, and a sentence for the user.
+
+    A fault leaves the rest of its generation to the host. If the host never calls resume(), there are no known
+    generations, and a fault leaves only its own call to the host.
 
     generation: how many generations have begun.
-    suspended: why the host serves every call until the next generation begins; "" where OneDiff serves. A fault in one
-    hook leaves the rest of its generation to the host. Until resume() was called once, no host announces generations:
-    then a fault costs its own call alone.
+    suspended: the reason why the host serves all calls until the next generation; "" while OneDiff serves.
     """
 
     def __init__(self) -> None:
@@ -45,12 +47,12 @@ class Guard:
         self._given_up = ""
         self.suspended = ""
         self.generation = 0
-        self._hears_of_generations = False
+        self._has_generations = False
         self._here = Here()
 
     @property
     def faults(self) -> list[str]:
-        """One sentence for each hook that has failed: the latest fault of each."""
+        """The latest fault of each hook, as sentences for the user."""
         return list(self._faults.values())
 
     def note(self, hook: str, error: BaseException) -> str:
@@ -63,10 +65,10 @@ class Guard:
         return sentence
 
     def give_up(self, hook: str, error: BaseException) -> str:
-        """Note a fault of a hook that returns the host's answer by itself, and returns the sentence for the user.
+        """Log a fault of a hook that has returned the host's answer by itself. Returns the sentence for the user.
 
-        When the hook around it (serve) has returned, the host serves the rest of the generation, as after any other
-        fault. Outside of serve, as in a call that is made without hooks, the fault is noted and nothing else follows.
+        Inside of serve(), the host then serves the rest of the generation, as after any other fault, from the next call
+        on. Outside of serve(), as in a call without hooks, the fault is only logged.
         """
         sentence = self.note(hook, error)
         if self._here.hooks:
@@ -74,28 +76,28 @@ class Guard:
         return sentence
 
     def forget(self) -> None:
-        """Forget all faults, as when the page is reloaded: they are no longer shown, and logged if they come again."""
+        """Forget all faults, as when the page is reloaded: they are no longer shown, and are logged if they recur."""
         self._faults.clear()
         self._logged.clear()
         self.resume()
-        self._hears_of_generations = False
+        self._has_generations = False
 
     def resume(self) -> None:
         """Begin a generation: OneDiff serves again after a fault in the last one."""
         self.suspended = ""
         self._given_up = ""
         self.generation += 1
-        self._hears_of_generations = True
+        self._has_generations = True
 
     def serve(
         self, hook: str, ours: Callable[..., Result], original: Callable[..., Result],
         declined: Callable[[str], object], /, *args: Any, **kwargs: Any,
     ) -> Result:
-        """What ours(host, *args, **kwargs) returns, or original(*args, **kwargs) where ours fails.
+        """The result of ours(host, *args, **kwargs); if that fails or is suspended, of original(*args, **kwargs).
 
-        host is original as a HostFunction: what it raises is raised here as the host has raised it. Where original
-        raises too after ours has failed, that is the answer: the arguments are to blame, and no fault is noted.
-        declined is called with the reason whenever original answers instead of ours.
+        host: original as a HostFunction. Its exceptions are raised here with the host's own traceback. If original
+        raises as well after ours has failed, its exception is raised and no fault is logged, because then the arguments
+        are wrong. declined: called with the reason when original answers instead of ours.
         """
         reason = self.suspended
         fault: Exception | None = None
@@ -106,23 +108,23 @@ class Guard:
             try:
                 answer = ours(HostFunction(original), *args, **kwargs)
                 if self._given_up:
-                    self.suspended = self._given_up if self._hears_of_generations else ""
+                    self.suspended = self._given_up if self._has_generations else ""
                     self._given_up = ""
                 return answer
             except HostError as passing:
                 theirs = passing.as_raised()
             except Exception as error:
                 tried: Attempt[Result] = Attempt.of(error, around)
-                # A Refusal or lack of memory should have been handled inside of ours; here it counts as a fault.
+                # ours should have handled a Refusal or lack of memory itself, so here these count as faults.
                 fault = tried.error or MemoryError(tried.reason)
             finally:
                 self._here.hooks -= 1
             if theirs is not None:
-                # Outside of the handler: an exception of ours is no part of the host's.
+                # Raised outside of the handler, so that our HostError does not become its __context__.
                 try:
                     raise theirs
                 finally:
-                    # It holds this frame.
+                    # Break the cycle: its traceback refers to this frame.
                     del theirs
         else:
             self._decline(declined, reason)
@@ -131,10 +133,10 @@ class Guard:
             reason = A_FAULT_IN + hook
             with contextlib.suppress(Exception):
                 reason = self.note(hook, fault)
-            if self._hears_of_generations:
+            if self._has_generations:
                 self.suspended = reason
             self._decline(declined, reason)
-            # It holds this frame.
+            # Break the cycle: its traceback refers to this frame.
             del fault
         return answer
 
@@ -143,8 +145,8 @@ class Guard:
             self.attempt("the fallback to the host", lambda: declined(reason))
 
     def as_raised(self, work: Callable[[], Result]) -> Result:
-        """What work() returns. The host's own exceptions are raised as the host has raised them; inside of serve they
-        pass as HostErrors, because serve does this for all of its hook."""
+        """The result of work(). A HostError is raised as the host's own exception. Inside of serve() it passes as it
+        is, because serve() converts it."""
         if self._here.hooks:
             return work()
         try:
@@ -154,14 +156,16 @@ class Guard:
         try:
             raise theirs
         finally:
-            # It holds this frame.
+            # Break the cycle: its traceback refers to this frame.
             del theirs
 
     def attempt(
         self, hook: str, work: Callable[[], Result], otherwise: Result | None = None, in_generation: bool = False
     ) -> Result | None:
-        """What work() returns, or otherwise where it fails. in_generation: a fault leaves the generation in progress to
-        the host."""
+        """The result of work(), or otherwise if it fails.
+
+        in_generation: a fault leaves the rest of the generation in progress to the host.
+        """
         try:
             return work()
         except Exception as error:
@@ -174,8 +178,8 @@ class Guard:
 
     @contextlib.contextmanager
     def beside(self, hook: str, context: AbstractContextManager[object]) -> Iterator[None]:
-        """Enter a context that only observes the code inside. A fault of the context costs neither the work inside nor
-        its answer."""
+        """Enter a context that only observes the code inside. A fault of the context is logged, and does not affect the
+        code inside."""
         entered = self.attempt(hook, lambda: (context.__enter__(),))
         try:
             yield
@@ -186,7 +190,7 @@ class Guard:
     def hook(
         self, name: str, otherwise: Any = None, in_generation: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A decorator for functions that the host calls: see attempt."""
+        """A decorator that runs a function in attempt(), for functions that the host calls."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
@@ -199,8 +203,10 @@ class Guard:
 
 
 def outcome_of(work: Callable[[], Result]) -> Future[Result]:
-    """What work() returns or raises, as a Future for the thread that waits for it: a host's own class of threads may
-    print an exception and return None instead."""
+    """The result or exception of work(), as a finished Future for another thread.
+
+    A host's own thread class may print an exception and return None instead.
+    """
     future: Future[Result] = Future()
     try:
         future.set_result(work())
@@ -209,11 +215,12 @@ def outcome_of(work: Callable[[], Result]) -> Future[Result]:
     try:
         return future
     finally:
-        # The traceback holds this frame, which would hold the exception, and with it every tensor on the way.
+        # Break the cycle from the exception's traceback to this frame: it would keep every tensor on the way alive.
         del future
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an exception, in one line. Triton's begins with a line of its source, and ends with the reason."""
+    """The message of an exception, in one line: the first one. Triton's messages begin with a source line ("at 3:4:"),
+    so of these it is the last one."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[-1] if re.match(r"at \d+:\d+:$", lines[0]) else lines[0]

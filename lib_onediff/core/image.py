@@ -1,7 +1,7 @@
-"""The log of one image, call by call, and the record that is made of it at the image's end.
+"""The log of one image, which counts its calls, and the record made of it when the image is done.
 
-A step that computes less than the whole UNet (a cached pass, the prompt alone, a forecast) counts as one step: the mean
-of all steps, compared with the host's whole steps, shows what it saves.
+A step that computes less than the whole UNet (a cached pass, the prompt alone, a forecast) counts as one step. So the
+mean over all steps, compared with the host's, shows how much such steps save.
 """
 from __future__ import annotations
 
@@ -18,41 +18,40 @@ import torch
 from .call import CACHED
 from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
 
-# What a step computes. BY_HOST: the host's own UNet computed it.
+# The kinds of steps, by what they compute. BY_HOST: the host's own UNet computed it.
 WHOLE = "whole"
 PROMPT_ALONE = "prompt alone"
 FORECAST = "forecast"
 BY_HOST = "host"
 STEP_KINDS = (WHOLE, CACHED, PROMPT_ALONE, FORECAST, BY_HOST)
-# How a call of the UNet went.
+# The routes of a UNet call: a CUDA graph, our forward operator by operator, or the host's forward.
 GRAPH = "graph"
 PLAIN = "plain"
 HOST = "host"
 ROUTES = (GRAPH, PLAIN, HOST)
 # The largest number of reasons shown for steps that the host computed.
 MOST_REASONS = 2
-# How an image ended. FAILED: the host raised an exception. UNTOLD: its beginning and end are unknown, as in a pipeline
-# of diffusers.
+# The states of an image. FAILED: the host raised an exception. UNTOLD: the host does not announce when images begin and
+# end, as in pipelines of diffusers.
 OPEN = "in progress"
 DONE = "done"
 INTERRUPTED = "interrupted"
 FAILED = "failed"
 UNTOLD = "untold"
-# The durations of an image's log: both networks, and the check at the VAE's first use of a size, which is a part of the
-# VAE's.
+# The durations in an image's log. CHECK is a part of VAE: the check of the VAE's output at the first use of a size.
 UNET = "unet"
 VAE = "vae"
 CHECK = "check"
-# The largest number of pieces of work whose events wait to be read.
+# The number of pieces of work with unread events from which add() reads them.
 MOST_PENDING = 64
 
 
 class CountedStep(NamedTuple):
-    """One step of a sampling, as a call of the UNet or in place of one.
+    """One step in an image's log. Equal steps are counted together.
 
-    kind: one of STEP_KINDS. route: one of ROUTES; "" if no network was called. own: the times of such steps. host: the
-    times of the host's steps in its place. Both None if unknown. entry: the shape that was computed; None for the
-    host's.
+    kind: one of STEP_KINDS. route: one of ROUTES; "" if no network was called (a forecast). own: the stopwatch of such
+    steps. host: the stopwatch of the host's own steps that it replaces. Both None if there is none. entry: the shape
+    that was computed; None if the host computed it.
     """
 
     kind: str
@@ -64,7 +63,7 @@ class CountedStep(NamedTuple):
 
 
 class Duration:
-    """The total time of several pieces of work. It never waits for the GPU: events are read once they have happened."""
+    """The total time of several pieces of work. Never waits for the GPU: reads CUDA events only once they are over."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -72,7 +71,7 @@ class Duration:
         self._reading = threading.Lock()
 
     def add(self, took: Took) -> None:
-        """Add a piece of work."""
+        """Add the time of a piece of work: seconds, or the events at its begin and end."""
         if isinstance(took, float):
             self._seconds += took
             return
@@ -95,12 +94,12 @@ class Duration:
 
 @dataclass(frozen=True)
 class Spent:
-    """Seconds of one image, by what they were spent on; None: unknown.
+    """The seconds of one image, by what they were spent on. None: unknown.
 
-    unet: the number of steps times their median time, at most the time of all UNet calls. first_use: the calls' time
-    beyond that, in an image with a first check, capture, measurement or compilation, and the check of the VAE. slower:
-    the calls' time beyond unet in any other image. vae: decodes and encodes without that check. inside: images that
-    were made for this one. rest: everything else, such as the prompt, other extensions, saving.
+    unet: the number of steps times their median time, at most the time of all UNet calls. first_use, slower: the rest
+    of the UNet calls' time. It is first_use, together with the VAE's check, if the image had a first check, capture,
+    measurement or compilation; otherwise slower. vae: decodes and encodes without the check. inside: other images that
+    were made for this one. rest: everything else, such as the text encoder, other extensions, saving.
     """
 
     unet: float | None = None
@@ -113,10 +112,11 @@ class Spent:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """The steps of an image at one place. A second pass, a refiner, or a face that an extension redraws is a part.
+    """The steps of an image with one model at one resolution. A second pass, a refiner, or a face that an extension
+    redraws is a part of its own.
 
-    steps: their number by kind. calls: the number of UNet calls by route. step_ms, host_ms: means over all steps; see
-    Times. ratio: None also if the host computed all of them.
+    steps: the number of steps by kind. calls: the number of UNet calls by route. step_ms, host_ms, ratio: see Times;
+    ratio is None also if the host computed all steps.
     """
 
     model: str | None
@@ -135,7 +135,7 @@ class ImagePart:
 
 @dataclass(frozen=True)
 class Inactive:
-    """Why a step policy was inactive, and at how many calls of the image."""
+    """Why a step policy was inactive, and at how many calls of the image for this reason."""
 
     reason: str
     calls: int
@@ -143,16 +143,20 @@ class Inactive:
 
 @dataclass(frozen=True)
 class ImageRecord:
-    """One image, or several that were made at once.
+    """The numbers of one image, or of a batch that was made at once. None: unknown.
 
-    state: how it ended. images: their number; 0: unknown. seconds: of one of them, everything included; of an
-    interrupted one, until the interruption. host_seconds: of a similar image with OneDiff off. Both None if unknown.
-    model, resolution, backend, lossy, route, reason, relative_error: of the last call; the route is "" before the
-    first. weights: how its weights are stored and changed, in words; see ShapeKey. parts: the steps by place, in their
-    order. steps, calls, step_ms, host_ms, ratio: of all steps; see ImagePart. by_host: the number of calls that the
-    host computed, by the reason. first_uses: the number of calls with a first check, capture, measurement or
-    compilation. backends: pairs of a backend and what it computed lossily. policies: each step policy's counts, by its
-    name. inactive: each policy's last reason for being inactive. vae: the route and the reason of the last decode.
+    state: OPEN, DONE, INTERRUPTED, FAILED or UNTOLD. images: the number of images; 0: unknown.
+    seconds: for each image, everything included; of an interrupted one, until the interruption.
+    host_seconds: for a similar image with OneDiff off.
+    model, resolution, backend, lossy, route, reason, relative_error: of the last call; the route is "" before it.
+    weights: how the network's weights are stored and changed, in words; see ShapeKey.
+    parts: the steps by place, in the order of their first steps.
+    steps, calls, step_ms, host_ms, ratio: of all steps; see ImagePart.
+    by_host: the number of calls that the host computed, by the reason.
+    first_uses: the number of calls with a first check, capture, measurement or compilation.
+    backends: all pairs (backend, what it computed lossily) that computed a step.
+    policies: the counts of each step policy, by its name. inactive: each policy's last reason for being inactive.
+    vae: (route, reason) of the last decode.
     inside: the images that were made while this one was in progress.
     """
 
@@ -186,9 +190,9 @@ class ImageRecord:
     @property
     def why_not_faster(self) -> str:
         """Why the image was not faster, for users: up to MOST_REASONS reasons why the host computed steps, then the
-        last call's reason, joined by "; "; "" for nothing.
+        last call's reason, joined by "; ". "" if there is none.
 
-        The last call's reason alone where the host computed that call too, or outside of a generation: there earlier
+        Only the last call's reason if the host computed that call too. Also only that in state UNTOLD, because earlier
         calls may belong to another image.
         """
         is_one_image = self.state != UNTOLD
@@ -199,33 +203,34 @@ class ImageRecord:
 
 
 class ImageLog:
-    """The counts of an image in progress. Times are read from stopwatches when a record is made."""
+    """The counts of an image in progress. Times are read from stopwatches when a record is made.
+
+    replays: how often each stopwatch's replay ran. A replay is timed by its stopwatch alone, and not by durations.
+    host: times the host's own calls in this image. is_timed: whether the time of every call is known.
+    """
 
     def __init__(self, state: str = UNTOLD) -> None:
-        """state: of records that are made before the end."""
+        """state: the state of records that are made before the image ends."""
         self.state = state
         self.began = time.perf_counter()
         self.steps: Counter[CountedStep] = Counter()
         self.durations = {UNET: Duration(), VAE: Duration(), CHECK: Duration()}
-        # Replays: only their stopwatches time them.
         self.replays: Counter[Stopwatch] = Counter()
-        # The times of the host's own calls in this image.
         self.host = Stopwatch()
         self.last: CountedStep | None = None
         self.reason = ""
         self.first_uses = 0
         self.images = 0
-        # Whether the time of every call is known.
         self.is_timed = True
         self.is_interrupted = False
         self.by_host: Counter[str] = Counter()
         self.policies: dict[str, Counter[str]] = {}
         self.inactive: dict[str, Counter[str]] = {}
-        self.vae = "", ""
+        self.vae = ("", "")
         self.inside: list[ImageRecord] = []
 
     def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
-        """Note what a step policy did at a call, and why it was inactive; "" if it was active, or is off."""
+        """Add a step policy's counts at a call. reason: why it was inactive; "" if it was active, or is off."""
         self.policies.setdefault(name, Counter()).update(counts)
         reasons = self.inactive.setdefault(name, Counter())
         if reason:
@@ -233,11 +238,12 @@ class ImageLog:
             reasons[reason] = reasons.pop(reason, 0) + 1
 
     def places(self) -> set[Place]:
-        """The places of its steps."""
+        """The (model, resolution) pairs of its steps."""
         return {step.place for step in self.steps.copy()}
 
     def note_times(self) -> None:
-        """Write the times in this image into the entries of its shapes."""
+        """Set Entry.in_image of every shape in this image: the mean times of the steps that replace the host's steps of
+        this shape."""
         steps = self.steps.copy()
         for step in steps:
             entry = step.entry
@@ -251,8 +257,8 @@ class ImageLog:
     ) -> ImageRecord:
         """The record of the image until now.
 
-        state: how it ended; "" while it is in progress. images: their number, once they are done. seconds: of one of
-        them, by default by the clock. The time of a failed image is unknown.
+        state: how it ended; "" while it is in progress. images: the number of images, once they are done. seconds: for
+        each image; by default the time since the log began, and None for a failed image.
         """
         steps = dict(self.steps.copy())
         last = self.last
@@ -281,7 +287,7 @@ class ImageLog:
         )
 
     def _spent(self, steps: Mapping[CountedStep, int], seconds: float | None, images: int) -> Spent:
-        """The seconds of one of so many images."""
+        """See Spent. seconds: the whole time of one image. images: the number that this log's times are divided by."""
         replays = sum(count * (own.recent_ms(count) or 0.0) for own, count in self.replays.copy().items()) / 1e3
         check = self.durations[CHECK].seconds / images
         vae = max(0.0, self.durations[VAE].seconds / images - check)
@@ -299,13 +305,13 @@ class ImageLog:
 
 
 def last_of(reasons: Counter[str]) -> Inactive:
-    """The last of the reasons why a policy was inactive: note_policy moves it to the end."""
+    """The latest reason why a policy was inactive: note_policy keeps it at the end."""
     reason, calls = list(reasons.items())[-1]
     return Inactive(reason, calls)
 
 
 def parts_of(steps: Mapping[CountedStep, int]) -> tuple[ImagePart, ...]:
-    """The parts of an image with these steps, in the order of their first steps."""
+    """The steps grouped by place, in the order of the places' first steps."""
     by_place: dict[Place, dict[CountedStep, int]] = {}
     for step, count in steps.items():
         by_place.setdefault(step.place, {})[step] = count
@@ -313,7 +319,7 @@ def parts_of(steps: Mapping[CountedStep, int]) -> tuple[ImagePart, ...]:
 
 
 def part_of(place: Place, steps: Mapping[CountedStep, int]) -> ImagePart:
-    """The part of an image with these steps."""
+    """The ImagePart of a place with these steps."""
     times = times_of(steps)
     return ImagePart(*place, steps_by_kind(steps), calls_by_route(steps), times.step_ms, times.host_ms, times.ratio)
 
@@ -331,7 +337,7 @@ def calls_by_route(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
 
 
 def counted(steps: Mapping[CountedStep, int], name: str) -> Counter[str]:
-    """How many of these steps have each value in the field of this name."""
+    """The number of steps for each value of the field with this name."""
     counts: Counter[str] = Counter()
     for step, count in steps.items():
         counts[getattr(step, name)] += count
@@ -339,8 +345,11 @@ def counted(steps: Mapping[CountedStep, int], name: str) -> Counter[str]:
 
 
 def times_of(steps: Mapping[CountedStep, int]) -> Times:
-    """Means over these steps. step_ms is of the last times of each stopwatch, as many as it has steps here; host_ms is
-    of all times of the host's stopwatches. No ratio where all steps are the host's own."""
+    """The mean times of these steps.
+
+    step_ms: from the last n times of each stopwatch, where n is its number of steps here. host_ms: from all times of
+    the host's stopwatches. ratio: None also if the host computed all steps.
+    """
     hosts = [(step.host, count) for step, count in steps.items()]
     step_ms = own_ms(steps)
     host_ms = mean(hosts, attrgetter("median_ms"))
@@ -350,7 +359,8 @@ def times_of(steps: Mapping[CountedStep, int]) -> Times:
 
 
 def own_ms(steps: Mapping[CountedStep, int]) -> float | None:
-    """The mean of ours, each kind by the median of its calls among these steps; None where one was never timed."""
+    """The mean step in milliseconds: the median of each stopwatch over its steps here, weighted by their number. None
+    if one was never timed."""
     counts: Counter[Stopwatch | None] = Counter()
     for step, count in steps.items():
         counts[step.own] += count
@@ -358,7 +368,7 @@ def own_ms(steps: Mapping[CountedStep, int]) -> float | None:
 
 
 def time_of(steps: Mapping[CountedStep, int]) -> float | None:
-    """Seconds of these steps by their usual times; None where one of them was never timed."""
+    """Seconds of all these steps, by their median times; None if one was never timed."""
     ms = own_ms(steps)
     return None if ms is None else ms * sum(steps.values()) / 1e3
 
@@ -366,7 +376,7 @@ def time_of(steps: Mapping[CountedStep, int]) -> float | None:
 def mean(
     parts: Iterable[tuple[Stopwatch | None, int]], value: Callable[[Stopwatch], float | None]
 ) -> float | None:
-    """The mean of value(stopwatch), each weighted by its count; None where one is unknown."""
+    """The mean of value(stopwatch), weighted by the counts; None if one is unknown."""
     values = [(None if stopwatch is None else value(stopwatch), count) for stopwatch, count in parts]
     known = [(found, count) for found, count in values if found is not None]
     if not known or len(known) < len(values):

@@ -1,4 +1,4 @@
-"""What makes two UNet calls, or two decodes, the same shape."""
+"""ShapeKey: two UNet calls, or two decodes, with equal keys can be served by the same graph."""
 from __future__ import annotations
 
 from collections.abc import Hashable
@@ -12,23 +12,24 @@ from torch import Tensor
 from .call import CACHED, Call
 from .precision import Flags
 
+# The number of pixels per latent pixel, in width and height.
 LATENT_PIXEL = 8
-# In a key's inputs: not a call of the UNet but a decode of the VAE.
+# The first word in the inputs of the key of a VAE's decode.
 DECODE = "vae decode"
 
 
 class Lossy(NamedTuple):
-    """What is computed less exactly than the model's type allows, because the user asked for it.
+    """The lossy computation that the user allows.
 
-    low_bit: as settings.Settings.low_bit; "" where every product is exact. only: whether the GPU holds the weights of
-    those products in eight bits alone.
+    low_bit: as Settings.low_bit: the products that are computed in eight bits; "" for none. only: whether the GPU has
+    the weights of these products in eight bits alone.
     """
 
     low_bit: str = ""
     only: bool = False
 
     def __str__(self) -> str:
-        """For users, behind the backend's name."""
+        """Words for users, shown after the backend's name."""
         if self.only:
             return "8-bit only"
         return "8-bit" if self.low_bit else ""
@@ -39,14 +40,20 @@ LOSSLESS = Lossy()
 
 @dataclass(frozen=True)
 class ShapeKey:
-    """Everything that decides whether a captured or compiled forward serves a call. Weights are not part of it.
+    """Everything that decides whether a captured or compiled forward can serve a call, besides the weights.
 
-    inputs: words: Call.unusual; of a decode, DECODE comes first. weights: words: Network.weight_marks. own_inputs:
-    shapes of the inputs that only this family's calls have; see Call.own_inputs. label: see Call. backend: the device
-    that computes it, so that a shape that fails by one can be served by another. precision: the switches of torch that
-    change its numbers; see precision.flags_for. part, depth: which pass of a cut network, "" for a whole one. patches:
-    what other extensions have put on the UNet, and at which points. additions: what our forward computes of what is put
-    on the UNet. lossy: with another choice of it, it is another shape.
+    height, width: in latent pixels. batch: rows. tokens: the context length; 0 for a decode. dtype: the dtype computed
+    in.
+    inputs: Call.unusual, in words; DECODE comes first for a decode.
+    weights: Network.weight_marks, in words.
+    own_inputs: shapes of inputs that only this family's calls have; see Call.own_inputs.
+    label: see Call.label.
+    backend: the name of the backend; a shape that fails on one may be served by another.
+    precision: torch's switches that affect the numbers; see precision.flags_for.
+    part, depth: the pass of a cut network (FULL or CACHED, and Cut.depth); "" and 0 without a cut.
+    patches: Points.structure: the functions of other extensions in this call, and their points.
+    additions: see Call.additions.
+    lossy: the lossy computation.
     """
 
     architecture: str
@@ -75,8 +82,7 @@ class ShapeKey:
         cls, architecture: str, dtype: torch.dtype, call: Call, backend: str = "", precision: Flags = (),
         weights: tuple[str, ...] = (), lossy: Lossy = LOSSLESS,
     ) -> ShapeKey:
-        """The key of a call; height and width are in latent pixels. dtype is the one computed in. weights: see
-        Network.weight_marks."""
+        """The key of a call. dtype: the dtype computed in. weights: Network.weight_marks."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
         cut = call.cut
@@ -95,8 +101,8 @@ class ShapeKey:
         cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str, dtype: torch.dtype,
         precision: Flags, marks: tuple[str, ...],
     ) -> ShapeKey:
-        """The key of a VAE's decode of a latent (batch, channels, height, width). dtype is the one computed in. marks:
-        what else tells it from other decodes."""
+        """The key of a VAE's decode of a latent (batch, channels, height, width). dtype: the dtype computed in. marks:
+        words for everything else that distinguishes decodes."""
         batch, _, height, width = latent.shape
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=0,
@@ -106,22 +112,22 @@ class ShapeKey:
 
     @property
     def backend_label(self) -> str:
-        """The backend and what it computes lossily, for users: "native, 8-bit"."""
+        """The backend and its lossy computation, for users: "native, 8-bit"."""
         return ", ".join(filter(None, (self.backend, str(self.lossy))))
 
     @property
     def is_decode(self) -> bool:
-        """Whether this is a decode of the VAE, not a call of the UNet."""
+        """Whether this is a decode of a VAE rather than a call of a UNet."""
         return DECODE in self.inputs
 
     @property
     def is_cached_pass(self) -> bool:
-        """Whether only the outer stages are computed."""
+        """Whether only the outer stages of a cut network are computed."""
         return self.part == CACHED
 
     @cached_property
     def resolution(self) -> str:
-        """Pixels, width x height."""
+        """Width and height in pixels, as "512x768"."""
         return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The weights that a forward reads of a network, by the paths of its layers."""
+"""The weights that a forward reads, by the paths of the layers: with quantized weights and LoRAs beside them."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
@@ -8,19 +8,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-# So many ranks of LoRAs a kernel multiplies at once.
+# The number of LoRA ranks that a kernel multiplies at once.
 RANKS = 16
 
 
 class QuantizedWeight(NamedTuple):
-    """The weight of a layer in float8 (e4m3) or int8: values (out, in), and scales (1, out), or (1, 1) for all rows, in
-    float32, by which they are multiplied. Of a convolution, in is each place of the kernel after the other, with all
-    channels: (out, height * width * channels).
+    """The weight of a layer in float8 (e4m3) or int8.
 
-    rotation: the width of the groups, a power of 4, of a weight that is stored as W @ H^T for each group of its inputs
-    (ConvRot), with an orthonormal Hadamard matrix H: rows of the input are multiplied by H. 0: not rotated.
-    stored: whether the host's file has the weight in this form, so that the input is rounded as the host rounds it; or
-    the weight was rounded by Low-bit.
+    values: (out, in); of a convolution (out, kernel height * kernel width * channels), with the channels contiguous.
+    scales: float32, (1, out) or (1, 1). weight = values * scales, row by row.
+    rotation: the group width, a power of 4, of a weight stored as W @ H^T for each group of inputs (ConvRot), where H
+        is an orthonormal Hadamard matrix: the input's rows are multiplied by H. 0: not rotated.
+    stored: whether the host's file contains the weight in this form; then the input is rounded as the host rounds it.
+        False: the option Low-bit quantized the weight.
     """
 
     values: Tensor
@@ -34,12 +34,13 @@ class QuantizedWeight(NamedTuple):
 
 
 class LowRank(NamedTuple):
-    """LoRAs of a layer, which add up @ down @ x to its product.
+    """LoRAs of a layer, each of which adds up @ down @ x to the layer's product.
 
-    down: (ranks, in), or (ranks, in, height, width) of a convolution, of all LoRAs together. ups: for each LoRA the
-    first row of the output that it adds to, and its matrix (rows, ranks); it takes the next ranks of down.
-    scales: for each up a number in float32 that multiplies its product, if the LoRAs are computed in a narrower dtype
-    than the layer, which rounds after each of the three products; () if the ups include it, in the layer's dtype.
+    down: the down matrices of all LoRAs, concatenated: (ranks, in), or (ranks, in, height, width) of a convolution.
+    ups: for each LoRA (first row of the output that it adds to, up matrix (rows, its ranks)). In this order, each
+        takes its ranks of down.
+    scales: for each up a float32 scalar that multiplies its product. The host then computes the LoRAs in a narrower
+        dtype than the layer and rounds after each product. (): the ups include the scale, in the layer's dtype.
     """
 
     down: Tensor
@@ -47,12 +48,12 @@ class LowRank(NamedTuple):
     scales: tuple[Tensor, ...] = ()
 
     def scaled(self, index: int, product: Tensor) -> Tensor:
-        """The product of the up with this index, times its scale, in the product's dtype."""
+        """The product of the up with this index, times its scale, in the product's dtype. Unchanged without scales."""
         return (product.float() * self.scales[index]).to(product.dtype) if self.scales else product
 
     def of_rows(self, first: int, count: int) -> LowRank | None:
-        """The LoRAs that add to these rows of the output, counted from the first of them; None where none does. No LoRA
-        may add to rows of which a part alone is among them."""
+        """The LoRAs that add to the output's rows first to first + count, with row numbers relative to first; None if
+        there are none. The rows of each LoRA must lie entirely inside or entirely outside of these."""
         downs: list[Tensor] = []
         ups: list[tuple[int, Tensor]] = []
         scales: list[Tensor] = []
@@ -68,7 +69,8 @@ class LowRank(NamedTuple):
         return LowRank(downs[0] if len(downs) == 1 else torch.cat(downs), tuple(ups), tuple(scales))
 
     def scaled_ups(self, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
-        """The ups, multiplied by their scales, in a dtype."""
+        """The ups, with their first rows, multiplied by their scales and cast to a dtype; without scales as they are.
+        """
         if not self.scales:
             return list(self.ups)
         pairs = zip(self.ups, self.scales, strict=True)
@@ -76,11 +78,11 @@ class LowRank(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """A layer's weight, and its bias or None.
+    """The weights of one layer.
 
-    low_bit: the weight in eight bits, once in each kind that is used. low_rank: LoRAs that are computed beside it.
-    gated_scale: for a feed-forward's first layer in float8, the scale of its GEGLU's output in float8, (1, 1) in
-    float32.
+    weight: (out, in), or (out, in, height, width) of a convolution. low_bit: the same weight in eight bits, once for
+    each format in use. low_rank: LoRAs to compute beside the layer, not yet merged into the weight. gated_scale: for a
+    feed-forward's first layer in float8, the scale of its GEGLU's output in float8, float32 (1, 1).
     """
 
     weight: Tensor
@@ -91,14 +93,15 @@ class LayerWeights(NamedTuple):
 
 
 def merged(layer: LayerWeights) -> LayerWeights:
-    """The layer with its LoRAs merged into its weight (out, ...), rounded as the host's own merged weight is."""
+    """The layer with its LoRAs merged into the weight, in the weight's dtype, rounded as the host rounds its own merged
+    weight."""
     if layer.low_rank is None:
         return layer
     low_rank = layer.low_rank
     weight = layer.weight.detach().flatten(1)
     down = low_rank.down.to(weight.dtype).flatten(1)
     ups = low_rank.scaled_ups(weight.dtype)
-    # If the ups cover every row once, the sum can be written without copying the weight first. LoRAs that have scales
+    # If the ups cover every row exactly once, the sums can be written without a copy of the weight. LoRAs with scales
     # may cover the same rows several times.
     is_whole = not low_rank.scales and sum(len(up) for _, up in ups) == len(weight)
     together = torch.empty_like(weight) if is_whole else weight.clone()
@@ -115,17 +118,17 @@ Weights = Mapping[str, LayerWeights]
 
 
 def bias_of(weights: Weights, path: str) -> Tensor | None:
-    """weights[path].bias. weights.operands.Operands, which have a method for it, do not make the weight then."""
+    """weights[path].bias, without making the weight if the mapping has a method `bias` (weights.operands.Operands)."""
     bias: Callable[[str], Tensor | None] | None = getattr(weights, "bias", None)
     return weights[path].bias if bias is None else bias(path)
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a forward reads of a network.
+    """Everything that a forward reads from a network.
 
-    layout: the network's. dtype: which is computed in. weights: a function, because its result must not outlive the
-    call; it returns every layer's tensors by path, and every fused layer's by its name.
+    layout: the network's layout. dtype: the dtype to compute in. weights: returns every layer's weights by path, and
+    every fused layer's by its name. It is a function because its result must not be kept after the call.
     """
 
     layout: Any

@@ -1,4 +1,4 @@
-"""OneDiff's log on the console: one line per change of route, or with ONEDIFF_DEBUG=1 everything, with timestamps."""
+"""OneDiff's log on the console: a line whenever the route changes; with ONEDIFF_DEBUG=1 every detail, timestamped."""
 from __future__ import annotations
 
 import logging
@@ -8,25 +8,26 @@ import sys
 DEBUG_VARIABLE = "ONEDIFF_DEBUG"
 FALSE_VALUES = ("", "0", "false", "off", "no")
 LONGEST_SENTENCE = 300
-# The name of our handler, by which it is found at a reload.
+# The name of our handler, which show_on_console replaces after a reload of the WebUI.
 CONSOLE = "onediff-console"
 log = logging.getLogger("onediff")
 
 
 def one_line(text: str) -> str:
-    """text without line breaks and what else a console acts upon: names come with files, and words with requests."""
+    """The text with "?" for every unprintable character, such as line breaks and escape codes: names of files and words
+    of requests may contain some."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def readable(sentence: str) -> str:
-    """A sentence on one line and of bearable length, whatever a client wrote into it."""
+    """The sentence on one line, cut to LONGEST_SENTENCE characters: it may quote text from a client."""
     shown = one_line(sentence)
     return shown if len(shown) <= LONGEST_SENTENCE else f"{shown[:LONGEST_SENTENCE]}..."
 
 
 class OneLineFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        # Some of our sentences begin with the name themselves.
+        # Some of our sentences begin with "OneDiff".
         return one_line(super().formatMessage(record)).replace("OneDiff: OneDiff", "OneDiff", 1)
 
 
@@ -35,11 +36,11 @@ def debug_wanted() -> bool:
 
 
 def show_on_console() -> None:
-    """Write our log to the console, in detail if ONEDIFF_DEBUG asks for it. Safe to call twice."""
+    """Write our log to the console, in detail if ONEDIFF_DEBUG is set. Safe to call twice."""
     detailed = debug_wanted()
     for known in [handler for handler in log.handlers if handler.name == CONSOLE]:
         log.removeHandler(known)
-    # Our own, so that a WebUI's log level does not hide our lines.
+    # A handler of our own, so that the WebUI's log level does not hide our lines.
     handler = logging.StreamHandler(sys.stderr)
     timestamp = "%(asctime)s.%(msecs)03d " if detailed else ""
     handler.setFormatter(OneLineFormatter(f"{timestamp}OneDiff: %(message)s", "%H:%M:%S"))

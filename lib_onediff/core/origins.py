@@ -1,5 +1,4 @@
-"""Finds the module and the extension whose code a callable runs; and recognises the plain LoRAs that peft puts around
-layers."""
+"""Finds the Python module and the extension that a callable's code belongs to. Recognises peft's plain LoRA layers."""
 from __future__ import annotations
 
 import functools
@@ -12,27 +11,28 @@ from typing import Any
 from torch import nn
 
 TORCH = "torch"
-# Where WebUIs keep extensions, all of which have a package that is called scripts.
+# The folders in which WebUIs keep extensions. Every extension has a package called scripts, so that its top package
+# does not identify it.
 FOLDERS = ("extensions", "extensions-builtin")
 # The package of our own code.
 OURS = __name__.partition(".")[0]
-# Classes of LoRA layers of which all that they add to the layer within is in their attributes.
+# LoRA layers whose attributes contain everything that they add to the layer inside.
 LORAS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.layer", "Conv2d")}
+# The name of the layer inside a LoRA layer.
 WITHIN = "base_layer"
-# The largest number of callables followed within one: an object may reach any number of others.
+# The largest number of callables followed inside of one, because an object may reach any number of others.
 MOST_PARTS = 64
-# Types that only hold the functions that they run.
+# Types that are callable and only wrap a function.
 HOLDERS = (types.MethodType, functools.partial, staticmethod, classmethod, property)
 
 
 def origin(function: object) -> str:
-    """The Python module whose code a function, method, class or callable object runs."""
+    """The name of the Python module that contains the code of a function, method, class or callable object."""
     return str(namespace_of(function).get("__name__", "?"))
 
 
 def author(function: object) -> str:
-    """The author of the code that a callable runs, for people: the folder of the extension, or else the Python
-    module."""
+    """The author of a callable's code, for the user: the folder of the extension, or else the Python module."""
     inner = decorated(function)
     namespace = globals_of(inner)
     code = getattr(inner, "__code__", None)
@@ -40,22 +40,21 @@ def author(function: object) -> str:
     file = str(namespace.get("__file__"))
     own = code.co_filename if code is not None and code.co_filename.endswith(".py") else file
     if PurePath(own).name != PurePath(file).name:
-        # Somebody has given a function another body.
+        # The function's __code__ was replaced by one from another file.
         name = PurePath(own).stem
     return extension_of(own) or name
 
 
 def namespace_of(function: object) -> Mapping[str, Any]:
-    """The globals of the code that a callable runs."""
+    """The globals of a callable's code, without torch's decorators around it."""
     return globals_of(decorated(function))
 
 
 def decorated(function: object) -> Any:
-    """The function that runs when a callable is called. A decorator of torch's (inference_mode, compiler.disable) runs
-    the one in its closure.
+    """The function that a callable runs, without torch's decorators (inference_mode, compiler.disable) around it.
 
-    Attributes of the function say nothing of that: functools.wraps copies __module__ and __wrapped__ from the function
-    that is being replaced.
+    It is taken from the decorator's closure. __module__ and __wrapped__ do not help: an extension that replaces a
+    function copies them with functools.wraps from the function that it replaces.
     """
     inner = underlying(function)
     seen = set[int]()
@@ -75,7 +74,7 @@ def globals_of(function: object) -> Mapping[str, Any]:
 
 
 def is_decorated(function: object) -> bool:
-    """Whether what a decorator of torch's holds is the function that it decorates."""
+    """Whether a callable in the closure of one of torch's decorators is the function that it decorates."""
     inner = underlying(function)
     return isinstance(inner, types.FunctionType) and (
         package(str(inner.__globals__.get("__name__"))) != TORCH or inner.__closure__ is not None
@@ -83,8 +82,8 @@ def is_decorated(function: object) -> bool:
 
 
 def callables_within(function: object) -> Iterator[Any]:
-    """The callables that a callable holds, and so may run: in its closure or defaults, in a partial, a bound method or
-    a property, or as attributes."""
+    """The callables inside of a callable, which it may call: in its closure or defaults, in a partial, a bound method
+    or a property, or in its attributes."""
     if isinstance(function, types.FunctionType):
         parts = [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
         parts += (function.__kwdefaults__ or {}).values()
@@ -97,14 +96,14 @@ def callables_within(function: object) -> Iterator[Any]:
     elif isinstance(function, (type, nn.Module, types.ModuleType)):
         parts = []
     else:
-        # functools.cache keeps the function that it calls so.
+        # functools.cache, for example, has the function in its attribute __wrapped__.
         parts = list(getattr(function, "__dict__", {}).values())
     return (part for part in parts if callable(part) and not isinstance(part, (type, nn.Module)))
 
 
 def parts_of(function: object) -> Iterator[Any]:
-    """Every function that runs when a callable is called, as far as the callable holds them: a decorator, then the
-    function that it decorates; of a callable object, its class as well."""
+    """The functions that may run when a callable is called: the callable itself, then those inside of it, such as the
+    function that a decorator wraps."""
     waiting = [function]
     seen = dict[int, Any]()
     while waiting and len(seen) < MOST_PARTS:
@@ -133,12 +132,12 @@ def extension_of(path: str) -> str:
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file belongs to an installed package, and not to an extension or a program."""
+    """Whether a file belongs to a package in site-packages, rather than to an extension or the WebUI."""
     return bool({"site-packages", "dist-packages"}.intersection(PurePath(file).parts))
 
 
 def underlying(function: Any) -> Any:
-    """The function of a bound method, and of a functools.partial."""
+    """The function inside of a functools.partial or a bound method; any other callable is returned as it is."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__func__", function)
@@ -152,7 +151,8 @@ def beneath_ours(function: Any) -> Any:
 
 
 def package(module: str) -> str:
-    """The top package of a Python module. WebUIs name a script by its file ("random.py"), which is of no package."""
+    """The top-level package of a Python module. A script of a WebUI has its file's name as the module name
+    ("random.py"), which is returned as it is: it must not be taken for the package random."""
     return module if module.endswith(".py") else module.partition(".")[0]
 
 
@@ -162,6 +162,6 @@ def is_lora(kind: type) -> bool:
 
 
 def layer_within(module: nn.Module) -> nn.Module:
-    """The layer around which a LoRA is; the module itself where there is none."""
+    """The layer inside of a LoRA layer; any other module is returned as it is."""
     within = module._modules.get(WITHIN) if is_lora(type(module)) else None
     return module if within is None else within

@@ -1,4 +1,4 @@
-"""Functions of other extensions that are called within a network's forward."""
+"""The points in a forward at which functions of other extensions are called, such as attention patches."""
 from __future__ import annotations
 
 from collections import deque
@@ -10,12 +10,13 @@ from torch import Tensor
 
 
 class Points:
-    """The points of one call at which functions of other extensions may stand. A family that runs such functions has a
-    class of its own, with a method for each point, which its forward calls; it returns new values for its
-    arguments, which it may have written to.
+    """The functions of other extensions in one call, by the points at which a forward calls them.
 
-    structure: which points there are and whose; equal for calls that compute the same way.
-    positions: the points at which functions stand, equal for calls whose functions stand at the same points.
+    A family that supports such functions has a subclass with a method for each point. The forward calls the method with
+    its tensors, and continues with the values that it returns. A method may write to its arguments.
+
+    structure: words for the points with functions and their authors; equal for calls that compute the same way.
+    positions: the points at which functions are called; equal for calls with functions at the same points.
     functions: every function that is called in this call; see verify.rewinder_of.
     """
 
@@ -24,21 +25,21 @@ class Points:
     functions: Collection[Any] = ()
 
     def has_function(self, point: str, *arguments: Any) -> bool:
-        """Whether the method of this name calls a function, or may, when it is called with these arguments now. Calls
-        whose patches do not override this are not captured as CUDA graphs."""
+        """Whether the method of this name may call a function when it gets these arguments now. If a subclass does not
+        override this, its calls are not captured as CUDA graphs."""
         return True
 
     def begin(self, latent: Tensor) -> None:
-        """A forward of this latent begins."""
+        """Called when a forward of this latent begins."""
 
     def unchanged(self, point: str, *arguments: Any) -> Any:
-        """What the method of this name returns where no function stands."""
+        """The result of the method of this name when no function is set at its point."""
         raise NotImplementedError
 
 
 class EveryPoint(Points):
-    """Stands around the points of a call, of any family. Calls at() at every point, instead of the
-    point's own method."""
+    """Wraps the points of a call, of any family, and calls at() at every point instead of the point's own method.
+    Subclasses override at()."""
 
     def __init__(self, patches: Any) -> None:
         self._patches = patches
@@ -60,11 +61,11 @@ class EveryPoint(Points):
         return self._patches.unchanged(point, *arguments)
 
     def at(self, point: str, *arguments: Any) -> Any:
-        """What the point of this name returns for these arguments."""
+        """The result of the point of this name for these arguments."""
         return getattr(self._patches, point)(*arguments)
 
     def __getattr__(self, name: str) -> Any:
-        """The method of a point, or a plain value that the family's class has besides."""
+        """at() for the point of this name; for an attribute that is not callable, its value."""
         if name.startswith("_"):
             raise AttributeError(name)
         found = getattr(self._patches, name)
@@ -72,18 +73,18 @@ class EveryPoint(Points):
 
 
 class DoesNotFit(Exception):
-    """Functions stand elsewhere than when the graphs were recorded, or return something of another shape.
+    """The functions of this call are at other points than at the capture of the graphs, or returned another shape.
 
-    passed: the points of the forward up to the function that does not fit; None where its functions have to be called
-    again for the call.
+    passed: the points that the replay has passed, so that the forward can be repeated without calling their functions
+    again (ResumedPoints); None if all functions must be called again.
     """
 
     passed: list[PassedPoint] | None = None
 
 
 class PassedPoint(NamedTuple):
-    """A point that a forward has passed. answer: what the point has returned, if functions stand there or its answer is
-    no tensor; otherwise it returns its arguments: see Points.unchanged."""
+    """A point that a forward has passed. answer: its result, if has_answer; otherwise the point had no function, and
+    its result follows from its arguments (Points.unchanged)."""
 
     name: str
     has_answer: bool
@@ -91,20 +92,20 @@ class PassedPoint(NamedTuple):
 
 
 class ResumedPoints(EveryPoint):
-    """The points of a forward that begins anew where a replay did not fit: those that the replay has passed return what
-    they have returned, and none of their functions is called again."""
+    """The points of a forward that repeats a call after a replay did not fit. The points that the replay has passed
+    return the same results again, without calling their functions a second time."""
 
     def __init__(self, patches: Points, passed: Iterable[PassedPoint]) -> None:
         super().__init__(patches)
         self._passed = deque(passed)
 
     def begin(self, latent: Tensor) -> None:
-        """It has begun."""
+        """Does nothing: the replay has called begin() already."""
 
     def at(self, point: str, *arguments: Any) -> Any:
         if not self._passed:
             return getattr(self._patches, point)(*arguments)
         passed = self._passed.popleft()
         if passed.name != point:
-            raise RuntimeError(f"the forward comes to {point}, and the replay came to {passed.name}")
+            raise RuntimeError(f"the forward is at point {point}, where the replay was at {passed.name}")
         return passed.answer if passed.has_answer else self.unchanged(point, *arguments)

@@ -1,7 +1,7 @@
-"""How precisely torch computes in our calls: what the user has chosen is set around them, and what was found put back.
+"""torch's global switches for precision (TF32, float16 sums): set around our calls, and restored afterwards.
 
-torch keeps these switches for the whole process, and not every torch has every one of them. A shape's key holds those
-that matter to it, as they were when its graph was captured: a replay computes as its capture did.
+Not every version of torch has all of them. A shape's key contains the switches that affect its numbers, because a
+replay computes with those that were set at its capture.
 """
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from typing import Any
 import torch
 
 HALF = "half"
-# Switches as a shape's key names them.
+# The names of the switches in a shape's key.
 HALF_SUMS = "float16 sums in matmul"
 FP16_REDUCTION = "reduced float16 reduction"
 BF16_REDUCTION = "reduced bfloat16 reduction"
 TF32_MATMUL = "TF32 in matmul"
 TF32_CONVOLUTION = "TF32 in convolutions"
-# How far sums of some thousand products in float16 lie from exact ones, relative to the output's norm.
+# The error of sums of some thousand products in float16, relative to the output's norm.
 ROUNDING_HALF_SUMS = 6e-2
 
 # (switch, whether it is on) pairs.
 Flags = tuple[tuple[str, bool], ...]
 
-# Two threads that set and put back the same switches must not overlap: the one that ends last would put back what the
-# other had set.
+# Two threads must not change the switches at the same time: the one that ends last would restore values that the other
+# had set.
 _TURN = threading.RLock()
 
 
 def wanted(settings: Any, switch: str) -> bool | None:
-    """How a switch is to stand; None: as it is found."""
+    """The value that the settings want for a switch; None: leave it as it is."""
     is_half: bool = settings.accumulation == HALF
     if switch == HALF_SUMS:
         return is_half
@@ -40,11 +40,11 @@ def wanted(settings: Any, switch: str) -> bool | None:
 
 
 def switch_of(owner: Any, attribute: str) -> Any:
-    """What a switch of torch.backends says; None where this torch has none of that name."""
+    """The value of a switch in torch.backends; None if this torch has no such switch."""
     try:
         return getattr(owner, attribute)
     except (AttributeError, AssertionError):
-        # torch 2.1 says AssertionError for a name that it does not know.
+        # torch 2.1 raises AssertionError for an unknown name.
         return None
 
 
@@ -55,30 +55,30 @@ class MatmulSwitch:
     attribute: str
 
     def read(self) -> bool | None:
-        """Whether it is on; None where this torch has no such switch."""
+        """Whether it is on; None if this torch has no such switch."""
         found: bool | None = switch_of(torch.backends.cuda.matmul, self.attribute)
         return found
 
     def write(self, value: bool | None) -> None:
         setattr(torch.backends.cuda.matmul, self.attribute, value)
 
-    # The interface of Tf32Switch: restore() puts back what state() has returned.
+    # As in Tf32Switch: restore(state()) changes nothing.
     state = read
     restore = write
 
 
 @dataclass(frozen=True)
 class Tf32Switch:
-    """TF32 of matrix products or of convolutions.
+    """TF32 for matrix products or for convolutions.
 
-    torch 2.9 and newer have it twice, as allow_tf32 and as fp32_precision; while the two say different things, whoever
-    reads the first gets a RuntimeError. So the first is used where it can be read, and the second where it cannot.
+    torch 2.9 and newer have two switches for it, allow_tf32 and fp32_precision. While the two disagree, reading
+    allow_tf32 raises RuntimeError. So allow_tf32 is used if it can be read, and fp32_precision otherwise.
     """
 
     convolutions: bool
 
     def _owners(self) -> tuple[Any, Any]:
-        """Who has allow_tf32, and who has fp32_precision (None where nobody has)."""
+        """The object with the attribute allow_tf32, and the one with fp32_precision; None if this torch has none."""
         if not self.convolutions:
             matmul = torch.backends.cuda.matmul
             return matmul, None if switch_of(matmul, "fp32_precision") is None else matmul
@@ -86,7 +86,7 @@ class Tf32Switch:
         return torch.backends.cudnn, None if switch_of(newer, "fp32_precision") is None else newer
 
     def state(self) -> tuple[bool | None, str | None]:
-        """What restore() takes: allow_tf32 where it can be read, and fp32_precision where there is one."""
+        """(allow_tf32 or None if it cannot be read, fp32_precision or None if this torch has none), for restore()."""
         older, newer = self._owners()
         try:
             allowed = switch_of(older, "allow_tf32")
@@ -95,7 +95,7 @@ class Tf32Switch:
         return allowed, None if newer is None else newer.fp32_precision
 
     def read(self) -> bool | None:
-        """Whether it is on; None where this torch has no such switch."""
+        """Whether TF32 is on; None if this torch has no such switch."""
         allowed, precision = self.state()
         return allowed if precision is None else precision == "tf32"
 
@@ -113,8 +113,8 @@ class Tf32Switch:
             older.allow_tf32 = allowed
         if newer is None or newer.fp32_precision == precision:
             return
-        # It may have been "none", which takes a wider setting's value, and torch reads that value then. So "none" is
-        # tried first, and the value itself only if it reads otherwise.
+        # The attribute may have been "none", which inherits the value of a more general switch, and torch reads as that
+        # value. So "none" is tried first, and the value itself only if "none" reads as another one.
         newer.fp32_precision = "none"
         if newer.fp32_precision != precision:
             newer.fp32_precision = precision
@@ -135,10 +135,11 @@ OF_DTYPE: Mapping[torch.dtype, tuple[str, ...]] = {
 
 
 def flags_for(settings: Any, dtype: torch.dtype, device: torch.device, upcast_attention: bool = False) -> Flags:
-    """The switches that matter to a network of this dtype, as settings want them and this torch has them.
+    """The switches that affect a network of this dtype, with the values that they should have in our calls.
 
-    settings: settings.Settings. upcast_attention: attention is computed in float32. To be asked while the host's own
-    switches stand. Empty but on a GPU.
+    A switch is left out if this torch lacks it. A switch that the settings leave alone has its present value, so call
+    this while the host's own values are set. () on any device but a GPU. settings: a Settings object. upcast_attention:
+    whether attention is computed in float32.
     """
     if device.type != "cuda":
         return ()
@@ -157,9 +158,9 @@ def flags_for(settings: Any, dtype: torch.dtype, device: torch.device, upcast_at
 
 @contextlib.contextmanager
 def applied(flags: Flags) -> Iterator[None]:
-    """The switches stand like this inside; afterwards, and after an exception, exactly as they were found.
+    """A context in which the switches have these values. At its end, also after an exception, they are restored.
 
-    Nothing is written where they stand so already.
+    A switch that has the value already is not written.
     """
     if not flags:
         yield
@@ -179,17 +180,16 @@ def applied(flags: Flags) -> Iterator[None]:
 
 
 def tf32_is_on() -> bool:
-    """Whether torch may use TF32 anywhere, read so that it never raises; allow_tf32 itself does from torch 2.9 on,
-    where somebody has used fp32_precision."""
+    """Whether torch may use TF32, in matrix products or convolutions. Never raises (see Tf32Switch)."""
     return any(SWITCHES[name].read() for name in (TF32_MATMUL, TF32_CONVOLUTION))
 
 
-# Older torch raises when asked for autocast on another kind of device, such as mps.
+# Older versions of torch raise for other device types, such as mps.
 AUTOCAST_DEVICES = ("cuda", "cpu")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What torch.autocast casts to on this kind of device now; None where it is off."""
+    """The dtype of torch.autocast that is active now for a device type; None if autocast is off."""
     if device_type not in AUTOCAST_DEVICES:
         return None
     if hasattr(torch, "get_autocast_dtype"):
@@ -199,7 +199,7 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
-# Asked at every call, so torch's own function where that takes the kind of device (torch 2.4 and newer).
+# Every call reads this, so it is torch's own function if that takes a device type (torch 2.4 and newer).
 is_autocast_on: Callable[[str], bool] = (
     torch.is_autocast_enabled if hasattr(torch, "get_autocast_dtype") else lambda kind: autocast_dtype(kind) is not None
 )
@@ -207,9 +207,9 @@ is_autocast_on: Callable[[str], bool] = (
 
 @contextlib.contextmanager
 def our_modes(device: torch.device, flags: Flags = ()) -> Iterator[None]:
-    """Ordinary tensors, no gradients, no autocast: what our forward and its captures are written for.
+    """The modes in which our forwards and captures run: no inference mode, no gradients, no autocast.
 
-    flags: torch's switches of precision, as the shape's key has them.
+    flags: torch's switches for precision, from the shape's key.
     """
     autocasts = autocast_dtype(device.type) is not None
     no_autocast = torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext()

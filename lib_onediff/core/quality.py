@@ -1,6 +1,6 @@
-"""How far two images are apart, by scikit-image, and what that means.
+"""Compares two images with scikit-image, and puts the difference into words.
 
-Every WebUI brings scikit-image; for users of diffusers it is the extra `quality`.
+Every WebUI installs scikit-image; users of diffusers get it with the extra `quality`.
 """
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 WHITE = 255
-# Where one verdict ends and the next begins was measured on images of emoji-sd beside the host's: 24 prompts, 256x256,
-# 20 steps of Euler in float32.
+# The limits between verdicts were set by images of emoji-sd compared with the host's: 24 prompts, 256x256, 20 steps of
+# Euler in float32.
 #                        PSNR: least, median, most    SSIM: least, median, most
 #   VAE bf16                 54.4   55.0   55.9         0.998   0.998   0.999
 #   DeepCache 2              29.9   38.6   44.8         0.963   0.993   0.997
@@ -37,8 +37,9 @@ SENTENCES = {
     DETAILS: "The same scene, but details differ clearly.",
     UNLIKE: "Two different images.",
 }
-# Colours are compared on means of squares: noise alone makes grey pixels colourful and flat ones contrasty. DeepCache
-# costs at most 0.02 of either. Below this SSIM, images are moved or too noisy to tell.
+# Colours are compared on means over squares of pixels, because noise alone adds saturation and contrast to single
+# pixels. DeepCache lowers either by at most 0.02, less than LEAST_FALL. Below SAME_SSIM, images differ too much in
+# structure to compare their colours.
 SQUARE = 8
 LEAST_FALL = 0.04
 SAME_SSIM = 0.6
@@ -46,11 +47,14 @@ SAME_SSIM = 0.6
 
 @dataclass(frozen=True)
 class ImageComparison:
-    """How the second image differs from the first. psnr: in decibels, infinite for equal images. ssim: 1 for equal
-    ones (Wang et al. 2004). largest: difference of a channel, of 255. delta_e: mean distance in CIELAB, of which people
-    notice 2.3 between two patches (Mahy et al. 1994). contrast, saturation: relative change of the standard
-    deviation of L* and of the root mean square of the chroma. washed_out: whether the second image, otherwise the same,
-    lost one of them, more than it got darker."""
+    """The difference of a second image from a first.
+
+    psnr: in decibels; infinite for equal images. ssim: 1 for equal images (Wang et al. 2004). largest: the largest
+    difference of a channel, of 255. delta_e: the mean distance in CIELAB; people notice 2.3 between two patches (Mahy
+    et al. 1994). contrast, saturation: the relative change of the standard deviation of L*, and of the root mean square
+    of the chroma. washed_out: whether the second image has the same structure, and lost more contrast or saturation
+    than lightness.
+    """
 
     psnr: float
     ssim: float
@@ -74,19 +78,21 @@ class ImageComparison:
         return UNLIKE if self.psnr < DIFFERENT_PSNR else DETAILS
 
     def sentence(self) -> str:
-        """What the numbers mean, for people; the first image is called left."""
+        """The verdict as a sentence for the user, who sees the first image on the left."""
         return SENTENCES[self.verdict].format(**vars(self))
 
 
 def compare(first: Any, second: Any) -> ImageComparison:
-    """Compare two images of one size: PIL images, or arrays or tensors on the CPU of uint8, (height, width, 3) or
-    (3, height, width). Raises ValueError with a sentence, also where scikit-image is missing."""
+    """Compare two images of the same size. Raises ValueError with a sentence for the user, also if scikit-image is
+    missing.
+
+    Each is a PIL image, or an array or CPU tensor of uint8, (height, width, 3) or (3, height, width).
+    """
     try:
         from skimage import color, measure, metrics
-    except Exception as error:  # built for another NumPy, it raises ValueError
+    except Exception as error:  # a scikit-image that was built for another NumPy raises ValueError
         raise ValueError(
-            f"Without scikit-image, images are not measured ({error}). Install it with: "
-            "pip install scikit-image"
+            f"Images cannot be compared without scikit-image ({error}). Install it with: pip install scikit-image"
         ) from error
     one = pixels_of(first)
     other = pixels_of(second)
@@ -94,7 +100,7 @@ def compare(first: Any, second: Any) -> ImageComparison:
         raise ValueError("Only images of the same size can be compared.")
     labs = color.rgb2lab(one), color.rgb2lab(other)
     before, after = (colours_of(measure.block_reduce(lab, (SQUARE, SQUARE, 1), np.mean)) for lab in labs)
-    # Of less than rounding makes there is no change.
+    # Values below 0.25 are rounding noise of flat grey images: their relative change means nothing.
     light, contrast, saturation = (
         float(new / old - 1) if old > 0.25 else 0.0 for old, new in zip(before, after, strict=True)
     )
@@ -109,7 +115,7 @@ def compare(first: Any, second: Any) -> ImageComparison:
 
 
 def pixels_of(image: Any) -> Any:
-    """An image as uint8 (height, width, 3). Raises ValueError with a sentence for what is none."""
+    """An image as an array of uint8, (height, width, 3). Raises ValueError with a sentence for anything else."""
     pixels = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
     if pixels.ndim == 3 and pixels.shape[0] == 3 != pixels.shape[2]:
         pixels = pixels.transpose(1, 2, 0)
@@ -119,5 +125,5 @@ def pixels_of(image: Any) -> Any:
 
 
 def colours_of(lab: Any) -> tuple[Any, Any, Any]:
-    """Lightness, contrast and saturation."""
+    """(mean L*, standard deviation of L*, root mean square chroma) of an image in CIELAB, (height, width, 3)."""
     return lab[..., 0].mean(), lab[..., 0].std(), np.sqrt(np.square(lab[..., 1:]).sum(-1).mean())

@@ -1,14 +1,15 @@
-"""The one form of "no", and of "yes, but"."""
+"""Two exceptions with a sentence for the user: OneDiff does not do something, or does it in this process alone."""
 from __future__ import annotations
 
 
 class Refusal(Exception):
-    """OneDiff does not do something here; the message is the reason, in one line for the user.
+    """OneDiff does not serve something. The message is the reason, in one line for the user.
 
-    An exception, because the reason is often found deep inside of what is being tried. Whoever tries takes it for the
-    reason why something else serves: another backend, or the host.
+    It is an exception, because the reason is often found deep inside an attempt. The caller then lets another backend
+    or the host serve, and shows the reason.
     """
 
 
 class NotKept(Exception):
-    """What a user asked for holds in this process, and is not on the disk; the message is a sentence for the user."""
+    """A user's change works in this process, but could not be written to the disk. The message is a sentence for the
+    user."""

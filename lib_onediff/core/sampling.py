@@ -11,11 +11,11 @@ from torch import Tensor
 
 from .refusal import Refusal
 
-# With fewer steps, each of them changes the whole image.
+# With fewer steps, each one changes the whole image too much to skip a part of it.
 FEWEST_STEPS = 10
 FEW_STEPS = f"the sampling has fewer than {FEWEST_STEPS} steps"
 # Models and LoRAs that are distilled for few steps are published with 1 to 8 of them and a guidance scale of 0 to 2
-# (LCM 1 to 2; Lightning, Turbo, Hyper-SD and DMD2 0 to 1). People give them more steps, and they stay what they are.
+# (LCM 1 to 2; Lightning, Turbo, Hyper-SD and DMD2 0 to 1). Users often run them with some more steps.
 FEWEST_UNGUIDED_STEPS = 16
 LITTLE_GUIDANCE = 2.0
 FEW_STEP_MODEL = (
@@ -24,21 +24,21 @@ FEW_STEP_MODEL = (
 )
 # A timestep that is above the next step's first timestep by at most this part of the interval belongs to the next step.
 NEAR = 0.05
-UNANNOUNCED = "nobody says when a sampling begins and ends (in your own loop, use lib_onediff.sampling(unet))"
+UNANNOUNCED = "the beginning and end of the sampling are unknown (in your own loop, use lib_onediff.sampling(unet))"
 UNKNOWN_TIMES = (
-    "nobody says at which timesteps the steps begin (own loops: with lib_onediff.sampling(unet, timesteps=...): ...)"
+    "the timesteps of the sampling are unknown (in your own loop, use lib_onediff.sampling(unet, timesteps=...))"
 )
 UNEQUAL_TIMES = "the images of this batch are at different steps"
 OTHER_SAMPLER = "it works with the samplers Euler and DDIM (without added noise)"
-UNKNOWN_SAMPLER = "the caller does not say which sampler it uses"
-# A call that makes a shape ready is a step of a sampling that is long enough for anything.
+UNKNOWN_SAMPLER = "the sampler is unknown"
+# The timesteps of a warm-up: enough steps for every policy.
 WARM_UP_TIMES = range(1000, 0, -1)
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a sampling. index: from its first step. total: the number of steps. fraction: the part of the sampling
-    that was done when the step began. is_last: whether the sampling ends with it."""
+    """A step of a sampling. index: from 0. total: the number of steps. fraction: index / total, the part of the
+    sampling that was done before it. is_last: whether it is the last step."""
 
     index: int
     total: int
@@ -46,7 +46,7 @@ class Step:
     is_last: bool
 
     def why_too_few(self, guidance_scale: float | None) -> str:
-        """Why its sampling has too few steps to leave anything out, in one line for the user; "" if it has enough.
+        """Why the sampling has too few steps for a policy to skip work, in one line for the user; "" if it has enough.
         guidance_scale: the sampling's CFG scale; None if unknown."""
         if self.total >= FEWEST_UNGUIDED_STEPS:
             return ""
@@ -56,11 +56,11 @@ class Step:
 
 
 class Timeline:
-    """The timesteps at which the steps of a sampling begin; a timestep between two of them belongs to the earlier step.
+    """The timesteps at which the steps of a sampling begin. Timesteps fall from noise to image.
 
-    Timesteps fall while an image is made. Steps are never counted by calls: a host may call the UNet once for the
-    prompt and once for the negative prompt, a sampler (Heun, DPM2, DPM++ SDE) may call it twice a step, and calls of an
-    extension may not reach OneDiff.
+    A step is found by its timestep, not by counting calls: a host may call the UNet once for the prompt and once for
+    the negative prompt, second-order samplers (Heun, DPM2, DPM++ SDE) call it twice a step, and some calls of an
+    extension do not reach OneDiff. A timestep between two steps belongs to the earlier one, whose second call it is.
     """
 
     def __init__(self, times: Sequence[float]) -> None:
@@ -69,8 +69,10 @@ class Timeline:
         self._last: int = -1
 
     def step(self, time: float) -> tuple[Step, bool]:
-        """The step of a timestep, and whether the timestep has jumped back to an earlier step. img2img begins in the
-        middle of the times: its first step is the first that is called."""
+        """The step of a timestep, and whether it lies before the step of the last call (a jump back, as in restarts).
+
+        img2img begins in the middle of the timesteps: the first step that is called gets index 0.
+        """
         number = self._number(time)
         jumped = number < self._last
         self._last = number
@@ -82,7 +84,7 @@ class Timeline:
         return Step(index, total, index / total, is_last), jumped
 
     def _number(self, time: float) -> int:
-        """The number of the step, among all timesteps, to which a timestep belongs."""
+        """The index, among all timesteps, of the step to which a timestep belongs."""
         after = bisect_right(self._times, -time, key=neg)
         before = max(after - 1, 0)
         if after < len(self._times):
@@ -93,7 +95,7 @@ class Timeline:
 
 
 def time_of(timestep: Tensor) -> float | None:
-    """The timestep of a call, (batch,), as a number; None if the batch has several. Waits for the GPU."""
+    """The timestep of a call, (batch,), as a number; None if the rows differ. Waits for the GPU."""
     if timestep.dim() and timestep.stride(0) == 0:
         return float(timestep[0])
     times = timestep.flatten().tolist()
@@ -101,10 +103,10 @@ def time_of(timestep: Tensor) -> float | None:
 
 
 class Position(NamedTuple):
-    """Where in its sampling a call is.
+    """The position of a call in its sampling.
 
-    time: its timestep. sampling_run: an object that identifies one run through the sampling's steps. Another object
-    means another sampling, or a jump back in this one: what was kept at earlier calls must not be used.
+    time: its timestep. sampling_run: an object that identifies one pass through the steps. A new object means another
+    sampling or a jump back in this one, so policies must not use what they kept from earlier calls.
     """
 
     step: Step
@@ -114,16 +116,16 @@ class Position(NamedTuple):
 
 @dataclass(eq=False)
 class Sampling:
-    """One sampling. Another object is another sampling.
+    """One sampling, identified by this object.
 
-    times: called at the first UNet call. Returns the timesteps, as the UNet gets them, at which the steps begin, in any
+    times: called at the first UNet call; returns the timesteps at which the steps begin, as the UNet gets them, in any
         order; None if unknown.
     why_not: why every step must compute the whole network, in one line for the user; "" if policies may decide.
-    read: returns the timestep of a call, from the call's tensor of it. A host that knows the number gives a function
-        that does not wait for the GPU; the default, time_of, waits.
-    why_no_forecast: called at each UNet call. Returns why an output cannot be extrapolated from those before it, in one
-        line; "" for samplers of the first order without added noise.
-    guidance_scale: its CFG scale; 1 if it is built into the network; None if unknown.
+    read: returns the timestep of a call as a number, given its tensor (batch,); None if the rows differ. A host that
+        knows the number passes a function that does not wait for the GPU. The default, time_of, waits.
+    why_no_forecast: called at each UNet call; returns why an output cannot be extrapolated from earlier ones, in one
+        line for the user; "" for first-order samplers without added noise.
+    guidance_scale: the CFG scale; 1 if the guidance is built into the network; None if unknown.
     """
 
     times: Callable[[], Sequence[float] | None] = lambda: None
@@ -135,10 +137,10 @@ class Sampling:
     _sampling_run: object = field(default_factory=object, init=False)
 
     def position(self, timestep: Tensor) -> Position:
-        """The position of a call with this timestep, (batch,), of any network: a refiner continues the sampling of the
-        first one. May wait for the GPU: see read.
+        """The position of a call with this timestep, (batch,). A refiner's calls continue the base model's sampling.
 
-        Raises Refusal if every step must compute the whole network, or the step is unknown.
+        May wait for the GPU: see read. Raises Refusal if every step must compute the whole network, or if the step is
+        unknown.
         """
         if self.why_not:
             raise Refusal(self.why_not)

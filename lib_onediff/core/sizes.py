@@ -1,4 +1,4 @@
-"""Sizes as users write them, "1024x1024, 832x1216 x2", and the list of what is made ready by itself."""
+"""Parses sizes as users write them, "1024x1024, 832x1216 x2", and the pre-warm list, "1024x1024, most used 4"."""
 from __future__ import annotations
 
 import re
@@ -13,7 +13,7 @@ MULTIPLE = 8
 LARGEST_BATCH = 64
 MOST_SIZES = 100
 LONGEST_QUOTE = 40
-# The context's length for a prompt of ordinary length; every host makes longer ones of whole pieces of it.
+# The context length of a prompt that fits into one CLIP chunk. Hosts encode longer prompts in several whole chunks.
 TOKENS = 77
 TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
 MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
@@ -22,7 +22,8 @@ USUAL_NUMBER = 8
 
 @dataclass(frozen=True)
 class Size:
-    """Pixels, and how many images are made at once. Raises ValueError with a sentence for what cannot be."""
+    """The size of an image in pixels, and the number of images made at once. Raises ValueError with a sentence for
+    the user if a value is out of range."""
 
     width: int
     height: int
@@ -38,7 +39,7 @@ class Size:
 
     @property
     def resolution(self) -> str:
-        """Pixels, width x height."""
+        """Width and height in pixels, as "512x768"."""
         return f"{self.width}x{self.height}"
 
     def __str__(self) -> str:
@@ -46,16 +47,16 @@ class Size:
 
 
 class WantedSize(NamedTuple):
-    """What could be made ready: a size with the number of images at once, and the length of the prompt."""
+    """A size to make ready, and the context length in tokens."""
 
     size: Size
     tokens: int
 
 
 def parse_sizes(text: str) -> list[Size]:
-    """The sizes in a list with commas, each once, in the order given; none in an empty one.
+    """The sizes of a comma-separated list, each once, in the order given.
 
-    Raises ValueError with a sentence for what is no size, and for more than MOST_SIZES.
+    Raises ValueError with a sentence for the user for anything else, and for more than MOST_SIZES.
     """
     parts = [part.strip() for part in SEPARATOR.split(text)]
     sizes = list(dict.fromkeys(parse_size(part) for part in parts if part))
@@ -65,7 +66,7 @@ def parse_sizes(text: str) -> list[Size]:
 
 
 def parse_size(text: str) -> Size:
-    """One size, such as "768x512" or "768x512 x2". Raises ValueError with a sentence."""
+    """The size in a text such as "768x512" or "768x512 x2". Raises ValueError with a sentence for the user."""
     found = SIZE.fullmatch(text.strip())
     if not found:
         shown = text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
@@ -74,15 +75,14 @@ def parse_size(text: str) -> Size:
 
 
 class PrewarmList(NamedTuple):
-    """sizes: to make ready after a checkpoint has loaded. most_used: how many of the most used sizes besides."""
+    """What to make ready after a checkpoint has loaded: these sizes, and so many of the most used ones."""
 
     sizes: list[Size]
     most_used: int
 
 
 def parse_prewarm(text: str) -> PrewarmList:
-    """The list in a text such as "512x512, 768x512 x2, most used 4". Raises ValueError with a sentence for what cannot
-    be read."""
+    """The list in a text such as "512x512, 768x512 x2, most used 4". Raises ValueError with a sentence for the user."""
     sizes = []
     most_used = 0
     for part in filter(None, map(str.strip, SEPARATOR.split(text))):

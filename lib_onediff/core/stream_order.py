@@ -1,7 +1,7 @@
-"""Orders the calls of several threads, each with a CUDA stream of its own, one after another on the GPU.
+"""Runs the calls of several threads, each with its own CUDA stream, one after another on the GPU.
 
-All calls of a network share the inputs and the memory of a graph. A lock keeps their launches apart, and events keep
-the kernels of two streams apart.
+All calls of a shape share the static inputs and the memory of one graph. A lock serialises the launches of threads, and
+events serialise the kernels of streams.
 """
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ import torch
 
 
 class StreamOrder:
-    """Remembers, for each GPU, the stream of the last work and the event at its end."""
+    """Keeps, for each GPU, the stream of the last work and the event at its end."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
     def turn(self, device: torch.device) -> AbstractContextManager[object]:
-        """Inside, this thread has the lock, and kernels start on the GPU when those of the last turn, in whichever
-        stream, have ended. No thread waits for that. The GPU is torch's current one inside, as Triton and graphs want
-        it. Waits for nothing while the caller captures a CUDA graph of its own: a capture cannot wait for an event
-        from outside. It may be entered again once it was left."""
+        """A context in which this thread has the lock, and kernels start after those of the last turn, in whichever
+        stream. Only the GPU waits, not the thread.
+
+        device is torch's current GPU inside, which Triton and CUDA graphs need. While the caller captures a CUDA graph
+        of its own, nothing waits: a capture cannot wait for an event from outside. The context may be used again.
+        """
         return Turn(self, device) if device.type == "cuda" else self.lock
 
 
 class Turn:
-    """StreamOrder.turn() on a GPU. A class, because a generator would be slower, and every replay enters one."""
+    """StreamOrder.turn() on a GPU. A class, because every replay enters one and a generator is slower."""
 
     def __init__(self, order: StreamOrder, device: torch.device) -> None:
         self._order = order

@@ -1,4 +1,4 @@
-"""What is known about every shape that was seen, and the stopwatches that time it."""
+"""The table of shapes: for each shape its state, verdicts and times. Also the stopwatches that measure the times."""
 from __future__ import annotations
 
 import threading
@@ -16,44 +16,44 @@ from .key import ShapeKey
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
-# How long something took: in seconds, or as the events at its beginning and its end, which a GPU has yet to reach.
+# A measured time: seconds, or the CUDA events at its begin and end, which the GPU may not have reached yet.
 Took = float | tuple["torch.cuda.Event", "torch.cuda.Event"]
-# Fewer times than this are chance.
+# The number of times from which a median counts as settled.
 ENOUGH = 3
-# A stopwatch keeps so many times: the oldest go.
+# The number of latest times that a stopwatch keeps.
 MOST_TIMES = 32
-# Of one shape; LoRAs make more of them.
+# The number of verdicts kept for one shape. Each combination of LoRAs is another set of weights, and has its own.
 MOST_VERDICTS = 64
-# Of replaced functions, in a reason.
+# The number of replaced functions named in a reason.
 MOST_NAMED = 3
-# An extension that draws each face at a size of its own makes shapes for ever. Beyond this number the least recently
-# used are forgotten.
+# Beyond this number of shapes, the least recently used are forgotten: an extension that draws each face at a size of
+# its own would add shapes for ever.
 MOST_SHAPES = 1000
-# So many are forgotten at once that their order is looked at seldom.
+# They are forgotten in groups, because finding the least recently used ones sorts the whole table.
 FORGOTTEN_AT_ONCE = 100
-# The shapes that were used last are never forgotten: the image in progress may use them.
+# The number of most recently used shapes that are never forgotten: the image in progress may use them.
 LEAST_RECENT = 100
 
 
 def median_of(ordered: list[float]) -> float:
-    """A page may ask for thousands: the standard library's takes several times as long."""
+    """The median of sorted times. statistics.median takes several times as long, and a page shows thousands."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def ratio_of(own_ms: float | None, host_ms: float | None) -> float | None:
-    """How many times faster ours is than the host's; None while one of the two is not known."""
+    """host_ms / own_ms, the speedup; None if one of the two is unknown."""
     return None if not own_ms or host_ms is None else host_ms / own_ms
 
 
 def start_timing(device: torch.device) -> Callable[[], Took]:
-    """Begin to time what is done until the function that this returns is called, which returns how long it took."""
+    """Start timing. Returns a function that stops and returns the time: events on a GPU, seconds elsewhere."""
     if device.type != "cuda":
         began = time.perf_counter()
         return lambda: time.perf_counter() - began
     begin = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
-    # Events go to the current card, which need not be this one.
+    # Without a stream, events would go to torch's current GPU, which may be another one.
     begin.record(torch.cuda.current_stream(device))
 
     def stop() -> Took:
@@ -64,16 +64,18 @@ def start_timing(device: torch.device) -> Callable[[], Took]:
 
 
 class Place(NamedTuple):
-    """Where a shape or a call belongs. model: its name for people ("SD1"); resolution: in pixels ("512x768"). None: not
-    known."""
+    """A model ("SD1", its name for users) at a resolution in pixels ("512x768"); None: unknown. A row of the table that
+    users see."""
 
     model: str | None = None
     resolution: str | None = None
 
 
 class Times(NamedTuple):
-    """Means over steps, in milliseconds; None where one of the steps was never timed. ratio: None too where a time
-    stands on too few."""
+    """Mean times of our and the host's steps, in milliseconds; None if one of the steps was never timed.
+
+    ratio: host_ms / step_ms; None also while one of them has fewer than ENOUGH times.
+    """
 
     step_ms: float | None
     host_ms: float | None
@@ -81,39 +83,39 @@ class Times(NamedTuple):
 
 
 class Stopwatch:
-    """The last times of one thing, in milliseconds. On a GPU it reads events only once they have happened.
+    """The latest MOST_TIMES times of one kind of work. Never waits for the GPU: reads CUDA events once they are over.
 
-    route: how the thing is done: the times of another route say nothing of this one. add: adds a time.
-    remembered: what an earlier process has measured, often enough; it holds until this one has.
+    route: how the work is done; changing it drops all times, which do not describe the new route.
+    add: adds a time.
+    remembered: the median in milliseconds that an earlier process measured; used until this one has times.
     """
 
     def __init__(self) -> None:
         self.route = ""
         self.remembered: float | None = None
         self._times: deque[float] = deque(maxlen=MOST_TIMES)
-        # A page and the runtime may ask at once.
+        # Pages and the runtime read from different threads.
         self._reading = threading.Lock()
         self._unread: deque[Took] = deque(maxlen=MOST_TIMES)
-        # No method: replays add a time at every step.
+        # An attribute is faster to call than a method, and each replay adds a time.
         self.add: Callable[[Took], None] = self._unread.append
 
     def time(self, device: torch.device, work: Callable[[], Result], route: str = "") -> Result:
-        """What work() returns; how long it takes is added, unless it raises. route: see begin_route."""
+        """The result of work(), whose time is added unless it raises. route: see begin_route."""
         stop = self.start(device, route)
         result = work()
         stop()
         return result
 
     def start(self, device: torch.device, route: str = "") -> Callable[[], None]:
-        """Time what is done until the function that this returns is called; where it is not, there is no time. route:
-        see begin_route."""
+        """Start timing. Returns a function that stops and adds the time. route: see begin_route."""
         if route != self.route:
             self.begin_route(route)
         stop = start_timing(device)
         return lambda: self.add(stop())
 
     def begin_route(self, route: str) -> None:
-        """From now on, the thing is done by this route; the times until now go."""
+        """Drop all times, and measure this route from now on."""
         with self._reading:
             self.route = route
             self._times.clear()
@@ -121,23 +123,23 @@ class Stopwatch:
 
     @property
     def median_ms(self) -> float | None:
-        """The median of however many times there are."""
+        """The median of all times; remembered if there are none."""
         times = self._read()
         return median_of(sorted(times)) if times else self.remembered
 
     def recent_ms(self, count: int) -> float | None:
-        """The median of the last times, so many at most."""
+        """The median of the last `count` times, or of all if there are fewer; remembered if there are none."""
         times = self._read()[-count:]
         return median_of(sorted(times)) if times else self.remembered
 
     @property
     def settled_ms(self) -> float | None:
-        """The median of enough times; None before that."""
+        """The median if there are ENOUGH times; remembered otherwise."""
         times = self._read()
         return median_of(sorted(times)) if len(times) >= ENOUGH else self.remembered
 
     def _read(self) -> list[float]:
-        """The times, in milliseconds, but for those whose end the GPU has yet to reach and what follows them."""
+        """All times in milliseconds, up to the first one whose end the GPU has not reached yet."""
         with self._reading:
             while self._unread:
                 took = self._unread[0]
@@ -153,8 +155,9 @@ class Stopwatch:
 
 
 class State(str, Enum):
-    """cold: seen, not proved. proved: agrees with the host, runs plainly. ready: the next call replays. failed: the
-    host serves this shape, reason says why."""
+    """The state of a shape with some weights. COLD: not compared with the host yet. PROVED: agrees with the host, and
+    runs without a graph. READY: has a graph; the next call replays it. FAILED: another backend or the host serves it.
+    """
 
     COLD = "cold"
     PROVED = "proved"
@@ -164,10 +167,11 @@ class State(str, Enum):
 
 @dataclass
 class Verdict:
-    """What was found of a shape over one network's weights and sources.
+    """What checks found about a shape with one set of weights and one version of the code.
 
-    failures: how often our forward has failed in a row; failed_in: the sampling in which it did last. of_image: whether
-    a call of an image was checked, and not only noise.
+    reason: why it is FAILED, for the user. no_graph: why it has no graph and gets none. relative_error: of the last
+    check. failures: how often our forward has failed in a row. failed_in: the sampling of the last failure. of_image:
+    whether a call of an image was checked, and not only the noise of a warm-up.
     """
 
     state: State = State.COLD
@@ -180,7 +184,7 @@ class Verdict:
 
 
 class OfVerdict(Generic[Value]):
-    """A field of an entry's verdict."""
+    """A descriptor: reads and writes the field of the same name of the entry's present verdict."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -195,16 +199,19 @@ class OfVerdict(Generic[Value]):
 
 @dataclass(eq=False)
 class Entry:
-    """A shape, and the verdict on it over the weights of the last call.
+    """A shape, and the verdict on it with the weights of the last call.
 
-    model: its name for people. weights: the digest of the weights that verdict belongs to (BoundUNet.identity).
-    replaced: who has replaced which functions of the host's, at the last call. needs: bytes of the memory shared by all
-    graphs that its graph takes, not counting what other graphs need; measured in calls without a graph, 0 before.
-    waits: why it has no graph yet. misfits: how often functions of other extensions did not fit its graphs. uses: the
-    number of its calls. kept_uses: how many of these are in the store. own: the times of our forward. host: those of
-    the host's own forward; a cached pass has those of the full pass that it replaces. in_image: the mean times in the
-    last image, over all steps that the host would have computed as full passes of this shape; None before one.
-    state, reason, no_graph, relative_error: those of the verdict. no_graph: why it has no graph and will get none.
+    model: its name for users.
+    weights: the digest of the weights that the verdict belongs to (BoundUNet.identity).
+    replaced: sentences for users on functions of the host that extensions had replaced at the last call.
+    needs: bytes that its graph takes of the memory that all graphs share; measured in calls without a graph, 0 before.
+    waits: why it has no graph yet, for users.
+    misfits: how often functions of other extensions did not fit its graphs.
+    uses: the number of its calls. kept_uses: how many of these the store has.
+    own: the stopwatch of our forward. host: that of the host's own forward; a cached pass has the one of the full pass
+        that it replaces.
+    in_image: mean times in the last image, over all steps that replace the host's steps of this shape; None before it.
+    state, reason, no_graph, relative_error: fields of the verdict.
     """
 
     key: ShapeKey
@@ -228,11 +235,11 @@ class Entry:
     relative_error = OfVerdict["float | None"]()
 
     def of_weights(self, weights: str, sampling: Hashable = None, replaced: Sequence[str] = ()) -> Entry:
-        """Switches this entry to its verdict over these weights, a new one where there is none, and returns the entry.
+        """Switch this entry to its verdict for these weights, a new one if there is none. Returns the entry itself.
 
-        READY becomes PROVED, because a graph is of the weights that it was captured with. A verdict that has failed
-        once is COLD again, so that our forward is tried again, in another sampling than it failed in; sampling None,
-        outside of any: at any later call. replaced: sentences, see BoundUNet.
+        With other weights, READY becomes PROVED: a graph belongs to the weights that it was captured with. A verdict
+        that has failed once becomes COLD in any other sampling, so that our forward is tried again. sampling: the
+        present one; None outside of any: then it is tried again at once. replaced: see Entry.
         """
         self.replaced = replaced
         if weights != self.weights:
@@ -250,7 +257,8 @@ class Entry:
         return self
 
     def forget_failures(self, weights: str) -> None:
-        """These weights are given back: what has failed over them may go well another time."""
+        """Make a failed verdict for these weights COLD again. Called when OneDiff stops serving them: a later use of
+        them may succeed."""
         known = self.verdict if weights == self.weights else self._others.get(weights)
         if known is not None and known.state is State.FAILED:
             known.state = State.COLD
@@ -259,25 +267,25 @@ class Entry:
 
     @cached_property
     def place(self) -> Place:
-        """Its row in the table."""
+        """The row of the users' table that this entry belongs to."""
         return Place(self.model, self.key.resolution)
 
     @property
     def ratio(self) -> float | None:
-        """How many times faster than the host's own forward; None while one of the two was not timed often enough."""
+        """The speedup over the host's own forward; None while one of the two has fewer than ENOUGH times."""
         return ratio_of(self.own.settled_ms, self.host.settled_ms)
 
     def note_use(self) -> None:
-        """A call of this shape begins."""
+        """Count a call of this shape."""
         self.uses += 1
         self.last_used = time.time()
 
     def blame(self, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
-        """Mark this shape as failed over these weights, so that another backend, or the host, serves it. Returns the
+        """Mark this shape as FAILED with these weights, so that another backend, or the host, serves it. Returns the
         reason for users: what went wrong, with the backend's name.
 
-        is_final: it is not tried again. False: a first failure is forgiven in another sampling than this; of_weights
-        looks for failures == 1, so 2 is never forgiven.
+        is_final: never try it again. False: after a first failure, try it again in another sampling than this.
+        of_weights does so for failures == 1, so that a final failure counts as 2.
         """
         known = self.verdict
         known.state = State.FAILED
@@ -288,23 +296,23 @@ class Entry:
 
 
 class ShapeTable:
-    """Entries by key. Shared by all checkpoints of an architecture. Holds at most MOST_SHAPES, but for those that are
-    kept: with a graph, or pinned."""
+    """Entries by key, shared by all checkpoints of an architecture. At most MOST_SHAPES, not counting those that have a
+    graph or are pinned."""
 
     def __init__(
         self, kept: Callable[[], Callable[[Entry], bool]] = lambda: lambda entry: False,
         forgotten: Callable[[Collection[Entry]], object] = lambda entries: None,
     ) -> None:
-        """kept: called once before entries are forgotten; returns a function that says whether an entry must stay.
-        forgotten: called with the entries that are gone."""
+        """kept: called once before entries are forgotten; returns the function that tells whether an entry must stay.
+        forgotten: called with the entries that were removed."""
         self._kept = kept
         self._forgotten = forgotten
         self._entries: dict[ShapeKey, Entry] = {}
-        # Pages look and purge while another thread makes images.
+        # Pages read and purge while another thread makes images.
         self._lock = threading.Lock()
 
     def entry(self, key: ShapeKey, model: str = "") -> Entry:
-        """The entry for a shape, made cold at its first use. model: its name for people."""
+        """The entry of a shape, with this use counted; a new COLD one at the first use. model: its name for users."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -316,16 +324,16 @@ class ShapeTable:
         return entry
 
     def entries(self) -> list[Entry]:
-        """All entries, the last used first."""
+        """All entries, the most recently used first."""
         return sorted(self.by_key().values(), key=lambda entry: -entry.last_used)
 
     def by_key(self) -> dict[ShapeKey, Entry]:
-        """All entries."""
+        """A copy of the table."""
         with self._lock:
             return dict(self._entries)
 
     def forget(self, keys: Collection[ShapeKey]) -> None:
-        """Drop the entries of these shapes."""
+        """Remove the entries of these shapes."""
         with self._lock:
             gone = [entry for key in keys if (entry := self._entries.pop(key, None)) is not None]
         self._forgotten(gone)

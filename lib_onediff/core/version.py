@@ -1,11 +1,12 @@
-"""Our version, and how those of others are read."""
+"""OneDiff's version, and functions that parse version numbers."""
 from __future__ import annotations
 
 import re
 
-# Changes whenever something changes that is computed, stored or shown.
+# Raised with each change of results, of the store's format, or of the user interface.
 __version__ = "0.2.0"
-NEWEST_TORCH = "2.14.1"  # of those that are tested, as pyproject.toml has it
+# The newest torch that is tested; pyproject.toml has the same.
+NEWEST_TORCH = "2.14.1"
 
 
 def release(version: str | None) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""A weak dictionary that can be iterated while another thread changes it, for what is known of each module."""
+"""A WeakKeyDictionary, for data about modules, that is safe to iterate while another thread changes it."""
 from __future__ import annotations
 
 import weakref
@@ -10,16 +10,17 @@ Value = TypeVar("Value")
 
 
 class WeakDictionary(weakref.WeakKeyDictionary[Key, Value]):
-    """A WeakKeyDictionary that may change while another thread iterates over it: that thread sees it as it was.
+    """A WeakKeyDictionary whose iterators see it as it was when they began.
 
-    Python's own iterates in Python code, so that even list(dictionary.values()) fails when a key is added meanwhile.
+    Python's own is iterated by Python code, so that even list(dictionary.values()) raises if another thread adds a key
+    meanwhile.
     """
 
     data: dict[weakref.ref[Key], Value]
 
-    # Lists, where a dictionary has views of itself: that is what this class is for.
+    # These return lists instead of views.
     def items(self) -> list[tuple[Key, Value]]:  # type: ignore[override]
-        # A copy of a plain dictionary is made at one stroke.
+        # dict.copy() is atomic.
         return [(key, value) for reference, value in self.data.copy().items() if (key := reference()) is not None]
 
     def keys(self) -> list[Key]:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""How do many users get images from many cards?
+"""Serves images to many users from many cards.
 
-queue: who is served next, and how often it is tried; knows no Ray. ray_serve: replicas that start warm, and HTTP.
+queue: a first-come, first-served queue with retries, without Ray. ray_serve: warm replicas and HTTP, by Ray Serve.
 """

@@ -1,4 +1,4 @@
-"""Requests in the order in which they came, each answered once. Knows no Ray."""
+"""A first-come, first-served queue of image requests, with limits and retries. It does not depend on Ray."""
 from __future__ import annotations
 
 import asyncio
@@ -18,7 +18,7 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 @dataclass(frozen=True)
 class Request:
-    """One image. seed: None draws one, so that a second try makes the same image."""
+    """One image. seed: None draws one; Limits.accept sets it, so that a retry makes the same image."""
 
     prompt: str
     negative_prompt: str = ""
@@ -27,13 +27,14 @@ class Request:
     steps: int = 30
     guidance: float = 7.5
     seed: int | None = None
-    # A misspelt field is refused.
+    # Reject misspelt fields.
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """waiting: requests that are not begun. tries: of one request, where replicas end below it."""
+    """The largest values that a request may have. letters: of both prompts together. waiting: the largest number of
+    requests that are not begun. tries: how often a request is begun if its replica dies."""
 
     pixels: int = 1536 * 1536
     steps: int = 50
@@ -44,7 +45,7 @@ class Limits:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     def accept(self, request: Request) -> Request:
-        """The request with a seed. Raises HTTPException with a sentence."""
+        """The request with a seed. Raises HTTPException 422, with a sentence, above a limit."""
         try:
             Size(request.width, request.height)
         except ValueError as problem:
@@ -60,29 +61,32 @@ class Limits:
 
 
 class Queue:
-    """For one event loop. waiting: how many requests are not begun. answered: how many are over."""
+    """The queue of one event loop. waiting: the number of requests not begun. answered: the number that are over."""
 
     def __init__(self, make: Callable[[Request], Awaitable[bytes | str]], limits: Limits, lanes: int) -> None:
-        """make: the image of a request, or a sentence where it failed; it raises where whoever makes it has ended.
-        lanes: how many are made at the same time."""
+        """make: returns the image of a request, or a sentence if it failed; raises if the replica has died, and is then
+        called again. lanes: how many images are made at the same time."""
         self._make = make
         self._limits = limits
         self._lanes = asyncio.Semaphore(lanes)
-        self.waiting = self.answered = self._making = 0
+        self.waiting = 0
+        self.answered = 0
+        self._making = 0
         self.ending = False
 
     async def ask(self, request: Request) -> tuple[bytes, Request]:
-        """The image, and the request with its seed. Raises HTTPException with a sentence."""
+        """The image, and the request with its seed. Raises HTTPException with a sentence: 422 above a limit, 429 if the
+        queue is full, 500 if the image failed, 503 if the service shuts down or every try failed."""
         request = self._limits.accept(request)
         if self.ending:
-            raise HTTPException(503, "The service is ending.")
+            raise HTTPException(503, "The service is shutting down.")
         if self.waiting >= self._limits.waiting:
             raise HTTPException(429, f"{self.waiting} requests wait already; try again later.")
         self.waiting += 1
         try:
             await self._lanes.acquire()
         finally:
-            # Who has hung up waits no longer.
+            # Also for a client that hung up while it waited.
             self.waiting -= 1
         self._making += 1
         try:
@@ -97,15 +101,15 @@ class Queue:
             try:
                 answer = await self._make(request)
             except Exception:
-                log.warning("an image of %sx%s was not made to its end", request.width, request.height, exc_info=True)
+                log.warning("a replica failed during an image of %sx%s", request.width, request.height, exc_info=True)
                 continue
             if isinstance(answer, str):
                 raise HTTPException(500, answer)
             return answer
-        raise HTTPException(503, f"The image was begun {self._limits.tries} times and never finished.")
+        raise HTTPException(503, f"The image was started {self._limits.tries} times and never finished.")
 
     async def end(self) -> None:
-        """Accept no more, and return when all that wait are answered."""
+        """Accept no more requests, and return when all waiting ones are answered."""
         self.ending = True
         while self.waiting or self._making:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)

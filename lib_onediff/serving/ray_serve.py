@@ -1,4 +1,4 @@
-"""Images over HTTP by Ray Serve: serve run lib_onediff.serving.ray_serve:app model=FOLDER replicas=2."""
+"""Serves images over HTTP with Ray Serve: serve run lib_onediff.serving.ray_serve:app model=FOLDER replicas=2."""
 from __future__ import annotations
 
 import asyncio
@@ -23,19 +23,24 @@ from ..public import compile_pipe, load_folder
 from ..runtime.runtime import runtime
 from .queue import Limits, Queue, Request
 
-# Warm: checked, captured, replayed.
+# Enough for a shape to be checked, captured and replayed.
 WARM_STEPS = 4
 MOST_WARM_SIZES = 8
 FAILURES_UNTIL_REPLACED = 3
 SECONDS_TO_END = 600
-AT_A_REPLICA = 2  # One image is made, and one request is there when it is done.
+# Requests at a replica: the image in progress, and the next one, so that the GPU does not wait for it.
+AT_A_REPLICA = 2
 log = logging.getLogger("onediff")
 
 
 class Config(BaseModel, extra="forbid"):
-    """model: a folder in diffusers' layout. gpus: of a replica; 0: the CPU. cache: the cache folder. sizes, guidance:
-    the warm list, "" the most used. allowed_hosts: by which names it is asked, beside addresses and localhost, "*" any.
-    options: compile_pipe's."""
+    """The arguments of the application.
+
+    model: a folder in diffusers' layout. gpus: for each replica; 0: it computes on the CPU. cache: the cache folder.
+    sizes: the sizes that a replica makes ready before it serves, as "1024x1024, 832x1216"; "": the most used ones.
+    guidance: the CFG scale of these. allowed_hosts: the Host names that requests may have besides IP addresses and
+    localhost, with commas; "*": any. options: keyword arguments of compile_pipe.
+    """
 
     model: str = ""
     replicas: int = 1
@@ -49,16 +54,16 @@ class Config(BaseModel, extra="forbid"):
 
 
 def load(config: Config) -> Any:
-    """The pipeline of a replica."""
+    """The diffusers pipeline of a replica, on its device."""
     device, dtype = ("cuda", torch.float16) if config.gpus else ("cpu", torch.float32)
     return load_folder(Path(config.model).expanduser(), dtype).to(device)
 
 
 class Painter:
-    """One replica. Ray Serve sends it nothing before it is made, and then it is warm."""
+    """One replica, which makes images. It warms up in __init__: Ray Serve sends requests after that."""
 
     def __init__(self, load: Callable[[Config], Any], config: Config) -> None:
-        # One thread for all: what CUDA keeps for a thread is warm too.
+        # One thread makes all images, because CUDA libraries keep handles and workspaces for each thread.
         self._thread = ThreadPoolExecutor(1)
         self._failures = 0
         if config.cache:
@@ -72,18 +77,19 @@ class Painter:
         runtime.keep_history()
 
     async def make(self, request: Request) -> bytes | str:
-        """A PNG, or a sentence where it failed."""
+        """The image as a PNG, or a sentence if it failed."""
         try:
             png = await asyncio.get_running_loop().run_in_executor(self._thread, self._image, request)
         except Exception:
-            log.exception("no image of %sx%s", request.width, request.height)
+            log.exception("an image of %sx%s failed", request.width, request.height)
             self._failures += 1
-            return "The image could not be made; the replica's log says why."
+            return "The image could not be made; the reason is in the replica's log."
         self._failures = 0
         return png
 
     def check_health(self) -> None:
-        """Ray Serve starts another replica where this raises: after some errors, CUDA is of no more use."""
+        """Raise RuntimeError after several failures in a row, so that Ray Serve replaces this replica: some CUDA errors
+        make the process unusable."""
         if self._failures >= FAILURES_UNTIL_REPLACED:
             raise RuntimeError(f"{self._failures} images in a row failed")
 
@@ -98,7 +104,7 @@ class Painter:
 
 
 class Front:
-    """Takes requests over HTTP. It needs no GPU."""
+    """Takes requests over HTTP, and hands them to the replicas. It needs no GPU."""
 
     def __init__(self, painter: Any, config: Config) -> None:
         self.queue = Queue(painter.make.remote, config.limits, config.replicas * AT_A_REPLICA)
@@ -107,20 +113,20 @@ class Front:
         await self.queue.end()
 
 
-# The routes are no methods: of a class's, Ray makes routes anew, and of no kind of ours.
+# Routes are functions, not methods of Front: Ray makes the routes of a class anew, and not as SentenceRoutes.
 def front() -> Front:
-    """The one that answers."""
+    """The Front of this process."""
     return serve.get_replica_context().servable_object
 
 
 async def image(request: Request) -> Response:
-    """A PNG; its seed is in X-OneDiff-Seed."""
+    """The image as a PNG, with its seed in the header X-OneDiff-Seed."""
     png, request = await front().queue.ask(request)
     return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
 
 
 async def ready(response: Response) -> dict[str, Any]:
-    """503 until a replica is warm, and once the service ends."""
+    """The state of the service; status 503 until a replica is warm, and while the service shuts down."""
     status = await asyncio.to_thread(serve.status)
     queue = front().queue
     painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
@@ -131,10 +137,10 @@ async def ready(response: Response) -> dict[str, Any]:
 
 
 def http(config: Config) -> FastAPI:
-    """The routes of a Front, behind the same door as the demo's."""
+    """The HTTP application of a Front, with the demo's checks of origins and Host names (api.gate)."""
     names = {host_name(name.strip()) for name in config.allowed_hosts.split(",")} - {""}
     origins = Origins(strict_host="*" not in names, names=names)
-    # There are no accounts, so identify is left out.
+    # There are no logins, so the gate gets no function that identifies a user.
     gate = Middleware(Gate, origins=origins, largest=LARGEST_LOGIN)
     app = FastAPI(title="OneDiff", middleware=[gate])
     app.router.route_class = SentenceRoute
@@ -144,12 +150,15 @@ def http(config: Config) -> FastAPI:
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """For `serve run` and `serve deploy`. arguments: Config's; those of the cache pack, which is gone, are ignored."""
+    """The application for `serve run` and `serve deploy`.
+
+    arguments: those of Config. pack and digest are ignored: they belonged to the cache pack of earlier versions.
+    """
     return build(Config(**{name: value for name, value in arguments.items() if name not in ("pack", "digest")}))
 
 
 def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Application:
-    """The application. load makes the pipeline where to read a folder does not do."""
+    """The Ray Serve application. load: makes the pipeline of each replica; by default it reads the folder."""
     painter = serve.deployment(Painter).options(
         num_replicas=config.replicas, max_ongoing_requests=AT_A_REPLICA, ray_actor_options={"num_gpus": config.gpus},
         graceful_shutdown_timeout_s=SECONDS_TO_END,
@@ -161,6 +170,6 @@ def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Applica
 
 
 def end(name: str = "default") -> None:
-    """Refuse new requests, answer those that wait, and take the application down."""
+    """Refuse new requests, answer the waiting ones, and delete the application."""
     serve.get_app_handle(name).end.remote().result()
     serve.delete(name)

@@ -1,4 +1,4 @@
-"""The uses, checks, measurements and pins of this machine, of this process and of earlier ones."""
+"""The history that outlives the process: uses of shapes, results of checks, measured choices, and pins."""
 from __future__ import annotations
 
 import atexit
@@ -23,28 +23,30 @@ from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, WantedSize, parse_size
 from ..core.table import Entry
 from .store import Store
 
-# The one thing that says where the cache folder is.
+# The environment variable that names the cache folder.
 CACHE_VARIABLE = "ONEDIFF_CACHE"
-# Findings come in bursts: one write for all.
+# Findings come in bursts: one transaction writes those of this interval.
 WRITE_AFTER_SECONDS = 2.0
-# The kinds of findings. What users chose holds on every machine.
+# The kinds of findings: results of checks, measured choices, and pins. Pins hold on every machine.
 VERDICTS = "verdict"
 TUNED = "tuned"
 CHOSEN = "chosen"
 KINDS = (VERDICTS, TUNED, CHOSEN)
-# Which errors a check accepts: another rule is another name, and earlier verdicts are not found any more.
+# The version of the rule by which a check accepts errors. It is part of a verdict's name, so that a new rule does not
+# find verdicts of an older one.
 CHECK = "check 2"
-# What is saved last has the highest rowid, whatever the clock says.
+# REPLACE gives the latest finding the highest rowid, whatever the clock shows.
 SAVE = "REPLACE INTO finding VALUES (?, ?, ?, ?)"
 FINDINGS = "SELECT name, value FROM finding WHERE machine IN (?, '') AND kind = ? ORDER BY rowid"
-# Uses add up; of the rest the latest that is known counts.
+# Uses add up. In every other column the latest known value replaces the earlier one.
 RECORD = """
     INSERT INTO history VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (machine, architecture, model, resolution, batch, tokens, dtype) DO UPDATE SET
     uses = uses + excluded.uses, last_used = excluded.last_used,
     step_ms = coalesce(excluded.step_ms, step_ms), host_ms = coalesce(excluded.host_ms, host_ms),
     relative_error = coalesce(excluded.relative_error, relative_error)"""
-# Beside max() SQLite gives the other columns of the same row. What is of another type was not written by us.
+# With max(last_used), SQLite takes the bare columns from the row that has the maximum. Rows with values of other types
+# were not written by OneDiff, and are left out.
 ROWS = """
     SELECT architecture, model, resolution, batch, tokens, dtype, sum(uses), max(last_used), step_ms, host_ms,
     relative_error FROM history WHERE (machine = ? OR ?)
@@ -56,10 +58,11 @@ ROWS = """
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """Uses of a shape, summed. Times are medians in milliseconds; None is not known yet.
+    """Uses of a shape, summed.
 
-    resolution: in pixels, as "512x768". batch: the UNet's. last_used: time.time(). relative_error: how far our output
-    was from the host's at the first use.
+    model: its name for users ("SD1"). resolution: in pixels, as "512x768". batch: the UNet's. last_used: time.time().
+    step_ms, host_ms: medians of our steps and of the host's. relative_error: of our output against the host's in the
+    first check. All three None if unknown.
     """
 
     architecture: str
@@ -76,34 +79,37 @@ class HistoryRow:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The fields that are equal in two rows of the same shape."""
+        """The fields that identify the shape, from architecture to dtype."""
         return dataclasses.astuple(self)[:6]
 
 
 def chosen_folder() -> Path | None:
-    """The cache folder that the environment names; None if it names none."""
+    """The cache folder from the environment variable; None if it is not set."""
     chosen = os.environ.get(CACHE_VARIABLE, "").strip()
     return Path(chosen).expanduser().absolute() if chosen else None
 
 
 class History:
-    """Kept in memory and, from open() on, in a folder. Only pin(), commit() and forget() wait for the
-    disk; the rest is written by a thread."""
+    """The history in memory and, from open() on, in a folder.
+
+    Only pin(), commit() and forget() wait for the disk; a thread writes everything else.
+    """
 
     def __init__(self) -> None:
         self._store: Store | None = None
-        # The history names no card: its times are this one's.
-        self._gpu = self._machine = ""
+        # Rows of the history have no column for the card: times are kept for this one alone.
+        self._gpu = ""
+        self._machine = ""
         self._findings: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
         self._host_ms: dict[tuple[Any, ...], float] = {}
         self._writer: threading.Timer | None = None
-        # Pages, the pre-warm queue and images note findings at once. Not held while the disk is waited for.
+        # Pages, the pre-warm queue and images add findings from several threads. It is not held during disk access.
         self._lock = threading.RLock()
         self._opening = threading.Lock()
 
     @property
     def trouble(self) -> str | None:
-        """The problem of the cache folder, in a sentence for the user; None if it has none."""
+        """What is wrong with the cache folder, as a sentence for the user; None if nothing is."""
         store = self._store
         return None if store is None else store.trouble
 
@@ -115,14 +121,16 @@ class History:
 
     @property
     def is_shared_with_newer(self) -> bool:
-        """Whether a newer version of OneDiff keeps files in the folder, which no purge deletes."""
+        """Whether a newer version of OneDiff has files in the folder. A purge does not delete these."""
         store = self._store
         return store is not None and store.is_shared_with_newer
 
     def open(self, folder: Path, gpu: str = "cpu", machine: str = "") -> None:
-        """Remember in this folder until close(), or the end of the process; safe to call again with the same one.
+        """Load the history of this folder, and write to it until close() or the end of the process. Safe to call again
+        with the same folder.
 
-        gpu: whose times are kept. machine: what else they depend on, and verdicts and tuned choices, as a digest.
+        gpu: the name of the card; times of other cards are not kept. machine: a digest of everything else that times,
+        verdicts and tuned choices depend on, such as the driver and torch.
         """
         with self._opening:
             if self.folder == folder:
@@ -139,11 +147,11 @@ class History:
                     known = self._findings[kind]
                     self._findings[kind] = found
                 for name, value in known.items():
-                    self._find(kind, name, value)
+                    self._remember(kind, name, value)
             self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
 
     def close(self) -> None:
-        """Write what is left, and remember nothing on the disk from now on."""
+        """Write everything that is pending. From now on, the history is in memory alone."""
         atexit.unregister(self.close)
         with contextlib.suppress(NotKept):
             self.commit()
@@ -152,58 +160,64 @@ class History:
     # --- uses and times -------------------------------------------------------------------------------------------
 
     def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:
-        """Take down what was used since the last call.
+        """Record the uses and times of these entries since the last call.
 
-        in_images: False for what was used to make it ready: it is remembered with its times, but not as a use.
+        in_images: False for warm-ups: their times are recorded, and no uses.
         """
         for entry in entries if self._store is not None else ():
             with self._lock:
                 uses = entry.uses - entry.kept_uses
                 entry.kept_uses = entry.uses
-            # A cached pass is in the mean of the whole shape's: half a step has no row of its own on the disk.
+            # A cached pass has no row of its own: its steps are part of the mean times of the whole shape.
             if uses > 0 and not entry.key.is_cached_pass:
                 row = history_row(entry, uses if in_images else 0)
                 self.record(row if self._is_of(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
 
     def record(self, row: HistoryRow) -> None:
-        """Add to the history."""
+        """Add a row's uses to those of its shape, and replace its times."""
         self._write_soon(RECORD, self._machine, *dataclasses.astuple(row))
 
     def rows(self, every_machine: bool = False) -> list[HistoryRow]:
-        """What is remembered for this machine, the most used first. every_machine: also what was used under another
-        driver, torch or version of ours; of the times, those that came last."""
+        """The rows of this machine, the most used first.
+
+        every_machine: sum them with those of other drivers and versions of torch and OneDiff; times are the latest.
+        """
         store = self._store
         found = [] if store is None else store.read(ROWS, self._machine, every_machine)
         return [HistoryRow(*values) for values in found]
 
     def most_used(self, model: str | None, count: int) -> list[WantedSize]:
-        """The sizes that this model ("SD1") has made the most UNet calls at, here before and after updates, the most
-        used first: each resolution once, with the number of images and the prompt's length that were the most usual
-        there."""
+        """The sizes at which this model ("SD1") had the most UNet calls, the most used first, whatever driver and
+        versions were in use.
+
+        Each resolution comes once, with the batch size and the prompt length that were used most often there.
+        """
         by_resolution: dict[str, Counter[tuple[int, int]]] = {}
         for row in self.rows(every_machine=True):
             if row.model == model and row.uses and row.tokens:
-                # With guidance, a UNet call has two rows for each image.
+                # With classifier-free guidance, a UNet call has two rows for each image.
                 images = row.batch if row.batch % 2 else row.batch // 2
                 by_resolution.setdefault(row.resolution, Counter())[images, row.tokens] += row.uses
         found = []
         for resolution in sorted(by_resolution, key=lambda resolution: -by_resolution[resolution].total()):
             ((images, tokens), _), = by_resolution[resolution].most_common(1)
-            # What an extension has drawn at may be no size that a user could ask for.
+            # An extension may have used a size that is none of those that a user can choose.
             with contextlib.suppress(ValueError):
                 size = Size(parse_size(resolution).width, parse_size(resolution).height, images)
                 found.append(WantedSize(size, tokens if tokens in TOKEN_CHOICES else TOKENS))
         return found[:count]
 
     def _is_of(self, entry: Entry) -> bool:
-        """Whether an entry's times may be kept: they are not another card's."""
+        """Whether the entry's times are of the card whose times are kept."""
         return card_name(entry.key.device) in (self._gpu, entry.key.device.type)
 
-    # --- what was found and chosen --------------------------------------------------------------------------------
+    # --- findings -------------------------------------------------------------------------------------------------
 
     def recall(self, entry: Entry) -> bool:
-        """Whether this shape was checked over these weights on this machine before, by whichever process; then the
-        entry knows how far our output was from the host's, and how long the host took."""
+        """Whether any process on this machine has checked this shape with these weights before.
+
+        If so, writes the relative error of that check and the host's time into the entry.
+        """
         error = self._findings[VERDICTS].get(verdict_name(entry))
         if not is_error(error):
             return False
@@ -214,18 +228,17 @@ class History:
         return True
 
     def keep_verdict(self, entry: Entry) -> None:
-        """Remember an entry's relative error, so that no process need check again. One that is not finite is not kept.
-        """
+        """Keep an entry's relative error, so that later processes need not check again. Ignored unless it is finite."""
         if is_error(entry.relative_error):
-            self._find(VERDICTS, verdict_name(entry), entry.relative_error)
+            self._remember(VERDICTS, verdict_name(entry), entry.relative_error)
 
     def tuned(self) -> dict[str, Any]:
         """The choices that were measured to be the fastest here, by name; see core.card.TuningCache.attach."""
         return self._findings[TUNED].copy()
 
     def tune(self, name: str, value: Any) -> None:
-        """Remember what was measured to be best. Raises TypeError if JSON cannot hold it."""
-        self._find(TUNED, name, value)
+        """Keep the choice that was measured to be fastest. Raises TypeError if JSON cannot hold the value."""
+        self._remember(TUNED, name, value)
 
     def pins(self) -> frozenset[tuple[str, str]]:
         """Every pinned (model, resolution), as ("SD1", "512x512")."""
@@ -234,12 +247,13 @@ class History:
         return frozenset((words[2], words[1]) for words in pinned if len(words) == 3)
 
     def pin(self, model: str, resolution: str, pinned: bool) -> None:
-        """Pin, or unpin; it is on the disk when this returns. Raises NotKept where later processes will not know."""
-        self._find(CHOSEN, pin_name(model, resolution), pinned)
+        """Pin or unpin a resolution of a model; it is on the disk when this returns. Raises NotKept if it could not be
+        written: then it holds in this process alone."""
+        self._remember(CHOSEN, pin_name(model, resolution), pinned)
         self.commit()
 
-    def _find(self, kind: str, name: str, value: Any) -> None:
-        """Remember a value under a name, in place of what was there."""
+    def _remember(self, kind: str, name: str, value: Any) -> None:
+        """Set the finding of this kind and name."""
         encoded = json.dumps(value)
         with self._lock:
             self._findings[kind][name] = value
@@ -248,8 +262,8 @@ class History:
     # --- the disk -------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Write what is to be remembered, now. Raises NotKept where it is not on the disk then; where nothing is
-        remembered, nothing was promised."""
+        """Write everything that is pending to the disk now. Raises NotKept if that fails. Does nothing without a
+        folder."""
         store = self._store
         if store is not None:
             store.commit()
@@ -258,22 +272,22 @@ class History:
         self, resolutions: Collection[str] | None = None, model: str | None = None,
         architectures: Collection[str] = (),
     ) -> None:
-        """Forget these resolutions ("512x512") with their verdicts, or all, of this model ("SD1"), or of all models, on
-        every machine. Raises NotKept.
+        """Delete the rows and verdicts of these resolutions ("512x512") of this model ("SD1"), on every machine. None
+        stands for all. Raises NotKept if the disk could not be written.
 
-        architectures: whose verdicts are the model's, besides those that the history names. Without a choice, what was
-        tuned goes as well; what users chose stays.
+        Without both arguments, tuned choices are deleted as well. Pins always stay. architectures: those whose verdicts
+        belong to the model, besides those in the history.
         """
         everything = resolutions is None and model is None
         rows = self.rows(every_machine=True) if model else ()
         names = {model, *architectures, *(row.architecture for row in rows if row.model == model)}
 
         def goes(resolution: str, name: str) -> bool:
-            """name: of a model or an architecture."""
+            """Whether a row or verdict is deleted. name: the model's or the architecture's."""
             return (resolutions is None or resolution in resolutions) and (model is None or name in names)
 
         def is_gone(verdict: str) -> bool:
-            # Of a name that was damaged, a part may be missing.
+            # A damaged name may lack parts.
             parts = [*verdict.split(" ", 2), "", ""]
             return goes(parts[0], parts[1])
 
@@ -304,7 +318,7 @@ class History:
         store = self._store
         if store is None:
             return
-        # A file's name may hold what UTF-8 cannot.
+        # A model is named after its file, whose name may not be valid UTF-8.
         clean = (value.encode("utf-8", "replace").decode() if isinstance(value, str) else value for value in values)
         store.add(statement, *clean)
         with self._lock:
@@ -316,7 +330,7 @@ class History:
             try:
                 self._writer.start()
             except RuntimeError:
-                # While the process ends no thread begins any more, and close() writes.
+                # A process that is ending starts no threads. close() writes then.
                 self._writer = None
 
     def _write(self) -> None:
@@ -327,12 +341,12 @@ class History:
 
 
 def findings_of(rows: Iterable[tuple]) -> dict[str, Any]:
-    """Stored (name, value), the last saved last, as values by name. Anybody may have written them."""
+    """The values by name of rows (name, JSON), the oldest first. Rows that are not valid JSON are left out."""
     found = {}
     for name, value in rows:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             found[str(name)] = json.loads(value)
-    # OneDiff 0.2.0 kept one list of pins; what was chosen since counts more.
+    # OneDiff 0.2.0 kept one list of pins. Later choices replace it.
     before = found.pop("pinned", None)
     for pair in before if isinstance(before, list) else ():
         if isinstance(pair, list) and len(pair) == 2:
@@ -345,8 +359,8 @@ def pin_name(model: str, resolution: str) -> str:
 
 
 def verdict_name(entry: Entry) -> str:
-    """The name of a verdict: first resolution and architecture, by which it is purged; the digest tells the rest, the
-    weights and the card included."""
+    """The name of a verdict: resolution and architecture first, because a purge selects by them; the digest covers the
+    whole key, the weights and the card."""
     key = entry.key
     label = f"{key!r} {entry.weights} on {card_name(key.device)}, {CHECK}"
     digest = hashlib.sha256(label.encode()).hexdigest()[:16]
@@ -362,11 +376,11 @@ def is_error(value: Any) -> bool:
 
 
 def history_row(entry: Entry, uses: int) -> HistoryRow:
-    """An entry as the store keeps it, with the uses that are new. Its times are the means over all steps of its last
-    image; the entry's own before the first.
+    """The row of an entry, with this number of new uses. Times are means over all steps of its last image; before the
+    first image, the medians of the entry's stopwatches.
 
-    Two times together are a ratio to whoever reads them: the host's is kept only where both were timed often enough,
-    and ours not beside one of the host's that is kept already, before it is. Alone it tells how long a call may take.
+    A reader divides the two times of a row. So the host's time is set only if both were measured often enough, and ours
+    is left out until then if an earlier host time is stored already. Our time alone shows how long a call takes.
     """
     key = entry.key
     step_ms, host_ms, ratio = entry.in_image or (entry.own.median_ms, entry.host.median_ms, entry.ratio)

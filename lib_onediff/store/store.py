@@ -1,4 +1,4 @@
-"""One SQLite file in the cache folder. Processes share it, and each may be killed at any moment."""
+"""One SQLite file in the cache folder. Several processes share it, and each may be killed at any moment."""
 from __future__ import annotations
 
 import contextlib
@@ -17,13 +17,13 @@ from ..core.refusal import NotKept
 Statement = tuple[str, Sequence[Any]]
 
 APPLICATION_ID = 0x0D1FF001
-# A new schema gets a new number and with it files of its own: two versions of OneDiff may share a folder.
+# The schema's number, which is part of the file name: versions of OneDiff with different schemas can share a folder.
 VERSION = 2
 NAME = f"onediff-{VERSION}-"
 ENDING = ".sqlite3"
 ALL_STORES = "onediff-[0-9]*"
 VERSION_OF = re.compile(r"onediff-(\d+)-")
-# machine: a fingerprint's digest, "" for every machine. value: JSON.
+# machine: the digest of a machine's fingerprint; "" for all machines. value: JSON.
 SCHEMA = (
     """CREATE TABLE history (machine TEXT NOT NULL, architecture TEXT NOT NULL, model TEXT NOT NULL,
        resolution TEXT NOT NULL, batch INTEGER NOT NULL, tokens INTEGER NOT NULL, dtype TEXT NOT NULL,
@@ -33,43 +33,46 @@ SCHEMA = (
        PRIMARY KEY (machine, kind, name))""",
     f"PRAGMA application_id = {APPLICATION_ID}", f"PRAGMA user_version = {VERSION}",
 )
-# Our tables, and what belongs to them: triggers, indices and columns that somebody has added included.
+# MADE_OF selects everything that belongs to our tables, with triggers, indices and columns that others have added.
 TABLES = ("history", "finding")
 MADE_OF = f"SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE tbl_name IN {TABLES}"
-# How many of which rows stay, the newest: images with ever other LoRAs, and updates of OneDiff, leave some behind.
+# (table, column for the age, condition, how many of the newest rows stay). Rows would pile up without a limit: each
+# combination of LoRAs and each update of OneDiff has verdicts of its own.
 LIMITS = (
     ("history", "last_used", "1", 3000),
     *(("finding", "rowid", f"kind = '{kind}'", 5000) for kind in ("verdict", "tuned")),
 )
-# Parts of SQLite's messages where the disk refuses, not the file. Python 3.10 knows its result codes by text alone.
+# Parts of SQLite's messages about the disk or a lock, where the file itself is fine. Python 3.10 has no result codes.
 REFUSALS = ("is locked", "locking protocol", "is full", "readonly", "unable to open", "disk I/O")
-# How many new files may be damaged too before we give up, and how much stays in memory while it cannot be written.
+# The number of files tried in a row if each is damaged.
 STORES_TRIED = 3
+# The largest number of statements that wait in memory while the disk cannot be written.
 PENDING = 4096
-# A lock that did not go away while we waited must not hold up every image.
+# How long to wait for another program's lock. After a wait in vain, later ones are short, so that images do not stall.
 BUSY_SECONDS = 5.0
 BUSY_SECONDS_IN_TROUBLE = 0.05
 
 
 class Unusable(Exception):
-    """The file cannot be used now; the message is the cause, to follow a colon."""
+    """The file cannot be used now. The message is the cause, worded to follow a colon."""
 
 
 class Damaged(Exception):
-    """The file is not a store, or no longer."""
+    """The file is damaged, or another program's."""
 
 
 class Store:
-    """Statements wait in memory until commit(). Those that fail stay there, trouble says why, and the next access tries
-    again. Any thread may use it.
+    """SQL statements that wait in memory until commit() writes them. If that fails, they stay in memory, `trouble` has
+    the cause, and the next access tries again. Safe in any thread.
 
-    Every access opens the file anew: a user may delete it between two images. Files are numbered, and the highest is
-    the store: where it is damaged, the next one is begun. To rename it would not be safe: SQLite finds a journal by
-    the name of its database, and another process that has the old one open would take the journal of the new one.
+    Every access opens the file anew, because a user may delete it between two images. Files are numbered, and the one
+    with the highest number is used; after damage, a file with the next number is begun. The damaged file is not
+    renamed: SQLite finds a journal by the name of its database, so another process that has the old file open would
+    take the journal of the new one.
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: made if need be."""
+        """folder: created if it is missing."""
         self.folder = folder
         self._pending: deque[Statement] = deque(maxlen=PENDING)
         self._lock = threading.Lock()
@@ -81,9 +84,12 @@ class Store:
 
     @property
     def trouble(self) -> str | None:
-        """The problem of this store, in one sentence for the user; None if it has none."""
+        """What is wrong with the store, as a sentence for the user; None if nothing is."""
         if self._cause:
-            return f"What OneDiff learns about resolutions is forgotten when this WebUI is closed: {self._cause}."
+            return (
+                "Checks, measurements and pins of resolutions cannot be saved, and what OneDiff learns "
+                f"is forgotten when this WebUI is closed: {self._cause}."
+            )
         return self._damage or None
 
     @property
@@ -94,16 +100,17 @@ class Store:
         return self.folder / f"{NAME}{max(self._number, *numbers, 0)}{ENDING}"
 
     def add(self, statement: str, *values: Any) -> None:
-        """Have something written. Never waits for the disk."""
+        """Add a statement for the next commit(). Never waits for the disk."""
         self._pending.append((statement, values))
 
     def commit(self, work: Callable[[sqlite3.Connection], object] | None = None) -> None:
-        """Write all that was added before, and do this work, in one transaction, which survives a killed process. Takes
-        some 20 ms; five seconds the first time that another program has locked the file. Raises NotKept where it is not
-        on the disk then."""
+        """Run all added statements, and work(connection), in one transaction. Raises NotKept if that fails.
+
+        Takes about 20 ms, and BUSY_SECONDS the first time that another program has locked the file.
+        """
         with self._lock:
             for _ in range(STORES_TRIED):
-                # At one stroke: another thread may add.
+                # One atomic copy, because another thread may add statements meanwhile.
                 path = self.path
                 pending = self._pending.copy()
                 if not (work or pending or self._cause):
@@ -111,9 +118,9 @@ class Store:
                 try:
                     with opened(path, "rwc", self._busy_seconds) as connection:
                         if not is_ours(connection):
-                            # With it a purge gives the disk back; without effect once a table exists.
+                            # A purge then shrinks the file. It has no effect once a table exists.
                             connection.execute("PRAGMA auto_vacuum = FULL")
-                        # Not every file system has the shared memory of a write-ahead log, which OneDiff 0.2.0 kept.
+                        # Not every file system supports the shared memory of a write-ahead log. OneDiff 0.2.0 used one.
                         connection.execute("PRAGMA journal_mode = DELETE")
                         connection.execute("BEGIN IMMEDIATE")
                         with connection:
@@ -128,16 +135,16 @@ class Store:
                     break
                 self._cause = ""
                 for written in pending:
-                    # Where too many wait, the oldest are gone already.
+                    # Beyond PENDING statements, the oldest have left the queue already.
                     with contextlib.suppress(ValueError):
                         self._pending.remove(written)
                 return
             else:
                 self._cause = f"the store in {self.folder} is damaged"
-            raise NotKept(f"This holds until the WebUI ends, because it cannot be written to the disk: {self._cause}.")
+            raise NotKept(f"This is kept until the WebUI is closed, but cannot be written to the disk: {self._cause}.")
 
     def read(self, statement: str, *values: Any) -> list[tuple]:
-        """The rows of a SELECT, with all that was added; without it where it cannot be written."""
+        """The rows of a SELECT, after a commit(). No rows if the file cannot be read."""
         with contextlib.suppress(NotKept):
             self.commit()
         path = self.path
@@ -147,13 +154,13 @@ class Store:
         except Damaged:
             self._set_aside(path)
         except Unusable:
-            # trouble says why.
+            # The commit() above has noted the cause.
             pass
         return []
 
     def delete(self) -> None:
-        """Delete the files that were set aside and those of earlier versions; what cannot be deleted stays."""
-        # In this order: another process may begin a file meanwhile.
+        """Delete damaged files and those of earlier versions. Files that cannot be deleted stay."""
+        # The list comes before the current name: a file that another process begins in between is not in the list.
         files = self._files(ALL_STORES)
         current = self.path.name
         for file in files:
@@ -163,18 +170,18 @@ class Store:
         self._damage = ""
 
     def size_bytes(self) -> int:
-        """What lies on the disk, the files set aside and those of earlier versions included, and not what a newer
-        version keeps here."""
+        """Bytes of the files on the disk, with damaged ones and those of earlier versions; without those of a newer
+        version, which delete() would not remove."""
         size = 0
         for file in (one for one in self._files(ALL_STORES) if not is_newer(one)):
-            # SQLite's journal comes and goes.
+            # A journal of SQLite may be gone by now.
             with contextlib.suppress(OSError):
                 size += file.lstat().st_size
         return size
 
     @property
     def is_shared_with_newer(self) -> bool:
-        """Whether a newer version of OneDiff keeps files in this folder."""
+        """Whether a newer version of OneDiff has files in this folder."""
         return any(map(is_newer, self._files(ALL_STORES)))
 
     @property
@@ -182,11 +189,11 @@ class Store:
         return BUSY_SECONDS_IN_TROUBLE if self._cause else BUSY_SECONDS
 
     def _set_aside(self, path: Path) -> None:
-        """Leave a damaged file where it lies: all that notice it go on in the one with the next number."""
+        """Continue in the file with the next number. The damaged file stays, so that every process finds the same."""
         self._number = int(path.name[len(NAME):-len(ENDING)]) + 1
         self._damage = (
-            "OneDiff's store of resolutions was damaged, so a new one was begun; the old one is kept as "
-            f"{path.name} in {self.folder}."
+            "OneDiff's file of checked and pinned resolutions was damaged, so a new one was begun; the old one is kept "
+            f"as {path.name} in {self.folder}."
         )
 
     def _files(self, pattern: str) -> list[Path]:
@@ -197,21 +204,21 @@ class Store:
 
 @contextlib.contextmanager
 def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Connection]:
-    """A connection to a file of ours. mode: "rwc" makes the file, "rw" does not.
+    """A connection to the file. mode: "rwc" creates the file if it is missing, "rw" does not.
 
-    Raises Damaged, Unusable, also for what SQLite says to the statements inside.
+    Raises Damaged or Unusable, also for errors of the statements that run inside.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         for file in (path, *(Path(f"{path}{ending}") for ending in ("-shm", "-wal", "-journal"))):
-            # Python 3.12 knows Windows' junctions.
+            # os.path.isjunction is new in Python 3.12.
             if file.is_symlink() or getattr(os.path, "isjunction", lambda _: False)(file):
-                # SQLite would follow it, and write to somebody else's file.
+                # SQLite would follow the link and write to another program's file.
                 raise Unusable(f"{file} is a link, which OneDiff does not follow: delete it")
             if file.exists() and not file.is_file():
-                # SQLite would wait for a pipe.
-                raise Unusable(f"{file} is no file: delete it")
-        # A network share's server belongs to the path: SQLite knows no hosts.
+                # SQLite would hang on a named pipe.
+                raise Unusable(f"{file} is not a regular file: delete it")
+        # SQLite refuses a URI with a host, so the server of a network share becomes part of the path.
         address = re.sub(r"^file://(?=[^/])", "file:////", path.absolute().as_uri()) + f"?mode={mode}"
         found = sqlite3.connect(address, timeout=busy_seconds, isolation_level=None, uri=True)
         with contextlib.closing(found) as connection:
@@ -222,22 +229,26 @@ def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Conne
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         if any(text in str(error) for text in REFUSALS):
             raise Unusable(f"{path.parent} cannot be written ({error})") from error
-        # Our statements are right, so the tables are not ours. SQLite quotes damaged bytes in its messages.
+        # Our statements are valid, so these errors mean that the file is not ours or damaged. UnicodeDecodeError comes
+        # from damaged bytes that SQLite quotes in its message.
         if type(error) in (sqlite3.OperationalError, sqlite3.DatabaseError, UnicodeDecodeError):
             raise Damaged from error
         raise
 
 
 def is_newer(file: Path) -> bool:
-    """Whether a file in the folder is a newer version's."""
+    """Whether a file in the folder belongs to a newer version of OneDiff."""
     version = VERSION_OF.match(file.name)
     return version is not None and int(version[1]) > VERSION
 
 
 def is_ours(connection: sqlite3.Connection) -> bool:
-    """Whether the database has our tables; False for an empty one. Raises Damaged for another program's, and where
-    somebody has changed ours: a trigger or a column more may refuse what we write."""
-    # In one statement, which sees one state: another process may be making the tables just now.
+    """Whether the database has our tables; False for an empty one.
+
+    Raises Damaged for another program's, or if our tables were changed: an added trigger or column could reject our
+    rows.
+    """
+    # One statement sees one state of the file. Between two, another process could create the tables.
     *marks, count = connection.execute(
         "SELECT *, (SELECT count(*) FROM sqlite_master) FROM pragma_application_id, pragma_user_version"
     ).fetchone()
@@ -250,13 +261,13 @@ def is_ours(connection: sqlite3.Connection) -> bool:
 
 
 def made_of(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
-    """(type, name, statement) of all that belongs to our tables."""
+    """(type, name, SQL statement) of everything that belongs to our tables."""
     return frozenset((kind, name, " ".join(sql.split())) for kind, name, sql in connection.execute(MADE_OF))
 
 
 @functools.cache
 def expected() -> frozenset[tuple[str, str, str]]:
-    """Our schema as SQLite stores it."""
+    """What made_of() returns for our own schema."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         for statement in SCHEMA:
             connection.execute(statement)
@@ -264,13 +275,13 @@ def expected() -> frozenset[tuple[str, str, str]]:
 
 
 def check(connection: sqlite3.Connection) -> None:
-    """Read everything. Raises Damaged."""
+    """Run SQLite's integrity check over the whole file. Raises Damaged if it fails."""
     if connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
         raise Damaged
 
 
 def write(connection: sqlite3.Connection, pending: Iterable[Statement]) -> None:
-    """Make the tables where there are none, write what waits, and keep to the limits."""
+    """Create the tables in an empty file, run the pending statements, and delete the oldest rows beyond LIMITS."""
     for statement in () if is_ours(connection) else SCHEMA:
         connection.execute(statement)
     for waiting in pending:

@@ -77,7 +77,7 @@ def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch
     else:
         (tmp_path / "skimage.py").write_text("raise ValueError('numpy.dtype size changed')\n")
         monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match="^Without scikit-image, images are not measured .*pip install scikit-image"):
+    with pytest.raises(ValueError, match="^Images cannot be compared without scikit-image .*pip install scikit-image"):
         compare(bytes_of(painted()), bytes_of(painted()))
 
 
