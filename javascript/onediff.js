@@ -1,6 +1,6 @@
-/* The Cache page: asks the server for what is new while it can be seen, and keeps what the user has opened, selected and
-   focused when a part of it is drawn anew. The server's half is lib_onediff/ui/cache/panel.py. Comparing is looked at too,
-   while it goes on. */
+/* The pages Cache and Compare: ask the server for what is new while they can be seen, and keep what the user has opened,
+   selected and focused when a part of them is drawn anew. The server's half is lib_onediff/ui/cache/panel.py and
+   lib_onediff/ui/compare/tab.py; both show the list of jobs of lib_onediff/ui/jobs.py. */
 "use strict";
 
 window.onediff = (() => {
@@ -10,13 +10,20 @@ window.onediff = (() => {
     const isSeen = (element) => element !== null && element.offsetParent !== null;
 
     const selectedKeys = new Set(), openKeys = new Set();
-    let focused = null, cancelled = [], asked = 0, looked = 0, wasSeen = false, server;
+    // The id of its root and of the hidden button that asks for what is new.
+    const PAGES = [["onediff_cache", "onediff_look"], ["onediff_compare", "onediff_compare_look"]];
+    const JOB_BUTTONS = "[data-onediff-job], [data-onediff-show], [data-onediff-clear]";
+    const askedAt = {}, wasSeen = {};
+    let focused = null, cancelled = [], clear = false, shown = 0, server;
 
     // --- what is kept when a part is drawn anew ---
 
     function keyOf(element) {
         if (!element || !element.matches) return null;
-        if (element.dataset.onediffJob) return `[data-onediff-job="${element.dataset.onediffJob}"]`;
+        if (element.matches(JOB_BUTTONS)) {
+            const {onediffJob: job, onediffShow: show} = element.dataset;
+            return job ? `[data-onediff-job="${job}"]` : show ? `[data-onediff-show="${show}"]` : "[data-onediff-clear]";
+        }
         if (element.matches("input[data-onediff-every]")) return "input[data-onediff-every]";
         if (element.matches(".onediff-table input")) return `.onediff-table input[value="${CSS.escape(element.value)}"]`;
         if (element.matches("details[data-onediff-key] > summary"))
@@ -37,7 +44,7 @@ window.onediff = (() => {
         const none = selectedKeys.size === 0;
         const idle = {
             pin: none, unpin: none, purge: none, purge_all: !shown.length, release: !shown.length,
-            prewarm_cancel: !find("[data-onediff-job]"),
+            prewarm_cancel: !find("[data-onediff-kind=prewarm] [data-onediff-job]"),
         };
         for (const [name, disabled] of Object.entries(idle)) {
             const button = find(`#onediff_${name}`);
@@ -46,9 +53,17 @@ window.onediff = (() => {
             button.disabled = disabled;
         }
         if (focused && !isSeen(document.activeElement)) {
-            const again = find(focused) || (focused.startsWith("[data-onediff-job=") && find("[data-onediff-job]"));
+            const again = find(focused) || (focused.startsWith("[data-onediff-") && find(JOB_BUTTONS));
             (again || nearest()).focus({preventScroll: true});
         }
+    }
+
+    // Of the Compare page: its list of jobs is all that is drawn anew.
+    function restoreFocusInCompare() {
+        if (!focused || isSeen(document.activeElement) && document.activeElement !== document.body) return;
+        const inCompare = (selector) => document.querySelector(`#onediff_compare ${selector}`);
+        const again = inCompare(focused) || inCompare("#onediff_compare_start");
+        if (isSeen(again)) again.focus({preventScroll: true});
     }
 
     const nearest = () => find(".onediff-table") || find("#onediff_prewarm");
@@ -68,11 +83,25 @@ window.onediff = (() => {
         restore();
     });
     document.addEventListener("click", (event) => {
-        const button = event.target.closest && event.target.closest("#onediff_cache [data-onediff-job]");
+        if (!event.target.closest) return;
+        // The newest is what somebody wants to see who begins one.
+        if (event.target.closest("#onediff_compare_start")) shown = 0;
+        const button = event.target.closest(JOB_BUTTONS.replaceAll("[", "#tab_onediff ["));
         if (!button) return;
-        cancelled.push(Number(button.dataset.onediffJob));
-        asked = 0;
+        const {onediffJob: job, onediffShow: show} = button.dataset;
+        if (job) cancelled.push(Number(job));
+        else if (show) showComparison(Number(show));
+        else clear = true;
+        for (const [root] of PAGES) askedAt[root] = 0;
     });
+
+    function showComparison(id) {
+        shown = id;
+        if (isSeen(document.getElementById("onediff_compare"))) return;
+        const tabs = [...document.querySelectorAll("#onediff_pages button")];
+        const tab = tabs.find((button) => button.textContent.trim() === "Compare");
+        if (tab) tab.click();
+    }
 
     // --- asking the server ---
 
@@ -100,50 +129,63 @@ window.onediff = (() => {
         return Object.fromEntries(found.filter(([, field]) => field).map(([name, field]) => [name, field.value]));
     }
 
+    // What its accordion holds: as it is shown, or, where gradio has not made it yet, as its title has it.
+    function accordion() {
+        const box = document.querySelector("#onediff_txt2img_enabled input");
+        const title = document.querySelector("#onediff_txt2img_set_here [data-onediff-set-here]");
+        const [preset, text] = title ? JSON.parse(title.dataset.onediffSetHere) : [];
+        const field = document.querySelector("#onediff_txt2img_changes :is(textarea, input)");
+        const held = {enabled: box ? box.checked : undefined, preset, changes: field ? field.value : text};
+        return Object.fromEntries(Object.entries(held).filter(([, value]) => value !== undefined && value !== null));
+    }
+
     function sayWhatIsAsked() {
         const place = document.querySelector("[data-onediff-asked]");
         if (!isSeen(place)) return;
-        const {width, height, steps, sampling, seed, prompt} = txt2img();
-        const text = `Now: ${width}x${height}, ${steps} steps of ${sampling}, seed ${seed}, ${prompt ? `“${prompt}”` : "no prompt"}.`;
+        const {width, height, steps, sampling, seed, prompt} = txt2img(), {enabled, preset, changes} = accordion();
+        const title = document.querySelector("#onediff_txt2img_set_here .onediff-set-here");
+        const here = enabled === false ? "off" : title ? [preset, changes].filter((part) => part).join("; ") : "";
+        const asked = `${width}x${height}, ${steps} steps of ${sampling}, seed ${seed}, ${prompt ? `“${prompt}”` : "no prompt"}`;
+        const text = `Now: ${asked}${here ? `; OneDiff there: ${here}` : ""}.`;
         if (place.textContent !== text) place.textContent = text;
     }
 
-    async function lookWhileComparing() {
-        sayWhatIsAsked();
-
-        const place = document.getElementById("onediff_compare"), button = document.getElementById("onediff_compare_look");
-        const busy = isSeen(place) && !document.hidden && place.querySelector("[role=progressbar]");
-        if (!busy || performance.now() - looked < WHILE_BUSY) return;
-        looked = performance.now();
-        if (await sameServer()) button.click();
-    }
-
-    setInterval(async () => {
-        lookWhileComparing();
-        const root = document.getElementById("onediff_cache");
+    async function lookAt([id, button]) {
+        const root = document.getElementById(id);
         if (root && !root.dataset.onediffWatched) {
             root.dataset.onediffWatched = "true";
-            new MutationObserver(restore).observe(root, {
+            new MutationObserver(id === "onediff_cache" ? restore : restoreFocusInCompare).observe(root, {
                 childList: true, subtree: true, attributes: true, attributeFilter: ["class", "style"],
             });
         }
         const seen = isSeen(root) && !document.hidden;
-        const due = !wasSeen || performance.now() - asked > (find("[role=progressbar]") ? WHILE_BUSY : OTHERWISE);
-        wasSeen = seen;
+        const pause = seen && root.querySelector(".onediff-job:is(.onediff-job-running, .onediff-job-queued)") ? WHILE_BUSY : OTHERWISE;
+        const due = !wasSeen[id] || performance.now() - (askedAt[id] || 0) > pause;
+        wasSeen[id] = seen;
         if (!seen || !due) return;
-        asked = performance.now();
-        if (await sameServer()) document.getElementById("onediff_look").click();
+        askedAt[id] = performance.now();
+        if (await sameServer()) document.getElementById(button).click();
+    }
+
+    setInterval(() => {
+        sayWhatIsAsked();
+        PAGES.forEach(lookAt);
     }, BETWEEN_LOOKS);
 
     return {
-        // The jobs that were cancelled since the last time, and the selected rows, as JSON.
-        cancelled: () => JSON.stringify(cancelled.splice(0)),
+        // What was clicked in the list of jobs since the last time, and the selected rows, as JSON.
+        clicks() {
+            const clicked = {cancelled: cancelled.splice(0), clear, shown};
+            clear = false;
+            return JSON.stringify(clicked);
+        },
         selected: () => JSON.stringify([...selectedKeys]),
         // "512x512 of SD1, 768x768 of SD1 and 3 more", for a question.
         selectedNames() {
             const names = [...selectedKeys].map((key) => key.replace(" ", " of ")), more = names.length - MOST_NAMED;
             return more > 0 ? `${names.slice(0, MOST_NAMED).join(", ")} and ${more} more` : names.join(", ");
         },
-        txt2img,
+        // What the txt2img tab asks for, as JSON.
+        compare: () => JSON.stringify({...txt2img(), ...accordion()}),
     };
 })();

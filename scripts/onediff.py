@@ -8,10 +8,12 @@ from typing import Any
 
 from modules import script_callbacks, scripts, shared
 
+from lib_onediff.core.jobs import JobQueue
 from lib_onediff.core.logs import log, show_on_console
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import parse_prewarm
 from lib_onediff.hosts import this_webui
+from lib_onediff.hosts.images import HostImages
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import chosen_folder
@@ -26,7 +28,8 @@ show_on_console()
 guard = runtime.guard
 guard.forget()
 webui = this_webui()
-warmup = WarmUp(webui, runtime)
+jobs = JobQueue(HostImages(runtime.generations).jobs)
+warmup = WarmUp(webui, runtime, jobs)
 
 
 @guard.hook("following the settings")
@@ -36,7 +39,7 @@ def follow_settings() -> None:
         webui.serve()
     else:
         # First, so that the hooks are out whatever else fails.
-        for step in (webui.stop, warmup.stop):
+        for step in (webui.stop, jobs.stop):
             guard.attempt("switching OneDiff off", step)
 
 
@@ -65,7 +68,7 @@ def before_step(params: Any) -> None:
 
 
 def stop() -> None:
-    last = (lambda: xyz.remove_axes(scripts.scripts_data), lambda: warmup.stop(SECONDS_FOR_THE_LAST_CALL))
+    last = (lambda: xyz.remove_axes(scripts.scripts_data), lambda: jobs.stop(seconds=SECONDS_FOR_THE_LAST_CALL))
     for step in (webui.stop, *last):
         guard.attempt("unloading the script", step)
 
@@ -177,7 +180,7 @@ def add_options() -> None:
 @guard.hook("building the OneDiff tab", otherwise=[])
 def tabs() -> list[tuple[Any, str, str]]:
     tab = onediff_tab.build_onediff_tab(
-        runtime, warmup, webui.exclusively, OneDiffScript, standing_settings, webui.release
+        runtime, warmup, jobs, webui.exclusively, OneDiffScript, standing_settings, settings_of_run, webui.release
     )
     return [(tab, onediff_tab.TITLE, onediff_tab.ELEM_ID)]
 
@@ -188,7 +191,7 @@ def start(page: Any, app: Any) -> None:
     from lib_onediff.api import auth, routes
 
     auth.refuse_foreign_pages(page, shared.cmd_opts)
-    routes.add_routes(app, shared.cmd_opts, runtime, warmup, webui.exclusively, current_status)
+    routes.add_routes(app, shared.cmd_opts, runtime, warmup, jobs, webui.exclusively, current_status)
 
 
 @guard.hook("opening the cache")

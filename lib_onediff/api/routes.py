@@ -1,4 +1,4 @@
-"""The routes /onediff/v1/...: each asks the runtime or the pre-warm queue, and answers in plain values."""
+"""The routes /onediff/v1/...: each asks the runtime or the list of jobs, and answers in plain values."""
 from __future__ import annotations
 
 import threading
@@ -15,8 +15,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ..core.guard import outcome_of
+from ..core.jobs import Job, JobQueue
 from ..core.sizes import parse_sizes
-from ..prewarm.worker import Job, rows_with_jobs
+from ..prewarm.worker import SizeJob, rows_with_jobs
 from . import bodies
 from .auth import protection
 from .bodies import SentenceRoute, json_answer
@@ -39,12 +40,16 @@ WHAT_TO_PURGE = (
     '{"disk": true} and {"all": true}.'
 )
 PROBLEMS = {401: "Not logged in.", 403: "Sent by a page of another site.", 422: "The request is not usable."}
+FIELDS_OF_A_JOB = (
+    "id", "kind", "title", "source", "state", "unit", "done", "total", "share", "seconds", "seconds_left", "what",
+    "reason",
+)
 JobId = Path(..., ge=1, le=bodies.LARGEST_NUMBER, description="As GET jobs names it.")
 
 
 def add_routes(
-    app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any],
-    status: Status,
+    app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, queue: JobQueue,
+    exclusively: Callable[[Callable[[], Any]], Any], status: Status,
 ) -> None:
     """Serve the API from app where the WebUI serves its own, which it does with --api and with --nowebui.
 
@@ -53,7 +58,7 @@ def add_routes(
     """
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
-    routes = Routes(runtime, warmup, exclusively, status)
+    routes = Routes(runtime, warmup, queue, exclusively, status)
     checked = protection(app, cmd_opts)
     busy = {409: "An image is being made."}
     unknown = {404: "Not known."}
@@ -73,7 +78,8 @@ def add_routes(
     add("/shapes", routes.shapes, summary="Every resolution and its state")
     add("/prewarm", routes.prewarm, {409: "OneDiff is off.", 429: "The queue is full."}, methods=["POST"],
         status_code=202, summary="Make sizes ready")
-    add("/jobs", routes.jobs, summary="The pre-warm queue")
+    add("/jobs", routes.jobs, summary="What runs and waits")
+    add("/jobs", routes.clear, methods=["DELETE"], summary="Forget the jobs that are over")
     add("/jobs/{id}", routes.job, unknown, summary="One job")
     add("/jobs/{id}", routes.cancel, {**unknown, 409: "The job is over."}, methods=["DELETE"], summary="Cancel a job")
     add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], summary="Forget resolutions")
@@ -99,10 +105,12 @@ class Routes:
     """What the routes do; the docstrings stand in the host's /docs, the answers' fields in .readme/api.md."""
 
     def __init__(
-        self, runtime: Runtime, warmup: WarmUp, exclusively: Callable[[Callable[[], Any]], Any], status: Status
+        self, runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Callable[[Callable[[], Any]], Any],
+        status: Status,
     ) -> None:
         self._runtime = runtime
         self._warmup = warmup
+        self._queue = queue
         self._status = status
         self._exclusively = exclusively
         self._turn = threading.Lock()
@@ -138,7 +146,7 @@ class Routes:
     def prewarm(self, body: bodies.PrewarmBody) -> Response:
         """Queue sizes; they are made ready one after the other, between images and never during one.
 
-        Answers at once with the job of every size. A size that waits already keeps its job.
+        Answers at once with the job of every size. A size that runs or waits already keeps its job.
         """
         try:
             sizes = parse_sizes(body.sizes)
@@ -152,23 +160,28 @@ class Routes:
         return json_answer({"jobs": list(map(job_values, jobs))}, 202)
 
     def jobs(self) -> Response:
-        """All that wait or run, in the queue's order, and the last that are over."""
-        return json_answer({"jobs": list(map(job_values, self._warmup.jobs()))})
+        """Images, comparisons and sizes to pre-warm: those that are over, those that run, and those that wait, in
+        their order. An image that is over leaves the list."""
+        return json_answer({"jobs": list(map(job_values, self._queue.jobs()))})
+
+    def clear(self) -> Response:
+        """Take the jobs that are over out of the list; the images of a comparison go with it."""
+        return json_answer({"cleared": self._queue.clear()})
 
     def job(self, id: int = JobId) -> Response:
         """One job, while it waits or runs and for some time after."""
         return json_answer(job_values(self._job(id)))
 
     def cancel(self, id: int = JobId) -> Response:
-        """Take a job out of the queue, or end it after the UNet call in progress; what it has made ready stays."""
+        """Take a job out of the queue, or end it after its UNet call or step in progress; what is made ready stays."""
         job = self._job(id)
-        if not self._warmup.cancel(id):
+        if not self._queue.cancel(id):
             raise HTTPException(409, f"Job {id} is over: {self._job(id).state}.")
-        # Where many jobs are over, a cancelled one is forgotten at once.
-        return json_answer(job_values(next((now for now in self._warmup.jobs() if now.id == id), job)))
+        # Where many jobs are over, a cancelled one is forgotten at once; so is an image.
+        return json_answer(job_values(next((now for now in self._queue.jobs() if now.id == id), job)))
 
     def _job(self, job_id: int) -> Job:
-        found = next((job for job in self._warmup.jobs() if job.id == job_id), None)
+        found = next((job for job in self._queue.jobs() if job.id == job_id), None)
         if found is None:
             raise HTTPException(404, f"There is no job {job_id}; GET {PREFIX}/jobs names all.")
         return found
@@ -245,6 +258,8 @@ class Routes:
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    values = {**asdict(job), **asdict(job.size), "size": str(job.size)}
-    del values["shapes"], values["of_calls"]
+    """A job as plain values; a size has a few more."""
+    values = {name: getattr(job, name) for name in FIELDS_OF_A_JOB}
+    if isinstance(job, SizeJob):
+        values.update(asdict(job.size), size=str(job.size), tokens=job.tokens, made=job.made)
     return values

@@ -5,6 +5,7 @@ import contextlib
 import html
 import logging
 import re
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -16,7 +17,7 @@ import torch
 
 from ..core.guard import first_line
 from ..core.refusal import Refusal
-from .modules import paths, script_callbacks, scripts, shared
+from .modules import paths, progress, script_callbacks, scripts, shared
 from .modules.call_queue import queue_lock
 from .modules.processing import (
     SAMPLERS,
@@ -38,6 +39,9 @@ PASTED = {
 }
 LARGEST_SIDE = 2048
 SECONDS_BETWEEN_LOOKS = 0.2
+# They wait for each other beside gradio's queue, so that each can say what it waits for.
+MOST_IMAGES_AT_ONCE = 10
+TXT2IMG = "txt2img"
 UNCHANGED = gr.update()
 # The first one is there when the page opens. Emoji, which the demo's own model draws.
 EXAMPLES = (
@@ -117,7 +121,8 @@ def build_generation_tab(runner: Any) -> None:
 
     generating: dict[str, Any] = {
         "fn": making_images(list(inputs), runner), "inputs": [*inputs.values(), *runner.inputs[1:]], "outputs": outputs,
-        "show_progress": "hidden", "api_visibility": "private", "concurrency_limit": 1, "concurrency_id": "images",
+        "show_progress": "hidden", "api_visibility": "private", "concurrency_limit": MOST_IMAGES_AT_ONCE,
+        "concurrency_id": "images",
     }
     generate.click(**generating)
     for button, example in zip(examples, EXAMPLES, strict=True):
@@ -182,13 +187,15 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
     def generate(*values: Any) -> Iterator[tuple[Any, ...]]:
         started = time.perf_counter()
         worker = ThreadPoolExecutor(1)
+        task = secrets.token_hex(8)
         fields = dict(zip(names, values, strict=False))
         arguments = [0, *values[len(names) :]]
-        work = worker.submit(lambda: make_images(StableDiffusionProcessingTxt2Img(**fields), runner, arguments))
+        p = StableDiffusionProcessingTxt2Img(**fields)
+        work = worker.submit(make_images, p, runner, arguments, task)
         # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
         worker.shutdown(wait=False)
         while not wait([work], SECONDS_BETWEEN_LOOKS).done:
-            yield progress_bar(), UNCHANGED, UNCHANGED, UNCHANGED
+            yield progress_bar(task), UNCHANGED, UNCHANGED, UNCHANGED
         try:
             processed = work.result()
         except Refusal as refusal:
@@ -204,11 +211,14 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
     return generate
 
 
-def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
-    """Wait for the queue and make the images of p. Raises Refusal with a sentence for the user, whatever goes wrong."""
+def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> Processed:
+    """Wait for the queue and make the images of p. task: a name of one's own for this. Raises Refusal with a sentence
+    for the user, whatever goes wrong."""
+    progress.add_task_to_queue(task)
     try:
         with queue_lock, contextlib.closing(p):
-            shared.state.begin("txt2img")
+            shared.state.begin(TXT2IMG)
+            progress.start_task(task)
             try:
                 p.scripts = runner
                 p.script_args = tuple(script_args)
@@ -224,13 +234,21 @@ def make_images(p: Any, runner: Any, script_args: list[Any]) -> Processed:
         raise Refusal(f"The generation failed: {type(error).__name__}: {first_line(error)}") from error
 
 
-def progress_bar() -> str:
-    """The progress line while something is made."""
+def progress_bar(task: str) -> str:
+    """The progress line of a task, while it waits and while its images are made."""
     share = shared.state.share_done()
     state = shared.state
+    if task in progress.pending_tasks:
+        # OneDiff makes sizes ready without a job of this host.
+        others = {TXT2IMG: "for another image", "": "for OneDiff: see the jobs in its tab"}
+        return bar_html(0, f"waiting {others.get(state.job, f'for {state.job}')}")
     batch = f"Batch {state.job_no + 1} out of {state.job_count}" if state.job_count > 1 else ""
     steps = f"step {state.sampling_step} of {state.sampling_steps}" if state.sampling_steps else ""
-    text = ", ".join(filter(None, (batch, steps))) or "waiting"
+    return bar_html(share, ", ".join(filter(None, (batch, steps))) or "beginning")
+
+
+def bar_html(share: float, text: str) -> str:
+    """The progress line as markup."""
     return (
         f"<div class='progressDiv' role='progressbar' aria-valuenow='{share * 100:.0f}'>"
         f"<div class='progress' style='width: {share * 100:.1f}%'></div><span>{html.escape(text)}</span></div>"

@@ -186,10 +186,13 @@ def what_it_will_be(settings: Settings) -> str:
 
 
 def set_here_html(preset: str | None, text: str | None) -> str:
-    """For the accordion's title, as it counts more than the settings tab, also where the accordion is closed."""
+    """For the accordion's title, as it counts more than the settings tab, also where the accordion is closed; and for
+    javascript/onediff.js, which compares with it."""
+    held = html.escape(json.dumps([preset, text or ""]))
     parts = "; ".join(filter(None, (preset if preset != AS_IN_SETTINGS else "", text)))
     words = html.escape(f"Set here: {parts}")
-    return f'<span class="onediff-set-here" title="{words}">{words}</span>' if parts else ""
+    shown = f'<span class="onediff-set-here" title="{words}">{words}</span>' if parts else ""
+    return f'{shown}<span hidden data-onediff-set-here="{held}"></span>'
 
 
 def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:

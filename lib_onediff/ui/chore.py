@@ -10,8 +10,6 @@ from ..core.guard import first_line
 from ..core.refusal import NotKept
 
 log = logging.getLogger("onediff")
-# Runs work while the WebUI makes no image, and returns what work returns.
-Exclusively = Callable[[Callable[[], Any]], Any]
 
 
 def attempted(name: str, work: Callable[[], Any]) -> tuple[Any, bool]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import gradio as gr
 
+from ..core.jobs import Exclusively, JobQueue
 from ..core.settings import Settings
 from ..prewarm.worker import WarmUp
 from ..runtime.runtime import Runtime
 from .cache.panel import build_cache_tab
-from .chore import Exclusively
-from .compare.job import TextToImage
+from .compare.job import Comparisons, TextToImage
 from .compare.tab import ComparePanel, build_compare_page
 from .consistency import build_facts
 from .facts import Facts, host_facts, machine_facts, onediff_facts
@@ -21,23 +21,24 @@ ELEM_ID = "onediff"
 
 
 def build_onediff_tab(
-    runtime: Runtime, warmup: WarmUp, exclusively: Exclusively, make_script: Callable[[], Any],
-    standing: Callable[[], Settings], release: str,
+    runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively, make_script: Callable[[], Any],
+    standing: Callable[[], Settings], settings_of_run: Callable[..., Settings], release: str,
 ) -> gr.Blocks:
     """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
-    make_script: our script's class. standing: the settings tab's settings. release: what the WebUI's adapter calls it.
+    make_script: our script's class. standing: the settings tab's settings. settings_of_run: those of a run with script
+    arguments; raises ValueError with a sentence. release: what the WebUI's adapter calls it.
     """
 
     def facts() -> Facts:
         ours = onediff_facts(standing(), runtime.status(), runtime.history.tuned())
         return {**host_facts(release), **ours, **machine_facts()}
 
-    maker = TextToImage(make_script, runtime.status)
-    panel = ComparePanel(maker, exclusively, standing)
+    comparisons = Comparisons(TextToImage(make_script, runtime.status), exclusively, queue)
+    panel = ComparePanel(comparisons, queue, standing, settings_of_run)
     with gr.Blocks(analytics_enabled=False) as tab, gr.Tabs(elem_id="onediff_pages"):
         with gr.Tab("Cache", elem_id="onediff_page_cache"):
-            build_cache_tab(runtime, warmup, exclusively)
+            build_cache_tab(runtime, warmup, queue, exclusively)
         with gr.Tab("Compare", elem_id="onediff_page_compare") as page:
             build_compare_page(panel)
             build_facts(facts, page.select)

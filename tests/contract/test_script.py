@@ -172,9 +172,9 @@ def test_the_environment_alone_says_where_the_cache_folder_is(
 
 
 @pytest.mark.parametrize("where", [
-    lambda host: (host.script.warmup, "stop"), lambda host: (runtime, "release_all"),
+    lambda host: (host.script.jobs, "stop"), lambda host: (runtime, "release_all"),
     lambda host: (host.script.xyz, "remove_axes"),
-], ids=["warmup.stop", "release_all", "remove_axes"])
+], ids=["jobs.stop", "release_all", "remove_axes"])
 def test_an_unloaded_script_leaves_no_hook(where: Any, standalone: Standalone) -> None:
     standalone.generate()
     with pytest.MonkeyPatch.context() as patch:

@@ -15,6 +15,7 @@ pytest.importorskip("diffusers")
 from gpu_calls import arguments, last_call
 
 from lib_onediff.bench.models import random_unet
+from lib_onediff.core.jobs import JobQueue
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.sizes import Size
 from lib_onediff.hosts.diffusers.unet import attach, detach
@@ -33,7 +34,7 @@ class Host:
     def __init__(self, unet: nn.Module) -> None:
         self.unet = unet
         self.lock = threading.Lock()
-        self.queue = WarmUp(self, runtime)
+        self.queue = WarmUp(self, runtime, JobQueue())
         self.told = set[str]()
         attach(unet)
 

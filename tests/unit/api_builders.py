@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 pytest.importorskip("gradio")
 
 from lib_onediff.api import routes
+from lib_onediff.core.jobs import JobQueue
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.hosts.contract import WebUI
 from lib_onediff.prewarm.worker import WarmUp
@@ -43,18 +44,19 @@ class LockOnly(WebUI):
 
 
 class Api:
-    """client: of an app that has nothing but the API. warmup: its queue, webui: what it works for."""
+    """client: of an app that has nothing but the API. jobs: its list. warmup: adds sizes to it, for webui."""
 
     def __init__(self) -> None:
         self.webui = LockOnly()
-        self.warmup = WarmUp(self.webui, runtime)
+        self.jobs = JobQueue()
+        self.warmup = WarmUp(self.webui, runtime, self.jobs)
         self.app = FastAPI()
         self.client = TestClient(self.add_to(self.app, command_line()), raise_server_exceptions=False)
 
     def add_to(self, app: Any, cmd_opts: Any) -> Any:
         """The same app, with the API where cmd_opts lets it."""
         exclusively = self.webui.exclusively
-        routes.add_routes(app, cmd_opts, runtime, self.warmup, exclusively, lambda: STATUS)
+        routes.add_routes(app, cmd_opts, runtime, self.warmup, self.jobs, exclusively, lambda: STATUS)
         return app
 
     def get(self, path: str, status: int = 200) -> Any:

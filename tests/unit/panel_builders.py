@@ -14,6 +14,7 @@ pytest.importorskip("gradio")
 
 import gradio
 
+from lib_onediff.core.jobs import JobQueue
 from lib_onediff.hosts.diffusers import unet as diffusers_host
 from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.rows import ResolutionRow, ShapeRow, Totals
@@ -45,8 +46,9 @@ class Seen:
 
     def __init__(self) -> None:
         self.webui = SmallWebUI(builders.diffusers_unet())
-        self.warmup = WarmUp(self.webui, runtime)
-        self.panel = Panel(runtime, self.warmup, self.webui.exclusively)
+        self.queue = JobQueue()
+        self.warmup = WarmUp(self.webui, runtime, self.queue)
+        self.panel = Panel(runtime, self.warmup, self.queue, self.webui.exclusively)
         self.waiting: Any = None
         self.parts: dict[str, Any] = {}
 
@@ -61,7 +63,7 @@ class Seen:
         self.look()
 
     def look(self, *cancelled: int) -> None:
-        shown = self.panel.view(json.dumps(cancelled), ALL_MODELS, self.waiting)
+        shown = self.panel.view(json.dumps({"cancelled": cancelled}), ALL_MODELS, self.waiting)
         below, waiting, totals, jobs, models, table, *_ = shown
         if waiting != gradio.update():
             self.waiting = waiting

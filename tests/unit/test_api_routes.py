@@ -62,7 +62,7 @@ def test_a_wrong_method_is_told_what_is_right(api: Api, has_page: bool) -> None:
     """Also where a page behind it takes every remaining path, as the demo's does; and the docs name no more for it."""
     if has_page:
         api.app.mount("/", FastAPI())
-    right = {"status": "GET", "shapes": "GET", "prewarm": "POST", "jobs": "GET", "jobs/1": "GET, DELETE",
+    right = {"status": "GET", "shapes": "GET", "prewarm": "POST", "jobs": "GET, DELETE", "jobs/1": "GET, DELETE",
              "purge": "POST", "pin": "POST", "release": "POST"}
     for path, allowed in right.items():
         for method in {"GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "ODD"} - set(allowed.split(", ")):
@@ -72,13 +72,13 @@ def test_a_wrong_method_is_told_what_is_right(api: Api, has_page: bool) -> None:
         assert api.client.head(f"/onediff/v1/{path}").status_code == 405
     assert api.client.get("/onediff/v1/nothing").status_code == 404
     operations = [method for path in api.app.openapi()["paths"].values() for method in path]
-    assert sorted(operations) == ["delete"] + ["get"] * 4 + ["post"] * 4
+    assert sorted(operations) == ["delete"] * 2 + ["get"] * 4 + ["post"] * 4
 
 
 def test_docs_describe_every_endpoint(api: Api) -> None:
     paths = api.client.get("/openapi.json").json()["paths"]
     told = [(method, one) for methods in paths.values() for method, one in methods.items()]
-    assert len(told) == 9 and all(one["summary"] and one["description"] for _, one in told)
+    assert len(told) == 10 and all(one["summary"] and one["description"] for _, one in told)
     assert all(("requestBody" in one) == (method == "post") for method, one in told)
 
 
@@ -87,7 +87,9 @@ def test_the_page_names_every_field_of_the_answers(api: Api, folder: Path) -> No
     page = (Path(__file__).parents[2] / ".readme" / "api.md").read_text(encoding="utf-8")
     with api.webui.lock:
         job = api.post("prewarm", {"sizes": "64x64"}, 202)["jobs"][0]
-    others = api.post("release", {}), api.post("purge", {"all": True})
+    wait_until(lambda: api.get(f"jobs/{job['id']}")["state"] == "failed")
+    others = [api.ask("DELETE", "jobs", 200)]
+    others += api.post("release", {}), api.post("purge", {"all": True})
     for answer in (shapes, shapes["rows"][0], shapes["rows"][0]["shapes"][0], shapes["totals"], job, *others):
         assert all(f"`{name}`" in page for name in answer), [name for name in answer if f"`{name}`" not in page]
 
@@ -218,7 +220,7 @@ def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch
         other.execute("BEGIN IMMEDIATE")
         for path, body in (("pin", pin), ("purge", {"all": True}), ("purge", {"disk": True})):
             assert "disk" in api.post(path, body, 507)["detail"]
-        panel = Panel(runtime, api.warmup, api.webui.exclusively)
+        panel = Panel(runtime, api.warmup, api.jobs, api.webui.exclusively)
         assert "cannot be written to the disk" in str(panel.pin('["512x512 SD1"]', None)[1])
     assert on_the_disk(folder) == ({row[0] for row in ROWS}, set())
     assert api.post("purge", {"all": True})["purged"] and on_the_disk(folder)[0] == set()

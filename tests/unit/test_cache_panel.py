@@ -18,6 +18,7 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui.cache import panel as cache_panel
 from lib_onediff.ui.cache.panel import read_list
 from lib_onediff.ui.chore import Chore
+from lib_onediff.ui.jobs import Clicks, read_clicks
 
 LARGE = replace(ROW, resolution="1024x1024", bytes=90 * MEBIBYTE, needs=100 * MEBIBYTE)
 SMALL = replace(ROW, resolution="64x64", bytes=0, needs=10 * MEBIBYTE)
@@ -42,7 +43,24 @@ def test_a_look_that_was_begun_before_a_click_does_not_undo_it(seen: Seen) -> No
 @pytest.mark.parametrize("text", ["", None, "null", "3", '"x"', "{", '["x"]', "[[5]]", "[true]", "[1e999]"])
 def test_what_is_no_message_does_nothing(seen: Seen, text: Any) -> None:
     seen.panel.view(text, "All models", None)
-    assert seen.warmup.jobs() == [] and read_list(text, int) == []
+    assert seen.warmup.jobs() == [] and read_list(text, int) == [] and read_clicks(text) == Clicks()
+    assert read_clicks('{"cancelled": [true, "1", 2], "clear": 1, "shown": "x"}') == Clicks([2])
+
+
+def test_a_size_that_runs_or_waits_is_not_queued_again_and_that_is_said(seen: Seen) -> None:
+    with seen.webui.lock:
+        seen.do(seen.panel.prewarm, "64x64, 72x64")
+        seen.do(seen.panel.prewarm, "72x64, 64x64, 80x64")
+        assert "72x64, 64x64: run or wait already, not queued again." in seen.text("told")
+        assert [job.title for job in seen.warmup.jobs()] == ["64x64", "72x64", "80x64"]
+        seen.warmup.stop()
+
+
+def test_the_most_used_sizes(seen: Seen) -> None:
+    seen.do(seen.panel.prewarm, "most used 2")
+    assert "No size was used with this model yet" in seen.text("told") and seen.warmup.jobs() == []
+    seen.do(seen.panel.prewarm, "most used 2, 72x64")
+    assert [job.title for job in seen.warmup.jobs()] == ["72x64"]
 
 
 # --- purging ----------------------------------------------------------------------------------------------------------

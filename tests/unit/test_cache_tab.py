@@ -18,7 +18,7 @@ from lib_onediff.ui.cache import panel as cache_panel
 
 def tab_of(seen: Seen) -> gradio.Blocks:
     with gradio.Blocks() as tab:
-        cache_panel.build_cache_tab(runtime, seen.warmup, seen.panel.exclusively)
+        cache_panel.build_cache_tab(runtime, seen.warmup, seen.queue, seen.panel.exclusively)
     return tab
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from panel_builders import ROW, SHAPE, TOTALS, text_of
 
-from lib_onediff.core.sizes import Size
-from lib_onediff.prewarm.worker import Job
+from lib_onediff.core.jobs import PREWARM, Job
 from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.ui.cache import table as cache_table
+from lib_onediff.ui.jobs import jobs_html
 
 
 def test_totals() -> None:
     rows = [ROW, replace(ROW, state="proved"), replace(ROW, state="failed", bytes=0)]
-    jobs = [Job(1, Size(64, 64), "panel", "done"), Job(2, Size(64, 64), "panel")]
+    jobs = [Job(PREWARM, "64x64", state="done"), Job(PREWARM, "64x64")]
     line = text_of(cache_table.totals_html(TOTALS, rows, jobs, Path("/cache/<onediff>")))
     for part in ("Graph memory 6 MiB", "Disk 3 MiB /cache/&lt;onediff&gt;", "Served by a graph 63 %", "Queue 1 size",
                  "Resolutions 3 (1 ready, 1 checked, 1 failed)",
@@ -43,8 +43,8 @@ def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
 def test_what_others_name_is_escaped() -> None:
     evil = "<script>alert('x')</script>\""
     row = replace(ROW, model=evil, reason=evil, resolution=evil, shapes=(replace(SHAPE, reason=evil, dtype=evil),))
-    job = Job(1, Size(64, 64), "panel", "failed", 0, 6, evil)
-    markup = cache_table.resolutions_html([row]) + cache_table.jobs_html([job])
+    job = Job(PREWARM, evil, evil, state="failed", reason=evil)
+    markup = cache_table.resolutions_html([row]) + jobs_html([job])
     assert "<script" not in markup and markup.count("&lt;script&gt;") > 5 and "alert('x')" not in markup
 
 
@@ -66,7 +66,7 @@ def test_of_which_model_and_in_what_order() -> None:
 
 def test_the_queue_counts_the_sizes_that_wait_or_are_being_made_ready() -> None:
     states = ("done", "failed", "cancelled", "queued", "running", "queued")
-    jobs = [Job(number, Size(64, 64), "panel", state) for number, state in enumerate(states)]
+    jobs = [Job(PREWARM, "64x64", state=state) for state in states]
     for last, said in ((3, "Queue empty"), (4, "Queue 1 size"), (5, "Queue 2 sizes"), (6, "Queue 3 sizes")):
         line = text_of(cache_table.totals_html(TOTALS, [], jobs[:last], None))
         assert said in line, line

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,10 +14,13 @@ import pytest
 pytest.importorskip("gradio")
 pytest.importorskip("PIL")
 
+import gradio
 import torch
+from busy import until
 from PIL import Image
 from quality_images import desaturated, painted
 
+from lib_onediff.core.jobs import JobQueue
 from lib_onediff.core.quality import compare
 from lib_onediff.core.settings import Settings
 from lib_onediff.ui.compare.job import (
@@ -24,14 +28,18 @@ from lib_onediff.ui.compare.job import (
     MOST_WARM_UPS,
     OFF,
     Comparison,
+    Comparisons,
     GeneratedImage,
     Pair,
     Request,
     Side,
+    arguments_of_run,
     request_of,
+    side_of,
 )
 from lib_onediff.ui.compare.report import difference_of, speed_of_right
 from lib_onediff.ui.compare.tab import ComparePanel
+from lib_onediff.ui.run_settings import settings_of_run
 
 SIDES = (Side(OFF, Settings(enabled=False)), Side(CURRENT, Settings()))
 FIRST: Request = {
@@ -56,6 +64,12 @@ class Painter:
     def __init__(self, kept: float = 1.0) -> None:
         self.kept = kept
         self.made: list[tuple[Request, Settings]] = []
+
+    def interrupt(self) -> None:
+        """Its images are made at once."""
+
+    def share_of_image(self) -> float:
+        return 0.5
 
     def make(self, request: Request, settings: Settings) -> GeneratedImage:
         self.made.append((request, settings))
@@ -104,16 +118,24 @@ def test_what_the_txt2img_tab_asks_for_is_made() -> None:
 # --- making the images --------------------------------------------------------------------------------------------
 
 
-def run(painter: Painter, images: int, request: Request = FIRST) -> Comparison:
-    job = Comparison(SIDES, request, images, painter, exclusively)
-    assert job.over(SECONDS)
+def over(queue: JobQueue) -> Comparison:
+    """The newest comparison, when nothing runs or waits any more."""
+    until(lambda: not any(job.pending for job in queue.jobs()), queue.jobs, SECONDS, 0.01)
+    job = queue.jobs()[-1]
+    assert isinstance(job, Comparison)
     return job
+
+
+def run(painter: Painter, images: int, request: Request = FIRST) -> Comparison:
+    queue = JobQueue()
+    Comparisons(painter, exclusively, queue).add(SIDES, request, images, "")  # type: ignore[arg-type]
+    return over(queue)
 
 
 def test_images_are_made_in_turn_and_compared() -> None:
     painter = Painter(0.5)
     job = run(painter, 2)
-    assert job.outcome == "" and job.made == job.wanted == 6
+    assert (job.state, job.share, job.done, job.total) == ("done", 1.0, 120, 120) and job.made == job.wanted == 6
     made = [(request["seed"], request["steps"], settings.enabled) for request, settings in painter.made]
     assert made == [(7, 20, False), (7, 20, True), (7, 20, False), (7, 20, True), (8, 20, True), (8, 20, False)]
     assert [pair.seed for pair in job.pairs] == [7, 8]
@@ -143,7 +165,7 @@ def test_a_side_is_warmed_up_until_nothing_of_its_image_is_new(first_uses: tuple
 def test_failure_is_a_sentence() -> None:
     logging.getLogger("onediff").propagate = False
     job = run(Painter(), 1, {**FIRST, "prompt": "fail"})
-    assert (job.outcome, job.pairs) == ("Comparing failed: no memory.", [])
+    assert (job.state, job.reason, job.pairs) == ("failed", "no memory", [])
 
 
 # --- showing them -------------------------------------------------------------------------------------
@@ -169,12 +191,86 @@ def test_the_difference_shows_where() -> None:
 # --- the page -----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def panel() -> ComparePanel:
-    return ComparePanel(Painter(), exclusively, Settings)
+def a_panel(painter: Painter, **values: Any) -> ComparePanel:
+    queue = JobQueue()
+    comparisons = Comparisons(painter, values.pop("exclusively", exclusively), queue)  # type: ignore[arg-type]
+    return ComparePanel(comparisons, queue, Settings, lambda *given: settings_of_run(given, Settings()))
 
 
-def test_without_scikit_image_a_sentence_says_so(panel: ComparePanel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    logging.getLogger("onediff").propagate = False
     monkeypatch.setitem(sys.modules, "skimage", None)
-    job = panel.begin(OFF, "", CURRENT, "", 2, fields())[-1]
-    assert job.over(SECONDS) and "pip install scikit-image" in panel.look(job)[0]
+    panel = a_panel(Painter())
+    assert panel.begin(OFF, "", CURRENT, "", 2, fields()) == ""
+    over(panel.queue)
+    assert "pip install scikit-image" in panel.look("{}", "")[0]
+
+
+def test_one_runs_the_next_waits_and_each_is_cancelled_by_itself() -> None:
+    """A second click on the same is said to be one, and what was made stays to be seen, from any page."""
+    turn = threading.Lock()
+
+    def in_turn(work: Callable[[], Any]) -> Any:
+        with turn:
+            return work()
+
+    panel = a_panel(Painter(), exclusively=in_turn)
+    with turn:
+        assert panel.begin(OFF, "", CURRENT, "", 1, fields()) == ""
+        assert "is not queued again" in panel.begin(OFF, "", CURRENT, "", 1, fields())
+        assert panel.begin(OFF, "", "Fast", "", 1, fields()) == ""
+        until(lambda: panel.queue.jobs()[0].state == "running", "the first to run", SECONDS, 0.01)
+        first, second = panel.queue.jobs()
+        assert second.what == "waits for the comparison Off and Current settings"
+        assert panel.look(json.dumps({"cancelled": [second.id]}), "")[1:3] == (gradio.update(), gradio.update())
+    over(panel.queue)
+    states = {job.title: job.state for job in panel.queue.jobs()}
+    assert states == {"Off and Current settings": "done", "Off and Fast": "cancelled"}
+    markup, numbers, images, seen = panel.look("{}", "")
+    assert "Compare Off and Fast" in markup and "Left: Off" in numbers and len(images) == 3
+    assert panel.look("{}", seen)[1:] == (gradio.update(),) * 3
+    assert panel.look('{"clear": true}', seen)[0] == "" and panel.queue.jobs() == []
+
+
+def test_the_first_image_is_seen_before_the_second_is_made() -> None:
+    painter = Painter()
+    make = Painter.make
+    go = threading.Event()
+
+    def make_the_second_later(request: Request, settings: Settings) -> GeneratedImage:
+        if painter.made:
+            assert go.wait(SECONDS)
+        return make(painter, request, settings)
+
+    painter.make = make_the_second_later  # type: ignore[method-assign]
+    panel = a_panel(painter)
+    panel.begin(OFF, "", CURRENT, "", 1, fields())
+    until(lambda: panel.look("{}", "")[3] != gradio.update(), "an image", SECONDS, 0.01)
+    markup, numbers, images, _ = panel.look("{}", "")
+    assert "“a fox”" in numbers and "Verdict" not in numbers
+    assert [caption for _, caption in images] == [f"Seed 7, left: {OFF}"] and "step 30 of 80" in markup
+    go.set()
+    over(panel.queue)
+
+
+@pytest.mark.parametrize(("choice", "changes", "says"), [
+    (OFF, "low_bit fp8", "Left: 'low_bit fp8' has no effect where OneDiff is off"), (CURRENT, "nonsense 5", "nonsense"),
+    ("Turbo", "", "no preset 'Turbo'"),
+])
+def test_what_a_side_cannot_be_is_said_of_that_side(choice: str, changes: str, says: str) -> None:
+    panel = a_panel(Painter())
+    assert says.replace("'", "&#x27;") in panel.begin(choice, changes, CURRENT, "", 1, fields())
+    assert panel.queue.jobs() == []
+
+
+def test_current_settings_are_those_of_the_accordion() -> None:
+    def current(**held: Any) -> Settings:
+        given = arguments_of_run(fields(**held))
+        return side_of("Right", CURRENT, "", lambda: settings_of_run(given, Settings()), Settings()).settings
+
+    assert current() == Settings()
+    assert current(preset="Balanced", changes="backend eager") == replace(
+        Settings(), deepcache_interval=3, deepcache_depth=3, backend="eager",
+    )
+    assert not current(enabled=False).enabled
+    assert "no preset" in a_panel(Painter()).begin(OFF, "", CURRENT, "", 1, fields(preset="Turbo"))

@@ -3,12 +3,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from api_builders import SECONDS, LockOnly, wait_until
 
+from lib_onediff.core.jobs import CANCELLED, DONE, PREWARM, RUNNING, JobQueue
 from lib_onediff.core.sizes import Size
-from lib_onediff.prewarm.worker import CANCELLED, DONE, RUNNING, Job, WarmUp, rows_with_jobs
+from lib_onediff.prewarm.worker import SizeJob, WarmUp, rows_with_jobs
 from lib_onediff.runtime.rows import ResolutionRow, rows_of
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.store.history import HistoryRow
@@ -18,7 +20,7 @@ from lib_onediff.store.history import HistoryRow
 def queue() -> Iterator[WarmUp]:
     """Its first job, 64x64, runs."""
     webui = LockOnly()
-    queue = WarmUp(webui, runtime)
+    queue = WarmUp(webui, runtime, JobQueue())
     with webui.lock:
         queue.add([Size(width, 64) for width in (64, 72, 80)], "panel")
         wait_until(lambda: queue.jobs()[0].state == RUNNING)
@@ -33,8 +35,12 @@ def a_row(resolution: str, model: str) -> ResolutionRow:
     return replace(row, state="ready")
 
 
+def a_job(state: str, **values: Any) -> SizeJob:
+    return SizeJob(PREWARM, "64x64", state=state, size=Size(64, 64), **values)
+
+
 def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
-    jobs = [Job(1, Size(64, 64), "panel", RUNNING, share=0.33), *queue.jobs()[1:]]
+    jobs = [a_job(RUNNING, share=0.33), *queue.jobs()[1:]]
     rows = [a_row("72x64", "SD1"), a_row("104x64", "SD1"), a_row("64x64", "SD1"), a_row("64x64", "SDXL")]
     told = rows_with_jobs(rows, jobs, "SD1")
     assert [(row.resolution, row.model, row.state) for row in told] == [
@@ -49,9 +55,8 @@ def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
 def test_a_row_tells_what_pre_warming_it_took_and_saved() -> None:
     """Three calls were steps that the first image needs anyway, of 10 ms each."""
     jobs = [
-        Job(1, Size(64, 64), "panel", DONE, seconds=9.0, of_calls=9.0, made=3),
-        Job(2, Size(64, 64), "panel", DONE, seconds=0.8, of_calls=0.5, made=3),
-        Job(3, Size(64, 64), "panel", CANCELLED, seconds=7.0, of_calls=7.0, made=1),
+        a_job(DONE, seconds=9.0, of_calls=9.0, made=3), a_job(DONE, seconds=0.8, of_calls=0.5, made=3),
+        a_job(CANCELLED, seconds=7.0, of_calls=7.0, made=1),
     ]
     told = rows_with_jobs([a_row("64x64", "SD1"), a_row("64x64", "SDXL")], jobs, "SD1")
     assert [(row.prewarm_s, row.saved_s) for row in told] == [(0.8, pytest.approx(0.47)), (None, None)]

@@ -94,8 +94,7 @@ def test_failures_are_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPa
             page.make_images(p, ScriptRunner(), [0])
     with pytest.raises(Refusal, match="VAE produced numbers that are not finite"):
         processing.check_numbers("VAE", torch.tensor([0.0, float("inf")]))
-    assert shared.state.job == "" and call_queue.queue_lock.acquire(blocking=False)
-    call_queue.queue_lock.release()
+    assert shared.state.job == "" and not call_queue.queue_lock.locked()
 
 
 # --- infotext -------------------------------------------------------------------------------------------------------

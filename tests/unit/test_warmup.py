@@ -15,10 +15,11 @@ import builders
 import pytest
 from busy import until
 
+from lib_onediff.core.jobs import Job, JobQueue
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sizes import Size
 from lib_onediff.hosts.diffusers import unet as diffusers_host
-from lib_onediff.prewarm.worker import Job, WarmUp
+from lib_onediff.prewarm.worker import WarmUp
 from lib_onediff.runtime.call_stats import CallStats, LastCall
 from lib_onediff.runtime.runtime import runtime
 
@@ -65,7 +66,7 @@ def webui() -> Iterator[SmallWebUI]:
 
 @pytest.fixture
 def queue(webui: SmallWebUI) -> Iterator[WarmUp]:
-    queue = WarmUp(webui, runtime)
+    queue = WarmUp(webui, runtime, JobQueue())
     yield queue
     queue.stop(SECONDS)
 
@@ -111,8 +112,7 @@ def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> No
     assert len(webui.calls) <= made + 1
     states = [job.state for job in queue.jobs()]
     assert states[:3] == ["done"] * 3 and set(states[4:]) == {"cancelled"}
-    assert not any(queue.cancel(job.id) for job in jobs), "there is nothing left to cancel"
-    assert not queue.cancel(10**9)
+    assert len(states) == len(jobs) and queue.stop() == 0, "there is nothing left to cancel"
 
 
 # --- what it tells ----------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_a_graph_that_is_there_needs_no_more_calls_and_why_there_is_none_is_said
     last: Any = LastCall(route, reason, SimpleNamespace(key=key))  # type: ignore[arg-type]
     always = property(lambda self: last, lambda self, other: None)
     monkeypatch.setattr(CallStats, "last_call", always, raising=False)
-    queue = WarmUp(webui, runtime)
+    queue = WarmUp(webui, runtime, JobQueue())
     (job,) = queue.add([SMALL], "panel")
     done = finished(queue, job)
     assert (done.state, done.done, done.share, done.reason, webui.calls) == ("done", 6, 1.0, reason, calls)
@@ -142,7 +142,7 @@ def test_progress_follows_the_work_and_is_whole_at_the_end_alone(
     """The decode takes as long as everything before it; the second size knows that."""
     decoding = threading.Event()
     shares = []
-    queue = WarmUp(webui, runtime)
+    queue = WarmUp(webui, runtime, JobQueue())
 
     def decode(width: int, height: int, images: int) -> None:
         shares.append([job.share for job in queue.jobs() if job.state == "running"])
@@ -209,7 +209,7 @@ class UnfairWebUI(SmallWebUI):
 def test_a_picture_is_not_passed_by_where_the_lock_is_not_fair() -> None:
     unet = builders.diffusers_unet()
     webui = UnfairWebUI(unet)
-    queue = WarmUp(webui, runtime)
+    queue = WarmUp(webui, runtime, JobQueue())
     queue.add([Size(64 + 8 * step, 64) for step in range(100)], "panel")
     while not webui.calls:
         time.sleep(0.001)
@@ -234,11 +234,12 @@ import sys, time
 sys.path[:0] = ["tests", "tests/unit"]
 import builders, test_warmup
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.core.jobs import JobQueue
 from lib_onediff.core.sizes import Size
 from lib_onediff.core.table import State
 from lib_onediff.prewarm.worker import WarmUp
 webui = test_warmup.SmallWebUI(builders.diffusers_unet())
-queue = WarmUp(webui, runtime)
+queue = WarmUp(webui, runtime, JobQueue())
 queue.add([Size(256, 256 - 8 * step) for step in range(20)], "panel")
 while not webui.calls:
     time.sleep(0.001)

@@ -10,6 +10,7 @@ import requests
 from PIL import Image
 from webui_client import WebUI
 from webui_compare_tab import CURRENT, OFF, Compare
+from webui_page import open_advanced
 
 
 @pytest.fixture
@@ -70,18 +71,57 @@ def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
         compare.page.wait(lambda: not compare.text("compare_told"), "the end of what was said of other values", 10)
 
 
-def test_cancel(compare: Compare, webui: WebUI) -> None:
-    cancel = compare.page.find("#onediff_compare_cancel")
-    assert not cancel.is_enabled()
-    compare.start(width=256, height=256, steps=100)
-    compare.page.wait(cancel.is_enabled, "something to cancel", 30)
-    compare.told("%", "compare_progress")
-    compare.click("compare_cancel")
-    compare.told("Stopped", "compare_told", 60)
-    assert not compare.images()
-    compare.page.wait(lambda: not cancel.is_enabled(), "nothing to cancel", 10)
-    webui.txt2img()
-    assert compare.made()
+def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: WebUI) -> None:
+    """A double click is one comparison; Cancel reaches the job beside which it stands; a page that is opened anew shows
+    what there is, from the first image on."""
+    page = compare.page
+    compare.made(seed=5)
+    compare.start(width=256, height=256, steps=40, seed=6)
+    page.click("onediff_compare_start")
+    compare.told("The same comparison runs or waits already", "compare_told")
+    compare.start(steps=4, seed=7, images=2)
+    page.wait(lambda: compare.comparisons("queued"), "the second in the queue", 20)
+    (waits,) = compare.comparisons("queued")
+    assert "queued, waits for the comparison Off and Current settings" in waits
+    (runs,) = compare.comparisons("running")
+    assert "of 160" in runs and "100 %" not in runs
+    page.wait(lambda: "256x256, 40 steps" in compare.text("compare_numbers"), "the first image", 120)
+    assert len(compare.images()) in (1, 3)
+    page.refresh()
+    compare.show()
+    page.wait(lambda: "256x256, 40 steps" in compare.text("compare_numbers"), "it on another page", 20)
+    compare.click_job("Compare Off and Current settings")
+    page.wait(lambda: compare.comparisons("cancelled"), "the end of the first", 60)
+    compare.wait_for_end()
+    compare.told("seed 7, ", "compare_numbers", 20)
+    assert [row[0] for row in compare.rows()] == ["7", "8"] and len(compare.images()) == 6
+    calls = webui.calls()
+    jobs = webui.get("/onediff/v1/jobs")["jobs"]
+    made = [job for job in jobs if job["kind"] == "comparison"][-3:]
+    assert [(job["state"], job["share"] == 1) for job in made] == [("done", True), ("cancelled", False), ("done", True)]
+    assert all(job["done"] == job["total"] for job in made if job["state"] == "done")
+    compare.click_at("#onediff_compare_jobs .onediff-job-cancelled ~ .onediff-job-done [data-onediff-show]")
+    page.find("#onediff_compare_jobs [data-onediff-clear]").click()
+    page.wait(lambda: not compare.text("compare_jobs"), "an empty list", 20)
+    assert webui.get("/onediff/v1/jobs") == {"jobs": []} and webui.calls() == calls and compare.rows()
+
+
+def test_what_cannot_be_compared_is_said_and_current_settings_are_the_accordions(compare: Compare) -> None:
+    page = compare.page
+    compare.start(left_changes="low_bit fp8")
+    compare.told("Left: 'low_bit fp8' has no effect where OneDiff is off", "compare_told")
+    compare.start(right_changes="nonsense 5")
+    compare.told("Right: OneDiff has no option 'nonsense' for a run.", "compare_told")
+    page.choose_tab("txt2img")
+    open_advanced(page, "txt2img")
+    field = "#onediff_txt2img_changes :is(textarea, input)"
+    page.type(field, "vae_precision fp32; backend eager")
+    page.wait_for_text("onediff_txt2img_told", "VAE precision fp32", 20)
+    compare.show()
+    told = compare.made(seed=9)
+    assert "on; vae_precision fp32; backend eager" in told
+    page.choose_tab("txt2img")
+    page.type(field, "")
 
 
 def test_consistency_report(compare: Compare) -> None:

@@ -72,9 +72,14 @@ def test_presets_of_the_loaded_model_and_cancel(panel: Panel, webui: WebUI) -> N
         for size in ("512x512", "512x768", "768x512", "768x768"):
             panel.click(f"preset_SD1_{size}")
         # The first one has its turn already, and waits for the image.
-        queued = lambda: [line.split(" ")[0] for line in panel.jobs("queued")]  # noqa: E731
+        queued = lambda: [line.split(" ")[1] for line in panel.jobs("queued")]  # noqa: E731
         panel.page.wait(lambda: queued() == ["512x768", "768x512", "768x768"], "three jobs", 30)
-        panel.click_at('#onediff_cache_jobs button[aria-label="Cancel: 768x768"]')
+        assert "waits for the image 128x128, 150 steps" in panel.jobs("running")[0]
+        (image,) = panel.texts("#onediff_cache_jobs [data-onediff-kind=image]")
+        assert image.startswith("Image 128x128, 150 steps") and "of 150" in image
+        panel.prewarm("512x512")
+        panel.told("512x512: runs or waits already, not queued again.", "cache_result")
+        panel.click_at('#onediff_cache_jobs button[aria-label="Cancel: Pre-warm 768x768"]')
         panel.page.wait(lambda: queued() == ["512x768", "768x512"], "two jobs", 30)
         panel.click("prewarm_cancel")
         panel.told("cancelled", "cache_result")

@@ -39,8 +39,9 @@ class Compare(Panel):
         return self.told(expected, "compare_differences")
 
     def start_over(self) -> None:
-        """Show the page with what a new one has on its sides; the last comparison stays."""
+        """Show the page with what a new one has on its sides, when nothing is compared; the last comparison stays."""
         self.show()
+        self.wait_for_end()
         for side, choice in (("left", OFF), ("right", CURRENT)):
             field = f"return document.querySelector('#onediff_compare_{side} input').value"
             if self.page.run(field) != choice:
@@ -61,10 +62,22 @@ class Compare(Panel):
 
     def made(self, **values: object) -> str:
         """Compare and wait for the images; returns what the numbers say."""
+        done = len(self.comparisons("done"))
         self.start(**values)
-        self.told("%", "compare_progress")
-        self.page.wait(lambda: not self.enabled("compare_cancel"), "the end of the comparison", SECONDS)
+        self.page.wait(lambda: len(self.comparisons("done")) > done, "the end of the comparison", SECONDS)
         return self.told("Verdict", "compare_numbers", 10)
+
+    def comparisons(self, state: str) -> list[str]:
+        """The lines of the list of jobs with comparisons in this state."""
+        return self.texts(f"#onediff_compare_jobs .onediff-job-{state}[data-onediff-kind=comparison]")
+
+    def wait_for_end(self) -> None:
+        pending = lambda: self.comparisons("running") + self.comparisons("queued")  # noqa: E731
+        self.page.wait(lambda: not pending(), "the end of what is compared", SECONDS)
+
+    def click_job(self, name: str, what: str = "Cancel") -> None:
+        """Click a button of a job, by the name of the job."""
+        self.click_at(f'#onediff_compare_jobs [aria-label="{what}: {name}"]')
 
     def images(self) -> list[str]:
         """The addresses of the images that are shown: of each seed left, right and difference."""

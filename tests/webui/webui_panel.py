@@ -145,8 +145,8 @@ class Panel:
         self.click("prewarm")
 
     def jobs(self, state: str = "") -> list[str]:
-        """The lines of the queue. state: of these alone, such as "queued"."""
-        return self.texts(f"#onediff_cache_jobs .onediff-job{state and '-'}{state}")
+        """The lines of the sizes in the list of jobs. state: of these alone, such as "queued"."""
+        return self.texts(f"#onediff_cache_jobs .onediff-job{state and '-'}{state}[data-onediff-kind=prewarm]")
 
     # --- throwing away --------------------------------------------------------------------------------------------
 

@@ -12,12 +12,13 @@ from typing import Any
 import gradio as gr
 
 from ...core.family import UsualSizes
+from ...core.jobs import Exclusively, JobQueue
 from ...core.refusal import NotKept
-from ...core.sizes import parse_sizes
-from ...prewarm.worker import WarmUp, rows_with_jobs
+from ...core.sizes import PrewarmList, parse_prewarm
+from ...prewarm.worker import SizeJob, WarmUp, rows_with_jobs
 from ...runtime.runtime import Runtime
 from ..amounts import counted, memory
-from ..chore import Chore, Exclusively
+from ..chore import Chore
 from ..events import (
     ACTIONS,
     CONTROLS,
@@ -33,14 +34,16 @@ from ..events import (
     live_html,
     nothing_seen,
 )
+from ..jobs import do, jobs_html, read_clicks
 from ..markup import sentence
-from .table import ALL_MODELS, jobs_html, key_of, legend_html, models_of, resolutions_html, selected, totals_html
+from .table import ALL_MODELS, key_of, legend_html, models_of, resolutions_html, selected, totals_html
 
 SOURCE = "panel"
 # How long a request waits for what it has begun; the page hears later of what takes longer.
 SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
 NOTHING_PURGED = "Nothing was purged."
+NONE_USED = "No size was used with this model yet: make an image first, or type sizes."
 # What the browser asks before something is thrown away; {} are the sizes.
 NEWER_STAYS = "What a newer version of OneDiff keeps in this folder stays."
 PURGED = "Their graphs and their history on disk are deleted. The next image at such a size is checked again."
@@ -58,9 +61,10 @@ Answer = tuple[Any, Any, Chore | None]
 class Panel:
     """The handlers of the page. Each takes the work that its page waits for as the last argument."""
 
-    def __init__(self, runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
+    def __init__(self, runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively) -> None:
         self.runtime = runtime
         self.warmup = warmup
+        self.queue = queue
         self.exclusively = exclusively
 
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
@@ -68,13 +72,24 @@ class Panel:
     def prewarm(self, text: str, waiting: Chore | None) -> Answer:
         """Queue the sizes that were typed."""
         try:
-            sizes = parse_sizes(text or "")
-            if not sizes:
-                raise ValueError("Type at least one size, for example 512x512.")
-            self.warmup.add(sizes, SOURCE)
+            told = self._queue_sizes(parse_prewarm(text or ""))
         except ValueError as problem:
             return sentence(str(problem), wrong=True), "", waiting
-        return "", "", waiting
+        return sentence(told), "", waiting
+
+    def _queue_sizes(self, wanted: PrewarmList) -> str:
+        """Queue them, and return what is to be known of it. Raises ValueError with a sentence."""
+        used = self.runtime.history.most_used(self.warmup.model, wanted.most_used) if wanted.most_used else []
+        if not wanted.sizes and not used:
+            raise ValueError(NONE_USED if wanted.most_used else "Type at least one size, for example 512x512.")
+        before = {job.id for job in self.warmup.jobs() if job.pending}
+        queued = self.warmup.add(wanted.sizes, SOURCE)
+        for size, tokens in used:
+            queued += self.warmup.add([size], SOURCE, tokens=tokens)
+        known = [job.title for job in queued if job.id in before]
+        if not known:
+            return ""
+        return f"{', '.join(known)}: {'runs or waits' if len(known) == 1 else 'run or wait'} already, not queued again."
 
     def cancel_all(self, waiting: Chore | None) -> Answer:
         sizes = self.warmup.stop()
@@ -141,11 +156,10 @@ class Panel:
 
     # --- what the page shows --------------------------------------------------------------------------------------
 
-    def view(self, cancelled: Any, model: str, waiting: Chore | None) -> tuple[Any, ...]:
-        """The value of every component that shows what is so; gradio draws what has changed. cancelled: the ids of jobs
-        whose buttons were clicked, as JSON."""
-        for job in read_list(cancelled, int):
-            self.warmup.cancel(job)
+    def view(self, clicks: Any, model: str, waiting: Chore | None) -> tuple[Any, ...]:
+        """The value of every component that shows what is so; gradio draws what has changed. clicks: see read_clicks.
+        """
+        do(read_clicks(clicks), self.queue)
         # Somebody may have clicked on something since this look was begun: what the page waits for stays as it is.
         below = UNCHANGED
         waits_now = UNCHANGED
@@ -153,14 +167,15 @@ class Panel:
             below = sentence(waiting.outcome, wrong=waiting.failed)
             waits_now = None
         known = self.runtime.rows()
-        jobs = self.warmup.jobs()
-        rows = rows_with_jobs(known, jobs, self.warmup.model)
+        jobs = self.queue.jobs()
+        sizes = [job for job in jobs if isinstance(job, SizeJob)]
+        rows = rows_with_jobs(known, sizes, self.warmup.model)
         models = models_of(rows)
         model = model if model in models else ALL_MODELS
         families = self.runtime.services.families
         fitting = families.usual_sizes(self.warmup.model)
         return (
-            below, waits_now, totals_html(self.runtime.totals(), known, jobs, self.runtime.history.folder),
+            below, waits_now, totals_html(self.runtime.totals(), known, sizes, self.runtime.history.folder),
             jobs_html(jobs),
             gr.update(choices=models, value=model), resolutions_html(selected(rows, model)),
             *(gr.update(visible=one in fitting) for one in families.usual_sizes()),
@@ -182,13 +197,13 @@ def read_list(text: Any, kind: type) -> list[Any]:
     return [value for value in values if type(value) is kind] if isinstance(values, list) else []
 
 
-def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) -> None:
+def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively) -> None:
     """The page, inside the gradio context that is open."""
-    panel = Panel(runtime, warmup, exclusively)
+    panel = Panel(runtime, warmup, queue, exclusively)
     with gr.Column(elem_id="onediff_cache"):
         waiting = gr.State(None)
         keys = nothing_seen()
-        cancelled = nothing_seen()
+        clicks = nothing_seen()
         look = a_button("", "look", elem_classes=HIDDEN)
         totals = live_html("cache_totals")
         gr.HTML("<h2>Pre-warm sizes</h2>")
@@ -196,10 +211,10 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         with gr.Row(elem_classes=CONTROLS):
             label = "Sizes (add x2 for a batch of two)"
             sizes = a_text(label, "prewarm_sizes", placeholder="1024x1024, 832x1216 x2", scale=4, min_width=200)
+        message = live_html("cache_result")
         with gr.Row(elem_classes=ACTIONS):
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
-            cancel = a_button("Cancel all", "prewarm_cancel")
-        message = live_html("cache_result")
+            cancel = a_button("Cancel all sizes", "prewarm_cancel")
         jobs = live_html("cache_jobs")
         gr.HTML("<h2>Resolutions</h2>")
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
@@ -218,9 +233,9 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, exclusively: Exclusively) 
         gr.HTML(legend_html())
 
     shown = {
-        "inputs": [cancelled, model, waiting], "queue": False, **QUIET,
+        "inputs": [clicks, model, waiting], "queue": False, **QUIET,
         "outputs": [below, waiting, totals, jobs, model, table, *rows],
-        **in_the_browser("(...values) => [window.onediff.cancelled(), ...values.slice(1, 3)]"),
+        **in_the_browser("(...values) => [window.onediff.clicks(), ...values.slice(1, 3)]"),
     }
     for event in (look.click, model.input):
         event(panel.view, **shown)

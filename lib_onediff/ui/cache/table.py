@@ -8,17 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ...core.sizes import TOKENS
+from ...core.jobs import Job
 from ...core.table import ENOUGH
-from ...prewarm.worker import CANCELLED, DONE, FAILED, QUEUED, Job
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
 from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds, times
 from ..markup import bar_html, cells_html, fact_html, head_html
 from ..status import ROUTES
 
 MOST_ROWS = 200
-MOST_JOBS_SHOWN = 25
-MOST_FINISHED_SHOWN = 8
 ALL_MODELS = "All models"
 COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI", "Speed", "VRAM", "Pre-warming", "Images", "Last used")
 SHAPE_COLUMNS = (
@@ -51,7 +48,7 @@ TOTALS = {
     "Low-bit weights": "GPU memory of the 8-bit weights",
     "Disk": "what is remembered and tuned, in the cache folder",
     "Served by a graph": "share of the network's calls since the start that replayed a graph",
-    "Queue": "sizes that are being pre-warmed, or wait for it",
+    "Queue": "sizes that are being pre-warmed, or wait for it; see Jobs",
     "Calls": "calls of the network since the start",
 }
 
@@ -202,42 +199,3 @@ def error_html(measured: LowBitErrors) -> str:
     budget = f"{measured.budget:.1e}"
     error = f"no layer within {budget}" if measured.error is None else f"error {measured.error:.1e} of {budget}"
     return f'<p class="onediff-reason">Low-bit on this {html.escape(measured.model)} checkpoint: {error}</p>'
-
-
-# --- the pre-warm queue -----------------------------------------------------------------------------------------------
-
-
-def jobs_html(jobs: list[Job]) -> str:
-    """One line per job with its progress and, while it is pending, a button to cancel it, for javascript/onediff.js."""
-    pending = [job for job in jobs if job.pending]
-    finished = [job for job in jobs if not job.pending][-MOST_FINISHED_SHOWN:]
-    shown = [*finished, *pending[:MOST_JOBS_SHOWN]]
-    more = len(pending) - MOST_JOBS_SHOWN
-    rest = f'<p class="onediff-reason">and {counted(more, "more job")}</p>' if more > 0 else ""
-    lines = "".join(map(job_html, shown))
-    return f'<div class="onediff-jobs" role="list" aria-label="Pre-warming">{lines}{rest}</div>' if shown else ""
-
-
-def job_html(job: Job) -> str:
-    """One job: its size, with what is not usual about it, how far it is, and what came of it."""
-    name = html.escape(str(job.size) if job.tokens == TOKENS else f"{job.size}, {job.tokens} tokens")
-    bar = bar_html(100 * job.share, f"Pre-warming {name}") if job.pending else ""
-    cancel = (
-        f'<button type="button" class="onediff-small" data-onediff-job="{job.id}" aria-label="Cancel: {name}" '
-        'title="Cancel">✕</button>' if job.pending else ""
-    )
-    return (
-        f'<div class="onediff-job onediff-job-{job.state}" role="listitem"><b>{name}</b>'
-        f"{bar}<span>{html.escape(job_sentence(job))}</span>{cancel}</div>"
-    )
-
-
-def job_sentence(job: Job) -> str:
-    """A job's state in words, for beside its size."""
-    if job.state == DONE:
-        return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
-    if job.state == FAILED:
-        return f"failed: {job.reason}"
-    if job.state in (QUEUED, CANCELLED):
-        return job.state
-    return ", ".join(filter(None, (f"{100 * job.share:.0f} %", job.what)))

@@ -8,21 +8,26 @@ import contextlib
 import json
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from ...core.jobs import COMPARISON, PREWARM, RUNNING, Exclusively, Job, JobQueue, Stopped, nothing
 from ...core.quality import ImageComparison, compare
 from ...core.settings import Settings, options_of_a_run
 from ...core.sizes import Size
 from ..amounts import number_in, whole_number
-from ..chore import Chore, Exclusively
 from ..infotext import read_changes
 from ..presets import PRESETS, with_preset
+from ..run_settings import AS_AT_FIRST
 
 CURRENT = "Current settings"
 OFF = "Off: the WebUI's own"
 CHOICES = [CURRENT, OFF, *PRESETS]
+SIDE_NAMES = ("left", "right")
+# The accordion's switch, speed and extra options, as javascript/onediff.js names them.
+ACCORDION = ("enabled", "preset", "changes")
 # Each side first makes the whole image, so that times do not count what happens once: and again, so many times at
 # most, while its record tells of something that was checked, captured or compiled for the first time.
 MOST_WARM_UPS = 4
@@ -61,40 +66,54 @@ class Pair:
     comparison: ImageComparison
 
 
-def side_of(choice: Any, changes: Any, standing: Settings) -> Side:
+def side_of(place: str, choice: Any, changes: Any, current: Callable[[], Settings], standing: Settings) -> Side:
     """The settings for a side.
 
-    choice: one of CHOICES. changes: such as "backend eager; low_bit int8", also as an image's infotext has it.
-    standing: the settings tab's. Raises ValueError with a sentence.
+    place: "Left" or "Right". choice: one of CHOICES. changes: such as "backend eager; low_bit int8", also as an image's
+    infotext has it. current: what the next image of the txt2img tab would have; raises ValueError. standing: the
+    settings tab's. Raises ValueError with a sentence.
     """
-    if choice == OFF:
-        return Side(OFF, replace(standing, enabled=False))
-    settings = standing if choice == CURRENT else with_preset(standing, str(choice))
-    changed = read_changes(str(changes or ""))
-    return Side(f"{choice} + {str(changes).strip()}" if changed else choice, settings.for_run(changed))
-
-
-def request_of(fields: Any) -> Request:
-    """The image that the txt2img tab asks for. fields: what its fields hold, by the ends of their ids, as JSON; see
-    tab.py. Raises ValueError with a sentence for the user."""
+    written = str(changes or "").strip()
     try:
-        asked = dict(json.loads(fields))
+        changed = read_changes(written)
+        if choice == OFF:
+            if written:
+                raise ValueError(f"{written!r} has no effect where OneDiff is off: delete it, or choose another speed.")
+            return Side(OFF, replace(standing, enabled=False))
+        settings = current() if choice == CURRENT else with_preset(standing, str(choice))
+        return Side(f"{choice} + {written}" if changed else str(choice), settings.for_run(changed))
+    except ValueError as problem:
+        raise ValueError(f"{place}: {problem}") from None
+
+
+def fields_of(asked: Any) -> dict[str, Any]:
+    """What the txt2img tab holds, by the ends of its fields' ids, from JSON. Raises ValueError with a sentence."""
+    try:
+        return dict(json.loads(asked))
     except (TypeError, ValueError):
         raise ValueError("The txt2img tab cannot be read.") from None
-    seed = whole_number(asked.get("seed", -1), "The seed", -1, LARGEST_SEED - MOST_IMAGES)
-    size = Size(whole_number(asked.get("width"), "The width"), whole_number(asked.get("height"), "The height"))
+
+
+def arguments_of_run(asked: Any) -> tuple[Any, ...]:
+    """The script arguments that the accordion of the txt2img tab holds; what it does not show is as at first. Raises
+    ValueError with a sentence."""
+    fields = fields_of(asked)
+    return tuple(fields.get(name, usual) for name, usual in zip(ACCORDION, AS_AT_FIRST, strict=True))
+
+
+def request_of(asked: Any) -> Request:
+    """The image that the txt2img tab asks for. asked: see fields_of. Raises ValueError with a sentence for the user."""
+    fields = fields_of(asked)
+    seed = whole_number(fields.get("seed", -1), "The seed", -1, LARGEST_SEED - MOST_IMAGES)
+    size = Size(whole_number(fields.get("width"), "The width"), whole_number(fields.get("height"), "The height"))
     return {
-        "prompt": str(asked.get("prompt", "")), "negative_prompt": str(asked.get("neg_prompt", "")),
+        "prompt": str(fields.get("prompt", "")), "negative_prompt": str(fields.get("neg_prompt", "")),
         "seed": random.SystemRandom().randrange(LARGEST_SEED - MOST_IMAGES) if seed == -1 else seed,
         "width": size.width, "height": size.height,
-        "steps": whole_number(asked.get("steps"), "The number of steps", 1, 150),
-        "cfg_scale": number_in(asked.get("cfg_scale"), "The CFG scale", 1, 30),
-        "sampler_name": str(asked.get("sampling", "Euler a")), "scheduler": str(asked.get("scheduler", "Automatic")),
+        "steps": whole_number(fields.get("steps"), "The number of steps", 1, 150),
+        "cfg_scale": number_in(fields.get("cfg_scale"), "The CFG scale", 1, 30),
+        "sampler_name": str(fields.get("sampling", "Euler a")), "scheduler": str(fields.get("scheduler", "Automatic")),
     }
-
-
-class Stopped(Exception):
-    """Somebody has stopped a comparison, or one of its images."""
 
 
 class TextToImage:
@@ -140,6 +159,13 @@ class TextToImage:
             shared.state.end()
         return GeneratedImage(processed.images[0], seconds, self._status())
 
+    @staticmethod
+    def share_of_image() -> float:
+        """How far the image is that is being made, from 0 to 1."""
+        from modules import shared
+
+        return min(1.0, shared.state.sampling_step / max(1, shared.state.sampling_steps))
+
     def interrupt(self) -> None:
         """Stop the image that is being made, if it is one of ours."""
         from modules import shared
@@ -148,62 +174,104 @@ class TextToImage:
             shared.state.interrupt()
 
 
-class Comparison(Chore):
-    """A comparison that is being made. Its images wait their turn in the WebUI's queue, one by one.
+@dataclass(eq=False)
+class Comparison(Job):
+    """The job of a comparison. Its images wait their turn in the WebUI's queue, one by one.
 
-    pairs: what there is already. shown: how many of them the page has. made, wanted: how many images, those to warm up
-    included. outcome: when it is over, why it ended before all images were made, or "".
+    first: the image of the first seed; the others have the seeds that follow. images: how many of each side. pairs:
+    what there is already. early: the first image of each side, by its number, made to warm up: to be seen at once.
+    made, wanted: how many images, those to warm up included.
     """
 
-    def __init__(
-        self, sides: tuple[Side, Side], first: Request, images: int, maker: TextToImage, exclusively: Exclusively,
-    ) -> None:
-        """first: the image of the first seed; the others have the seeds that follow. images: of each side."""
-        self.sides = sides
-        self.pairs: list[Pair] = []
-        self.shown = 0
-        self._maker = maker
-        self._cancelled = False
-        self._first = first
-        self._images = images
-        self._exclusively = exclusively
-        self.made = 0
-        self.wanted = 2 + 2 * images
-        super().__init__("Comparing", self._make_all)
+    sides: tuple[Side, ...] = ()
+    first: Request = field(default_factory=dict)
+    images: int = 1
+    pairs: list[Pair] = field(default_factory=list)
+    early: dict[int, GeneratedImage] = field(default_factory=dict)
+    made: int = 0
+    wanted: int = 0
 
-    def _make_all(self) -> str:
-        try:
-            for side in range(2):
-                self._warm_up(side)
-            for number in range(self._images):
-                image = {**self._first, "seed": self._first["seed"] + number}
-                # They take turns: what the first of two loads or encodes is ready for the other.
-                order = (0, 1) if number % 2 == 0 else (1, 0)
-                made = {side: self._make(image, side) for side in order}
-                self.pairs.append(Pair(image["seed"], (made[0], made[1]), compare(made[0].image, made[1].image)))
-        except Stopped:
-            return "Stopped."
+
+class Comparisons:
+    """Adds comparisons to the list of jobs, and does their work."""
+
+    def __init__(self, maker: TextToImage, exclusively: Exclusively, queue: JobQueue) -> None:
+        self._maker = maker
+        self._exclusively = exclusively
+        self._queue = queue
+
+    def add(self, sides: Sequence[Side], first: Request, images: int, asked: Any) -> Comparison:
+        """Queue a comparison ahead of sizes that wait, and return its job; that of one which runs or waits already
+        where the same is asked. asked: what the txt2img tab holds."""
+        left, right = (side.name.replace(OFF, "Off") for side in sides)
+        more = f", {images} images each" if images > 1 else ""
+        job = Comparison(
+            COMPARISON, f"{left} and {right}{more}", "page", sides=tuple(sides), first=first, images=images,
+            wanted=2 + 2 * images, key=(COMPARISON, tuple(sides), images, str(asked)),
+        )
+        job.total = job.wanted * first["steps"]
+        job.work = partial(self._make_all, job)
+        (added,) = self._queue.add([job], ahead_of=PREWARM)
+        return added
+
+    def comparisons(self) -> list[Comparison]:
+        """Copies of the comparisons in the list, in its order."""
+        return [job for job in self._queue.jobs() if isinstance(job, Comparison)]
+
+    def _make_all(self, job: Comparison) -> str:
+        for side in range(2):
+            self._warm_up(job, side)
+        for number in range(job.images):
+            image = {**job.first, "seed": job.first["seed"] + number}
+            # They take turns: what the first of two loads or encodes is ready for the other.
+            order = (0, 1) if number % 2 == 0 else (1, 0)
+            made = {}
+            for side in order:
+                self._queue.say(job, f"{SIDE_NAMES[side]}, image {number + 1} of {job.images}")
+                made[side] = self._make(job, image, side)
+            job.pairs.append(Pair(image["seed"], (made[0], made[1]), compare(made[0].image, made[1].image)))
         return ""
 
-    def _warm_up(self, side: int) -> None:
+    def _warm_up(self, job: Comparison, side: int) -> None:
         """Make a side's image until nothing of it happens for the first time."""
         for number in range(MOST_WARM_UPS):
             if number:
-                self.wanted += 1
-            made = self._make(self._first, side)
+                job.wanted += 1
+                self._queue.advance(job, total=job.wanted * job.first["steps"])
+            self._queue.say(job, f"{SIDE_NAMES[side]}, image to warm up")
+            made = self._make(job, job.first, side)
+            job.early.setdefault(side, made)
             if not (made.status.get("image") or {}).get("first_uses"):
                 return
 
-    def _make(self, image: Request, side: int) -> GeneratedImage:
+    def _make(self, job: Comparison, image: Request, side: int) -> GeneratedImage:
         """A side's image. Raises Stopped once the comparison is cancelled, or the image is interrupted."""
-        settings = self.sides[side].settings
-        made = self._exclusively(lambda: None if self._cancelled else self._maker.make(image, settings))
+        settings = job.sides[side].settings
+        before = job.seconds
+
+        def make() -> GeneratedImage | None:
+            if job.state != RUNNING:
+                return None
+            began = time.perf_counter()
+
+            def refresh() -> None:
+                steps = job.first["steps"] * (job.made + self._maker.share_of_image())
+                self._queue.advance(
+                    job, done=int(steps), share=steps / job.total, seconds=before + time.perf_counter() - began,
+                )
+
+            job.refresh = refresh
+            job.cancel = self._maker.interrupt
+            try:
+                return self._maker.make(image, settings)
+            finally:
+                job.refresh = nothing
+                job.cancel = nothing
+
+        made = self._queue.in_turn(job, self._exclusively, make)
         if made is None:
             raise Stopped
-        self.made += 1
+        job.made += 1
+        done = job.made * job.first["steps"]
+        self._queue.advance(job, done=done, share=done / job.total, seconds=before + made.seconds)
         return made
-
-    def cancel(self) -> None:
-        """Stop; the pairs that are ready stay."""
-        self._cancelled = True
-        self._maker.interrupt()

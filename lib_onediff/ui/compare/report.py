@@ -4,7 +4,7 @@ from __future__ import annotations
 import html
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...core.table import ENOUGH
@@ -12,7 +12,7 @@ from ..amounts import milliseconds, seconds, times
 from ..infotext import describe
 from ..markup import table_html
 from ..status import ROUTES, reasons_of
-from .job import Pair, Side
+from .job import SIDE_NAMES, GeneratedImage, Pair, Request, Side
 
 COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "ΔE", "Left", "Right")
 MEANINGS = {
@@ -23,6 +23,16 @@ MEANINGS = {
     "Left": "how long the left image took", "Right": "how long the right image took",
 }
 MOST_GAIN = 64
+
+
+def request_html(title: str, first: Request) -> str:
+    """What a comparison is of."""
+    prompt = f"“{first['prompt']}”" if first["prompt"] else "no prompt"
+    asked = (
+        f"{title}: {first['width']}x{first['height']}, {first['steps']} steps of {first['sampler_name']}, "
+        f"seed {first['seed']}, {prompt}"
+    )
+    return f'<p class="onediff-reason">{html.escape(asked)}</p>'
 
 
 def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
@@ -84,12 +94,23 @@ def cells_of(pair: Pair) -> Sequence[str]:
     )
 
 
+def early_images(early: Mapping[int, GeneratedImage], sides: Sequence[Side], seed: int) -> list[tuple[Any, str]]:
+    """The images that were made to warm up, by the number of their side: to be seen before any is measured."""
+    if len(early) == len(sides):
+        return [(image, f"Seed {seed}, {words}") for image, words in of_both((early[0], early[1]), sides)]
+    ((side, made),) = early.items()
+    return [(made.image.convert("RGB"), f"Seed {seed}, {SIDE_NAMES[side]}: {sides[side].name}")]
+
+
 def images_of(pair: Pair, sides: Sequence[Side]) -> list[tuple[Any, str]]:
     """Left, right, and what differs, each with its caption."""
-    left, right = (image.image.convert("RGB") for image in pair.images)
+    return [(image, f"Seed {pair.seed}, {words}") for image, words in of_both(pair.images, sides)]
+
+
+def of_both(images: tuple[GeneratedImage, GeneratedImage], sides: Sequence[Side]) -> list[tuple[Any, str]]:
+    left, right = (image.image.convert("RGB") for image in images)
     difference, caption = difference_of(left, right)
-    shown = (left, f"left: {sides[0].name}"), (right, f"right: {sides[1].name}"), (difference, caption)
-    return [(image, f"Seed {pair.seed}, {words}") for image, words in shown]
+    return [(left, f"left: {sides[0].name}"), (right, f"right: {sides[1].name}"), (difference, caption)]
 
 
 def difference_of(left: Any, right: Any) -> tuple[Any, str]:

@@ -1,17 +1,16 @@
 """The page that compares two settings by images of what the txt2img tab asks for."""
 from __future__ import annotations
 
-import html
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 import gradio as gr
 
+from ...core.jobs import JobQueue
 from ...core.settings import Settings
 from ..accordion import EXTRA_OPTIONS, a_text_of_changes
 from ..amounts import whole_number
-from ..chore import Exclusively
 from ..events import (
     ACTIONS,
     CONTROLS,
@@ -26,72 +25,89 @@ from ..events import (
     live_html,
     nothing_seen,
 )
-from ..markup import bar_html, sentence
-from .job import CHOICES, CURRENT, MOST_IMAGES, OFF, Comparison, TextToImage, request_of, side_of
-from .report import images_of, outcome_html
+from ..jobs import do, jobs_html, read_clicks
+from ..markup import sentence
+from .job import (
+    CHOICES,
+    CURRENT,
+    MOST_IMAGES,
+    OFF,
+    Comparison,
+    Comparisons,
+    arguments_of_run,
+    request_of,
+    side_of,
+)
+from .report import early_images, images_of, outcome_html, request_html
 
 ELEM_ID = "onediff_compare"
 EXPLAINED = "Generates the txt2img image (prompt, size, sampler, seed) twice, once with each setting."
+ONE_BY_ONE = "One comparison runs at a time; others wait in the list of jobs."
+SAME = "The same comparison runs or waits already, and is not queued again."
 # gradio 4 shows images as lossy webp otherwise; gradio 3 knows PNG alone.
 LOSSLESS: dict[str, Any] = {"format": "png"} if "format" in inspect.signature(gr.Gallery.__init__).parameters else {}
 # Puts what the txt2img tab holds in place of the last input.
-READ_TXT2IMG = "(...values) => [...values.slice(0, 5), JSON.stringify(window.onediff.txt2img())]"
+READ_TXT2IMG = "(...values) => [...values.slice(0, 5), window.onediff.compare()]"
+READ_CLICKS = "(...values) => [window.onediff.clicks(), ...values.slice(1, 2)]"
 
 
 class ComparePanel:
-    """The handlers of the page."""
+    """The handlers of the page. What a page shows is in the list of jobs: a page that is opened later, or anew, shows
+    it too."""
 
-    def __init__(self, maker: TextToImage, exclusively: Exclusively, standing: Callable[[], Settings]) -> None:
-        """standing: the settings tab's."""
-        self.maker = maker
-        self.exclusively = exclusively
+    def __init__(
+        self, comparisons: Comparisons, queue: JobQueue, standing: Callable[[], Settings],
+        settings_of_run: Callable[..., Settings],
+    ) -> None:
+        """standing: the settings tab's settings. settings_of_run: those of a run with script arguments."""
+        self.comparisons = comparisons
+        self.queue = queue
         self.standing = standing
+        self.settings_of_run = settings_of_run
 
-    def begin(
-        self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, asked: Any,
-    ) -> tuple[Any, ...]:
-        """Begin a comparison, and show that. asked: see request_of."""
+    def begin(self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, asked: Any) -> str:
+        """Queue a comparison, and return what is to be known of it. asked: see request_of."""
+        standing = self.standing()
+
+        def current() -> Settings:
+            return self.settings_of_run(*arguments_of_run(asked))
+
         try:
-            if not self.standing().enabled:
+            if not standing.enabled:
                 raise ValueError("OneDiff is switched off in the settings. Switch it on there to compare.")
-            sides = side_of(left, left_changes, self.standing()), side_of(right, right_changes, self.standing())
+            sides = [
+                side_of(place, choice, changes, current, standing)
+                for place, choice, changes in (("Left", left, left_changes), ("Right", right, right_changes))
+            ]
             count = whole_number(images, "The number of images", 1, MOST_IMAGES)
-            job = Comparison(sides, request_of(asked), count, self.maker, self.exclusively)
+            before = {job.id for job in self.comparisons.comparisons() if job.pending}
+            added = self.comparisons.add(sides, request_of(asked), count, asked)
         except ValueError as problem:
-            return sentence(str(problem), wrong=True), *[UNCHANGED] * 5
-        return "", progress_html(job), "", None, gr.update(interactive=True), job
+            return sentence(str(problem), wrong=True)
+        return sentence(SAME) if added.id in before else ""
 
-    @staticmethod
-    def look(job: Comparison | None) -> tuple[Any, ...]:
-        """The progress, and the images that are finished."""
+    def look(self, clicks: Any, seen: str) -> tuple[Any, ...]:
+        """The list of jobs, and the newest comparison that has an image, or the one that was clicked. seen: what the
+        page shows of it already; the last value is what it shows now."""
+        clicked = read_clicks(clicks)
+        do(clicked, self.queue)
+        jobs = self.queue.jobs()
+        comparisons = [job for job in jobs if isinstance(job, Comparison) and job.early]
+        chosen = next((job for job in comparisons if job.id == clicked.shown), None)
+        job = chosen or next(iter(reversed(comparisons)), None)
         if job is None:
-            return (UNCHANGED,) * 5
-        over = job.over()
-        message = (sentence(job.outcome, wrong=True), "") if over else (UNCHANGED, progress_html(job))
+            # One that was taken out of the list stays on the page.
+            return jobs_html(jobs), UNCHANGED, UNCHANGED, UNCHANGED
         pairs = list(job.pairs)
-        seen: tuple[Any, Any] = UNCHANGED, UNCHANGED
-        if len(pairs) > job.shown:
-            images: list[Any] = []
-            for pair in pairs:
-                images += images_of(pair, job.sides)
-            seen = outcome_html(pairs, job.sides), images
-            job.shown = len(pairs)
-        return *message, *seen, gr.update(interactive=not over)
-
-    def cancel(self, job: Comparison | None) -> str:
-        if job is not None:
-            job.cancel()
-        return sentence("Stopping." if job is not None else "Nothing is being compared.")
-
-
-def progress_html(job: Comparison) -> str:
-    """A bar, and what is being done."""
-    percent = round(100 * job.made / job.wanted)
-    what = f"image {job.made - 1} of {job.wanted - 2}" if job.made >= 2 else f"warming up {job.made + 1} of 2"
-    return (
-        f'<div class="onediff-jobs"><div class="onediff-job">{bar_html(percent, "Comparing")}'
-        f"<span>{percent} %, {html.escape(what)}</span></div></div>"
-    )
+        early = dict(job.early)
+        now = f"{job.id}, {len(early)}, {len(pairs)}"
+        if now == seen:
+            return jobs_html(jobs), UNCHANGED, UNCHANGED, UNCHANGED
+        images: list[Any] = [] if pairs else early_images(early, job.sides, job.first["seed"])
+        for pair in pairs:
+            images += images_of(pair, job.sides)
+        numbers = request_html(job.title, job.first) + (outcome_html(pairs, job.sides) if pairs else "")
+        return jobs_html(jobs), numbers, images, now
 
 
 def build_compare_page(panel: ComparePanel) -> None:
@@ -112,21 +128,25 @@ def build_compare_page(panel: ComparePanel) -> None:
             images = kept_out_of_defaults(gr.Number(
                 1, label="Images of each", precision=0, elem_id="onediff_compare_images", min_width=90,
             ))
+        message = live_html("compare_told")
         with gr.Row(elem_classes=ACTIONS):
             compare = a_button("Compare", "compare_start", variant="primary")
-            cancel = a_button("Cancel", "compare_cancel", interactive=False)
-        message, progress, numbers = (live_html(f"compare_{name}") for name in ("told", "progress", "numbers"))
+        gr.HTML(f'<p class="onediff-reason">{ONE_BY_ONE}</p>')
+        jobs, numbers = (live_html(f"compare_{name}") for name in ("jobs", "numbers"))
         gallery = gr.Gallery(
             label="Images", show_label=False, columns=3, object_fit="contain", elem_id="onediff_compare_gallery",
             **LOSSLESS,
         )
         look = a_button("", "compare_look", elem_classes=HIDDEN)
-    job = gr.State(None)
-    shown = [message, progress, numbers, gallery, cancel]
+    clicks = nothing_seen()
+    seen = gr.State("")
+    shown: dict[str, Any] = {
+        "inputs": [clicks, seen], "outputs": [jobs, numbers, gallery, seen], "queue": False, **QUIET,
+        **in_the_browser(READ_CLICKS),
+    }
     compare.click(
-        panel.begin, inputs=[*sides, images, nothing_seen()], outputs=[*shown, job], queue=False, **QUIET,
+        panel.begin, inputs=[*sides, images, nothing_seen()], outputs=[message], queue=False, **QUIET,
         **in_the_browser(READ_TXT2IMG),
-    )
-    look.click(panel.look, inputs=[job], outputs=shown, queue=False, **QUIET)
-    cancel.click(panel.cancel, inputs=[job], outputs=[message], queue=False, **QUIET)
+    ).then(panel.look, **shown)
+    look.click(panel.look, **shown)
     forget_when_changed([*sides, images], message)

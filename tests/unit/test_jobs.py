@@ -1,0 +1,120 @@
+"""The list of jobs: the order, what each waits for, cancelling one, and images of the WebUI among them."""
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from busy import until
+
+from lib_onediff.core.jobs import COMPARISON, IMAGE, PREWARM, Job, JobQueue, Stopped
+from lib_onediff.core.refusal import Refusal
+
+SECONDS = 30
+
+
+class Turns:
+    """A WebUI whose turn is held until go is set; images are its own."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.images: list[Job] = []
+        self.queue = JobQueue(lambda: self.images)
+        self.cancelled: list[str] = []
+
+    def add(self, kind: str, title: str, work: Callable[[], str] | None = None, **more: Any) -> Job:
+        job = Job(kind, title, work=work or (lambda: ""), cancel=lambda: self.cancelled.append(title), **more)
+        (added,) = self.queue.add([job], ahead_of=PREWARM if kind == COMPARISON else "")
+        return added
+
+    def block(self) -> Job:
+        """A job that runs until go is set."""
+        added = self.add(PREWARM, "64x64", lambda: "" if self.go.wait(SECONDS) else "too late")
+        until(lambda: self.queue.jobs()[0].state == "running", "it to run", SECONDS, 0.01)
+        return added
+
+    def told(self) -> list[tuple[str, str, str]]:
+        return [(job.title, job.state, job.what) for job in self.queue.jobs()]
+
+    def over(self) -> list[tuple[str, str, str]]:
+        self.go.set()
+        until(lambda: not any(job.pending for job in self.queue.jobs()), self.told, SECONDS, 0.01)
+        return [(job.title, job.state, job.reason) for job in self.queue.jobs()]
+
+
+@pytest.fixture
+def turns() -> Turns:
+    return Turns()
+
+
+def test_comparisons_go_ahead_of_sizes_and_each_says_what_it_waits_for(turns: Turns) -> None:
+    turns.block()
+    turns.add(PREWARM, "72x64")
+    turns.add(COMPARISON, "A")
+    turns.add(COMPARISON, "B")
+    waits = ("queued", "waits for pre-warming 64x64")
+    assert turns.told() == [("64x64", "running", ""), ("A", *waits), ("B", *waits), ("72x64", *waits)]
+    assert [title for title, _, _ in turns.over()] == ["64x64", "A", "B", "72x64"]
+
+
+def test_the_same_work_is_queued_once_until_it_is_over(turns: Turns) -> None:
+    turns.block()
+    first = turns.add(PREWARM, "72x64", key="72")
+    assert turns.add(PREWARM, "72x64", key="72").id == first.id and len(turns.queue.jobs()) == 2
+    turns.over()
+    assert turns.add(PREWARM, "72x64", key="72").id != first.id
+
+
+def test_cancelling_reaches_one_job_alone(turns: Turns) -> None:
+    runs = turns.block()
+    waits = turns.add(COMPARISON, "A")
+    turns.images = [Job(IMAGE, "512x512", state="running", cancel=lambda: turns.cancelled.append("image"))]
+    assert turns.told()[0] == ("512x512", "running", "") and turns.queue.jobs()[0].id
+    assert turns.queue.cancel(waits.id) and not turns.queue.cancel(waits.id) and not turns.queue.cancel(10**9)
+    assert turns.cancelled == ["A"] and [job.state for job in turns.queue.jobs()] == ["cancelled", "running", "running"]
+    assert turns.queue.cancel(turns.queue.jobs()[1].id) and turns.cancelled == ["A", "image"]
+    turns.images = []
+    assert turns.queue.cancel(runs.id)
+    after = turns.add(COMPARISON, "B")
+    (told,) = [what for title, _, what in turns.told() if title == "B"]
+    assert told == "waits for pre-warming 64x64", "it ends what it has begun"
+    assert after.state == "queued" and turns.over()[-1] == ("B", "done", "")
+
+
+def test_in_its_turn_a_job_makes_the_webuis_images_and_before_it_waits_for_them(turns: Turns) -> None:
+    lock = threading.Lock()
+    turns.images = [Job(IMAGE, "512x512", state="running")]
+
+    def exclusively(work: Callable[[], Any]) -> Any:
+        with lock:
+            return work()
+
+    job = Job(COMPARISON, "A")
+    job.work = lambda: turns.queue.in_turn(job, exclusively, lambda: "" if turns.go.wait(SECONDS) else "too late")
+    with lock:
+        turns.queue.add([job])
+        wanted = [("512x512", "running", ""), ("A", "running", "waits for the image 512x512")]
+        until(lambda: turns.told() == wanted, turns.told, SECONDS, 0.01)
+    until(lambda: turns.told() == [("A", "running", "")], turns.told, SECONDS, 0.01)
+    turns.images = []
+    assert turns.over() == [("A", "done", "")]
+
+
+def test_how_a_job_ends_is_said_and_the_next_goes_on(turns: Turns) -> None:
+    def fails(error: Exception) -> Callable[[], str]:
+        def work() -> str:
+            raise error
+
+        return work
+
+    turns.block()
+    for title, error in (("A", Refusal("no model")), ("B", RuntimeError("a fault\nof ours")), ("C", Stopped())):
+        turns.add(COMPARISON, title, fails(error))
+    turns.add(COMPARISON, "D", lambda: "without a graph")
+    assert turns.over() == [
+        ("64x64", "done", ""), ("A", "failed", "no model"), ("B", "failed", "a fault"), ("C", "cancelled", ""),
+        ("D", "done", "without a graph"),
+    ]
+    assert [job.share == 1 for job in turns.queue.jobs()] == [True, False, False, False, True]
+    assert turns.queue.clear() == 5 and turns.queue.jobs() == []
