@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .fields import ANY_DTYPE, LEFT_OUT, named_tensors, shapes_of, signature_function, walked_names
+from .fields import ANY_DTYPE, LEFT_OUT, any_dtype_names, named_tensors, shapes_of, signature_function, walked_names
 from .points import Points
 from .precision import autocast_dtype
 
@@ -131,11 +131,14 @@ class Call:
     @property
     def unusual(self) -> tuple[str, ...]:
         """The inputs whose type or device is not the latent's, in words for a shape's key: a host may refuse them, or
-        compute with them in another way. Every host casts the timestep to float32, so its type is left out."""
+        compute with them in another way. The types of those that may be of any are left out: every host casts the
+        timestep to float32."""
         latent = self.latent
+        kind: Any = type(self)
+        of_any_dtype = any_dtype_names(kind)
         found: dict[str, None] = {}
         for name, tensor in named_tensors(self):
-            dtype = latent.dtype if tensor is self.timestep else tensor.dtype
+            dtype = latent.dtype if name in of_any_dtype else tensor.dtype
             if dtype != latent.dtype or tensor.device != latent.device:
                 words = name.replace("_", " ")
                 found[f"{words} in {str(dtype).removeprefix('torch.')} on {tensor.device}"] = None

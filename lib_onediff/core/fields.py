@@ -36,6 +36,12 @@ def walked_names(kind: type) -> tuple[str, ...]:
 
 
 @cache
+def any_dtype_names(kind: type) -> frozenset[str]:
+    """The names of the fields whose tensors may be of any type."""
+    return frozenset(one.name for one in walked_fields(kind) if one.metadata.get("any_dtype"))
+
+
+@cache
 def settable_names(kind: type) -> tuple[str, ...]:
     """The names of walked_fields that the constructor takes; the others are computed in __post_init__."""
     return tuple(one.name for one in walked_fields(kind) if one.init)

@@ -1,13 +1,16 @@
 """Read the leaf modules that hold parameters, and keep account of them."""
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn import functional
 
-from ..core.leaves import Convolution, FreeParameter, FusedLinear, GroupNorm, LayerNorm, Linear, RMSNorm
+from ..core.leaves import AdaptiveNorm, Convolution, FreeParameter, FusedLinear, GroupNorm, LayerNorm, Linear, RMSNorm
 from ..core.origins import author, is_lora, layer_within, package
 from ..core.refusal import Refusal
 
@@ -142,11 +145,20 @@ class LeafReader:
         """
         plus_one = getattr(module, "add", False)
         has_bias = getattr(module, "bias", None) is not None
-        is_known = module.weight is not None and module.eps is not None and not has_bias and plus_one in (True, False)
+        is_known = module.weight is not None and not has_bias and plus_one in (True, False)
         if type(module).__name__ != "RMSNorm" or not is_known:
             raise self.unknown(module, "expected a root mean square norm with weight")
         self._claim(module)
-        return RMSNorm(self.path(module), len(module.weight), module.eps, bool(plus_one))
+        if module.eps is None and not has_float32s_epsilon():
+            raise self.unknown(module, "this torch takes another epsilon for each type")
+        eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
+        return RMSNorm(self.path(module), len(module.weight), eps, bool(plus_one))
+
+    def adaptive_norm(self, module: Any, width: int) -> AdaptiveNorm:
+        """A layer norm without weight."""
+        if module.weight is not None or module.bias is not None or tuple(module.normalized_shape) != (width,):
+            raise self.unknown(module, "expected a layer norm without weight")
+        return AdaptiveNorm(width, float(module.eps))
 
     def parameter(self, module: Any, name: str) -> FreeParameter:
         """The parameter that a module has by this name, where the module is no layer."""
@@ -222,6 +234,13 @@ class LeafReader:
             if kind is not None and package(kind.__module__) not in self._packages:
                 return place, kind
         return None
+
+
+@functools.cache
+def has_float32s_epsilon() -> bool:
+    """Whether torch's RMS norm takes float32's epsilon in narrower types too, where it is given none."""
+    small = torch.full((1,), 2.0**-4, dtype=torch.bfloat16, device="cpu")
+    return torch.equal(functional.rms_norm(small, (1,)), torch.ones_like(small))
 
 
 def computes_as_torch(kind: type) -> bool:

@@ -19,6 +19,7 @@ from .anima.family import Animas
 from .krea2.family import Krea2s
 from .unet.family import UNets
 from .vae import Autoencoders
+from .z_image.family import ZImages
 
 
 class Families:
@@ -80,7 +81,7 @@ class DecoderFamilies:
 
 
 # A new family is a file or a folder beside this, and a name here.
-FAMILIES = Families((UNets(), Animas(), Krea2s()))
+FAMILIES = Families((UNets(), Animas(), Krea2s(), ZImages()))
 DECODERS = DecoderFamilies((Autoencoders(),))
 
 

@@ -131,7 +131,7 @@ def read_anima(network: Any) -> AnimaLayout:
         out_up=leaves.linear(final.adaln_modulation[2]),
         axes=read_axes(network.pos_embedder),
         blocks=tuple(read_block(block, leaves) for block in network.blocks),
-        out_norm=adaptive_norm(final.layer_norm, width, leaves), out=leaves.linear(final.linear),
+        out_norm=leaves.adaptive_norm(final.layer_norm, width), out=leaves.linear(final.linear),
     )
     leaves.refuse_unclaimed()
     refuse_biases(network)
@@ -159,7 +159,7 @@ def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
 
 def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
     width = block.self_attn.output_proj.weight.shape[0]
-    norms = {adaptive_norm(getattr(block, f"layer_norm_{place}"), width, leaves) for place in PLACES}
+    norms = {leaves.adaptive_norm(getattr(block, f"layer_norm_{place}"), width) for place in PLACES}
     if leaves.kind(block) != "Block" or len(norms) != 1 or not isinstance(block.mlp.activation, nn.GELU):
         raise leaves.unknown(block)
     if block.mlp.activation.approximate != "none":
@@ -202,10 +202,3 @@ def refuse_biases(network: nn.Module) -> None:
     found = next((name for name, _ in network.named_parameters() if name.endswith("bias")), None)
     if found is not None:
         raise Refusal(f"{found} is a bias, where OneDiff knows none")
-
-
-def adaptive_norm(norm: Any, width: int, leaves: LeafReader) -> AdaptiveNorm:
-    """A layer norm without weight. Raises Refusal for any other."""
-    if norm.weight is not None or norm.bias is not None or tuple(norm.normalized_shape) != (width,):
-        raise leaves.unknown(norm, "expected a layer norm without weight")
-    return AdaptiveNorm(width, float(norm.eps))

@@ -11,6 +11,8 @@ from ...core.call import Call
 from .cosmos import cosmos_call
 from .read_cosmos import is_cosmos
 from .read_unet import is_diffusers_unet
+from .read_z_image import is_z_image
+from .z_image import sample_of, tensor_of, z_image_call
 
 OUTPUT_OF_TRANSFORMERS = "diffusers.models.modeling_outputs", "Transformer2DModelOutput"
 
@@ -40,4 +42,7 @@ NETWORKS = (
         ("diffusers.models.unets.unet_2d_condition", "UNet2DConditionOutput"),
     ),
     DiffusersNetwork("CosmosTransformer3DModel", is_cosmos, call_of=cosmos_call),
+    DiffusersNetwork(
+        "ZImageTransformer2DModel", is_z_image, call_of=z_image_call, tensor_of=tensor_of, sample_of=sample_of,
+    ),
 )

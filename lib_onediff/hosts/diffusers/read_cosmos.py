@@ -12,7 +12,6 @@ from ...core.refusal import Refusal
 from ...families.anima.layout import (
     AdaptiveBlock,
     AnimaLayout,
-    adaptive_norm,
     read_attentions,
     refuse_biases,
     rotary_axes,
@@ -79,7 +78,7 @@ def read_cosmos(network: Any) -> AnimaLayout:
         downs=leaves.fused("modulation.down", *(place.linear_1 for place in (*places, final))),
         ups=leaves.fused("modulation.up", *(place.linear_2 for place in places)), out_up=leaves.linear(final.linear_2),
         axes=rotary_axes(rope, (rope.dim_t, rope.dim_h, rope.dim_w), torch.float32, torch.float32),
-        blocks=blocks, out_norm=adaptive_norm(final.norm, width, leaves), out=leaves.linear(out),
+        blocks=blocks, out_norm=leaves.adaptive_norm(final.norm, width), out=leaves.linear(out),
         model_name="Anima" if made_of_anima(network) else "Cosmos",
     )
     leaves.refuse_unclaimed()
@@ -102,7 +101,7 @@ def cosmos_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
         leaves.require(attention, inner_dim=width, inner_kv_dim=width)
         if leaves.kind(attention.processor) != "CosmosAttnProcessor2_0":
             raise leaves.unknown(attention, f"its processor is {leaves.kind(attention.processor)}")
-    norms = {adaptive_norm(norm.norm, width, leaves) for norm in (block.norm1, block.norm2, block.norm3)}
+    norms = {leaves.adaptive_norm(norm.norm, width) for norm in (block.norm1, block.norm2, block.norm3)}
     if len(norms) != 1:
         raise leaves.unknown(block, "its norms differ")
     return AdaptiveBlock(

@@ -17,10 +17,12 @@ from ...families.anima.call import AnimaCall
 from ...families.krea2.call import Krea2Call
 from ..contract import UNETS, Need, lack_of
 from .call import UNET_PARAMETERS, names_read_by, transformer_call, unet_call
+from .lumina import z_image_call
 
 UNET = "backend.nn.unet"
 ANIMA = "backend.nn.anima"
 KREA2 = "backend.nn.krea"
+LUMINA = "backend.nn.lumina"
 PREFIX = "attention_"
 EXACT_ATTENTION = "pytorch"
 # Exact too, with scores in float32 where the host wants that.
@@ -164,5 +166,11 @@ NETWORKS = (
         HostAttention("backend.attention", KREA2, "attention_function"),
         {"pad_to_patch_size": "backend.utils", "timestep_embedding": "backend.nn.flux"},
         ("Krea 2",), call_of=partial(transformer_call, Krea2Call), unrounded=("txtfusion.projector",),
+    ),
+    HostNetwork(
+        LUMINA, "NextDiT", ("x", "timesteps", "context", "num_tokens", "attention_mask", "transformer_options"),
+        HostAttention("backend.attention", LUMINA, "attention_function"),
+        dict.fromkeys(("pad_to_patch_size", "clamp_fp16"), "backend.utils"), ("Z-Image", "Lumina 2"),
+        call_of=z_image_call,
     ),
 )

@@ -1,0 +1,76 @@
+"""Z-Image, and the Lumina 2 network from which it comes, as a family."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+import torch
+from torch import Tensor
+
+from ...core.family import AttentionShapes, UsualSizes
+from ...core.layer_weights import Weights
+from ...core.leaves import names_of
+from ...core.operators import Operators
+from ...core.refusal import Refusal
+from . import forward
+from .call import ZImageCall
+from .layout import ZImageLayout
+
+SIZES = ("1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536")
+
+
+class ZImages:
+    """See core.family.Family."""
+
+    layout = ZImageLayout
+    # The timestep is the share of noise.
+    first_timestep = 1.0
+    # Hosts hand theirs in.
+    readers = ()
+    usual_sizes = (UsualSizes("Z-Image", ("Z-Image",), SIZES), UsualSizes("Lumina 2", ("Lumina 2",), SIZES))
+
+    def refuse_call(self, layout: ZImageLayout, call: ZImageCall) -> None:
+        latent = call.latent
+        context = call.context
+        if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
+            taken = f"{layout.in_channels} channels"
+            raise Refusal(f"the latent is {tuple(latent.shape)}, but {layout.model_name} takes {taken}")
+        if context.dim() != 3 or context.shape[-1] != layout.context_width or context.shape[1] % layout.multiple:
+            taken = f"{layout.context_width} values a token, and a multiple of {layout.multiple} tokens"
+            raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
+        if not len(latent) == len(context) == len(call.lengths) == len(call.timestep):
+            raise Refusal("latent, timestep and prompt are of different batches")
+
+    def example(
+        self, layout: ZImageLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
+    ) -> ZImageCall:
+        latent = noise(batch, layout.in_channels, *size)
+        context = noise(batch, tokens + -tokens % layout.multiple, layout.context_width)
+        timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
+        lengths = torch.full((batch,), tokens, dtype=torch.int64, device=latent.device)
+        return ZImageCall(latent, timestep, context, lengths)
+
+    def output(self, layout: ZImageLayout, weights: Weights, ops: Operators, call: ZImageCall) -> Tensor:
+        return forward.output(layout, weights, ops, call)
+
+    def units(self, layout: ZImageLayout, call: ZImageCall) -> list[tuple[str, ...]]:
+        blocks = (*layout.image_refiner, *layout.text_refiner, *layout.blocks)
+        apart = ("image_refiner", "text_refiner", "blocks", "out_modulation", "out")
+        first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in apart))
+        return [first, *map(names_of, blocks), names_of((layout.out_modulation, layout.out))]
+
+    def deepest(self, layout: ZImageLayout) -> int:
+        return 0
+
+    def attentions(self, layout: ZImageLayout, call: ZImageCall) -> list[AttentionShapes]:
+        height, width = call.latent.shape[-2:]
+        patches = -(-height // layout.patch) * -(-width // layout.patch)
+        image = patches + -patches % layout.multiple
+        attention = layout.blocks[0].attention
+        shapes: list[AttentionShapes] = []
+        for tokens in (image, call.tokens, image + call.tokens):
+            query, key = ((len(call.latent), heads, tokens, attention.head_width) for heads in (
+                attention.heads, attention.key_heads,
+            ))
+            shapes.append((query, key))
+        return shapes

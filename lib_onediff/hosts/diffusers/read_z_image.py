@@ -1,0 +1,54 @@
+"""Read diffusers' ZImageTransformer2DModel."""
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ...core.leaves import SelfAttention
+from ...core.refusal import Refusal
+from ...families.leaf_reader import LeafReader, is_class
+from ...families.registry import FAMILIES
+from ...families.rotary import RotaryAxes
+from ...families.z_image.layout import ZImageLayout
+from ...families.z_image.read import HostParts, read_stream, without_bias
+
+# To which multiple prompt and patches are filled up.
+MULTIPLE = 32
+PATCH = 2
+# The host's name of the layers for patches of one image.
+LAYERS = f"{PATCH}-1"
+
+
+def is_z_image(network: nn.Module) -> bool:
+    """Whether a module is of diffusers' own ZImageTransformer2DModel, and of no class derived from it."""
+    return is_class(type(network), "diffusers.models.transformers.transformer_z_image", "ZImageTransformer2DModel")
+
+
+def read_z_image(network: Any) -> ZImageLayout:
+    """The layout of a ZImageTransformer2DModel. Raises Refusal with the reason."""
+    if network.siglip_embedder is not None:
+        raise Refusal("it takes other images beside the prompt (omni)")
+    if list(network.all_x_embedder) != [LAYERS]:
+        raise Refusal(f"its patches are {', '.join(network.all_x_embedder)}, not {LAYERS}")
+    leaves = LeafReader(network, reads_loras=True)
+    rope = network.rope_embedder
+    widths = tuple(rope.axes_dims)
+    axes = RotaryAxes(widths, (float(rope.theta),) * len(widths), interleaved=True)
+    return read_stream(network, leaves, HostParts(
+        "ZImageTransformerBlock", attention_of, network.all_x_embedder[LAYERS], network.all_final_layer[LAYERS], PATCH,
+        MULTIPLE, axes, float(network.t_scale), is_negated=False,
+    ))
+
+
+def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
+    leaves.expect("Attention", attention)
+    leaves.expect("Dropout", *attention.to_out[1:])
+    if leaves.kind(attention.processor) != "ZSingleStreamAttnProcessor":
+        raise leaves.unknown(attention, f"its processor is {leaves.kind(attention.processor)}")
+    norms = tuple(leaves.rms_norm(norm) for norm in (attention.norm_q, attention.norm_k) if norm is not None)
+    joint = leaves.fused(leaves.path(attention), attention.to_q, attention.to_k, attention.to_v)
+    return SelfAttention(joint, without_bias(attention.to_out[0], leaves), attention.heads, norms)
+
+
+FAMILIES.take_reader((is_z_image, read_z_image))

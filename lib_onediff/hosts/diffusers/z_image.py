@@ -1,0 +1,55 @@
+"""A call of diffusers' ZImageTransformer2DModel as ours."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core.refusal import Refusal
+from ...families.z_image.call import ZImageCall, joined_prompts
+from .read_z_image import MULTIPLE, PATCH
+
+
+def z_image_call(
+    network: Any, x: Any, t: Tensor, cap_feats: Any, patch_size: int = PATCH, f_patch_size: int = 1, **others: Any
+) -> ZImageCall:
+    """x: a list of latents, (channels, 1, height, width) each. cap_feats: a list of prompts, (tokens, width) each. t:
+    the share of the image. Raises Refusal for what our forward does not take."""
+    passed = [name for name, value in others.items() if value is not None]
+    if passed:
+        raise Refusal(f"the pipeline passes {', '.join(passed)}")
+    if (patch_size, f_patch_size) != (PATCH, 1):
+        raise Refusal(f"the pipeline passes patches of {f_patch_size} images and {patch_size} a side")
+    for inputs in (x, cap_feats):
+        if not (isinstance(inputs, list) and inputs and all(isinstance(one, Tensor) for one in inputs)):
+            raise Refusal("the latents or the prompts are no list of tensors (omni?)")
+    if len({(one.shape, one.dtype) for one in x}) > 1:
+        raise Refusal("the latents are of several sizes")
+    if any(one.dim() != 2 for one in cap_feats) or len({(one.shape[1], one.dtype) for one in cap_feats}) > 1:
+        raise Refusal("the prompts are of several widths or types")
+    size = x[0].shape
+    if len(size) != 4 or size[1] != 1 or any(side % PATCH for side in size[2:]):
+        raise Refusal(f"the latents are {tuple(size)}, not of one image in patches of {PATCH} a side")
+    if not isinstance(t, Tensor) or t.shape != (len(x),) or t.dtype != torch.float32:
+        raise Refusal("the timestep is not one for each image, in float32")
+    context, lengths, is_ragged = joined_prompts(cap_feats, MULTIPLE)
+    refuse_places(network, (context.shape[1] + 1, size[2] // PATCH - 1, size[3] // PATCH - 1))
+    return ZImageCall(torch.stack(x).squeeze(2), 1.0 - t, context, lengths, is_ragged, t)
+
+
+def refuse_places(network: Any, last: tuple[int, int, int]) -> None:
+    """Raise Refusal where the host has no rotary embedding for a position, and raises an error itself. last: the last
+    positions along each axis."""
+    most = network.rope_embedder.axes_lens
+    if any(place >= length for place, length in zip(last, most, strict=True)):
+        raise Refusal(f"the prompt or the latent is longer than {most}, up to which it knows positions")
+
+
+def tensor_of(sample: list[Tensor]) -> Tensor:
+    """Its sample, (channels, 1, height, width) for each image, as our output."""
+    return torch.stack(sample).squeeze(2)
+
+
+def sample_of(output: Tensor) -> list[Tensor]:
+    return list(output.unsqueeze(2).unbind(0))

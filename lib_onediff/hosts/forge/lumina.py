@@ -1,0 +1,61 @@
+"""Forge Neo's NextDiT (backend.nn.lumina), which is Z-Image or Lumina 2: its layout, and its calls as ours."""
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.call import Call
+from ...core.leaves import SelfAttention
+from ...core.refusal import Refusal
+from ...families.leaf_reader import LeafReader, is_genuine
+from ...families.registry import FAMILIES
+from ...families.rotary import RotaryAxes
+from ...families.z_image.call import ZImageCall, joined_prompts
+from ...families.z_image.layout import ZImageLayout
+from ...families.z_image.read import HostParts, read_stream, without_bias
+from .call import HostCall, transformer_call
+
+
+def is_lumina(network: nn.Module) -> bool:
+    return type(network).__name__ == "NextDiT" and is_genuine(type(network)) and hasattr(network, "cap_embedder")
+
+
+def read_lumina(network: Any) -> ZImageLayout:
+    """The layout of a NextDiT module. Raises Refusal with the reason."""
+    if network.clip_text_pooled_proj is not None:
+        raise Refusal("it takes a pooled prompt")
+    leaves = LeafReader(network)
+    embedder = network.rope_embedder
+    leaves.expect("EmbedND", embedder)
+    widths = tuple(embedder.axes_dim)
+    # The host takes the cosines of angles in float64.
+    axes = RotaryAxes(widths, (float(embedder.theta),) * len(widths), interleaved=True, angles=torch.float64)
+    return read_stream(network, leaves, HostParts(
+        "JointTransformerBlock", attention_of, network.x_embedder, network.final_layer, network.patch_size,
+        network.pad_tokens_multiple or 1, axes, network.time_scale, is_negated=True,
+        model_name="Z-Image" if network.pad_tokens_multiple else "Lumina 2",
+    ))
+
+
+def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
+    leaves.expect("JointAttention", attention)
+    norms = leaves.layers({"RMSNorm": lambda module, reader: reader.rms_norm(module)}, (
+        attention.q_norm, attention.k_norm,
+    ))
+    joint = leaves.fused(leaves.path(attention), attention.qkv)
+    return SelfAttention(joint, without_bias(attention.out, leaves), attention.n_local_heads, norms)
+
+
+def z_image_call(network: Any, given: HostCall, *how: Any) -> Call:
+    """As transformer_call. All prompts of the host's calls are of one length."""
+
+    def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> ZImageCall:
+        context, lengths, _ = joined_prompts(list(context), network.pad_tokens_multiple or 1)
+        return ZImageCall(latent, timestep, context, lengths, **others)
+
+    return transformer_call(call_of, network, given, *how)
+
+
+FAMILIES.take_reader((is_lumina, read_lumina))

@@ -1,0 +1,120 @@
+"""diffusers' ZImageTransformer2DModel computes the host's images by us."""
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, randomise, relative_error
+from own_forward import own_forward
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff.core.leaves import names_of
+from lib_onediff.families.registry import FAMILIES
+
+code = pytest.importorskip("diffusers.models.transformers.transformer_z_image", reason="needs diffusers 0.36")
+CHANNELS = 4
+SMALL = {
+    "in_channels": CHANNELS, "dim": 96, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2,
+    "cap_feat_dim": CONTEXT_WIDTH, "axes_dims": [16, 16, 16], "axes_lens": [700, 40, 40],
+}
+IN_CONFIG = "config"
+IN_BLOCK = "block"
+IN_CALL = "call"
+
+
+def network(**config: Any) -> Any:
+    return randomise(code.ZImageTransformer2DModel(**{**SMALL, **config})).requires_grad_(False)
+
+
+def call(height: int = 6, width: int = 10, tokens: tuple[int, ...] = (5, 20)) -> dict[str, Any]:
+    """tokens: of each image's prompt."""
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(height * width))
+    return {
+        "x": [random(CHANNELS, 1, height, width) for _ in tokens], "t": torch.linspace(0.1, 0.9, len(tokens)),
+        "cap_feats": [random(length, CONTEXT_WIDTH) for length in tokens],
+    }
+
+
+@torch.no_grad()
+def ours(unet: Any, given: dict[str, Any]) -> Tensor:
+    """The answer, which is the host's, by our forward."""
+    output = unet(**given)
+    expected = own_forward(unet)(**given)
+    assert type(output) is type(expected)
+    for made, theirs in zip(output.sample, expected.sample, strict=True):
+        assert relative_error(made, theirs) < 1e-5 and made.shape == theirs.shape
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    return torch.stack(unet(**given, return_dict=False)[0])
+
+
+def test_the_forward_is_the_hosts_and_an_edit_counts_at_once() -> None:
+    """Prompts that are filled up to one length, and to several."""
+    unet = lib_onediff.compile_unet(network())
+    for inputs in ((6, 10, (1,)), (14, 2, (32, 9)), (8, 8, (600, 33)), (16, 24, (70, 3, 64))):
+        given = call(*inputs)
+        before = ours(unet, given)
+    unet.cap_pad_token.add_(1)
+    before, after = ours(unet, given), before
+    assert relative_error(after, before) > 1e-3
+    for name in ("adaLN_modulation.0", "attention.norm_q", "attention.to_k", "feed_forward.w3"):
+        # A norm follows most layers, which would undo one factor for all rows.
+        unet.layers[1].get_submodule(name).weight[::2].mul_(1.5)
+        before, after = ours(unet, given), before
+        assert relative_error(after, before) > 1e-3
+
+
+def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
+    peft = pytest.importorskip("peft")
+    unet = network()
+    expected = unet(**call()).sample
+    pipe = SimpleNamespace(transformer=unet)
+    lib_onediff.compile_pipe(pipe)
+    layers = ["to_q", "to_v", "to_out.0", "w1", "w2", "w3", "cap_embedder.1", "layers.1.adaLN_modulation.0"]
+    unet.add_adapter(peft.LoraConfig(r=4, target_modules=layers, init_lora_weights=False), "a")
+    assert relative_error(ours(unet, call()), torch.stack(expected)) > 1e-2
+    unet.unload_lora()
+    assert relative_error(ours(unet, call()), torch.stack(expected)) < 1e-5
+    lib_onediff.uncompile_pipe(pipe)
+    assert "forward" not in vars(unet)
+    assert torch.equal(torch.stack(unet(**call()).sample), torch.stack(expected))
+
+
+def test_units_are_what_the_forward_reads() -> None:
+    layout = FAMILIES.read(network())
+    family = FAMILIES.of(layout)
+    named = [name for unit in family.units(layout, family.example(layout, (8, 8), 1, 77, torch.randn)) for name in unit]
+    assert sorted(named) == sorted(names_of(layout))
+
+
+@pytest.mark.parametrize(("where", "change", "reason"), [
+    (IN_CONFIG, {"siglip_feat_dim": 8}, "omni"),
+    (IN_CONFIG, {"all_patch_size": (2, 4), "all_f_patch_size": (1, 1)}, "4-1"),
+    (IN_BLOCK, {"attention.to_out.0": nn.Linear(96, 96)}, "has a bias"),
+    (IN_BLOCK, {"extra": nn.Linear(2, 2)}, "extra"),
+    (IN_BLOCK, {"attention.processor": type("Other", (code.ZSingleStreamAttnProcessor,), {})()}, "its processor is"),
+    (IN_CALL, {"controlnet_block_samples": {0: torch.ones(1)}}, "passes controlnet_block_samples"),
+    (IN_CALL, {"joint_attention_kwargs": {"scale": 0.5}}, "passes joint_attention_kwargs"),
+    (IN_CALL, {"x": call(8, 8)["x"][:1] + call()["x"][:1]}, "several sizes"),
+    (IN_CALL, {"t": torch.ones(2, dtype=torch.float64)}, "float32"), (IN_CALL, call(7, 10), "patches of 2"),
+    (IN_CALL, call(6, 82), "longer than"), (IN_CALL, call(tokens=(5, 699)), "longer than"),
+    (IN_CALL, {"cap_feats": [torch.ones(3, 5)] * 2}, "the prompt is"),
+], ids=lambda value: "" if isinstance(value, dict) else value)
+@torch.no_grad()
+def test_what_only_the_host_knows_is_the_hosts(where: str, change: dict[str, Any], reason: str) -> None:
+    """Its errors too."""
+    unet = network(**change if where == IN_CONFIG else {})
+    answers = []
+    for path, value in change.items() if where == IN_BLOCK else ():
+        above, _, name = path.rpartition(".")
+        setattr(unet.layers[1].get_submodule(above), name, value)
+    for forward in (own_forward(unet), lib_onediff.compile_unet(unet)):
+        given = {**call(), **(change if where == IN_CALL else {})}
+        try:
+            answers.append(torch.cat([one.flatten() for one in forward(**given).sample]))
+        except Exception as error:
+            answers.append(torch.tensor(list(str(error).encode())))
+    assert torch.equal(*answers) and reason in lib_onediff.status()["reason"]
