@@ -1,7 +1,7 @@
-"""Who serves this call, is it right, how long did it take, and why was it not faster?
+"""Serves each call of a network: chooses who computes it, checks new shapes, times calls, and records the reasons.
 
-runtime: the one object, and the way of a call. stepping: the step policies around it. card_route: one card, from the
-whole network as a graph down to plain launches; two_gpus: two. network: what is kept for one network. plan: how calls
-like earlier ones are replayed. verify: a first use is checked against the host. graphs/: the memory of all graphs.
-vae/: decoders and encoders. cache: what users ask.
+runtime: the one Runtime object, and the route of a call. stepping: the step policies around a call. card_route: calls
+on one GPU, from the whole network as a graph down to single launches. two_gpus: calls on two GPUs. network: everything
+kept for one network. plan: how calls like earlier ones are replayed. verify: the first use of a shape is compared with
+the host. graphs/: the memory of all graphs. vae/: decodes and encodes. cache: what pages and the API show and change.
 """

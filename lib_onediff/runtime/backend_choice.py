@@ -1,9 +1,8 @@
-"""Which devices are tried for a call, and why not the others: by the settings, the machine and the model. And which
-layers of a call are computed in eight bits: those whose products are faster so, of the classes of layers that keep this
-checkpoint within the user's error budget.
+"""Chooses the backends to try for a call, and the layers that are computed in eight bits.
 
-The error of a class is measured once, in calls of the user's own image: the output with that class alone in eight bits,
-and with all classes that are used, against the output of the same call with none.
+A layer is computed in eight bits if that is faster, and if its class of layers keeps this checkpoint within the user's
+error budget. The error of a class is measured once, in calls of the user's own image: the output with this class alone
+in eight bits, and the output with all chosen classes, each compared with the exact output of the same call.
 """
 from __future__ import annotations
 
@@ -34,9 +33,9 @@ from .verify import relative_error
 
 log = logging.getLogger("onediff")
 NO_ROOM = "there is not enough GPU memory for the 8-bit weights, or to measure their error"
-NONE_IN_MAIN_MEMORY = "Low-bit only is for weights in main memory, and all of these are on the GPU"
+NONE_IN_MAIN_MEMORY = "Low-bit only has no effect: all of these weights are on the GPU, none in main memory"
 CHANGES_AT_EACH_CALL = "Low-bit is inactive: the WebUI applies something to the weights that may change at each call"
-TOO_LATE = "Low-bit's error on this checkpoint is measured in an image that begins earlier, not in its last steps"
+TOO_LATE = "Low-bit's error on this checkpoint is not measured yet, and the last steps of an image cannot measure it"
 NOT_FINITE = "Low-bit's error cannot be measured here: the exact output has NaN or infinite values"
 
 
@@ -45,10 +44,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Candidate(Generic[Result]):
-    """One way to compute a call or a decode. Both functions raise Refusal where the next candidate is to be tried.
+    """A backend, with its lossy products, that may serve a call or a decode. Both functions raise Refusal if the next
+    candidate must be tried.
 
-    entry: returns the entry of the shape by this way. serve: called with that entry, and with the reason why the
-    candidate before did not serve; returns what was computed.
+    entry: returns the entry of the shape with this backend. serve: called with that entry and with the reason why the
+    candidate before did not serve; returns the result.
     """
 
     entry: Callable[[], Entry]
@@ -59,11 +59,11 @@ def first_to_serve(
     candidates: Iterable[Candidate[Result]], reason: str, sampling: int | None = None,
     after_failure: Callable[[Attempt[Any]], object] = lambda failed: None,
 ) -> Result:
-    """The result of the first candidate that neither refuses nor fails. A failure is logged and noted in the entry.
+    """The result of the first candidate that neither refuses nor fails. A failure is logged, and marks the entry.
 
-    reason: why a faster way is not among them. sampling: see Entry.blame. after_failure: called after a refusal or a
-    failure of serve, before the next candidate is tried. Raises Refusal with the last candidate's reason where none
-    serves, and torch.cuda.OutOfMemoryError.
+    reason: why a faster backend is not among them. sampling: see Entry.blame. after_failure: called after a refusal or
+    failure of serve, before the next candidate is tried. Raises Refusal with the last reason if none serves, and
+    torch.cuda.OutOfMemoryError.
     """
     for candidate in candidates:
         admitted = attempted(candidate.entry)
@@ -83,7 +83,7 @@ def first_to_serve(
 
 
 class BackendChoice:
-    """Brings a network's binding up to date for a call, and names the devices to try. Callers hold the runtime's lock
+    """Updates a network's binding for a call, and chooses the backends to try. Callers hold the runtime's lock
     (Services.computing)."""
 
     def __init__(self, services: Services) -> None:
@@ -92,9 +92,10 @@ class BackendChoice:
         self._devices = services.devices
 
     def begin(self, network: Network, settings: Settings, call: Call) -> Candidates:
-        """The devices to try for a call, with the binding made true for it.
+        """Update the binding for a call, and return the backends to try.
 
-        Raises Refusal where the host must run it. To be called in the host's modes: they decide what can be served.
+        Raises Refusal if the host must run it. Call it outside of our_modes(): the host's autocast and gradient modes
+        decide whether a call can be served.
         """
         device = call.latent.device
         budget = settings.memory_budget
@@ -113,18 +114,19 @@ class BackendChoice:
             self._graphs.drop_low_bit(network)
             candidates = candidates._replace(reason=CHANGES_AT_EACH_CALL)
         elif network.bound.binding.formats:
-            # Rounded twice, weights would be farther from the file than either rounding takes them.
+            # Weights that a file stores in few bits are not quantized a second time: the errors would add up.
             self._graphs.drop_low_bit(network)
             formats = ", ".join(network.bound.binding.format_names())
-            candidates = candidates._replace(reason=f"Low-bit changes nothing: the weights of this file are {formats}")
+            candidates = candidates._replace(reason=f"Low-bit has no effect: this file has {formats} weights already")
         else:
             candidates = self._with_low_bit(network, settings, call, candidates)
         return candidates
 
     def _with_low_bit(self, network: Network, settings: Settings, call: Call, found: Candidates) -> Candidates:
-        """The candidates with 8-bit variants of the first device (Candidates.lossy), or with the reason why none."""
+        """The candidates with the 8-bit variants of the first backend added (Candidates.lossy), or with the reason why
+        there are none."""
         if not found.devices[0].traits.takes_lossy:
-            other = found.reason or "another one was chosen"
+            other = found.reason or "another backend was chosen"
             return found._replace(reason=f"Low-bit needs the native backend: {other}")
         beside = Lossy(settings.low_bit)
         wanted = [beside._replace(only=True), beside] if settings.low_bit_only else [beside]
@@ -147,8 +149,8 @@ class BackendChoice:
 
 
 class LowBitRoute:
-    """Chooses, measures and keeps the weights in eight bits of a network. Callers hold the runtime's lock
-    (Services.computing)."""
+    """Chooses the layers of a network to compute in eight bits, measures their errors, and quantizes their weights.
+    Callers hold the runtime's lock (Services.computing)."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -157,15 +159,18 @@ class LowBitRoute:
         self._families = services.families
 
     def tune(self, network: Network, lossy: Lossy, call: Call) -> bool:
-        """Measure which products in eight bits pay, where that is not known. Returns whether it was measured."""
+        """Measure which products are faster in eight bits, if unknown. Returns whether anything was measured."""
         return self._devices.lossy.low_bit.tune(lossy, network.bound.layout, call, self._services.time_ms(call))
 
     def fit(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool = False
     ) -> None:
-        """Make the weights in eight bits that a call is computed with: those that are faster and within the error
-        budget; with lossy.only, all that fit. is_first: measure first which products are faster, where that is not
-        known, so that what is checked is what will run. Raises Refusal with the reason where there are none."""
+        """Quantize the weights for a call: those of layers that are faster in eight bits and within the error budget;
+        with lossy.only, of all layers whose 8-bit weights fit on the GPU.
+
+        is_first: this is the shape's first call, which is compared with the host. Measure first which products are
+        faster, so that later calls compute the same layers in eight bits. Raises Refusal if there are none.
+        """
         fitted = attempted(lambda: self._fit_first(network, lossy, call, settings, is_first))
         if fitted.outcome is Outcome.OUT_OF_MEMORY:
             network.no_room_for_low_bit = True
@@ -178,7 +183,7 @@ class LowBitRoute:
     def _fit_first(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool
     ) -> None:
-        """See fit. Raises Refusal and torch.cuda.OutOfMemoryError."""
+        """fit() without its handling of errors. Raises Refusal and torch.cuda.OutOfMemoryError."""
         if network.no_room_for_low_bit:
             raise Refusal(NO_ROOM)
         fitting = self._that_fit(network, lossy, call, is_first) if lossy.only else None
@@ -189,15 +194,15 @@ class LowBitRoute:
     def _fit(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None
     ) -> None:
-        """Keep in eight bits the layers that are wanted now. fitting: names of the layers of which the GPU is to hold
-        the 8-bit weights alone (Lossy.only); None: 8-bit weights are kept beside the host's. Raises Refusal where no
-        class of layers is within the budget."""
+        """Quantize the layers that are wanted now. fitting: names of the layers of which the GPU gets the 8-bit weights
+        alone (Lossy.only); None: the 8-bit weights are kept beside the host's. Raises Refusal if no class of layers is
+        within the budget."""
         budget = settings.low_bit_budget
         low_bit = self._devices.lossy.low_bit
         layout = network.bound.layout
         other = network.low_bit is not None and not network.low_bit.kinds() <= set(KINDS_OF[lossy.low_bit])
         if other or (network.low_bit is not None and network.low_bit.are_alone != lossy.only):
-            # Those of another choice.
+            # The 8-bit weights of other settings.
             self._graphs.drop_low_bit(network)
         wanted = low_bit.wanted(lossy, layout, call)
         if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.everywhere:
@@ -210,16 +215,16 @@ class LowBitRoute:
             network.fit_low_bit(low_bit.quantizer(), chosen, are_alone=True)
         elif not self._quantize(network, wanted, left_out):
             raise Refusal(
-                "no class of layers in eight bits keeps this checkpoint within the error budget of "
-                f"{budget:g} (measured)"
+                "Low-bit is inactive: no class of layers in eight bits keeps this checkpoint within the error budget "
+                f"of {budget:g} (measured)"
             )
 
     def _that_fit(self, network: Network, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
-        """Names of the layers in main memory whose 8-bit weights fit on the GPU, taken in the order of low_bit.wanted;
-        and of those that are kept so already.
+        """Names of the layers in main memory whose 8-bit weights fit on the GPU, in the order of low_bit.wanted, with
+        those that have theirs there already.
 
-        Where not all fit, the host is asked first to take more weights off the GPU. If it does, the binding is
-        refreshed, and the layers, by then more, are counted anew. Raises Refusal where none fits.
+        If not all fit, the host is asked to move more weights off the GPU. If it does, the binding is refreshed, and
+        the layers, of which there are more now, are counted again. Raises Refusal if none fits.
         """
         bound = network.bound
         kept = network.low_bit
@@ -232,11 +237,11 @@ class LowBitRoute:
             name: sum(part.numel() for part in bound.binding.parts(name)[0])
             for name in wanted if name in bound.binding.away and name not in there
         }
-        # The results of 8-bit layers, and the buffers that the other layers are copied to, have to fit as well.
+        # The outputs of 8-bit layers, and the buffers for streamed weights, must fit as well.
         room = self._services.holdings.card.room(bound.binding.device) - RING
         room -= low_bit.working_bytes(lossy, bound.layout, call)
         lacking = sum(sizes.values()) - room
-        # A 16-bit weight that goes frees two bytes, of which its own copy in eight bits takes one.
+        # A 16-bit weight that is moved off frees two bytes per value, and its own 8-bit copy takes one of them.
         if lacking > 0 and network.make_room(2 * lacking):
             bound.refresh(call, bound.channels_last)
             return self._that_fit(network, lossy, call, is_first)
@@ -252,10 +257,10 @@ class LowBitRoute:
     def _left_out(
         self, network: Network, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds
     ) -> frozenset[str]:
-        """The classes of layers that stay exact; their errors are measured where they are not known.
+        """The classes of layers that stay exact. Errors that are unknown are measured first, in this call.
 
-        Warm-ups and cached passes measure nothing, because they are no full steps of an image; in these, a class of
-        unknown error is in eight bits. Raises Refusal with why nothing can be measured, and
+        Warm-ups and cached passes measure nothing, because they are not full steps of an image; in these, classes of
+        unknown error are in eight bits. Raises Refusal if the errors cannot be measured in this call, and
         torch.cuda.OutOfMemoryError.
         """
         layout = network.bound.layout
@@ -284,9 +289,12 @@ class LowBitRoute:
         return choice.left_out
 
     def _measured(self, network: Network, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
-        """The choice with errors measured until it is known which classes are within the budget: one forward pass
-        without a graph for each class alone, one for all together, and more for fewer classes while these are beyond
-        the budget. Raises Refusal where the exact output is not finite, and torch.cuda.OutOfMemoryError."""
+        """The choice, after measuring errors until it is known which classes are within the budget.
+
+        Takes one forward without a graph for each class alone and one for all together; if these exceed the budget, one
+        more each time that a class is left out. Raises Refusal if the exact output is not finite, and
+        torch.cuda.OutOfMemoryError.
+        """
         exact: Tensor | None = None
         while due := choice.due(half):
             self._quantize(network, choice.wanted, choice.left_out)
@@ -301,11 +309,11 @@ class LowBitRoute:
         return choice
 
     def _quantize(self, network: Network, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
-        """Keep in eight bits exactly the wanted layers whose class is not in left_out; graphs and weights of another
-        choice are dropped first. Returns False, and rounds nothing, where that leaves none. Raises
+        """Quantize exactly the wanted layers whose class is not in left_out. Graphs and 8-bit weights of another choice
+        are dropped first. Returns False, and quantizes nothing, if that leaves no layers. Raises
         torch.cuda.OutOfMemoryError."""
         if network.low_bit is not None and network.low_bit.left_out != left_out:
-            # Graphs have another choice in them.
+            # Existing graphs were captured for another choice of layers.
             self._graphs.drop_low_bit(network)
         low_bit = self._devices.lossy.low_bit
         classes = low_bit.classes(network.bound.layout)
@@ -316,7 +324,7 @@ class LowBitRoute:
         return True
 
     def _output(self, network: Network, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
-        """The whole UNet's output, with these layers alone in eight bits."""
+        """The whole network's output, with these layers alone in eight bits."""
         ops = self._devices.lossy.operators()
         whole = replace(call, cut=None)
         source = network.source(lossy, whole, layers)

@@ -1,5 +1,7 @@
-"""What users ask of what is ready: to see it, to pin it, and to throw it away.
-What is kept on the disk holds for a machine, and for our sources (Fingerprint)."""
+"""The methods for pages and the API: show, pin and purge resolutions.
+
+Data on the disk holds for one machine and one version of our sources (Fingerprint).
+"""
 from __future__ import annotations
 
 import contextlib
@@ -28,15 +30,16 @@ from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# What no UNet's output passes through. Everything else counts, what is added later too.
+# Folders of our package that cannot affect an output. Changes in all others, new ones too, make verdicts invalid.
 COMPUTES_NOTHING = {"api", "bench", "ui"}
+# While a call holds the lock for longer than this, a page shows the last numbers.
 SECONDS_A_PAGE_WAITS = 0.05
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What verdicts, timings and tuned choices depend on besides the shape. gpu: its name, or 'cpu'. onediff: our
-    version and the digest of our sources."""
+    """The properties of a machine that verdicts, times and tuned choices depend on. gpu: the name of the GPU, or "cpu".
+    onediff: our version, and the digest of our sources."""
 
     gpu: str
     driver: str
@@ -45,12 +48,12 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """By which the store tells machines apart."""
+        """The digest that identifies the machine in the store."""
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
 
     @classmethod
     def of(cls) -> Fingerprint:
-        """The current GPU's, or the CPU's where torch can use no GPU."""
+        """The fingerprint of torch's current GPU; of the CPU if torch can use no GPU."""
         gpu = "cpu"
         driver = "none"
         if torch.cuda.is_available():
@@ -64,7 +67,8 @@ class Fingerprint:
 
 @functools.cache
 def source_digest(package: Path = PACKAGE) -> str:
-    """A digest of the sources that compute, as they are at the first call: milliseconds, and nothing is imported."""
+    """A digest of the source files that can affect an output, read at the first call. Takes milliseconds, and imports
+    nothing."""
     digest = hashlib.sha256()
     for folder, inside, names in os.walk(package):
         inside[:] = sorted(name for name in inside if name != "__pycache__" and name not in COMPUTES_NOTHING)
@@ -76,7 +80,7 @@ def source_digest(package: Path = PACKAGE) -> str:
 
 @functools.cache
 def nvidia_driver() -> str:
-    """The NVIDIA driver's version, such as '580.95.05', or 'unknown'; asks NVML once, which takes milliseconds."""
+    """The NVIDIA driver's version, such as "580.95.05", or "unknown". Calls NVML once, which takes milliseconds."""
     version = ctypes.create_string_buffer(96)
     with contextlib.suppress(OSError):
         nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
@@ -87,7 +91,7 @@ def nvidia_driver() -> str:
 
 
 class Cache:
-    """Every method may be called from any thread."""
+    """Shows, pins and purges resolutions, for pages and the API. Every method may be called from any thread."""
 
     def __init__(
         self, services: Services, stepping: Stepping, vae: DecoderRoute, two_gpus: TwoGpusRoute
@@ -97,13 +101,13 @@ class Cache:
         self._vae = vae
         self._two_gpus = two_gpus
         self._seen = MemorySnapshot()
-        # In place of CallStats.status where that fails: who reads it finds every key.
+        # Used if CallStats.status fails, so that readers find every key.
         self._unknown = CallStats().status()
 
     # --- to see ---------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[ResolutionRow]:
-        """What is known about every resolution, the last used first."""
+        """A row for every resolution of every model, the most recently used first."""
         services = self._services
         return rows_of(
             services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,
@@ -111,7 +115,7 @@ class Cache:
         )
 
     def totals(self) -> Totals:
-        """What all graphs hold and may hold, what lies on the disk, and how often a graph served a call."""
+        """The sums over all resolutions: GPU memory and its budget, disk space, calls by route, 8-bit weights."""
         counts = self._services.call_stats.calls
         holdings = self._services.holdings
         calls = {route: counts[route] for route in ROUTES}
@@ -126,14 +130,14 @@ class Cache:
         )
 
     def _low_bit(self) -> list[LowBitWeights]:
-        """The weights in eight bits of every UNet that uses some."""
+        """The 8-bit weights of every network that uses some."""
         return [held for network in self._services.networks.values() if (held := network.low_bit) is not None]
 
     def _low_bit_layers(self) -> int:
         return sum(len(held.names()) for held in self._low_bit())
 
     def _low_bit_errors(self) -> list[LowBitErrors]:
-        """Of every checkpoint once: a second GPU's copy has the same."""
+        """The measured errors of each checkpoint, once: a copy on a second GPU has the same."""
         choices = [
             choice for network in self._services.networks.values() if (choice := network.low_bit_choice) is not None
         ]
@@ -141,7 +145,7 @@ class Cache:
 
     def status(self) -> dict[str, Any]:
         """How the last image was made, as plain values for a page or JSON; see CallStats.status."""
-        # What fails says so among the faults, and costs no other part.
+        # A part that fails adds a fault, and does not affect the other parts.
         part: Any = functools.partial(self._services.guard.attempt, "the status")
         run = part(lambda: self._services.generations.run_settings)
         settings = self._services.settings if run is None else run[0]
@@ -161,8 +165,10 @@ class Cache:
     # --- to keep --------------------------------------------------------------------------------------------------
 
     def open_cache(self, folder: Path | None = None) -> None:
-        """Know what is remembered in a folder, and remember there from now on; safe to call again with the same one.
-        By default, in the one that the environment names, if it does."""
+        """Load the history from a folder, and write to it from now on. Safe to call again with the same folder.
+
+        folder: by default that of the environment; without one, nothing is kept on the disk.
+        """
         folder = folder or chosen_folder()
         if folder is None:
             return
@@ -171,9 +177,12 @@ class Cache:
         self._services.tuning_cache.attach(self._services.history.tuned, self._services.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:
-        """Let the graphs of a resolution ("512x512") stay when others make room, or no longer, also in later
-        processes. Returns whether such a row, or pin, is known; what is not known is not pinned. Raises NotKept where
-        later processes will not know."""
+        """Pin a resolution ("512x512") of a model, so that its graphs are dropped last, also in later processes; or
+        unpin it.
+
+        Returns False, and does nothing, for a resolution without a row or pin. Raises NotKept if it could not be
+        written to the disk.
+        """
         known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
         known = known or (not pinned and (model, resolution) in self._services.history.pins())
         if known:
@@ -181,7 +190,7 @@ class Cache:
         return known
 
     def keep_history(self) -> None:
-        """Remember on the disk what was used; call it between images."""
+        """Write uses and times to the history. Call it between images."""
         with self._services.lock:
             entries = self._services.table.entries()
         self._services.call_stats.settle()
@@ -191,12 +200,12 @@ class Cache:
     # --- to throw away --------------------------------------------------------------------------------------------
 
     def purge(self, resolutions: Collection[str] | None = None, model: str | None = None) -> int:
-        """Forget these resolutions ("512x512"), or all, of this model ("SD1"), or of all: graphs, verdicts, timings,
-        and what is on the disk.
+        """Forget these resolutions ("512x512") of this model ("SD1"): graphs, verdicts, times, and their data on the
+        disk. None stands for all. Returns the number of bytes of GPU memory that this frees.
 
-        Returns the bytes of GPU memory that were given back. Where a large graph goes, those that stay may be captured
-        again in less memory; so it is best called while no image is being made (hosts.contract.WebUI.exclusively):
-        torch lets nobody empty its cache during a capture. Raises NotKept where the disk keeps it.
+        If a large graph is dropped, the others of its pool are too, and are captured again later, into less memory.
+        Call it while no image is being made (hosts.contract.WebUI.exclusively), because torch cannot free memory
+        during a capture. Raises NotKept if the data on the disk could not be deleted.
         """
         wanted = None if resolutions is None else set(resolutions)
         with self._services.lock:
@@ -209,8 +218,8 @@ class Cache:
         return freed
 
     def purge_disk(self) -> int:
-        """Forget what is on the disk, and what was measured to be best: it is measured again when it is needed. Graphs
-        and pins stay. Returns the bytes of disk that came back. Raises NotKept."""
+        """Delete the history on the disk and all tuned choices, which are measured again when they are needed. Graphs
+        and pins stay. Returns the number of bytes of disk space that this frees. Raises NotKept."""
         before = self._services.history.size_bytes()
         self._services.history.forget()
         self._services.tuning_cache.clear()
@@ -218,7 +227,8 @@ class Cache:
         return max(0, before - self._services.history.size_bytes())
 
     def _look(self) -> MemorySnapshot:
-        """What the graphs hold: now, or, while a UNet call keeps the lock, when somebody last looked."""
+        """The memory of the graphs now; the last known state if a call holds the lock for longer than
+        SECONDS_A_PAGE_WAITS."""
         if self._services.lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
             try:
                 self._services.graphs.note_lost()
@@ -229,8 +239,8 @@ class Cache:
 
 
 def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
-    """What a step policy did in an image: its counts, and as "reason" why it did not apply to some calls. Where nobody
-    tells of images, the counts are of all calls and the reason is the last one's."""
+    """A step policy's counts in an image, and as "reason" why it was inactive at some calls. In state UNTOLD, the
+    counts of all calls, and the reason at the last one."""
     if image.state == UNTOLD:
         return policy.status.copy()
     nothing = {name: 0 for name, value in policy.status.items() if isinstance(value, int)}
@@ -244,6 +254,6 @@ def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
 
 
 def decode_of(image: ImageRecord) -> dict[str, Any]:
-    """The route of an image's last decode, and the reason; None where nothing of it came to OneDiff."""
+    """The route of an image's last decode, and its reason. route: None if OneDiff saw no decode."""
     route, reason = image.vae
     return {"route": route or None, "reason": reason}

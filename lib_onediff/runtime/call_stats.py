@@ -1,7 +1,7 @@
-"""The last call and the last image: by which route each went and why, and how fast, for pages, the API and the console.
+"""Statistics of the last call and the last image: route, reason and times, for pages, the API and the console.
 
-Generations are those in progress, and by whose settings the calls inside them are computed: by those of the innermost,
-also for what it generates inside itself (a face's inpainting).
+Also keeps the generations in progress, with their settings. Calls use the settings of the innermost generation, also
+those of images that an extension makes inside of it (a face's inpainting).
 """
 from __future__ import annotations
 
@@ -45,17 +45,21 @@ from ..core.table import Entry, Place, Stopwatch, start_timing
 
 __all__ = ["GRAPH", "HOST", "PLAIN", "ROUTES", "UNET", "VAE", "CallStats", "Generation", "Generations"]
 log = logging.getLogger("onediff")
-# Where a generation carries its settings; a copy of it carries the same.
+# The attribute of the host's processing object with its Generation. A copy of the object has the same one.
 GENERATION = "onediff_generation"
+# The same line is logged again after this time.
 SECONDS_UNTIL_TOLD_AGAIN = 10.0
-# Of how many kinds of images the host's own seconds are known at once.
+# The number of kinds of images (see end_image, like) whose seconds by the host are kept.
 MOST_HOST_IMAGES = 100
 NO_IMAGE = "no image has been made yet"
 
 
 class Generation:
-    """A generation's settings and why they switch OneDiff off, and the log of its images. owner: the id of the host's
-    object, its copies' not. resolution: in pixels, of the sampling in progress, as the host has announced it."""
+    """A generation in progress: its settings, and the log of its images.
+
+    owner: the id of the host's processing object, not of its copies. why_off: why its settings switch OneDiff off, for
+    users. resolution: of the sampling in progress, in pixels ("512x768"); None if the host has not announced it.
+    """
 
     def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
         self.owner = owner
@@ -65,7 +69,8 @@ class Generation:
         self.resolution: str | None = None
 
     def note_batch(self, p: Any, is_cut_short: bool) -> None:
-        """A batch of images is computed, by the host's object or a copy of it, whose images are none of its own."""
+        """Note that a batch of images begins. p: the host's processing object, or a copy; images of a copy are not
+        counted. is_cut_short: the user has interrupted it."""
         if self.owner == id(p):
             self.log.images += getattr(p, "batch_size", 1)
         self.log.is_interrupted |= is_cut_short
@@ -74,8 +79,8 @@ class Generation:
 class ThisThread(threading.local):
     """State of one thread.
 
-    is_warm_up: whether its calls are a warm-up: they make shapes ready, belong to no image, and wait for compilers and
-    measurements.
+    is_warm_up: whether its calls are a warm-up: they make shapes ready, belong to no image, and may wait for
+    compilations and measurements.
     """
 
     is_warm_up = False
@@ -84,8 +89,8 @@ class ThisThread(threading.local):
 class Generations:
     """The generations in progress.
 
-    running: references to them, the innermost last. One that has failed is over when the host has let go of it.
-    this_thread: state of the thread that reads it: whether its calls are a warm-up.
+    running: weak references to them, the innermost last. A generation that has failed ends when the host drops its
+    object. this_thread: state of the thread that reads it.
     """
 
     def __init__(self) -> None:
@@ -94,7 +99,8 @@ class Generations:
 
     @property
     def run_settings(self) -> tuple[Settings, str] | None:
-        """The settings of the generation in progress and why they switch OneDiff off; None where this call has none."""
+        """The settings of the generation in progress, and why they switch OneDiff off; None outside of generations and
+        in a warm-up."""
         if not self.running or self.this_thread.is_warm_up:
             return None
         generation = self.innermost
@@ -102,7 +108,8 @@ class Generations:
 
     @contextlib.contextmanager
     def warming_up(self, is_warm_up: bool = True) -> Iterator[None]:
-        """Calls of this thread are a warm-up inside. is_warm_up: False within a warm-up makes them an image's again."""
+        """A context in which this thread's calls are a warm-up. is_warm_up: False inside of a warm-up makes them calls
+        of an image again."""
         before = self.this_thread.is_warm_up
         self.this_thread.is_warm_up = is_warm_up
         try:
@@ -111,10 +118,10 @@ class Generations:
             self.this_thread.is_warm_up = before
 
     def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
-        """The generation of p, the host's processing object, which becomes the innermost one.
+        """Begin the generation of p, the host's processing object, as the innermost one, and return it.
 
-        A copy of the p of a generation in progress joins that generation. Where the same p begins again, its earlier
-        run has failed: the log starts anew.
+        A copy of the p of a generation in progress joins that generation. If the same p begins again, its earlier run
+        has failed, and the log starts anew. why_off: why the settings switch OneDiff off, for users.
         """
         known: Generation | None = p.__dict__.get(GENERATION)
         if known is not None and known in self.alive():
@@ -129,8 +136,7 @@ class Generations:
         return generation
 
     def end(self, p: Any) -> Generation | None:
-        """End the generation of p, and return it. None, and nothing ends, for a copy of its p: the generation goes
-        on."""
+        """End the generation of p, and return it. Does nothing and returns None for a copy of p, or an unknown p."""
         known: Generation | None = p.__dict__.pop(GENERATION, None)
         if known is None or known.owner != id(p):
             return None
@@ -139,17 +145,17 @@ class Generations:
 
     @property
     def innermost(self) -> Generation | None:
-        """The generation that calls belong to; None where none is in progress."""
+        """The generation that calls belong to; None if none is in progress."""
         return next(reversed(self.alive()), None)
 
     def alive(self) -> list[Generation]:
-        """The generations in progress that their hosts still hold, the innermost last."""
+        """The generations in progress whose objects the host still has, the innermost last."""
         return [generation for one in self.running if (generation := one()) is not None]
 
 
 class LastCall(NamedTuple):
-    """How the last call of the UNet was computed, of an image or of a warm-up. route: None before the first call.
-    reason: why not by a faster route. entry: of its shape; None for the host's own."""
+    """The last call of a network, in an image or a warm-up. route: None before the first call. reason: why not by a
+    faster route. entry: of its shape; None if the host computed it."""
 
     route: str | None = None
     reason: str = NO_IMAGE
@@ -157,46 +163,45 @@ class LastCall(NamedTuple):
 
     @property
     def backend(self) -> str | None:
-        """Which backend computed it; None for the host."""
+        """The name of the backend that computed it; None for the host."""
         return None if self.entry is None else self.entry.key.backend
 
 
 class Timing(threading.local):
-    """Of a thread. is_on: what it does now is timed already."""
+    """State of one thread. is_on: whether its present work is being timed."""
 
     is_on = False
 
 
 class CallStats:
-    """The last UNet call, how many went by each route, and the record of the last image.
+    """Counts calls and images: the last call, the number of calls by route, and the record of the last image.
 
-    generations: whose images are being made.
+    parts: for each place, the steps of the last image there that OneDiff has computed. images: the number of images at
+    each place. calls: the number of UNet calls by route.
     """
 
     def __init__(self) -> None:
         self.generations = Generations()
-        # The log of calls outside of any generation. Its records are UNTOLD; those of generations are OPEN.
+        # The log of calls outside of any generation, with state UNTOLD.
         self._open = ImageLog()
         self._last = ImageRecord(reason=NO_IMAGE)
         # The log of the last call, until its image ends.
         self._latest: ImageLog | None = None
-        # The steps of the last image that we have made at each place.
         self.parts: dict[Place, ImagePart] = {}
-        # How many images were made at each place.
         self.images: Counter[Place] = Counter()
         self._host_seconds: dict[Hashable, float] = {}
-        # Set by standing_for: the host's times and the kind of step that calls made now count with.
+        # Set by standing_for: the host's stopwatch and the kind of step with which calls are counted.
         self._stands_for: tuple[Stopwatch | None, str] | None = None
         self._timing = Timing()
         self.last_call = LastCall()
-        # The place (model and resolution) of the last call.
+        # The place of the last call.
         self._place = Place()
         self.calls: Counter[str] = Counter()
         self._told: dict[tuple[str, str], float] = {}
 
     @property
     def total(self) -> int:
-        """How many UNet calls were seen."""
+        """The number of UNet calls."""
         return sum(self.calls.values())
 
     # --- the image ------------------------------------------------------------------------------------------------
@@ -213,12 +218,12 @@ class CallStats:
         return latest.record(FAILED if latest.state == OPEN else "")
 
     def begin_image(self) -> None:
-        """Note that a sampling begins. Outside of generations and warm-ups, the image before it is over."""
+        """Note that a sampling begins. Outside of generations and warm-ups, this ends the image before it."""
         if not self.generations.this_thread.is_warm_up and self.generations.innermost is None:
             self._close()
 
     def _close(self) -> None:
-        """End the image outside of any generation, if it has steps."""
+        """End the image of calls outside of any generation, if there were any."""
         done = self._open
         if done.steps:
             self._open = ImageLog()
@@ -230,8 +235,8 @@ class CallStats:
     ) -> ImageRecord:
         """End the images of a generation, which are done or were interrupted. Returns their record.
 
-        like: equal for images whose seconds can be compared. images: how many there are. is_whole: False: interrupted.
-        seconds: of each, by default as the clock says.
+        like: a key that is equal for images whose seconds can be compared. images: the number of images. is_whole:
+        False if the user interrupted them. seconds: for each image; by default measured.
         """
         self._close()
         done = generation.log
@@ -241,7 +246,7 @@ class CallStats:
             images = 0
         elif is_hosts:
             record = done.record(DONE, images, seconds=seconds)
-            # The fastest image counts: the host's first images load what later ones find.
+            # The fastest image counts, because the host's first ones also load and compile.
             took = record.seconds or 0.0
             fastest = self._host_seconds.pop(like, took)
             self._host_seconds[like] = min(took, fastest)
@@ -256,7 +261,7 @@ class CallStats:
         return record
 
     def _end(self, done: ImageLog, record: ImageRecord, images: int) -> None:
-        """Take a record as the last image's, and count its images and steps at their places."""
+        """Keep a record as the last image's, and count its images and steps at their places."""
         done.note_times()
         for part in record.parts:
             if part.model is not None and part.resolution is not None:
@@ -268,13 +273,13 @@ class CallStats:
         self._latest = None
 
     def settle(self) -> None:
-        """Write the times of the image outside of any generation into the entries of its shapes now: nothing announces
-        its end."""
+        """Write the times of calls outside of any generation into the entries of their shapes now, because nothing
+        announces the end of their image."""
         self._open.note_times()
 
     def forget(self, entries: Collection[Entry], left: Callable[[], Collection[Entry]]) -> None:
-        """Forget what was counted for shapes that are gone from the table; and what was counted at a place, when no
-        shape of that place is left. left: returns the entries that are still there."""
+        """Forget the counts of entries that were removed from the table, and those of places without any entry left.
+        left: returns the remaining entries."""
         known = set(entries)
         if not known:
             return
@@ -287,7 +292,7 @@ class CallStats:
                 del self._open.steps[step]
 
     def _log(self) -> ImageLog | None:
-        """The image of the call that is being made; None where it belongs to none."""
+        """The log of the image that the present call belongs to; None in a warm-up."""
         generations = self.generations
         if generations.this_thread.is_warm_up:
             return None
@@ -295,13 +300,13 @@ class CallStats:
         return self._open if generation is None else generation.log
 
     def note_first_use(self) -> None:
-        """Count a first use: a call that checks, captures, measures or compiles what later calls find done."""
+        """Count a first use: a call with a check, capture, measurement or compilation that later calls do not need."""
         if (current := self._log()) is not None:
             current.first_uses += 1
 
     @contextlib.contextmanager
     def checking(self, device: torch.device) -> Iterator[None]:
-        """Time the check of a decode, made inside, which later decodes at its size do without."""
+        """A context that times the check of a decode, which later decodes at its size do not need."""
         self.note_first_use()
         stop = start_timing(device)
         try:
@@ -311,22 +316,23 @@ class CallStats:
                 current.durations[CHECK].add(stop())
 
     def note_decode(self, route: str, reason: str) -> None:
-        """A decode went by this route; reason: why not by a better one."""
+        """Note the route of a decode. reason: why not by a better one, for users."""
         if (current := self._log()) is not None:
             current.vae = route, reason
 
     def note_policy(self, name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """What a step policy's status was before a call, and is after it."""
+        """Add a step policy's counts at a call. before, after: its status before and after the call."""
         if (current := self._log()) is not None:
             done = {key: after[key] - before[key] for key in after if isinstance(after[key], int)}
             current.note_policy(name, done, str(after.get("reason", "")))
 
     @contextlib.contextmanager
     def standing_for(self, host: Stopwatch | None, kind: str = WHOLE) -> Iterator[None]:
-        """Calls made inside stand in for another call, such as the prompt's rows for a whole batch: they are counted
-        against these times of the host's forward, not those of their own shape, and with this kind in place of WHOLE.
+        """A context in which calls are counted in place of another call, such as the prompt's rows in place of a whole
+        batch: with this stopwatch of the host instead of their own shape's, and with this kind instead of WHOLE.
         """
-        before, self._stands_for = self._stands_for, (host, kind)
+        before = self._stands_for
+        self._stands_for = (host, kind)
         try:
             yield
         finally:
@@ -336,11 +342,10 @@ class CallStats:
         self, kind: str, own: Stopwatch | None, host: Stopwatch | None, route: str = "", entry: Entry | None = None,
         reason: str | None = None,
     ) -> Stopwatch | None:
-        """Count one step.
+        """Count one step. Returns the host's stopwatch that it was counted with: that of standing_for inside of one.
 
-        own: the stopwatch of such steps. host: the stopwatch of the host's steps in its place. route: of the call, if
-        there was one; reason: why not by a faster one. Returns the stopwatch of the host that was used: that of
-        standing_for, if the call is made inside one.
+        own: the stopwatch of such steps. host: the stopwatch of the host's steps that it replaces. route: of the call,
+        "" without one. reason: why not by a faster route; None keeps the last reason, as for a step without a call.
         """
         if self._stands_for is not None:
             host, stands = self._stands_for
@@ -352,7 +357,7 @@ class CallStats:
         last = current.last
         is_elsewhere = last is not None and last.place is not self._place and differ(last.place, self._place)
         if current is self._open and is_elsewhere:
-            # Nobody says where an image begins: at the latest, at another size.
+            # Outside of generations, another model or size begins another image.
             self._close()
             current = self._open
         if kind == BY_HOST:
@@ -374,8 +379,8 @@ class CallStats:
 
     @contextlib.contextmanager
     def timing(self, network: str, device: torch.device) -> Iterator[None]:
-        """Time what is done inside for the image in progress, once where it is entered within itself. network: UNET or
-        VAE."""
+        """A context whose time is added to the image in progress. Inside of another one it does nothing. network: UNET
+        or VAE."""
         timing = self._timing
         current = self._log()
         if timing.is_on or current is None:
@@ -389,14 +394,15 @@ class CallStats:
         finally:
             timing.is_on = False
             took = stop()
-            # A call may have begun an image.
+            # The call may have begun another image.
             current = self._log() or current
             current.durations[network].add(took)
             if network == UNET and self.calls[HOST] != hosts:
                 current.host.add(took)
 
     def _resolution(self, latent: Tensor | None) -> str | None:
-        """In pixels: the latent's, (batch, channels, ..., h, w), or what its generation has announced."""
+        """The resolution in pixels ("512x768"): of a latent (batch, channels, ..., h, w), or else the one that the
+        generation has announced; None if unknown."""
         if latent is not None:
             height, width = latent.shape[-2:]
             return f"{width * LATENT_PIXEL}x{height * LATENT_PIXEL}"
@@ -406,8 +412,10 @@ class CallStats:
     def note_host(
         self, reason: str, model: str | None = None, latent: Tensor | None = None, host: Stopwatch | None = None
     ) -> Stopwatch | None:
-        """The host computes a call, for this reason. model, latent: its network's name and its input; None: not known.
-        host: the host's times at this shape; None: not known. Returns the host's times that count for the call."""
+        """Count a call that the host computes, for this reason. Returns the host's stopwatch for it; see count.
+
+        model: the network's name for users. latent: its input. host: the host's stopwatch at this shape. None: unknown.
+        """
         self._place = Place(model, self._resolution(latent))
         self.calls[HOST] += 1
         host_times = self.count(BY_HOST, host, host, HOST, None, reason)
@@ -415,7 +423,7 @@ class CallStats:
         return host_times
 
     def note_served(self, served: Served) -> Stopwatch | None:
-        """We have computed a call. Returns the host's times that count for it."""
+        """Count a call that we have computed. Returns the host's stopwatch for it; see count."""
         entry = served.entry
         route = served.route
         reason = served.reason
@@ -438,7 +446,7 @@ class CallStats:
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s%s", sentence, f" {call.entry.key}" if call.entry else "")
         elif (route, reason) != (before.route, before.reason):
-            # Two routes may take turns within a step, and one line each is enough.
+            # Two routes may alternate within a step. Each is logged once.
             now = time.monotonic()
             if now - self._told.get((str(route), reason), float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
                 log.info("%s", sentence)
@@ -446,13 +454,14 @@ class CallStats:
             self._told[str(route), reason] = now
 
     def explain(self, reason: str) -> None:
-        """Give the last call another reason than it was noted with."""
+        """Replace the reason of the last call."""
         self.last_call = self.last_call._replace(reason=reason)
         if self._latest is not None:
             self._latest.reason = reason
 
     def status(self, image: ImageRecord | None = None) -> dict[str, Any]:
-        """The record of an image as plain values, by default of the last one, and the calls of all; see ImageRecord."""
+        """The record of an image, by default the last one, as plain values for JSON; and the number of all calls by
+        route. See ImageRecord."""
         image = image or self.image
         return {
             "model": image.model, "backend": image.backend, "lossy": image.lossy, "resolution": image.resolution,
@@ -465,12 +474,12 @@ class CallStats:
 
 
 def differ(one: Place, other: Place) -> bool:
-    """Whether two places are not the same, by what is known of both."""
+    """Whether two places differ in a model or resolution that is known of both."""
     return any(None not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True))
 
 
 def values_of_part(part: ImagePart) -> dict[str, Any]:
-    """What a status has of a part of an image, as plain values for JSON."""
+    """A part of an image as plain values for JSON."""
     return {
         "model": part.model, "resolution": part.resolution, "steps": dict(part.steps), "calls": dict(part.calls),
         "step_ms": part.step_ms, "host_ms": part.host_ms, "ratio": part.ratio,
@@ -478,7 +487,7 @@ def values_of_part(part: ImagePart) -> dict[str, Any]:
 
 
 def values_of(image: ImageRecord) -> dict[str, Any]:
-    """What a status has of an image, as plain values for JSON."""
+    """An image as plain values for JSON."""
     return {
         "state": image.state, "images": image.images, "seconds": image.seconds, "host_seconds": image.host_seconds,
         "spent": asdict(image.spent), "steps": dict(image.steps), "calls": dict(image.calls),

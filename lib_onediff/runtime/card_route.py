@@ -1,13 +1,13 @@
-"""Computes calls on one card: by their plan, or by OneCard.serve_without_plan, the slow path to a plan.
+"""Serves calls on one GPU: by their plan, or by OneCard.serve_without_plan, the slow path that leads to a plan.
 
-The slow path tries backends, the fastest first, down to PyTorch's operators launched one by one. A backend that fails
-is noted with its reason, and the next one is tried. Its methods, each of which calls the next:
+The slow path tries the backends, the fastest first, down to PyTorch's operators launched one by one. If a backend
+fails, its reason is noted and the next one is tried. The slow path's methods, each of which calls the next:
 
-_serve_locked: takes the lock, and has the candidates chosen.
-_with_overflow_retry: repeats with attention in float32 after an overflow.
-_first_to_serve: goes from one candidate to the next.
-_on_device: has one backend load its kernels.
-_replay_or_launch: replays its graph or launches its forward.
+_serve_locked: takes the lock, and chooses the candidates.
+_with_overflow_retry: repeats the call with attention in float32 after an overflow.
+_first_to_serve: tries one candidate after the other.
+_on_device: loads the kernels of one backend.
+_replay_or_launch: replays its graph, or launches its forward.
 _launch: launches the forward, operator by operator.
 """
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .stepping import Stepping
 from .verify import prove, why_cached_pass_differs
 
 log = logging.getLogger("onediff")
-# Bytes that the host is asked for beside what a graph lacks: what is left changes a little from call to call.
+# The host is asked for so many bytes more than a graph lacks, because the free memory varies from call to call.
 ROOM_TO_SPARE = 64 << 20
 
 
@@ -58,24 +58,24 @@ class CardRoute:
         self.patched = PatchedRoute(services)
 
     def card(self, network: Network, settings: Settings, times_host: bool = True) -> OneCard:
-        """The Compute of a UNet's calls by these settings. times_host: False where timing the host's forward of a call
-        would time more than this call."""
+        """The Compute for a network's calls under these settings. times_host: False if the host's forward computes more
+        than the call at hand, so that its time means nothing."""
         return OneCard(self, network, settings, times_host)
 
     def answer(self, card: OneCard, call: Call, host: Host, is_counted: bool = True) -> Answer:
-        """The output of a call, with the step policies around it that are on for each card. is_counted: False for a
-        part of a call that is counted as a whole.
+        """The output of a call, through the step policies that decide for each GPU. is_counted: False for a part of a
+        call that is counted as a whole.
 
-        Raises Refusal where the host must run it, torch.cuda.OutOfMemoryError, and what the host raises.
+        Raises Refusal if the host must run it, torch.cuda.OutOfMemoryError, and HostError.
         """
         compute = self._stepping.around(card, False, card.network, card.settings, is_counted=is_counted)
         return compute(call, host)
 
 
 class OneCard:
-    """The calls of one UNet by these settings. It is a core.policy.Compute.
+    """The core.policy.Compute for the calls of one network under these settings.
 
-    tried: the entry at which a call was tried last; None before.
+    tried: the entry that was tried last; None before.
     """
 
     def __init__(self, route: CardRoute, network: Network, settings: Settings, times_host: bool) -> None:
@@ -95,11 +95,11 @@ class OneCard:
         return Answer(served.output, served)
 
     def serve_without_plan(self, call: Call, host: Host | None) -> Served:
-        """The output of a call that no plan serves, computed on the slow path, with one step towards a plan for calls
-        like it: the first such call is compared with the host's output, the second one has its graph captured, the
-        third one replays it and its plan is kept.
+        """Serve a call that no plan serves, and take one step towards a plan for calls like it: the first such call is
+        compared with the host's output, after the second one its graph is captured, the third one replays it and its
+        plan is kept.
 
-        host: None: a shape that was not checked yet is refused. Raises what CardRoute.answer raises.
+        host: None: a shape that was not checked before is refused. Raises what CardRoute.answer raises.
         """
         if call.patches is None:
             served = self._serve_locked(call, None)
@@ -109,15 +109,15 @@ class OneCard:
             with functions.rewound_on_failure():
                 served = self._serve_locked(call, functions)
                 is_first = self._check(call, served, functions, host)
-        # The call has its answer, whatever fails from here on.
+        # The call has been answered: a failure below must not affect it.
         self._services.guard.attempt(
             "getting ready for later calls", lambda: self._prepare(call, served, captures=not is_first)
         )
         return served
 
     def _serve_locked(self, call: Call, functions: FunctionCalls | None) -> Served:
-        """The output by the first backend that computes the call, under the lock of its device. functions: the call's
-        patch points. Raises Refusal."""
+        """The output by the first backend that serves the call, under the runtime's lock. functions: the call's patch
+        points. Raises Refusal."""
         services = self._services
         with services.computing(call.latent.device):
             if services.is_between_graphs:
@@ -127,26 +127,26 @@ class OneCard:
 
     def _check(self, call: Call, served: Served, functions: FunctionCalls | None, host: Host | None) -> bool:
         """Compare an output with the host's, unless that was done before. Returns whether it was compared now. Raises
-        Refusal for an output that cannot be used."""
+        Refusal if the output cannot be used."""
         services = self._services
         bound = self.network.bound
         entry = served.entry
         is_warm_up = services.is_warm_up
-        # A check of noise, in a warm-up, is not enough for an image. A cached pass is checked by OneCard.check.
+        # A check of noise, in a warm-up, is not enough for an image. check() proves cached passes.
         is_enough = entry.verdict.of_image or is_warm_up or entry.key.is_cached_pass
         if entry.state is not State.COLD and is_enough:
             return False
         if host is None:
-            raise Refusal("it is not checked yet")
+            raise Refusal("its output is not checked yet")
         services.call_stats.note_first_use()
         if functions is not None:
-            # They draw for the host what they have drawn for us.
+            # So that they draw the same random numbers for the host.
             functions.rewind()
         key = entry.key
         allowed = self._devices.named(key.backend).allowed_error(key.dtype)
-        # A LoRA in a narrow type rounds so coarsely that the measured spread would excuse real faults.
+        # LoRAs in a narrow dtype round so coarsely that the measured spread would excuse real errors.
         has_spread = not bound.on_the_fly.has_narrow_loras
-        # Outside our modes: the host's forward must run exactly as the host would run it.
+        # Outside of our_modes(), because the host's forward must run exactly as the host would run it.
         is_news = prove(
             entry, served.output, services.history, host, bound.exactly(host), is_warm_up,
             () if call.patches is None else call.patches.functions, self._times_host, allowed,
@@ -158,12 +158,13 @@ class OneCard:
         return True
 
     def _prepare(self, call: Call, served: Served, captures: bool) -> None:
-        """Capture a graph for later calls like this one; where this call replayed one, keep its plan."""
+        """Prepare later calls like this one: capture their graph, or, if this call has replayed one, keep a plan.
+        captures: False right after the first comparison with the host."""
         entry = served.entry
         network = self.network
         device = call.latent.device
         network.served_last = True
-        # A call whose functions were not prepared for being called again is not captured.
+        # A capture calls the functions of other extensions again, which needs a way to restore their state (rewind).
         if captures and served.route == PLAIN and (call.patches is None or served.rewind is not None):
             with self._services.computing(device), our_modes(device, entry.key.precision):
                 capture = partial(self._capture, entry, served.call)
@@ -175,8 +176,8 @@ class OneCard:
             self._keep_plan(call, served)
 
     def _may_be_planned(self, call: Call, key: ShapeKey) -> bool:
-        """Whether a plan may serve calls like this one. False for warm-ups and patched calls, and while each call
-        decides anew which layers are in eight bits."""
+        """Whether a plan may serve calls like this one. False for warm-ups and patched calls, and while errors of 8-bit
+        layers are still to be measured."""
         if self._services.is_warm_up or call.patches is not None:
             return False
         choice = self.network.low_bit_choice
@@ -184,7 +185,7 @@ class OneCard:
         return is_decided or self.settings.low_bit == "off"
 
     def _keep_plan(self, call: Call, served: Served) -> None:
-        """Keep a plan by which later calls like this one are replayed, unless the backend keeps their runner itself."""
+        """Keep a plan for later calls like this one, unless the backend keeps their runner itself."""
         network = self.network
         device = call.latent.device
         runner = network.runner(served.entry.key, call.cut)
@@ -197,17 +198,17 @@ class OneCard:
         network.keep_plan(call.signature, plan)
 
     def check(self, call: Call, served: Served) -> None:
-        """Prove the cached pass of this call, once: compute call, whose cut reads, with the backend, precision and
-        lossiness of served, and compare the output with served.output, the full pass's.
+        """Prove a cached pass: compute it once, with the backend, precision and lossy products of the full pass, and
+        compare the two outputs, which must be equal. Its entry becomes PROVED or FAILED.
 
-        The entry of the cached pass's shape becomes PROVED, or FAILED where the two differ. Raises Refusal where it is
+        call: the cached pass (its cut reads). served: the full pass of the same call. Raises Refusal if the entry is
         FAILED, now or from before.
         """
         key = served.entry.key
         call = replace(call, upcast_attention=served.call.upcast_attention)
         with self._services.computing(call.latent.device), our_modes(call.latent.device, key.precision):
             entry = self._entry(call, key.backend, key.lossy, key.precision)
-            # The host would compute a full pass in place of a cached one.
+            # The host computes a full pass in its place, so its times are those.
             entry.host = served.entry.host
             if entry.state is State.COLD:
                 self._services.call_stats.note_first_use()
@@ -225,10 +226,10 @@ class OneCard:
     # --- one backend after the other --------------------------------------------------------------------------------
 
     def _with_overflow_retry(self, candidates: Candidates, call: Call, functions: FunctionCalls | None) -> Served:
-        """The output of a call by the first of these backends that computes it.
+        """The output of a call by the first candidate that serves it.
 
-        If the first output of a shape is not finite, the call is computed again with attention in float32; where that
-        helps, all later calls of this network compute attention so from the start.
+        If the first output of a shape is not finite, the call is computed again with attention in float32. If that
+        helps, all later calls with these weights use it from the start, also in later processes.
         """
         bound = self.network.bound
         tuned = self._services.tuning_cache
@@ -250,17 +251,17 @@ class OneCard:
             overflows = True
         if overflows and not is_known and bool(torch.isfinite(served.output).all()):
             self._services.guard.attempt("remembering a model's attention", lambda: tuned.set(name, True))
-            log.warning("This model's attention overflows in %s: it is computed in float32 from now on.", dtype)
+            log.warning("This model's attention overflows in %s, so it is computed in float32 from now on.", dtype)
         return served
 
     def _first_to_serve(
         self, candidates: Candidates, call: Call, functions: FunctionCalls | None, flags: Flags
     ) -> Served:
-        """The output by the first backend that neither refuses nor fails: the first device's 8-bit variants, then each
-        device. flags: torch's switches of precision, as they are set now; the entry's key holds them. functions: the
-        call's patch points.
+        """The output by the first candidate that neither refuses nor fails: the 8-bit variants of the first backend,
+        then each backend.
 
-        Raises Refusal with the last one's reason where none serves the call, and torch.cuda.OutOfMemoryError.
+        flags: torch's switches for precision, as they are set now, for the entry's key. functions: the call's patch
+        points. Raises Refusal with the last reason if none serves the call, and torch.cuda.OutOfMemoryError.
         """
         network = self.network
         ways = [(candidates.devices[0], lossy) for lossy in candidates.lossy]
@@ -280,13 +281,13 @@ class OneCard:
     def _candidate(
         self, device: Device, lossy: Lossy, call: Call, functions: FunctionCalls | None, flags: Flags
     ) -> Candidate[Served]:
-        """This device as a way to compute a call. lossy: what it computes lossily."""
+        """This backend, with these lossy products, as a candidate for a call."""
         return Candidate(
             partial(self._admitted, device, call, lossy, flags), partial(self._on_device, device, call, functions)
         )
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
-        """The entry of a call's shape by a backend of this name, switched to the weights as they are now."""
+        """The entry of a call's shape with this backend, switched to the verdict for the present weights."""
         network = self.network
         bound = network.bound
         layout = bound.layout
@@ -296,20 +297,20 @@ class OneCard:
         return entry.of_weights(network.identity(), network.sampling_now, bound.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
-        """The entry of a call's shape by this device. Raises Refusal where the device does not compute such calls."""
+        """The entry of a call's shape with this backend. Raises Refusal if the backend does not compute such calls."""
         device.refuse_call(call, self.network.weight_marks)
         if call.patches is not None and lossy != LOSSLESS:
-            # Its operators hand each other more than tensors.
-            raise Refusal(f"the backend {device.name}, {lossy} runs no functions of other extensions")
+            # Between 8-bit operators, activations are quantized tensors, which functions of extensions cannot take.
+            raise Refusal(f"the backend {device.name}, {lossy} does not support functions of other extensions")
         return self._entry(call, device.name, lossy, flags)
 
     def _on_device(
         self, device: Device, call: Call, functions: FunctionCalls | None, entry: Entry, reason: str
     ) -> Served:
         """The output by one backend, which loads its kernels first. reason: why the candidate before did not serve.
-        Raises Refusal, also for a cached pass that check has not proved and for a shape that has failed."""
+        Raises Refusal, also for a shape that has failed, and for a cached pass that check() has not proved."""
         if entry.key.is_cached_pass and entry.state is State.COLD:
-            raise Refusal("it was not checked beside a whole step yet")
+            raise Refusal("the cached step is not checked against a whole step yet")
         self.tried = entry
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
@@ -320,9 +321,8 @@ class OneCard:
     def _replay_or_launch(
         self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
     ) -> Served:
-        """The output by one backend whose kernels are loaded: by the backend's own runner, by a graph, or launched
-        operator by operator. reason: why the candidate before did not serve. Raises Refusal where the next one is to be
-        tried."""
+        """The output by one backend whose kernels are loaded: by the backend's own runner, by a graph, or operator by
+        operator. reason: why the candidate before did not serve. Raises Refusal if the next one is to be tried."""
         network = self.network
         lossy = entry.key.lossy
         has_graphs = device.traits.has_graphs
@@ -341,13 +341,13 @@ class OneCard:
             return self._route.patched.run(network, entry, call, functions, launch, with_streamed(reason))
         runner = device.runner(network, entry.key, call, self._services.is_warm_up)
         if runner is None and not is_cold:
-            # What a graph replays was launched and checked before.
+            # A shape has a graph only after a launch without one, which was checked.
             runner = network.runner(entry.key, call.cut)
         if runner is not None:
             entry.state = State.READY
             output = entry.own.time(call.latent.device, partial(runner.run, call), GRAPH)
             return Served(output, entry, network.bound.refreshed, GRAPH, with_streamed(reason), call)
-        # A first call of all chooses algorithms: it takes more time and memory than any later one.
+        # The first call of a shape chooses algorithms, and takes more time and memory than later ones: not timed.
         stopwatch = Stopwatch() if is_cold else entry.own
         work: Callable[[], Tensor] = partial(launch, call)
         if has_graphs and not is_cold:
@@ -359,7 +359,7 @@ class OneCard:
         return Served(output, entry, network.bound.refreshed, PLAIN, with_streamed(reason), call)
 
     def _launch(self, entry: Entry, call: Call) -> Tensor:
-        """The output of our forward, each operator launched by itself, without a graph."""
+        """The output of our forward, without a graph, operator by operator."""
         network = self.network
         lossy = entry.key.lossy
         ops = self._devices.operators(entry.key.backend, network.has_wide_norms)
@@ -367,7 +367,7 @@ class OneCard:
         return self._services.families.output(source.layout, source.weights(), ops, call)
 
     def _spread(self, key: ShapeKey, call: Call) -> float:
-        """How far rounding moves this output, for the UNet without other extensions' functions; see rounding.spread."""
+        """How far rounding moves this output, computed without functions of other extensions; see rounding.spread."""
         network = self.network
         plain = replace(call, patches=None, cut=None)
         ops = self._devices.operators(self._devices.reference.name, network.has_wide_norms)
@@ -384,17 +384,15 @@ class OneCard:
     # --- the graph ------------------------------------------------------------------------------------------------
 
     def _capture(self, entry: Entry, call: Call) -> None:
-        """Capture the graph of a shape that was just served without one; the call itself has been answered.
-
-        Raises nothing: what stands in the way is noted in the entry.
-        """
+        """Capture the graph of a shape that was just served without one. Raises nothing: if the capture fails, the
+        entry has the reason."""
         if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
             return
         captured = attempted(lambda: self._capture_now(entry, call))
         if captured.outcome is Outcome.OUT_OF_MEMORY:
             makes_room = self.network.make_room(entry.needs)
             self._graphs.free()
-            # With room, it is captured after the next call, with the weights where they are then.
+            # If the host made room by moving weights, the capture is repeated after the next call, over these.
             if not makes_room:
                 entry.no_graph = "out of GPU memory while its graph was captured: the other graphs were freed"
         elif captured.error is not None:
@@ -402,14 +400,14 @@ class OneCard:
             log.error("%s (%s)", entry.no_graph, entry.key, exc_info=captured.error)
 
     def _capture_now(self, entry: Entry, call: Call) -> None:
-        """Tune kernels, then capture the graph, and ask the host for memory that it lacks. Returns without a graph
-        where tuning has dropped the 8-bit weights. Raises Refusal, and what the capture raises."""
+        """Tune kernels, capture the graph, and ask the host for memory that it lacks. Makes no graph if tuning has
+        dropped the 8-bit weights. Raises Refusal, and what the capture raises."""
         if self._tune(entry.key, call):
             self._services.call_stats.note_first_use()
-            # Something else was chosen: let it do its first work outside the capture.
+            # The kernels chosen now must run once outside of the capture, where they load and allocate.
             self._launch(entry, replace(call, patches=None))
         if entry.key.lossy.low_bit and self.network.low_bit is None:
-            # The 8-bit weights were dropped while tuning: the next call is computed without them.
+            # The 8-bit weights were dropped while tuning, so the next call has another shape.
             return
         lacking = self._graphs.capture(self.network, entry, self.settings.memory_budget, call)
         if entry.state is State.READY:
@@ -420,7 +418,8 @@ class OneCard:
             self._graphs.shrink_low_bit(self.network, lacking + ROOM_TO_SPARE)
 
     def _tune(self, key: ShapeKey, call: Call) -> bool:
-        """Measure what is the fastest for this call, where that is not known. Returns whether it was measured."""
+        """Measure the fastest kernels, and the 8-bit products that pay, for this call if they are unknown. Returns
+        whether anything was measured."""
         layout = self.network.bound.layout
         low_bit = self._route.low_bit
         attentions = self._services.families.of(layout).attentions(layout, call)
@@ -437,7 +436,7 @@ class OneCard:
 
 
 def kernel_use_of(network: Network, call: Call, lossy: Lossy = LOSSLESS) -> KernelUse:
-    """What decides which kernels a call of this network needs."""
+    """The KernelUse of a call: everything that decides which kernels it needs."""
     layout = network.bound.layout
     latent = call.latent
     stored = network.bound.binding.rounded_inputs()

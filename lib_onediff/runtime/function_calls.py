@@ -1,5 +1,5 @@
-"""Calls of other extensions' functions within a call of ours: their exceptions are their own, and what they have drawn
-and counted can be set back."""
+"""Calls other extensions' functions inside of our forward: keeps their exceptions apart from ours, and can restore the
+random numbers and counters that they have used."""
 from __future__ import annotations
 
 import contextlib
@@ -14,26 +14,26 @@ from ..core.origins import package
 from ..core.points import EveryPoint, Points
 from .verify import rewinder_of_all
 
-# Code that calls functions and is nobody's extension.
+# The packages of code that calls the functions, and belongs to no extension.
 CALLERS = frozenset({package(__name__), "torch"})
 
 
 class FunctionCalls(EveryPoint):
-    """The patch points of one call, however often its functions have to be called for it.
+    """The patch points of one call, whose functions may have to be called several times for it.
 
-    An exception that comes out of an extension's code becomes a HostError.
+    An exception raised in an extension's code becomes a HostError.
     """
 
     def __init__(self, patches: Points, device: torch.device) -> None:
-        """device: whose random numbers the functions draw."""
+        """device: the functions may draw random numbers on it."""
         super().__init__(patches)
         self._device = device
         self._rewind: Callable[[], None] | None = None
 
     def at(self, point: str, *arguments: Any) -> Any:
         if self._rewind is None and self.has_function(point, *arguments):
-            # A function is about to be called at this point, the first of the call. The states are taken no earlier:
-            # the GPU is computing the first part of a replay meanwhile.
+            # Save the states just before the first function of the call runs: by then, the GPU is busy with the first
+            # part of a replay, and saving them costs no time.
             self._rewind = rewinder_of_all(self._device, self.functions)
         try:
             return super().at(point, *arguments)
@@ -45,14 +45,15 @@ class FunctionCalls(EveryPoint):
             raise
 
     def rewind(self) -> None:
-        """Set random numbers and functions back to what they were before the first function was called."""
+        """Restore the random states, and the functions' own state, from before the first function was called."""
         if self._rewind is not None:
             self._rewind()
 
     @contextlib.contextmanager
     def rewound_on_failure(self) -> Iterator[None]:
-        """Rewind if the code inside fails: another backend, or the host, computes the call then, and calls the
-        functions again. Not after a HostError, unless of lack of memory: that ends the call."""
+        """A context that rewinds if the code inside fails, because another backend, or the host, then computes the call
+        and calls the functions again. It does not rewind after a HostError, which ends the call, unless memory ran
+        out."""
         try:
             yield
         except BaseException as error:
@@ -62,7 +63,7 @@ class FunctionCalls(EveryPoint):
 
 
 def is_an_extensions(error: BaseException) -> bool:
-    """Whether an exception comes out of code that is neither ours nor torch's."""
+    """Whether an exception has passed through code that is neither ours nor torch's."""
     where: TracebackType | None = error.__traceback__
     while where is not None:
         if package(where.tb_frame.f_globals.get("__name__", "")) not in CALLERS:

@@ -1,5 +1,5 @@
-"""Which classes of layers a checkpoint bears in eight bits: how far each takes the UNet's output, and what is within a
-budget."""
+"""Chooses the classes of layers that are computed in eight bits: those whose errors, measured on this checkpoint,
+together stay within the user's budget."""
 from __future__ import annotations
 
 import functools
@@ -12,28 +12,33 @@ from typing import Any
 
 from ..weights.low_bit import WantedKinds
 
-# Timesteps, as shares of that of pure noise. Each half of an image is measured at its first step. Seen of FP8 on
-# emoji-sd, all classes together: 2.2e-2 at 0.95, 1.5e-2 to 1.8e-2 down to 0.4, 2.3e-2 at 0.2, 1.3e-1 at its end. First
-# the prompt counts, and cross-attention out errs twice as much as later; self-attention out does so in the second half.
-# The last steps are not measured: they err the most, of the little noise that is left, and hardly change the image.
+# Limits between the parts of an image, as parts of the timestep of pure noise: the first half is above MIDDLE, the
+# second from MIDDLE to LATE, and steps below LATE are not measured. Each half is measured once, at its first step.
+# Errors of FP8 on emoji-sd, with all classes: 2.2e-2 at 0.95, 1.5e-2 to 1.8e-2 down to 0.4, 2.3e-2 at 0.2, 1.3e-1 at
+# the end. Early steps depend more on the prompt, and "cross-attention out" errs twice as much there as later;
+# "self-attention out" does so in the second half. The last steps have the largest errors, relative to the little noise
+# that is left, but hardly change the image.
 MIDDLE = 0.5
 LATE = 0.2
-# What is measured; bits.
+# The halves of an image, as bits.
 FIRST_HALF = 1
 SECOND_HALF = 2
 BOTH = FIRST_HALF | SECOND_HALF
-# As wrong as an output of zeros; what is not finite is no better.
+# The error of an output of zeros. It also stands for errors that are not finite.
 WORTHLESS = 1.0
 TOGETHER = " + "
-# Classes of layers that are in eight bits together, in the order of their names.
+# The sorted names of classes of layers that are in eight bits together.
 Group = tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class ClassError:
-    """A class of layers. kinds: in which of them are wanted, "" where none is at the size of the last call. error: of
-    the UNet's output with this class alone in eight bits, relative to that with none; None where that is not known.
-    is_used: whether it is in eight bits."""
+    """A class of layers, such as "feed-forward in".
+
+    kinds: the 8-bit formats of its layers, with commas; "" if none is wanted at the size of the last call. error: the
+    relative error of the UNet's output with this class alone in eight bits; None if unknown. is_used: whether the class
+    is in eight bits.
+    """
 
     name: str
     kinds: str
@@ -43,13 +48,14 @@ class ClassError:
 
 @dataclass(frozen=True)
 class Choice:
-    """Which classes of layers are in eight bits on a checkpoint of a model ("SDXL"), by what was measured of it.
+    """The classes of layers that are in eight bits on one checkpoint of a model ("SDXL"), by their measured errors.
 
-    wanted: the layers that a call has so where all are. classes: of every layer, in the order of a block. found: what
-    was measured, as it is stored: by the names of a group, the largest error at any size and step, and in which halves
-    of an image which layers were measured, by digest_of_layers: {"a + b": [0.01, {"0c45": 3}]}. Anybody may have
-    written the store. Layers that gain nothing at a size are not in eight bits there: where others of the same class
-    are, it is measured again.
+    wanted: the layers of a call that are faster in eight bits, with their formats. classes: the class of every layer,
+    in the order of a block. budget: the largest allowed error of the UNet's output.
+    found: measured errors as the store has them, {"a + b": [0.01, {"0c45": 3}]}: by the names of a group, the largest
+        error at any size and step, and for each set of layers (digest_of_layers) the halves in which it was measured.
+        It may be damaged. The same class has other layers at sizes where fewer of them are faster; each set of layers
+        is measured.
     """
 
     model: str
@@ -64,20 +70,23 @@ class Choice:
         return {name: (entry[0], entry[1]) for name, entry in found.items() if is_sound(entry)}
 
     def error_of(self, group: Group) -> float | None:
-        """What these make together; None where it was not measured."""
+        """The error of these classes together; None if it was not measured."""
         known = self._known.get(TOGETHER.join(group))
         return None if known is None else known[0]
 
     @functools.cached_property
     def every_class(self) -> list[str]:
-        """Those that are wanted here, and those that were measured at other sizes: the choice is the same at each."""
+        """The classes wanted by this call, and those measured at other sizes: every size has the same choice."""
         known = {self.classes[layer] for layer in self.wanted} | set(self._known)
         return [name for name in dict.fromkeys(self.classes.values()) if name in known]
 
     @functools.cached_property
     def chosen(self) -> Group:
-        """Those within the budget together, by what was measured, or else by the root of the sum of squares:
-        independent errors add up so (0.9 of what emoji-sd's classes do). The one that errs most goes first."""
+        """The classes that are within the budget together. The class with the largest error is left out first.
+
+        Their joint error is the measured one, or else estimated as the root of the sum of squares, as for independent
+        errors. On emoji-sd, the estimate was 0.9 of the measured error.
+        """
         alone = {name: self.error_of((name,)) or 0.0 for name in sorted(self.every_class)}
         while alone:
             together = self.error_of(tuple(alone))
@@ -97,7 +106,7 @@ class Choice:
 
     @property
     def error(self) -> float | None:
-        """Of the UNet's output with all that is used; None where nothing is."""
+        """The error of the UNet's output with all chosen classes; None if there are none, or it is unknown."""
         return self.error_of(self.chosen) if self.chosen else None
 
     @property
@@ -110,7 +119,7 @@ class Choice:
 
     @functools.cached_property
     def _missing(self) -> dict[Group, int]:
-        """The halves in which a group was not measured: of each of the chosen classes alone, and of all together."""
+        """The halves in which a group was not measured yet, for each chosen class alone and for all together."""
         missing = {}
         for group in (*((name,) for name in self.chosen), self.chosen):
             _, halves = self._known.get(TOGETHER.join(group), (0.0, dict[str, int]()))
@@ -120,11 +129,11 @@ class Choice:
 
     @functools.cached_property
     def awaits(self) -> int:
-        """The halves of an image in which something has to be measured."""
+        """The halves of an image in which some group has to be measured, as bits."""
         return functools.reduce(operator.or_, self._missing.values(), 0)
 
     def due(self, half: int) -> list[Group]:
-        """What has to be measured in a half."""
+        """The groups that have to be measured in a half."""
         return [group for group, missing in self._missing.items() if missing & half]
 
     def layers(self, group: Collection[str]) -> WantedKinds:
@@ -132,7 +141,7 @@ class Choice:
         return {layer: kind for layer, kind in self.wanted.items() if self.classes[layer] in group}
 
     def measured(self, group: Group, half: int, error: float) -> Choice:
-        """As it is when the layers of a group were measured in a half."""
+        """This choice with the measured error of a group's layers in a half added."""
         before, halves = self._known.get(TOGETHER.join(group), (0.0, dict[str, int]()))
         layers = digest_of_layers(self.layers(group))
         error = error if error < WORTHLESS else WORTHLESS
@@ -140,14 +149,14 @@ class Choice:
         return replace(self, found={**self._known, TOGETHER.join(group): entry})
 
     def __str__(self) -> str:
-        """For the log: "feed-forward in 1.1e-02 (exact), ...; together 1.6e-02 of at most 0.02"."""
+        """Words for the log: "feed-forward in 1.1e-02 (exact), ...; together 1.6e-02 of at most 0.02"."""
         classes = (f"{one.name} {one.error or 0:.1e}{'' if one.is_used else ' (exact)'}" for one in self.errors)
         together = "nothing is used" if self.error is None else f"together {self.error:.1e}"
         return f"{', '.join(classes)}; {together} of at most {self.budget:g}"
 
 
 def is_sound(entry: Any) -> bool:
-    """Whether this is [error, {digest: halves}]."""
+    """Whether a value from the store is [error, {digest: halves}]."""
     if not (isinstance(entry, (list, tuple)) and len(entry) == 2 and isinstance(entry[1], dict)):
         return False
     error, halves = entry
@@ -156,14 +165,14 @@ def is_sound(entry: Any) -> bool:
 
 
 def half_of(timestep: float | None, first: float) -> int:
-    """The half of an image that a timestep is in, 0 for the last steps. None: of a batch whose images are at different
-    ones, which is as good as any. first: the timestep of pure noise."""
+    """The half of an image that a timestep belongs to; 0 for the last steps. timestep: None if the images of the batch
+    are at different ones: then FIRST_HALF. first: the timestep of pure noise."""
     if timestep is None or timestep > MIDDLE * first:
         return FIRST_HALF
     return SECOND_HALF if timestep >= LATE * first else 0
 
 
 def digest_of_layers(layers: WantedKinds) -> str:
-    """What tells these layers in these kinds from others."""
+    """A short digest of these layers and their formats."""
     words = sorted(f"{layer} {kind.name}" for layer, kind in layers.items())
     return hashlib.sha256("\n".join(words).encode()).hexdigest()[:8]

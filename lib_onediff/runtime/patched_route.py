@@ -1,5 +1,5 @@
-"""The calls within which functions of other extensions run: by graphs of what lies between them, or operator by
-operator."""
+"""Serves calls with functions of other extensions in them: by CUDA graphs of the parts between the functions, or
+operator by operator."""
 from __future__ import annotations
 
 import logging
@@ -23,13 +23,14 @@ from .services import Services
 from .verify import computed_twice, relative_error, rewinder_of_all
 
 log = logging.getLogger("onediff")
-# A function may return another shape at some of a sampling's steps: graphs are recorded so many times in vain.
+# After so many captures whose graphs did not fit later calls, a shape gets no graph any more: a function may return
+# other shapes at some steps of a sampling.
 MOST_MISFITS = 4
 WITHIN_FUNCTION = "another extension's function inside the UNet calls the UNet again"
 
 
 class PatchedRoute:
-    """Whoever calls holds the runtime's lock."""
+    """Serves patched calls. Callers hold the runtime's lock."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -40,18 +41,21 @@ class PatchedRoute:
         self, network: Network, entry: Entry, call: Call, functions: FunctionCalls,
         plainly: Callable[[Call], Tensor], why_not_better: str = "",
     ) -> Served:
-        """The output. Raises Refusal where this backend does not serve the call. functions: the call's patch points.
-        plainly: computes it operator by operator. why_not_better: why the backend before did not."""
+        """The output of a patched call. Raises Refusal if this backend does not serve it.
+
+        functions: the call's patch points. plainly: computes a call operator by operator. why_not_better: why the
+        backend before did not serve it.
+        """
         names = ", ".join(entry.key.patches)
         device = call.latent.device
         guarded = replace(call, patches=functions)
         within = f"other extensions compute within the network: {names}"
         reason = "; ".join(filter(None, (within, why_not_better)))
         traits = self._devices.named(entry.key.backend).traits
-        # A graph's copies cannot go on beside the next graph.
+        # Graphs of parts do not support streamed weights: a graph's copies cannot continue during the next graph.
         streams = network.bound.streaming is not None
         if streams and not traits.launches_patched:
-            raise Refusal("weights are copied from main memory between functions of other extensions")
+            raise Refusal("weights in main memory and functions of other extensions do not go together here")
         if entry.state is State.COLD:
             output = self._first(entry, guarded, functions, plainly, names)
             return Served(output, entry, network.bound.refreshed, PLAIN, reason, call)
@@ -62,7 +66,7 @@ class PatchedRoute:
         if isinstance(replayed, Tensor):
             return Served(replayed, entry, network.bound.refreshed, GRAPH, reason, call)
         if entry.no_graph and not traits.launches_patched and not replayed:
-            # Operator by operator, PyTorch launches its own faster.
+            # Without a graph, PyTorch's own operators launch faster.
             raise Refusal(entry.no_graph)
         reason = "; ".join(filter(None, (reason, entry.no_graph or entry.waits)))
         resumed = replace(call, patches=ResumedPoints(functions, replayed)) if replayed else guarded
@@ -73,24 +77,26 @@ class PatchedRoute:
     def _first(
         self, entry: Entry, call: Call, functions: FunctionCalls, plainly: Callable[[Call], Tensor], names: str
     ) -> Tensor:
-        """The output of a shape that is not checked yet, by functions that were never called within our forward."""
+        """The output at a shape's first call, computed twice to see whether the functions repeat themselves. Raises
+        Refusal if they do not, or fail."""
         try:
             output = computed_twice(entry, lambda: plainly(call), functions.functions)
         except HostError as passing:
             if passing.is_out_of_memory or not isinstance(passing.error, Exception):
                 raise
-            # Whether it fails within the host's forward too, the host will tell.
-            what = f"what another extension computes within the UNet fails there: {first_line(passing.error)} ({names})"
+            # The host's forward calls the function next. If it fails there too, the host raises its exception.
+            what = f"an extension's function failed inside of OneDiff's UNet: {first_line(passing.error)} ({names})"
             raise Refusal(entry.blame(what, is_final=False)) from None
         if output is None:
-            raise Refusal(entry.blame(f"what another extension computes within the UNet differs each time ({names})"))
+            what = f"an extension's function computes something else each time, although nothing changed ({names})"
+            raise Refusal(entry.blame(what))
         return output
 
     def _replayed(
         self, network: Network, entry: Entry, call: Call, functions: FunctionCalls
     ) -> Tensor | list[PassedPoint]:
-        """The output by graphs; where they do not fit, or there are none for this call, the points that it has
-        passed."""
+        """The output by graphs. Without fitting graphs, a list instead: the points that the replay has passed; empty if
+        there was no replay, or all functions must be called again."""
         runner = network.runner(entry.key)
         if runner is None:
             return []
@@ -114,8 +120,11 @@ class PatchedRoute:
     def capture(
         self, network: Network, result: Served, rewind: Callable[[], None], capture: Callable[[], None]
     ) -> None:
-        """Make the graphs of a call that was just served without them, by capture(): the functions are called again,
-        set back to what they were (rewind), and what comes of that must be what the call was answered with."""
+        """Capture the graphs of a call that was just served without them, and compare their output with the call's.
+
+        capture: makes the graphs, and calls the functions once more, with the state that rewind() restores. Afterwards
+        the functions have the state of now. If the outputs differ, the graphs are dropped.
+        """
         entry = result.entry
         call = result.call
         go_on = rewinder_of_all(entry.key.device, () if call.patches is None else call.patches.functions)
@@ -131,5 +140,5 @@ class PatchedRoute:
             return
         error = relative_error(runner.output.nan_to_num(), result.output.nan_to_num())
         if error > no_question(entry.key.dtype, entry.key.device, entry.key.precision):
-            entry.no_graph = f"functions of other extensions do something else between graphs ({error:.1e})"
+            entry.no_graph = f"an extension's functions gave a different result inside CUDA graphs (error {error:.1e})"
             self._graphs.drop({entry.key})

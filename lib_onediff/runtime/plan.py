@@ -1,4 +1,4 @@
-"""How later calls of one signature are computed: found out once, looked up at each of them."""
+"""Plans: the fast path for calls of a signature that was served before. The plan is looked up, checked and replayed."""
 from __future__ import annotations
 
 import time
@@ -24,10 +24,10 @@ from .services import Services
 class Plan(NamedTuple):
     """How a network's calls of one signature are computed.
 
-    entry: of their shape: its backend, torch's switches of precision, and what was proved. runner: replays them.
-    reason: what keeps them from being faster still, for users, such as weights that are streamed.
-    settings, autocast, device: under which the plan was made; autocast is the type that torch casts to, None where it
-    is off. epoch: of the network at the refresh before the call that the plan was made from.
+    entry: of their shape, with the backend, torch's switches for precision, and the verdict. runner: replays the graph.
+    reason: why they are not faster still, for users, such as streamed weights.
+    settings, autocast, device: the conditions under which the plan was made; autocast is the dtype of torch.autocast,
+    None if it was off. epoch: of the network when the plan was made.
     computing: the context in which this thread alone launches work on the device; see Services.computing.
     """
 
@@ -41,7 +41,7 @@ class Plan(NamedTuple):
     computing: AbstractContextManager[object]
 
     def replay(self, call: Call) -> Tensor:
-        """The output of a call by the runner. The time that it takes counts for the shape."""
+        """The output of a call, by the runner. Adds its time to the shape's stopwatch."""
         stopwatch = self.entry.own
         if stopwatch.route != GRAPH:
             stopwatch.begin_route(GRAPH)
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
             output = self.runner.run(call)
             stopwatch.add(time.perf_counter() - began)
             return output
-        # Events go to the current card, which computing has made this one.
+        # Events go to torch's current GPU, which `computing` has set.
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -61,16 +61,16 @@ class Plan(NamedTuple):
 
 
 def replayed(services: Services, network: Network, call: Call, settings: Settings) -> Served | None:
-    """A call computed by its plan: copy the inputs, replay, clone.
+    """Serve a call by its plan: copy the inputs, replay the graph, clone the output. None if there is no plan, or if
+    the network has changed: then the output is dropped, all plans too, and the caller takes the slow path.
 
-    The network is compared with its baseline while the GPU computes, except for what the graph would read from memory
-    that is gone. None where there is no plan, or something has changed: what was computed is dropped, and the call is
-    made as the first of its kind.
+    The addresses of the weights are compared with the baseline before the replay, because a graph over freed memory
+    must not run. Everything else is compared while the GPU computes.
     """
     if call.patches is not None or torch.is_grad_enabled() or not network.plans:
         return None
     kind: Any = type(call)
-    # As Call.signature has it, without a frame.
+    # Call.signature, inlined to save a Python call.
     signature = signature_function(kind)(call)
     known = network.plans.get(signature)
     if known is None:
@@ -84,8 +84,8 @@ def replayed(services: Services, network: Network, call: Call, settings: Setting
         return None
     entry = plan.entry
     key = entry.key
-    # torch's switches of precision may have been moved since: another graph computes with them. Which switches matter
-    # follows from the key and from the build of torch, so where none did, none does.
+    # torch's switches for precision may have been changed. If none were in the key, none are now: which of them matter
+    # follows from the key and from torch.
     if key.precision and key.precision != flags_for(settings, key.dtype, device, key.upcast_attention):
         return None
     cut = call.cut
@@ -97,7 +97,7 @@ def replayed(services: Services, network: Network, call: Call, settings: Setting
         if services.is_between_graphs or services.generations.this_thread.is_warm_up:
             return None
         if network.plans.get(signature) is not plan or entry.verdict.state is not State.READY:
-            # Another thread has dropped it, or what was proved, meanwhile.
+            # Another thread has dropped the plan, or its proof, meanwhile.
             return None
         baseline = network.bound.baseline
         made_at = plan.epoch
@@ -112,17 +112,17 @@ def replayed(services: Services, network: Network, call: Call, settings: Setting
                 output = launched
         epoch = baseline.epoch
         if epoch.values != made_at.values and (network.bound.on_the_fly.copies or not network.in_sampling):
-            # Copies of the weights, and outside of a sampling what was proved, are of the values before.
+            # Copies of the weights have the old values; outside of a sampling, the proof is for the old values too.
             output = None
         if key.lossy.low_bit and not network.low_bit_stands():
             output = None
         if cut is not None and cut.reads and cut.values != epoch.values:
             output = None
         if output is None:
-            # Nothing is replayed before the change is known.
+            # The slow path finds out what has changed, and makes new plans.
             network.plans.clear()
             return None
-        # As Entry.note_use, without a frame.
+        # Entry.note_use, inlined to save a Python call.
         entry.uses += 1
         entry.last_used = time.time()
         return Served(output, entry, epoch, GRAPH, plan.reason, call)

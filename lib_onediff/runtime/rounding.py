@@ -1,10 +1,10 @@
-"""How far two honest outputs of one forward lie apart: each operator rounds, and the network amplifies that.
+"""The error that rounding explains: every operator rounds its result, and the network amplifies the difference.
 
-An error up to NO_QUESTION is accepted, one above MOST_ERROR is not. What lies between is judged by what rounding
-explains in this network at these inputs: the reference operators compute the forward twice, once with a noise of the
-type's precision on what each of them returns. The two outputs lie as far apart as the host's and ours do: 0.3 to 1.4
-times as far in every network that was tried, trained or random, also in those that amplify rounding a thousandfold. A
-fault of ours is not amplified rounding, and stands out.
+An error up to NO_QUESTION is accepted, one above MOST_ERROR is not. In between, the limit is measured for this network
+and these inputs: the reference operators compute the forward twice, the second time with noise of the dtype's precision
+on each operator's result. The host's output and a correct one of ours were 0.3 to 1.4 times as far apart as these two,
+in every network that was tried, trained or random, also in those that amplify rounding a thousandfold. An error in our
+code is not amplified rounding, and exceeds the limit.
 """
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from ..core.layer_weights import LayerWeights
 from ..core.operators import Heads, Operators, Residual
 from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
 
-# Relative errors that need no measurement: five times what is usual in float32, twice what is in the others.
+# Relative errors accepted without a measurement: five times the usual error in float32, twice that in the others.
 NO_QUESTION = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-# Whatever a network amplifies: farther from the host, an image may be another one.
+# Relative errors above these are never accepted, however much the network amplifies rounding: the image could change
+# visibly.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
-# TF32 keeps ten bits of a product's inputs, as float16 does.
+# TF32 rounds the inputs of products to ten bits of mantissa, as float16 does.
 LIKE_TF32 = torch.float16
-# How many times the measured distance is accepted.
+# The limit is the measured spread times this.
 MARGIN = 3.0
-# How many noises are tried where the inputs of layers are rounded to eight bits.
+# The number of noises tried if the inputs of layers are rounded to eight bits.
 DRAWS = 8
 
 
 def rounds_as(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> torch.dtype:
-    """The type whose rounding tells how far two outputs of a network of this type may lie apart. flags: see
+    """The dtype whose rounding error counts for a network of this dtype: float16 for float32 with TF32 on. flags: see
     rounding_limit."""
     is_float32_on_gpu = dtype == torch.float32 and device.type == "cuda"
     return LIKE_TF32 if is_float32_on_gpu and (tf32_is_on() or any(value for _, value in flags)) else dtype
 
 
 def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
-    """The largest error that is ever accepted. flags: with which our output was computed; the host's had those that
-    stand now."""
+    """The largest error that is ever accepted. flags: torch's switches for precision in our call; the host's are those
+    that are set now."""
     if (HALF_SUMS, True) in flags:
         return ROUNDING_HALF_SUMS
     return MOST_ERROR[rounds_as(dtype, device, flags)]
@@ -54,11 +55,11 @@ def no_question(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> 
 
 
 def explained(error: float, least: float, most: float, spread: Callable[[], float] | None) -> float:
-    """The limit for this error: the largest that rounding explains.
+    """The limit for this error, from least to most: the largest error that rounding explains.
 
-    Up to least it is least, and above most it is most, which this error is beyond: nothing is measured. Between the two
-    it is MARGIN times the measured spread, but not below least and not above most; least where the spread is None (it
-    cannot be measured) or not finite. spread: see spread.
+    An error up to least is within the limit least, and one above most is beyond the limit most; neither needs a
+    measurement. In between, the limit is MARGIN times the measured spread, clipped to [least, most]; least if spread is
+    None (it cannot be measured) or its result is not finite.
     """
     if error > most or math.isnan(error):
         return most
@@ -69,28 +70,29 @@ def explained(error: float, least: float, most: float, spread: Callable[[], floa
 
 
 def precision_of(dtype: torch.dtype) -> float:
-    """The relative noise of one operator's result in a type. In float32 it comes from the order of summation: eps. In a
-    narrower type, sums are float32's and the result is rounded once: eps / 2."""
+    """The relative noise of one operator's result in a dtype: eps in float32, from the order of summation; eps / 2 in a
+    narrower dtype, where sums are float32 and the result is rounded once."""
     return torch.finfo(dtype).eps * (1.0 if dtype == torch.float32 else 0.5)
 
 
-# These round nothing, or round as the host does: to the bit.
+# Operators that do not round, or round exactly as the host does.
 EXACT_OPERATIONS = frozenset({
     "sinusoids", "join", "concatenate", "resize", "image_to_tokens", "tokens_to_image", "bias_or_zeros",
     "channels_last",
 })
 
 
-# Of the product of an input that is rounded to eight bits, where the reference does not round it: to float8 (e4m3), and
-# to int8 beside a LoRA. A row of normally distributed numbers in int8 has an error of 2**-7, one with outliers more.
+# The noise of a product whose input the host rounds to eight bits and the reference does not: float8 (e4m3), and int8
+# beside a LoRA. A row of normally distributed numbers has an error of 2**-7 in int8, one with outliers more.
 ROUNDING_OF_INPUTS = {torch.float8_e4m3fn: 2.0**-5, torch.int8: 2.0**-6}
 
 
 class RoundingNoise:
-    """Operators whose results are multiplied by 1 + precision * noise, normally distributed and the same each time.
+    """Wraps operators: their results are multiplied by 1 + precision * n, where n is normally distributed noise of a
+    fixed seed.
 
-    Where a layer's inputs are rounded to int8, the reference rounds them as well: noise that takes one over the edge
-    between two integers has the effect that it has in a network.
+    If a layer's inputs are rounded to int8, the reference operators round them too. So noise that moves an input across
+    the middle between two integers has the same effect as in the host's network.
     """
 
     def __init__(self, ops: Operators, precision: float, device: torch.device, seed: int = 0) -> None:
@@ -105,7 +107,7 @@ class RoundingNoise:
         return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs), self._precision_for(args))
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """Noise only on heads that are normed or rotated: others are views."""
+        """Adds noise only to heads that are normed or rotated: the others are views of the input."""
         found = []
         for heads, part in zip(self._ops.split_heads(projected, parts), parts, strict=True):
             is_view = part.norm is None and part.rotary is None
@@ -113,7 +115,7 @@ class RoundingNoise:
         return found
 
     def _precision_for(self, arguments: tuple[Any, ...]) -> float:
-        """The noise of an operator with these arguments."""
+        """The precision of an operator with these arguments; see ROUNDING_OF_INPUTS."""
         for one in arguments:
             if isinstance(one, LayerWeights) and one.low_bit:
                 dtype = one.low_bit[0].values.dtype
@@ -135,11 +137,13 @@ def spread(
     compute: Callable[[Operators], Tensor], ops: Operators, dtype: torch.dtype, device: torch.device,
     rounds_inputs: bool = False,
 ) -> float:
-    """How far rounding moves an output, relative to its norm: compute with these operators, the reference, and with
-    noise on each of their results. dtype: see rounds_as. Takes two forwards and the memory of one.
+    """How far rounding moves an output: the relative distance between the output of compute(ops) and the one with noise
+    on each operator's result. Takes two forwards and the memory of one.
 
-    rounds_inputs: the inputs of layers are rounded to eight bits. In a small network few of them lie near an edge, and
-    most noises take none over it: DRAWS noises are tried, and the farthest output counts."""
+    ops: the reference operators. dtype: see rounds_as. rounds_inputs: the inputs of layers are rounded to eight bits.
+    In a small network few inputs are near the middle between two steps, and most noises move none across it, so DRAWS
+    noises are tried and the largest distance counts.
+    """
     exact = compute(ops).float()
     length = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)
     farthest = 0.0

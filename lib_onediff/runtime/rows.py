@@ -1,4 +1,4 @@
-"""The table as users see it: one row per model and resolution, with its shapes below."""
+"""The table as users see it: one row for each model and resolution, with its shapes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -19,14 +19,14 @@ Name = tuple[Any, ...]
 GivesBack = Callable[[Collection[ShapeKey]], int]
 # The state of a resolution that only earlier processes have used.
 ON_DISK = "on disk"
-# What a row says of its shapes: the best of them, for that is what the next image most likely gets.
+# A row shows the best state of its shapes, because the next image most likely uses that shape.
 BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
 
 
 @dataclass(frozen=True)
 class LowBitErrors:
-    """What Low-bit does to a checkpoint of a model ("SDXL"), as was measured. classes: of layers. error: of the whole
-    step with those that are used, at most budget; None where none is."""
+    """The measured errors of Low-bit on a checkpoint of a model ("SDXL"). classes: each class of layers alone. error:
+    of the whole step with all classes in use, at most budget; None if none is in use."""
 
     model: str
     budget: float
@@ -36,17 +36,17 @@ class LowBitErrors:
 
 @dataclass(frozen=True)
 class Totals:
-    """Everything together, in plain values.
+    """Sums over all resolutions, in plain values.
 
-    vram: bytes of GPU memory that all graphs hold.
-    budget: bytes that they may hold; 0 without a GPU.
+    vram: bytes of GPU memory of all graphs.
+    budget: bytes that they may take; 0 without a GPU.
     disk: bytes of the cache folder.
-    calls: how many UNet calls went by each route.
-    hit_rate: the share of them that a graph served; None before the first.
-    low_bit: bytes of the weights in eight bits, which lie beside the WebUI's own or stand for them. low_bit_layers: of
-    how many layers they are.
-    offloaded: bytes of weights in main memory, where the WebUI keeps a part of its UNet's.
-    low_bit_errors: what was measured of Low-bit on the checkpoints that use it.
+    calls: the number of UNet calls by route.
+    hit_rate: the part of them that a graph served; None before the first.
+    low_bit: bytes of the 8-bit weights, beside the WebUI's own or instead of them. low_bit_layers: the number of their
+    layers.
+    offloaded: bytes of streamed weights, if the WebUI keeps a part of the weights in main memory.
+    low_bit_errors: the measured errors of each checkpoint that uses Low-bit.
     """
 
     vram: int
@@ -64,17 +64,16 @@ class Totals:
 class ShapeRow:
     """One shape of a resolution, in plain values.
 
-    batch: latents of one UNet call, twice the images where guidance is batched.
-    tokens: of the prompt; 0 for a decode of the VAE.
-    state: a State's value, or ON_DISK. reason: why it is not a better one.
-    step_ms, host_ms: medians in milliseconds.
-    ratio: known when both were timed often enough.
-    bytes: the GPU memory that comes back when this graph alone goes. needs: what it takes of the memory that all share.
-    last_used: a time.time().
-    relative_error: from the host's own output.
+    batch: rows of one UNet call: twice the number of images if prompt and negative prompt are batched.
+    tokens: the context length; 0 for a decode of the VAE.
+    state: a State's value, or ON_DISK. reason: why it is not a better one, for users.
+    step_ms, host_ms: medians in milliseconds. ratio: None until both have enough times.
+    bytes: GPU memory that dropping this graph alone would free. needs: bytes that it takes of the shared memory.
+    last_used: time.time().
+    relative_error: against the host's own output.
     label: see core.call.Call.label.
     part: the pass of a network that a step policy has cut; "" for the whole network.
-    backend: who computes it; "" where that is not known. lossy: what of that is less exact; see core.key.Lossy.
+    backend: the backend's name; "" if unknown. lossy: words for what it computes lossily; see core.key.Lossy.
     """
 
     batch: int
@@ -99,14 +98,19 @@ class ShapeRow:
 
 @dataclass(frozen=True)
 class ResolutionRow:
-    """All shapes of one model at one resolution ("512x512" in pixels); uses is a sum of calls, images what this process
-    has made. prewarm_s: how long its last pre-warming took; saved_s: how much longer the first image had taken without.
+    """All shapes of one model at one resolution ("512x512", in pixels).
 
-    bytes is the GPU memory that purging this row gives back: graphs lie over each other in one memory, which shrinks
-    only when its largest goes, so it is no sum, and neither do rows add up. needs is what its largest graph takes.
-    Times are means over all steps of the last image that OneDiff has made here, of which some may have computed less;
-    before the first, those of the shape that is used most. The VAE's shapes stand last, below every
-    model of their resolution, and do not count in these.
+    state, reason: of the best shape.
+    images: the number of images that this process has made here. uses: the number of calls, also by earlier processes
+    if this one made none.
+    prewarm_s: seconds of its last pre-warm. saved_s: seconds that this saved in the first image.
+    step_ms, host_ms, ratio: means over all steps of the last image that OneDiff has made here, with cached and
+    extrapolated ones; before the first image, those of the most used shape.
+    bytes: GPU memory that purging this row would free. It is not the sum over the shapes, and rows do not add up,
+    because graphs overlap in one memory pool that shrinks only without its largest graph.
+    needs: bytes that its largest graph takes of that pool.
+    shapes: the most recently used first. The VAE's shapes come last, in the row of each model with their resolution,
+    and do not count in the other fields.
     """
 
     resolution: str
@@ -128,7 +132,7 @@ class ResolutionRow:
 
     @property
     def is_decode(self) -> bool:
-        """Whether only the VAE has used this resolution, no UNet (tiles, say)."""
+        """Whether only the VAE has used this resolution, as for the tiles of a tiled decode."""
         return bool(self.shapes) and not any(shape.tokens for shape in self.shapes)
 
 
@@ -137,11 +141,11 @@ def rows_of(
     gives_back: GivesBack = lambda keys: 0,
     parts: Mapping[Any, ImagePart] = MappingProxyType({}), images: Mapping[Any, int] = MappingProxyType({}),
 ) -> list[ResolutionRow]:
-    """The entries as rows, the last used first, among the rows as within each.
+    """The rows of these entries. Rows, and shapes in a row, are sorted with the most recently used first.
 
-    history: what earlier processes used; it makes the rows of resolutions that have no entry yet. pins: the pinned
-    (model, resolution). gives_back: the GPU memory that comes back without these shapes.
-    parts, images: see CallStats.
+    history: rows of earlier processes, used for resolutions without an entry. pins: the pinned (model, resolution)
+    pairs. gives_back: returns the bytes that dropping the graphs of some shapes would free. parts, images: see
+    CallStats.
     """
     groups = by_name(entries, attrgetter("place"))
     rows = [
@@ -155,7 +159,7 @@ def rows_of(
 
 
 def by_name(found: Iterable[Any], name: Callable[[Any], Name]) -> dict[Name, list[Any]]:
-    """By model and resolution, the last used first."""
+    """Entries, or rows of the history, grouped by name(), the most recently used first."""
     groups: dict[Name, list[Any]] = {}
     for one in sorted(found, key=lambda one: -one.last_used):
         groups.setdefault(name(one), []).append(one)
@@ -163,7 +167,8 @@ def by_name(found: Iterable[Any], name: Callable[[Any], Name]) -> dict[Name, lis
 
 
 def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
-    """The VAE's rows move into those of the models that have used the same resolution, and stay where none has."""
+    """The rows, with the VAE's shapes appended to the rows of all models with the same resolution. A row of the VAE
+    stays if no model has used its resolution."""
     decodes = {row.resolution: row.shapes for row in rows if row.is_decode}
     models = {row.resolution for row in rows if not row.is_decode}
     return [
@@ -176,8 +181,8 @@ def resolution_row(
     entries: list[Entry], pinned: bool = False, gives_back: GivesBack = lambda keys: 0,
     part: ImagePart | None = None,
 ) -> ResolutionRow:
-    """The row of one model and resolution; entries are its shapes, the last used first. part: the steps of the last
-    image here."""
+    """The row of one model and resolution. entries: its shapes, the most recently used first. part: the steps of the
+    last image here."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
     shapes = tuple(shape_row(entry, pinned, gives_back({entry.key})) for entry in entries)
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
@@ -187,12 +192,13 @@ def resolution_row(
 
 
 def usual_shape(shapes: tuple[ShapeRow, ...]) -> ShapeRow:
-    """The shape that is used most, of those with times."""
+    """The most used shape of those with times, cached passes left out; of all shapes if none has times."""
     timed = [shape for shape in shapes if shape.step_ms is not None and shape.part != CACHED]
     return max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
 
 
 def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
+    """A row with these shapes; its times are those of the most used one."""
     usual = usual_shape(shapes)
     model, resolution = name
     return ResolutionRow(
@@ -205,7 +211,7 @@ def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRo
 
 
 def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
-    """One that this process has not used."""
+    """The shape of a row in the history, which this process has not used."""
     return ShapeRow(
         batch=row.batch, tokens=row.tokens, dtype=row.dtype, state=ON_DISK, reason="", step_ms=row.step_ms,
         host_ms=row.host_ms, ratio=ratio_of(row.step_ms, row.host_ms), bytes=0, uses=row.uses, last_used=row.last_used,
@@ -214,7 +220,7 @@ def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
 
 
 def shape_row(entry: Entry, pinned: bool, gives_back: int) -> ShapeRow:
-    """One entry in plain values. gives_back: bytes of GPU memory that come back without its graph."""
+    """The shape of an entry. gives_back: bytes of GPU memory that dropping its graph alone would free."""
     key = entry.key
     return ShapeRow(
         batch=key.batch, tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), state=entry.state.value,

@@ -1,4 +1,4 @@
-"""The one runtime object: what hosts hand over and say, and the route of each call of a UNet."""
+"""The one Runtime object: hosts hand networks over to it, announce samplings, and send it every call."""
 from __future__ import annotations
 
 import logging
@@ -36,26 +36,26 @@ from .vae.route import DecoderRoute
 
 log = logging.getLogger("onediff")
 NOT_HANDED_OVER = "OneDiff was not given this UNet"
-# As long as the host has not answered either.
+# The reason for a fault of ours until the host has answered: if the host raises as well, the inputs were wrong.
 NOT_UNDERSTOOD = "the inputs of this call were not understood: {}"
-# Bytes that a step of the largest UNet takes beside its weights, where the host cuts nothing.
+# Bytes beside the weights that a step of the largest UNet takes in the host's forward, if the host does not split it.
 HOST_NEEDS = 1 << 30
 
 
 class Runtime:
-    """Routes the calls of every UNet that a host has handed over. Every method may be called from any thread.
+    """Routes the calls of every network that a host has handed over. Every method may be called from any thread.
 
-    cache: what users ask of what is ready. vae: the route of decodes. webui: the adapter of the WebUI that we run in
-    (a hosts.contract.WebUI): it must outlive a reload of the scripts. patches: the replaced methods of diffusers'
-    classes (hosts.hooks.TablePatch), by class and name.
+    cache: the methods for pages and the API. vae: the route of decodes. webui: the adapter of the WebUI that OneDiff
+    runs in (a hosts.contract.WebUI), which must survive a reload of scripts. patches: the replaced methods of
+    diffusers' classes (hosts.hooks.TablePatch), by class and name.
     """
 
     def __init__(
         self, policies: Iterable[StepPolicy] | None = None, devices: Iterable[Device] | None = None,
         families: Iterable[Family] | None = None,
     ) -> None:
-        """policies: which may cut steps short, outermost first. devices: the fastest first, the reference last.
-        families: of the networks that are served. By default, those of the registries."""
+        """policies: the step policies, the outermost first. devices: the backends, the fastest first, the reference
+        last. families: of the networks that are served. By default, all are those of the registries."""
         services = Services(devices, families)
         self.services = services
         self.guard = services.guard
@@ -74,7 +74,7 @@ class Runtime:
         self.vae = DecoderRoute(services)
         cache = Cache(services, self.stepping, self.vae, self.two_gpus)
         self.cache = cache
-        # For pages and the API; see Cache. rows: those of the table of shapes.
+        # Methods of Cache, for pages and the API.
         self.rows = cache.rows
         self.totals = cache.totals
         self.pin = cache.pin
@@ -84,35 +84,35 @@ class Runtime:
         self.purge_disk = cache.purge_disk
         self.webui: Any = None
         self.patches: dict[tuple[type, str], Any] = {}
-        # What the host says of the sampling in progress, whichever UNets it may use for that.
+        # The sampling in progress, if it may use any network, such as a refiner.
         self._sampling: Sampling | None = None
-        # The names, for the table's rows, of the UNets that the host has computed.
+        # Names for users of the networks whose calls the host has computed.
         self._names: WeakDictionary[nn.Module, str | None] = WeakDictionary()
-        # Sentences about what was handed over and stays as it is: no hook is there to count its calls.
+        # Networks that were handed over and keep their own forward, with the reason as a sentence.
         self._left_alone: WeakDictionary[nn.Module, str] = WeakDictionary()
-        # The settings that _becomes_plain has returned True for; None since it has returned False.
+        # The last settings, if _becomes_plain returned True for them; otherwise None.
         self._plain: Settings | None = None
 
     @property
     def history(self) -> History:
-        """What outlives the process."""
+        """The history on the disk."""
         return self.services.history
 
     @property
     def settings(self) -> Settings:
-        """Those of calls that no generation and no UNet's own settings decide."""
+        """The settings of calls that belong to no generation, of networks without settings of their own."""
         return self.services.settings
 
     def configure(self, settings: Settings) -> None:
-        """Use these settings from the next UNet call on."""
+        """Use these settings from the next call on."""
         self.services.settings = settings
         if settings.second_gpu == ONE_GPU or not settings.enabled:
             self.two_gpus.forget_all()
 
-    # --- UNets in care --------------------------------------------------------------------------------------------
+    # --- networks -------------------------------------------------------------------------------------------------
 
     def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
-        """Take a UNet into care; nothing of it changes before its first call. settings override the runtime's own."""
+        """Serve a network from now on. It is not changed before its first call. settings: override the runtime's."""
         services = self.services
         with services.lock:
             known = services.networks.get(unet)
@@ -125,8 +125,8 @@ class Runtime:
             services.devices.prepare_early(unet, settings or self.settings)
 
     def leave_alone(self, network: nn.Module, sentence: str) -> None:
-        """Note why a network, or all of its pipeline, keeps its own forward. The sentence is part of the status as long
-        as the network lives; "" takes it back."""
+        """Note, and log, why a network, or its whole pipeline, keeps its own forward. The sentence is part of the
+        status as long as the network lives; "" removes it."""
         if sentence:
             self._left_alone[network] = sentence
             log.warning("OneDiff: %s.", sentence)
@@ -134,12 +134,12 @@ class Runtime:
             self._left_alone.pop(network, None)
 
     def status(self) -> dict[str, Any]:
-        """How the last image was made, as plain values; see Cache.status. left_alone: sentences about networks that
-        were handed over and keep their own forward."""
+        """The status of the last image, as plain values; see Cache.status. left_alone: the sentences of leave_alone."""
         return {**self.cache.status(), "left_alone": sorted(set(self._left_alone.values()))}
 
     def release(self, unet: nn.Module) -> None:
-        """Give a UNet back as it was: ordinary parameters with the same values, and no memory of ours."""
+        """Stop serving a network, and restore it: ordinary parameters with the same values. All memory of ours for it
+        is freed."""
         services = self.services
         with services.lock:
             network = services.networks.get(unet)
@@ -156,24 +156,24 @@ class Runtime:
             services.graphs.note_lost()
 
     def release_all(self) -> None:
-        """Give every UNet and every decoder back."""
+        """Stop serving all networks and decoders, and restore them."""
         for unet in self.services.networks:
             self.release(unet)
         self.vae.release_all()
 
     def model_name(self, unet: nn.Module | None) -> str | None:
-        """What the rows call a UNet ("SD1"); None for what is none that we know. Waits for no call that is being made.
+        """A network's model name for users ("SD1"); None if no family knows it. Does not wait for a call in progress.
         """
         network = None if unet is None else self.services.networks.get(unet)
         if network is not None:
-            # One that has not been called yet has none.
+            # Before its first call, it has no layout.
             bound = attempted(lambda: str(network.bound.layout.model_name))
             if bound.is_ours:
                 return bound.given()
         return None if unet is None else attempted(lambda: str(self.services.families.read(unet).model_name)).answer
 
     def _known_name(self, unet: nn.Module) -> str | None:
-        """As model_name, read once: the host may compute every call of this UNet."""
+        """model_name(), remembered, because it is read for every call that the host computes."""
         if unet not in self._names:
             self._names[unet] = self.model_name(unet)
         return self._names[unet]
@@ -181,15 +181,13 @@ class Runtime:
     # --- samplings ------------------------------------------------------------------------------------------------
 
     def sampling_of(self, network: Network) -> Sampling:
-        """The sampling in progress; one whose steps are all whole where nobody has announced any."""
+        """The sampling in progress. If none was announced, one in which every step must compute the whole network."""
         if self.services.is_warm_up:
-            # A call that makes a shape ready belongs to no image.
             return Sampling(times=lambda: WARM_UP_TIMES)
         return network.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
 
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
-        """A host announces a sampling. sampling: what it says of it. of_all: it may use other UNets for it too, as a
-        refiner."""
+        """A host announces a sampling of a network. of_all: it may use other networks too, such as a refiner."""
         network = self.services.networks.get(unet)
         self.call_stats.begin_image()
         if of_all:
@@ -202,8 +200,9 @@ class Runtime:
             self.pressure.before_sampling(network.architecture, budget)
 
     def room_lacked(self, unet: nn.Module, image_size: Hashable) -> int:
-        """The bytes of GPU memory that a network's steps have lacked in earlier samplings at this image size, where a
-        part of the weights had to stay in main memory. A host asks before it brings the weights for a sampling."""
+        """Bytes of GPU memory that a network's steps lacked in earlier samplings at this image size, if a part of the
+        weights had to stay in main memory; 0 if OneDiff is off. A host calls this before it moves the weights to the
+        GPU for a sampling, and leaves so much free."""
         services = self.services
         network = services.networks.get(unet)
         if network is None:
@@ -219,8 +218,8 @@ class Runtime:
             return network.room_lacked(image_size)
 
     def end_sampling(self, unet: nn.Module | None = None) -> None:
-        """A host says that the sampling of a UNet, or of all that it uses, is over: nothing of it counts for later
-        calls."""
+        """A host announces that the sampling of a network, or of all networks, is over. Everything kept for that
+        sampling is dropped."""
         if unet is None:
             self._sampling = None
         for one, network in self.services.networks.items():
@@ -233,11 +232,13 @@ class Runtime:
         self, unet: nn.Module, call: Call, host: Host, host_traits: HostTraits | None = None,
         guidance: Guidance | None = None,
     ) -> Tensor:
-        """The UNet's output for a call, by the fastest exact route; host() is the host's own forward of the same call.
-        host_traits: of the host that hands over a UNet with its calls; None where it must have been handed over.
-        guidance: says which rows are the prompt's, or why that is not known; None where nobody can say.
+        """The network's output for a call, by the fastest route that agrees with the host.
 
-        Never raises for a reason of ours: what we cannot serve, the host serves, and status() says why.
+        host: the host's own forward of the same call. host_traits: those of a host that does not call adopt(), so that
+        the network is adopted here; None: an unknown network is left to the host. guidance: returns the prompt's rows,
+        or raises Refusal; None if the host cannot know them.
+
+        Raises only exceptions of the host. If we cannot serve, the host computes the call, and status() has the reason.
         """
         around = sys.exc_info()[1]
         try:
@@ -265,7 +266,8 @@ class Runtime:
             return self.guard.as_raised(work).output
 
     def note_served(self, served: Served) -> Stopwatch | None:
-        """Count a call, which has its answer whatever fails here. Returns the host's times that count for it."""
+        """Count a call that was served. Returns the host's stopwatch for it. A failure here is logged, and does not
+        affect the call."""
         try:
             return self.call_stats.note_served(served)
         except Exception as error:
@@ -273,11 +275,13 @@ class Runtime:
             return None
 
     def _becomes_plain(self, settings: Settings) -> bool:
-        """Take over settings that differ from the last call's. Returns whether they switch every step policy and the
-        second GPU off, so that calls may go straight to their plans; that holds as long as this Settings object does.
-        If so, the reasons why policies were inactive are cleared."""
+        """Take over settings that differ from the last call's. Returns whether all step policies and the second GPU are
+        off, so that calls may go straight to their plans.
+
+        The result holds for this Settings object. If it is True, the reasons why policies were inactive are cleared.
+        """
         if settings.second_gpu != ONE_GPU or self.stepping.any_is_on(settings):
-            # The next call without policies has to clear the reasons that policies give at this one.
+            # So that the next call without policies clears the reasons that policies set at this one.
             self._plain = None
             return False
         self.stepping.clear_reasons()
@@ -285,7 +289,7 @@ class Runtime:
         return True
 
     def network_and_settings(self, unet: nn.Module) -> tuple[Network, Settings]:
-        """What is kept for a UNet, and the settings that hold now. Raises Refusal where the host must run the call."""
+        """A network's record, and the present settings for it. Raises Refusal if the host must run the call."""
         network = self.services.networks.get(unet)
         if network is None:
             raise Refusal(NOT_HANDED_OVER)
@@ -305,11 +309,12 @@ class Runtime:
         self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, latent: Tensor | None = None,
         tried: Entry | None = None,
     ) -> Answer:
-        """The host's own answer to a call that we did not serve, counted with the reason that attempt gives. Where our
-        memory ran out, it is freed before. hook: what we were doing; see Guard.note. latent: of the call, where it was
-        read. tried: the entry at which ours was tried last; None where it was at none.
+        """The host's own answer to a call that we did not serve, counted with the reason in attempt. If GPU memory has
+        run out, ours is freed first.
 
-        A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
+        hook: the failed work, in words for Guard.note. latent: the call's, if it could be read. tried: the entry that
+        was tried last; None if there was none. A fault of ours is logged after the host has answered: if the host
+        raises too, the inputs are wrong.
         """
         fault = attempt.fault
         if attempt.outcome is Outcome.OUT_OF_MEMORY:
@@ -319,7 +324,7 @@ class Runtime:
         host_times = self.call_stats.note_host(told, self._known_name(unet), latent, known)
         self._leave_as_found(unet)
         network = self.services.networks.get(unet)
-        # Where weights were bound, our layout has left memory in pieces that the host would have in one.
+        # Binding moves weights, which fragments GPU memory. So only then the host is asked to make room for itself.
         is_ours = network is not None and network.bound.has_binding
         room = partial(network.make_room, HOST_NEEDS, is_urgent=True) if network and is_ours else None
         output = self.pressure.run_host(host, room)
@@ -331,33 +336,33 @@ class Runtime:
         self.call_stats.explain(self.guard.give_up(hook, fault))
 
     def unread(self, unet: nn.Module, attempt: Attempt[Any], host: Host) -> Tensor:
-        """Run the host's forward of a call that could not be read."""
+        """The host's output for a call whose arguments could not be turned into a Call. attempt: why not."""
         self.guard.attempt("counting a call", self.two_gpus.note)
         return self.by_host(unet, attempt, "the UNet's forward", host).output
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
-        """Count a call that the host runs without having asked us, with the reason, and lay the weights out as the host
-        had them (_leave_as_found). unet: the one that the host runs."""
+        """Count a call that the host runs without OneDiff, with the reason. unet: the network that it runs, whose
+        weights are laid out as the host had them (_leave_as_found)."""
         self.call_stats.note_host(reason, None if unet is None else self._known_name(unet))
         self.two_gpus.note()
         if unet is not None:
             self._leave_as_found(unet)
 
     def _leave_as_found(self, unet: nn.Module) -> None:
-        """Before the host's own forward: undo the channels-last layout of the convolutions' weights, and drop the
-        graphs that were captured over it, so that an image that the host makes alone is the host's own to the bit.
+        """Undo the channels-last layout of the convolutions' weights before the host's own forward, and drop the graphs
+        captured over it. So an image that the host makes alone is bit-exact.
 
-        Not where we have served an earlier call of this sampling (without an announced sampling: the call before).
-        Where we and the host alternate, moving the weights at each call would cost too much; the host then convolves in
-        channels-last order, which some processors round in another way.
+        Does nothing if we have served an earlier call of this sampling (without an announced sampling: the last call).
+        If we and the host alternate, moving the weights at each call would cost too much. The host then convolves in
+        channels-last order, which may round differently.
         """
         network = self.services.networks.get(unet)
         if network is None or not network.bound.channels_last or self.services.is_between_graphs:
-            # Between graphs, the call around this one goes on with the weights where they are.
+            # The call around this one continues with graphs over the present layout.
             return
         takes_turns = network.served_last
         if not network.in_sampling:
-            # Where no sampling was announced, only the call before counts.
+            # Without an announced sampling, only the last call counts.
             network.served_last = False
         if not takes_turns:
             with self.computing(network.bound.binding.device):
@@ -366,12 +371,13 @@ class Runtime:
 
 
 class OursOrHosts:
-    """Computes a UNet's calls, by one card or two; by the host where OneDiff refuses. It is a core.policy.Compute."""
+    """The innermost core.policy.Compute: computes a network's calls on one GPU or two, or by the host if OneDiff
+    refuses."""
 
     def __init__(
         self, runtime: Runtime, unet: nn.Module, network: Network, settings: Settings, is_plain: bool
     ) -> None:
-        """is_plain: these settings switch every step policy and the second GPU off."""
+        """is_plain: whether all step policies and the second GPU are off."""
         self._runtime = runtime
         self._unet = unet
         self._network = network
@@ -379,7 +385,7 @@ class OursOrHosts:
         self._is_plain = is_plain
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        assert host is not None, "a policy for whole batches has the host's own forward of each call"
+        assert host is not None, "policies for whole batches pass the host's own forward with each call"
         host = as_host(host)
         card = self._runtime.by_card.card(self._network, self._settings)
         made = attempted(partial(self._ours, card, call, host), host_oom_is_ours=True)
@@ -398,7 +404,7 @@ class OursOrHosts:
                 return split
         elif two_gpus.is_used:
             two_gpus.forget(self._unet)
-            # Another network may be computed on both.
+            # Update the status: another network may still use both GPUs.
             two_gpus.note()
         answer = card(call, host) if self._is_plain else self._runtime.by_card.answer(card, call, host)
         if answer.served is None:

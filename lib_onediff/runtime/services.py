@@ -1,4 +1,4 @@
-"""What the UNet's route and the VAE's share: settings, what is known of shapes, operators, memory, and the lock."""
+"""The objects shared by the routes of UNets and VAEs: settings, the table of shapes, backends, memory, the lock."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -26,23 +26,22 @@ from .graphs.accounting import Holdings
 from .graphs.cache import GraphCache, MemoryPressure
 from .network import Network
 
-# Why the host computes, in one line for the user.
+# Reasons why the host computes, in one line for the user.
 SWITCHED_OFF = "OneDiff is switched off"
 TRAINING = "gradients are being recorded (training?)"
 
 
 class Services:
-    """Made once. Whoever computes or captures does it inside computing().
+    """The runtime's shared objects. Code that launches or captures work on a GPU runs inside computing().
 
-    is_between_graphs: whether a function of another extension is being called between two graphs of a UNet. The replay
-    of another call would then overwrite memory that the second graph reads.
+    is_between_graphs: whether a function of another extension is running between two graphs of a UNet. A replay of
+    another call would then overwrite memory that the second graph reads.
     """
 
     def __init__(self, devices: Iterable[Device] | None = None, families: Iterable[Family] | None = None) -> None:
-        """By default, those of the registries."""
+        """devices, families: by default those of the registries."""
         self.families = FAMILIES if families is None else Families(families)
         self.decoders = DECODERS
-        # Stands around every hook of ours.
         self.guard = Guard()
         self.settings = Settings()
         self.history = History()
@@ -51,12 +50,11 @@ class Services:
         self.table = ShapeTable(
             self._kept_shapes, lambda entries: self.call_stats.forget(entries, self.table.entries)
         )
-        # What was measured to be best on this machine.
         self.tuning_cache = TuningCache()
         self.devices = Devices(
             devices_here(self.tuning_cache, self.families.output) if devices is None else devices, self.families.read
         )
-        # What is kept for every UNet that a host has handed over.
+        # Every UNet or transformer that OneDiff serves.
         self.networks: WeakDictionary[nn.Module, Network] = WeakDictionary()
         self.holdings = Holdings(
             self.table, self.networks, lambda: self.history.pins(), graph_maker(self.families.output)
@@ -65,38 +63,38 @@ class Services:
         self.is_between_graphs = False
         self.order = StreamOrder()
         self.lock = self.order.lock
-        # Who needs GPU memory besides us asks here.
         self.pressure = MemoryPressure(
             self.holdings, self.graphs, self.lock, self.guard, lambda: self.generations.innermost is not None
         )
 
     def _kept_shapes(self) -> Callable[[Entry], bool]:
-        """Whether a shape stays in the table however long it was not used: it has a graph, or is pinned."""
+        """A function that tells whether a shape must stay in the table: it has a graph, or is pinned."""
         pins = self.history.pins()
         graphs: set[ShapeKey] = set()
         for network in self.networks.values():
-            # Copied at one stroke: another thread may make graphs.
+            # list() is atomic; another thread may make graphs meanwhile.
             graphs.update(list(network.runners))
         return lambda entry: entry.key in graphs or entry.place in pins
 
     @property
     def is_warm_up(self) -> bool:
-        """Whether this thread's calls are a warm-up; see ThisThread."""
+        """Whether this thread's calls are a warm-up; see call_stats.ThisThread."""
         return self.generations.this_thread.is_warm_up
 
     def time_ms(self, call: Call) -> TimeMs:
-        """How long work takes in a graph where this call is computed."""
+        """A function that returns the time of work() as a graph, on the device and in the dtype of this call."""
         return partial(self.holdings.made.time_ms, call.latent.device, call.latent.dtype)
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:
-        """Kernels launched inside run alone, and on this device, whichever is torch's current one outside: other
-        threads wait for the lock, and the GPU finishes the work of other streams first. It may be entered again."""
+        """A context in which this thread alone launches kernels, and on this device: other threads wait for the lock,
+        and the GPU finishes the work of other streams first. It may be used again; see StreamOrder.turn."""
         return self.order.turn(device)
 
     def release_memory(self) -> int:
-        """Drop every graph and empty torch's caches; what was checked stays checked. Returns the bytes given back.
+        """Drop all graphs and return unused memory to the driver. Returns the number of bytes that this frees. Shapes
+        that were checked need no new check.
 
-        Users have it called while no image is being made; see hosts.contract.WebUI.exclusively.
+        Pages call it while no image is being made; see hosts.contract.WebUI.exclusively.
         """
         with self.lock:
             return self.graphs.free()

@@ -1,4 +1,4 @@
-"""Runs a call through the step policies that are on: each may answer it, or have the next one compute it."""
+"""Passes a call through the step policies that are on: each may answer it, or leave it to the next one."""
 from __future__ import annotations
 
 import contextlib
@@ -16,14 +16,14 @@ from .services import Services
 
 
 class RecordingCompute:
-    """The Compute that a policy gets for one call: it passes calls on to the next Compute, and records what came back.
+    """The Compute that a policy gets for one call: passes calls to the next Compute, and records the results.
 
-    So the policy's own faults can be told from others', and an answer that is there is not computed again.
-    answer: that of the whole call, by us or the host; None before. raised: the last exception from the next Compute.
+    With these, the policy's own faults can be told from others, and an existing answer need not be computed again.
+    answer: the answer to the whole call; None if there is none yet. raised: the last exception of the next Compute.
     """
 
     def __init__(self, compute: Compute, host: Host | None) -> None:
-        """host: the host's own forward of the whole call."""
+        """compute: the next one. host: the host's own forward of the whole call."""
         self._compute = compute
         self._host = host
         self.answer: Answer | None = None
@@ -32,9 +32,9 @@ class RecordingCompute:
     def __call__(self, call: Call, host: Host | None) -> Answer:
         """The answer of the next Compute.
 
-        A call is the whole one where host is the host's own forward of that, or None. An exception of the host on the
-        whole call passes as a HostError. On any other call, a part of the whole that only the policy makes, an
-        Exception of the host is raised bare, and so counts as the policy's fault.
+        If host is that of the whole call, or None, an exception of the host passes as a HostError. Otherwise the policy
+        has made a call of its own, such as of some rows: then an Exception of the host is raised without HostError, and
+        so counts as the policy's fault.
         """
         is_whole = host is None or host is self._host
         try:
@@ -62,7 +62,7 @@ class RecordingCompute:
 
 
 class PolicyLayer:
-    """A Compute that lets one policy answer each call, and the next Compute where the policy does not."""
+    """A Compute that lets one policy answer each call, and uses the next Compute if the policy does not."""
 
     def __init__(
         self, policy: StepPolicy, compute: Compute, guard: Guard,
@@ -75,11 +75,10 @@ class PolicyLayer:
         self._step_context_of = step_context_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The answer of the policy, or of the next Compute where the policy refuses or fails.
+        """The answer of the policy; of the next Compute if the policy refuses or fails.
 
-        A fault of the policy makes it inactive for the rest of this run, and the call is answered without it: by the
-        answer that the next Compute has given to the whole call already, if there is one. An exception from the next
-        Compute is passed on.
+        After a fault, the policy is inactive for the rest of this run of the sampling. If the next Compute has answered
+        the whole call already, that answer is used. An exception of the next Compute is passed on.
         """
         host = None if host is None else as_host(host)
         step_context = self._step_context_of(call, host)
@@ -92,7 +91,7 @@ class PolicyLayer:
                 self._guard.attempt("counting a policy's steps", note)
 
     def _answer(self, step_context: StepContext, call: Call, host: Host | None) -> Answer:
-        """See __call__."""
+        """__call__() without its statistics."""
         policy = self._policy
         chosen = attempted(lambda: policy.answerer(step_context))
         if chosen.outcome is Outcome.REFUSED:
@@ -108,13 +107,13 @@ class PolicyLayer:
             if answered.fault is None or answered.fault is recording.raised:
                 return answered.given()
         finally:
-            # It holds this frame.
+            # Break the cycle: its traceback refers to this frame.
             recording.raised = None
         self._charge(step_context, answered.fault)
         return recording.answer or self._compute(call, host)
 
     def _charge(self, step_context: StepContext, fault: Exception) -> None:
-        """Note that the policy has failed. It is inactive for the rest of this run of the sampling."""
+        """Log a fault of the policy, which is inactive for the rest of this run of the sampling."""
         policy = self._policy
         note_inactive(policy, self._guard.note(policy.title, fault))
         if (memory := step_context.memories.get(policy.name)) is not None:
@@ -130,15 +129,16 @@ class Stepping:
     def __init__(
         self, services: Services, policies: Iterable[StepPolicy], sampling_of: Callable[[Network], Sampling]
     ) -> None:
-        """sampling_of: the sampling in progress of a UNet."""
+        """policies: the outermost first. sampling_of: returns the sampling in progress of a network."""
         self._services = services
         self._sampling_of = sampling_of
         self.policies = tuple(policies)
-        # The settings and policies of the last question, and the names of those that are on.
+        # The last arguments and result of _names_on.
         self._asked: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
 
     def _names_on(self, settings: Settings) -> frozenset[str]:
-        """The names of the policies that are on. Both are frozen: the answer holds for these very objects."""
+        """The names of the policies that are on. Settings are immutable, so the last result is reused for the same
+        object."""
         asked = self._asked
         if asked is None or asked[0] is not settings or asked[1] is not self.policies:
             names = frozenset(policy.name for policy in self.policies if policy.is_on(settings))
@@ -147,7 +147,7 @@ class Stepping:
         return asked[2]
 
     def any_is_on(self, settings: Settings, whole_batch: bool | None = None) -> bool:
-        """Whether any policy is on; whole_batch: of those for whole batches alone, or of the others."""
+        """Whether any policy is on. whole_batch: only of those with this StepPolicy.whole_batch; None: of all."""
         names = self._names_on(settings)
         return any(policy.name in names and whole_batch in (None, policy.whole_batch) for policy in self.policies)
 
@@ -155,8 +155,8 @@ class Stepping:
         self, compute: Compute, whole_batch: bool, network: Network, settings: Settings,
         guidance: Guidance | None = None, is_counted: bool = True,
     ) -> Compute:
-        """A Compute that lets the policies that are on answer calls, the outermost first, and calls compute otherwise.
-        whole_batch: those for whole batches, or the others. guidance, is_counted: see StepContext."""
+        """compute, wrapped in the policies that are on and have this whole_batch, the outermost first. Also notes which
+        policies are off. guidance, is_counted: see StepContext."""
         mine = [policy for policy in self.policies if policy.whole_batch is whole_batch]
         names = self._names_on(settings)
         on = [policy for policy in mine if policy.name in names]
@@ -184,11 +184,11 @@ class Stepping:
         return compute
 
     def clear_reasons(self) -> None:
-        """Forget why policies were inactive at earlier calls: none is on now."""
+        """Clear the policies' reasons for being inactive, because all are off now."""
         for policy in self.policies:
             note_inactive(policy)
 
 
 def note_inactive(policy: StepPolicy, reason: str = "") -> None:
-    """Note that a call is computed as without this policy, and why; "" if it is off."""
+    """Set the reason why a policy is inactive, in its status. reason: "" if the policy is off."""
     policy.status["reason"] = f"{policy.title} is inactive: {reason}" if reason else ""

@@ -1,9 +1,9 @@
-"""Calls of several rows on two GPUs: each computes half of the rows, by a copy of the weights and graphs of its own.
+"""Computes calls of several rows on two GPUs: each computes half of the rows, with its own copy of weights and graphs.
 
-A UNet computes every row of a batch by itself, so prompt and negative prompt, and the images of a batch, can be
-computed apart. The second card's copy is a UNet in our care like a host's: what is true of one card's calls (graphs,
-checks, budgets, step policies) is true of each card's rows. torch orders the copies between the cards by events; nobody
-waits for a GPU.
+A UNet computes each row of a batch independently, so prompt and negative prompt, and the images of a batch, can be
+computed on different GPUs. The second GPU's copy is a Network like any other, so that graphs, checks, budgets and step
+policies work for each GPU's rows as for a call on one. torch orders the copies between the GPUs by events; the CPU does
+not wait for them.
 """
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ log = logging.getLogger("onediff")
 NO_SECOND = "PyTorch sees only one GPU"
 ONE_ROW = "the call has one row"
 CAPTURES = "the caller captures a CUDA graph of its own"
-FULL = "out of memory on {}: one GPU computes until the weights or the option change"
+FULL = "out of memory on {}: one GPU computes until the weights or the settings change"
 
 
 def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
-    """The first GPU besides this one with room for so many bytes. Raises Refusal if there is none."""
+    """The first other GPU with room for `needs` bytes. Raises Refusal if there is none."""
     all_cards = cards.all()
     if first not in all_cards:
         raise Refusal(f"this UNet is on the {first.type.upper()}")
@@ -58,14 +58,15 @@ def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
 
 
 class SecondGpuFull(Refusal):
-    """The second card's memory is full."""
+    """The second GPU's memory is full."""
 
 
 @dataclass
 class Pair:
-    """A UNet's copy on the second card.
+    """A network's copy on the second GPU.
 
-    unet: the copies' module. first: the card of the original. bytes: of the copied weights.
+    unet: the copy's module. network: its record. device: the second GPU. first: the GPU of the original. bytes: of the
+    copied weights.
     """
 
     unet: nn.Module
@@ -76,11 +77,11 @@ class Pair:
     bytes: int
 
     def rows(self, call: Call, rows: slice) -> Call:
-        """The call of these rows, on the second card: copies follow what the first one is doing."""
+        """These rows of the call, copied to the second GPU. The copies wait, on the GPU, for the first one's work."""
         return mapped(take_rows(call, rows), lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def follow(self, first: Network) -> None:
-        """What is known of the first card's UNet holds for this one."""
+        """Take over settings and sampling of the first GPU's network."""
         self.network.settings = first.settings
         if self.network.samplings != first.samplings:
             self.network.plans.clear()
@@ -91,23 +92,23 @@ class Pair:
 
 
 def one_card_finding(reason: str, lasts: bool, network: Network, settings: Settings) -> tuple[Any, ...]:
-    """Why one card computes, and the conditions under which that holds: the memory budget, the weights, and this
-    sampling, unless it lasts."""
+    """The reason why one GPU computes, with the conditions under which it holds: the memory budget and the weights; and
+    this sampling, unless the reason lasts. While the tuple stays equal, the reason holds."""
     bound = network.bound
     sampling = None if lasts else network.samplings
     return reason, lasts, settings.memory_budget, bound.epoch.structure, bound.epoch.values, sampling
 
 
 class TwoGpusRoute:
-    """Computes calls on two cards, where that is chosen.
+    """Computes calls on two GPUs, if the settings choose that.
 
-    is_used: whether it was chosen for any call yet; before, there is nothing to forget.
+    is_used: whether any call has tried it; before that, there is nothing to forget.
     """
 
     def __init__(
         self, services: Services, stepping: Stepping, by_card: CardRoute, release: Callable[[nn.Module], None]
     ) -> None:
-        """release: gives a UNet of ours back."""
+        """release: releases a network; see Runtime.release."""
         self._services = services
         self._stepping = stepping
         self._by_card = by_card
@@ -116,19 +117,21 @@ class TwoGpusRoute:
         self.cards = Card()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
         self._on_one_card: WeakDictionary[nn.Module, tuple[Any, ...]] = WeakDictionary()
-        # How many calls both have computed; how they shared the last one, or why one card computed it.
+        # The number of calls that both have computed.
         self._calls = 0
-        self._split = self._why_one_card = ""
+        # How the GPUs shared the last call, or why one GPU computed it, in words for users.
+        self._split = ""
+        self._why_one_card = ""
         self._told: set[str] = set()
 
     def status(self) -> dict[str, Any]:
-        """bytes: what the copies of weights take on second cards."""
+        """The number of calls on two GPUs, how the last call was shared or why not, and the bytes of copied weights."""
         copies = sum(pair.bytes for pair in self._pairs.values())
         return {"calls": self._calls, "split": self._split, "reason": self._why_one_card, "bytes": copies}
 
     def note(self, split: str = "", why_one: str = "") -> None:
-        """How both have computed the last call, or why one card has though the option is on; neither where it is off.
-        """
+        """Note how both GPUs have shared the last call, or why one has computed it although the option is on. Neither:
+        the option is off."""
         self._split = split
         self._why_one_card = why_one
         sentence = f"two GPUs: {split}" if split else f"one GPU: {why_one}" if why_one else ""
@@ -137,7 +140,7 @@ class TwoGpusRoute:
             log.info("%s", sentence)
 
     def forget(self, unet: nn.Module) -> None:
-        """The UNet is given back, or computed on one card from now on: give the second card's memory back."""
+        """Free a network's copy on the second GPU: it is released, or computed on one GPU from now on."""
         self._on_one_card.pop(unet, None)
         pair = self._pairs.pop(unet, None)
         if pair is not None:
@@ -151,9 +154,9 @@ class TwoGpusRoute:
                 self.forget(unet)
 
     def answer(self, network: Network, settings: Settings, call: Call, host: Host) -> Answer | None:
-        """The output of a call by both cards; None where one has to compute it, for a reason that is noted.
+        """The output of a call by both GPUs; None, with the reason noted, if one GPU must compute it.
 
-        Raises what the host raises, and torch.cuda.OutOfMemoryError where the first card is full.
+        Raises HostError, and torch.cuda.OutOfMemoryError if the first GPU is full.
         """
         self.is_used = True
         allowed = attempted(lambda: self._refuse(network, settings, call))
@@ -177,7 +180,7 @@ class TwoGpusRoute:
             lasts = True
         if lasts:
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
-        # Where nobody says when a sampling ends, the next call may go.
+        # Remember the reason. Outside of announced samplings, try again at the next call, unless it lasts.
         if lasts or in_sampling:
             self._on_one_card[unet] = one_card_finding(reason, lasts, network, settings)
         self.note(why_one=reason)
@@ -186,12 +189,12 @@ class TwoGpusRoute:
     def _count(self, served: Served, split: str) -> None:
         self._calls += 1
         self.note(split)
-        # The host's own is not timed beside two cards.
+        # The host computes on one GPU, and is not timed in these calls.
         with self._services.call_stats.standing_for(None):
             self._services.call_stats.note_served(served)
 
     def _refuse(self, network: Network, settings: Settings, call: Call) -> None:
-        """Raise Refusal for what is known to stand in the way before anything is computed."""
+        """Raise Refusal if it is known, before anything is computed, that one GPU must compute the call."""
         if call.latent.shape[0] < 2:
             raise Refusal(ONE_ROW)
         if call.latent.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -210,9 +213,9 @@ class TwoGpusRoute:
     def _serve(
         self, network: Network, settings: Settings, call: Call, host: Host
     ) -> tuple[Served, str]:
-        """The output, and how the cards have shared the call. Raises Refusal where one card has to compute it.
+        """The output, and how the GPUs have shared the call, in words. Raises Refusal if one GPU must compute it.
 
-        Where both cards know what to do, the second one begins first: the first one is done when its own launches are.
+        If the second GPU has a plan, it is launched first, so that it computes while the first one is launched.
         """
         first_card = call.latent.device
         batch = call.latent.shape[0]
@@ -226,15 +229,15 @@ class TwoGpusRoute:
         if pair is not None and pair.mirror.has_binding and not self._stepping.any_is_on(settings, whole_batch=False):
             pair.follow(network)
             with self._on(pair.device):
-                # Copied to this card first, as where the plan was made: it is found by the devices too that the inputs
-                # are on, and not every runner copies its inputs.
+                # The inputs are copied to the second GPU before the plan is looked up, because its signature contains
+                # their device.
                 there = pair.rows(call, second_rows)
                 second = replayed(self._services, pair.network, there, settings)
         card = self._by_card.card(network, settings, times_host=False)
         first = served_of(self._by_card.answer(card, here, lambda: host()[first_rows]))
         if pair is None:
             pair = self._make(network, settings, first_card)
-        # Asked now, while both compute: what turns out to be stale is computed again, and not replayed.
+        # Look for changed weights while both GPUs compute. If the copy is stale, its rows are computed again below.
         if not pair.mirror.is_true():
             second = None
             pair.network.plans.clear()
@@ -250,7 +253,7 @@ class TwoGpusRoute:
     def _second(
         self, pair: Pair, network: Network, settings: Settings, call: Call, rows: slice, host: Host
     ) -> Served:
-        """The second card's rows, with everything found out."""
+        """The second GPU's rows, on the slow path if there is no plan."""
 
         def of_host() -> Tensor:
             with self.cards.using(call.latent.device):
@@ -264,7 +267,7 @@ class TwoGpusRoute:
     # --- the copy -------------------------------------------------------------------------------------------------
 
     def _pair(self, network: Network, first: torch.device) -> Pair | None:
-        """The copy that exists, if it is of the layers that the UNet has now, and made for this first card."""
+        """The existing copy. None if there is none, or if the network has other layers or is on another GPU by now."""
         pair = self._pairs.get(network.bound.module)
         if pair is None or pair.first == first and pair.mirror.is_of(network.bound):
             return pair
@@ -272,19 +275,19 @@ class TwoGpusRoute:
         return None
 
     def _choose(self, network: Network, first: torch.device) -> torch.device:
-        """The second card, with room for a copy as far as is known. Raises Refusal."""
+        """The second GPU, with room for a copy if its size is known. Raises Refusal."""
         needs = bytes_of(network.bound.binding) if network.bound.has_binding else 0
         try:
             return second_card(first, needs, self.cards)
         except Refusal:
             if not self._pairs:
                 raise
-            # The copies of other UNets are there for speed alone.
+            # Make room: drop the copies of other networks, which serve speed alone.
             self.forget_all(but=network.bound.module)
             return second_card(first, needs, self.cards)
 
     def _make(self, network: Network, settings: Settings, first: torch.device) -> Pair:
-        """A copy without values, on another card. Raises Refusal."""
+        """Make a copy, without values yet, on the second GPU. Raises Refusal."""
         refuse_marked_weights(network)
         binding = network.bound.binding
         device = self._choose(network, first)
@@ -300,7 +303,7 @@ class TwoGpusRoute:
 
     @contextlib.contextmanager
     def _on(self, device: torch.device) -> Iterator[None]:
-        """Inside, the second card computes, and what runs out of memory does so there."""
+        """A context in which the second GPU is torch's current one, and an OutOfMemoryError becomes SecondGpuFull."""
         try:
             with self.cards.using(device):
                 yield
@@ -309,15 +312,15 @@ class TwoGpusRoute:
 
 
 def refuse_marked_weights(network: Network) -> None:
-    """Raise Refusal where a copy of the weights is not all that the host computes with."""
+    """Raise Refusal if the host does not compute with its weights as they are stored, so that a copy is not enough."""
     if network.weight_marks:
-        raise Refusal(f"the host computes with {' and '.join(network.weight_marks)}")
+        raise Refusal(f"the WebUI computes with {' and '.join(network.weight_marks)}")
     if network.bound.streaming is not None:
         raise Refusal("a part of the weights is in main memory")
 
 
 def served_of(answer: Answer) -> Served:
-    """How we have computed a card's rows. Raises Refusal where nobody has: a policy has answered."""
+    """The Served of one GPU's rows. Raises Refusal if there is none, because a step policy has answered."""
     if answer.served is None:
-        raise Refusal("steps that compute nothing run on one GPU")
+        raise Refusal("extrapolated steps need no second GPU")
     return answer.served

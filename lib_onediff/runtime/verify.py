@@ -1,4 +1,4 @@
-"""Check the first use of a shape against the host's own forward."""
+"""Compares the first output of a shape with the host's own forward."""
 from __future__ import annotations
 
 import contextlib
@@ -24,17 +24,17 @@ from ..store.history import History
 from .rounding import explained, no_question, rounding_limit
 
 log = logging.getLogger("onediff")
-# A generation waits for it, once for every shape on a machine.
+# The user's image waits for this long, once for every shape on a machine.
 SECONDS_TO_TIME_THE_HOST = 0.5
-# Why the host's own output is no yardstick, in one line for the user.
+# Why ours cannot be compared with the host's output, in one line for the user.
 HOST_NOT_FINITE = (
     "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
 )
-# The largest number of an extension's objects that are looked at.
+# The largest number of an extension's objects that are searched for state.
 MOST_OBJECTS = 4096
-# Nothing can be reached from an object of these classes.
+# Classes whose instances refer to no other objects of interest.
 HOLD_NOTHING = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
-# Attributes of these types may count calls.
+# The types of attributes that may be counters.
 COUNTERS = (bool, int, float)
 SCRIPT = ".py"
 
@@ -44,19 +44,21 @@ def prove(
     yardstick: Callable[[], Tensor] | None, is_warm_up: bool, functions: Iterable[Any] = (), times_host: bool = True,
     allowed: float = 0.0, spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> bool:
-    """Prove a shape: compare its first output with the host's, unless that was done on this machine before. The entry
+    """Prove a shape: compare its first output with the host's, unless this machine has done so before. The entry
     becomes PROVED. Calls with functions of other extensions are always compared.
 
     host: the host's own forward of this call. yardstick, is_warm_up, spread, rounds_inputs: see why_it_differs.
-    functions: those of other extensions (Points.functions), which are set back after a failed comparison, because the
-    host calls them again for the answer. times_host: host makes this call and no more, so that its time can be
-    compared. allowed: the relative error that the backend may have, where that is more than rounding.
+    functions: those of other extensions (Points.functions); their state is restored after a failed comparison, because
+    the host calls them again for the answer. times_host: whether host() computes this call and nothing else, so that
+    its time can be compared. allowed: the relative error that the backend may have, if it is more than rounding
+    explains.
 
-    Returns whether the verdict is one to remember (History.keep_verdict). Raises Refusal where the output cannot be
-    used; the entry is FAILED then, unless neither output was finite.
+    Returns whether the verdict should be kept in the history (History.keep_verdict). Raises Refusal if the output
+    cannot be used; the entry is FAILED then, unless neither output was finite.
     """
     is_news = False
-    # The code of another extension may have changed since. Noise that makes a shape ready proves nothing for a prompt.
+    # Patched calls are compared anew, because the extension's code may have changed. A warm-up's check, of noise, is
+    # enough for warm-ups alone.
     known = not entry.key.patches and (history.recall(entry) or (is_warm_up and entry.state is not State.COLD))
     if known and is_warm_up and times_host and entry.host.settled_ms is None:
         time_host(entry, output.device, host, often=True)
@@ -71,7 +73,7 @@ def prove(
         if miss == HOST_NOT_FINITE:
             if not bool(torch.isfinite(output).all()):
                 raise Refusal(miss)
-            # The host would make a black image, and we need not.
+            # The host's output would give a black image, and ours gives a good one.
             log.warning("OneDiff's output is used unchecked, because %s.", miss)
         elif miss is not None:
             raise Refusal(entry.blame(miss))
@@ -90,18 +92,18 @@ def why_it_differs(
     is_warm_up: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
     spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> str | None:
-    """Compare our output with the host's, and time the host. Returns None where they agree, HOST_NOT_FINITE where the
-    host's cannot be compared with, else in words for the user how ours differs. Notes the error in the entry.
+    """Compare our output with the host's, and time the host. Returns None if they agree, HOST_NOT_FINITE if the host's
+    output has NaN or infinite values, otherwise the difference in words for the user. Sets entry.relative_error.
 
-    yardstick: the host's forward with its approximations (such as 8-bit attention) switched off, which is compared with
-    in place of host. is_warm_up: the host is timed often enough, however long that takes. times_host, allowed: see
-    prove. same_type: whether ours has to have the type of the host's; under autocast, a UNet's need not. spread:
-    measures how far rounding moves this output, where the error is neither usual nor too large; see rounding.spread.
-    rounds_inputs: the host rounds the inputs of layers to eight bits, as a file stores their weights: a number near the
-    edge between two steps goes up on one side and down on the other, so that two honest outputs differ by more.
+    yardstick: the host's forward with its approximations (such as 8-bit attention) switched off; if given, our output
+    is compared with this one instead. is_warm_up: time the host ENOUGH times, however long that takes. times_host,
+    allowed: see prove. same_type: whether our output must have the host's dtype; under autocast, a UNet's may differ.
+    spread: measures how far rounding moves this output (rounding.spread); called only if the error is neither usual nor
+    too large. rounds_inputs: the host rounds the inputs of layers to int8 or float8. Two correct outputs then differ
+    by more, because values near the middle between two steps may be rounded in different directions.
     """
     with torch.no_grad():
-        # Not timed: a first run at a size loads kernels and picks algorithms.
+        # This run is not timed: the first run at a size loads kernels and picks algorithms.
         expected = (yardstick or host)()
         if not bool(torch.isfinite(expected).all()):
             return HOST_NOT_FINITE
@@ -109,7 +111,7 @@ def why_it_differs(
             return f"it is {tuple(output.shape)} in {output.dtype}, not {tuple(expected.shape)} in {expected.dtype}"
         entry.relative_error = relative_error(output, expected)
         if times_host and not entry.key.patches and (is_warm_up or entry.host.settled_ms is None):
-            # A function of another extension may count its calls.
+            # Not with functions of other extensions, which may count their calls.
             time_host(entry, output.device, host, is_warm_up)
     least = no_question(entry.key.dtype, output.device, entry.key.precision)
     most = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
@@ -122,8 +124,8 @@ def why_it_differs(
 
 
 def time_host(entry: Entry, device: torch.device, host: Callable[[], object], often: bool = False) -> None:
-    """Time the host's forward, which has run before: ENOUGH times, or as often as SECONDS_TO_TIME_THE_HOST allow, but
-    once at least. often: ENOUGH times, however long that takes."""
+    """Time the host's forward, which must have run once: up to ENOUGH times within SECONDS_TO_TIME_THE_HOST, and at
+    least once. often: ENOUGH times, however long that takes."""
     began = time.perf_counter()
     for _ in range(ENOUGH):
         entry.host.time(device, host)
@@ -136,17 +138,17 @@ def time_host(entry: Entry, device: torch.device, host: Callable[[], object], of
 
 
 def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> str | None:
-    """Compare the cached pass with output, that of the full pass of the same call, which has just written the memory
-    that the cached pass reads: the two must be the same. The entry becomes PROVED if they are. Where output is not
-    finite, nothing is decided.
+    """Compare a cached pass with a full pass of the same call, which has just written the memory that the cached pass
+    reads, so that the two outputs must be equal.
 
-    Returns in words for the user how they differ, or None.
+    Returns the difference in words for the user, or None. The entry becomes PROVED if they are equal. If the output is
+    not finite, the entry stays as it is. output: of the full pass. cached: computes the cached pass.
     """
     again = cached()
     if not bool(torch.isfinite(output).all()):
         return None
     entry.relative_error = relative_error(again, output)
-    # The same operators compute the same numbers twice.
+    # The same operators compute the same numbers in both passes, so no measured spread is needed.
     limit = no_question(entry.key.dtype, output.device)
     if entry.relative_error <= limit:
         entry.state = State.PROVED
@@ -158,9 +160,9 @@ def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], T
 
 
 def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Iterable[Any] = ()) -> Tensor | None:
-    """The output of a forward with functions in it that are not ours; None where the same random numbers make another
-    one the second time, because a function keeps a state that cannot be set back, or writes to its inputs. Afterwards
-    everything is as before: the host has yet to draw these numbers."""
+    """The output of a forward that calls functions of other extensions; None if a second run with the same random
+    numbers gives another output, because a function keeps state that rewinder_of does not find, or writes to its
+    inputs. The random states and the functions' state are restored at the end, because the host runs after this."""
     rewind = rewinder_of_all(entry.key.device, functions)
     try:
         output = compute()
@@ -169,13 +171,13 @@ def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Itera
     finally:
         rewind()
     limit = no_question(entry.key.dtype, entry.key.device, entry.key.precision)
-    # What is not finite is found where it is compared with the host's.
+    # Values that are not finite are found in the comparison with the host.
     return output if relative_error(again.nan_to_num(), output.nan_to_num()) <= limit else None
 
 
 def rewinder_of_all(device: torch.device, functions: Iterable[Any] = ()) -> Callable[[], None]:
-    """A function that restores, to what they are now, the random states of torch (of the CPU and of device), of
-    Python's random and of NumPy, and what rewinder_of finds in these functions."""
+    """A function that restores the present random states of torch (CPU and device), Python and NumPy, and the state
+    that rewinder_of finds in these functions."""
     rewind_functions = rewinder_of(functions)
     python = random.getstate()
     numpy = sys.modules.get("numpy")
@@ -202,12 +204,13 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 
 def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
-    """A function that sets back what functions of other extensions remember between calls to what it is now. The first
-    use of a shape calls them more often than the host would: so they draw and count as if they had been called once.
+    """A function that restores the state that functions of other extensions have now. The first use of a shape calls
+    them more often than the host would; with their state restored, they draw and count as if called once.
 
-    That is: random.Random objects in their modules, bool, int and float attributes of the objects of their own packages
-    and of WebUIs' scripts that they can reach, and lists that are attributes of what they are methods of (ControlNet's
-    reference records in such)."""
+    The state consists of: random.Random objects in the globals of their modules; bool, int and float attributes of the
+    objects that they can reach, if the class belongs to their package or to a script of the WebUI; and lists that are
+    attributes of the objects that they are methods of (ControlNet's reference mode records in such lists).
+    """
     functions = list(functions)
     generators: dict[int, random.Random] = {}
     bound: dict[int, Any] = {}
@@ -218,7 +221,7 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
         if isinstance(one, types.MethodType):
             bound[id(one.__self__)] = one.__self__
     drawn = [(generator, generator.getstate()) for generator in generators.values()]
-    # Attributes of objects: those that may count, and lists, with what is in them.
+    # (attributes of an object, its counters), and (attributes of an object, name, the list, its members).
     counted: list[tuple[dict[str, Any], dict[str, Any]]] = []
     for one in objects_of(functions, {package(origin(function)) for function in functions}):
         attributes = vars(one)
@@ -243,8 +246,10 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
 
 
 def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
-    """The objects of these packages and of scripts, which WebUIs name by their files, at most MOST_OBJECTS, that
-    functions reach: bound objects, what closures hold, and what is in their attributes, lists and dictionaries."""
+    """The objects that functions can reach whose classes belong to these packages or to a script of the WebUI.
+
+    Follows bound objects, closures, partials, attributes, lists and dictionaries, through at most MOST_OBJECTS objects.
+    """
     waiting = deque(functions)
     seen = set[int]()
     are_theirs: dict[type, bool] = {}
@@ -260,7 +265,7 @@ def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
             waiting += [one.func, *one.args, *one.keywords.values()]
         elif kind is types.FunctionType:
             for cell in one.__closure__ or ():
-                # One that nothing has been put into yet.
+                # An empty cell raises ValueError.
                 with contextlib.suppress(ValueError):
                     waiting.append(cell.cell_contents)
         elif isinstance(one, dict):

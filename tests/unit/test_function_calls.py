@@ -277,7 +277,7 @@ def test_a_function_that_fails_within_our_forward_alone_is_the_hosts(pretended: 
     scene.begin(**{f"_{number}": fails_before_the_host_runs for number in range(99)})
     output = scene.ours()
     assert relative_error(output, expected) < CLOSE and numbers() == then and scene.host_runs == 1
-    assert now()[1] == "host" and "fails there: no such thing (somebody)" in reason()
+    assert now()[1] == "host" and "failed inside of OneDiff's UNet: no such thing (somebody)" in reason()
 
 
 def test_what_fails_while_its_graph_is_captured_costs_the_graph_alone(pretended: Any) -> None:

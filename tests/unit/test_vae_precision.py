@@ -172,7 +172,8 @@ def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Decoding, "run", too_large)
     picture = decode(Host(decoder), latent)
     assert types == [torch.float16, torch.float32, torch.bfloat16]
-    assert last() == ("ours", OVERFLOWED.replace("float32", "bfloat16") + ", and there is no memory for float32")
+    overflowed = OVERFLOWED.replace("float32", "bfloat16")
+    assert last() == ("ours", f"{overflowed}, and there is too little GPU memory for float32")
     assert relative_error(picture.float(), in_float32(decoder, latent)) < 6e-2
 
 

@@ -1,1 +1,1 @@
-"""The CUDA graphs of all networks, and the memory that they share."""
+"""The CUDA graphs of all networks, and the GPU memory that they share."""

@@ -1,5 +1,7 @@
-"""The graphs of every UNet in our care: made when a shape is used again, dropped before the host runs out of GPU
-memory, and when it has."""
+"""Makes and drops the CUDA graphs of all networks.
+
+A graph is made when a shape is used again. Graphs are dropped before the host runs out of GPU memory, and when it has.
+"""
 from __future__ import annotations
 
 import logging
@@ -25,21 +27,21 @@ from .accounting import SMALL_THINGS, Holdings, PoolKey, fits, memory_of, needs_
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
-CARD_IS_FULL = "the GPU's memory is nearly full, so its graph waits until there is room"
-NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' leaves no room for graphs between functions of other extensions"
-PINNED_TAKE_IT = "pinned resolutions of another model hold the memory that all graphs may have"
-# The most that a VAE's decoder has in use at a time, for each pixel, in values: images of 256 channels before, between
-# and after its norms and convolutions.
+CARD_IS_FULL = "the GPU's memory is nearly full: this size gets its CUDA graph once there is room"
+NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' is too small for graphs with functions of other extensions"
+PINNED_TAKE_IT = "pinned resolutions of another model use all of the setting 'Graph memory in MiB'"
+# The peak of a VAE decoder's tensors, in values for each pixel of the image: a few feature maps of 256 channels at a
+# time around its norms and convolutions.
 VALUES_PER_DECODED_PIXEL = 1024
 SECONDS_BETWEEN_LOOKS = 2.0
-# What makes room where the host runs out of memory, for people.
-GRAPHS = "OneDiff gives its graphs up"
-WEIGHTS = "the WebUI takes some of its weights off the GPU"
+# How room is made when the host runs out of GPU memory, in words for the user.
+GRAPHS = "OneDiff drops its CUDA graphs"
+WEIGHTS = "the WebUI moves some weights off the GPU"
 
 
 class GraphCache:
-    """Keeps each UNet's graphs with its Network, and the table's states true to them. Whoever makes or drops any
-    holds the runtime's lock."""
+    """Makes and drops graphs, which each Network has, and keeps the states in the table up to date. Callers hold the
+    runtime's lock."""
 
     def __init__(
         self, holdings: Holdings, table: ShapeTable, networks: WeakDictionary[nn.Module, Network],
@@ -54,24 +56,25 @@ class GraphCache:
     # --- to make --------------------------------------------------------------------------------------------------
 
     def measured(self, entry: Entry, work: Callable[[], Result]) -> Result:
-        """work(), a plain call of this shape, which tells once what the shape's graph will need."""
+        """The result of work(), a call of this shape without a graph. The first time, also measures how much memory the
+        shape's graph will need (entry.needs)."""
         if entry.needs:
             return work()
         device = entry.key.device
         held = self._now.applied_bytes(entry.key.device)
         result, peak = self._now.made.peak(device, work)
-        # What weights are copied to may have been made in it, and no graph needs another.
+        # work() may have allocated buffers for streamed weights. A graph uses the same buffers.
         peak -= self._now.applied_bytes(device) - held
         entry.needs = needs_of(peak, self._now.made.in_one_piece(device))
         return result
 
     def capture(self, network: Network, entry: Entry, budget: int, call: Call) -> int:
-        """Make the graph of a shape that a call was just served at, within a budget in MiB for all graphs of the device
-        (0: a quarter of the card). Returns how many bytes of the card it lacks, or leaves over (less than 0); 0 where
-        that does not decide.
+        """Capture the graph of a shape, for a call that was just served without one.
 
-        Where it does not fit, entry.no_graph says so, and entry.waits where it may later.
-        Raises torch.cuda.OutOfMemoryError, and RuntimeError where the forward cannot be captured.
+        budget: in MiB, for all graphs of the device; 0: a quarter of the card. Returns the bytes of GPU memory that are
+        lacking for the graph, or that are left over (negative); 0 if the card's memory did not decide. If the graph is
+        not made, sets entry.no_graph to the reason, or entry.waits if it may be made later.
+        Raises torch.cuda.OutOfMemoryError, and RuntimeError if the forward cannot be captured.
         """
         device = entry.key.device
         allowed = self._now.allowed(budget, entry.key.device)
@@ -84,11 +87,11 @@ class GraphCache:
         self._make(network, entry, call)
         if fits(self._now.held(device), allowed):
             return lacking
-        # In a memory made for it alone it takes less; the others are captured into that at their next use.
+        # In a new pool made for this graph alone, it takes less. The other graphs are captured again at their next use.
         pool = PoolKey.of(entry.key)
         self._drop_pool(pool)
         if entry.key.patches:
-            # A capture calls functions of other extensions, whose state is set back for one.
+            # Each capture calls the functions of other extensions, whose state is restored for one capture alone.
             entry.no_graph = NO_ROOM_BESIDE
             return lacking
         self._make(network, entry, call)
@@ -100,7 +103,8 @@ class GraphCache:
         return lacking
 
     def _why_wait(self, entry: Entry, allowed: int) -> tuple[str, int]:
-        """Make room for a graph that would fit alone; why that is not possible now, if so, and what capture returns."""
+        """Make room for a graph that fits into the budget alone. Returns why it has to wait, or "", and the number of
+        bytes that capture returns."""
         pool = PoolKey.of(entry.key)
         device = entry.key.device
         growth = max(0, memory_of(entry.needs) - self._now.made.bytes(*pool))
@@ -118,7 +122,7 @@ class GraphCache:
         if lacking > 0:
             return CARD_IS_FULL, lacking
         if growth > self._now.card.free(device):
-            # A capture cannot ask torch for what it keeps unused.
+            # A capture cannot use memory that torch has reserved outside of the graphs' pool.
             self._now.card.empty_cache()
         return "", lacking
 
@@ -135,9 +139,9 @@ class GraphCache:
         log.debug("captured %s", key)
         grown = max(0, runner.memory.bytes - before)
         if grown:
-            # What the plain calls before it left in torch's cache is not needed beside the graph's own memory.
+            # Memory that the calls without a graph have left in torch's cache is not needed any more.
             self._now.card.empty_cache()
-        # What was captured into a new memory has shown exactly what it needs.
+        # A capture into a new pool shows exactly how much the graph needs.
         entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
         entry.state = State.READY
         entry.waits = ""
@@ -145,8 +149,8 @@ class GraphCache:
         self._shared_noticed = self._now.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
-        """Make the graphs of a device hold no more than a budget in MiB, which may be another than when they were made.
-        pool: whose UNet is used now; the graphs of others go first."""
+        """Drop graphs of a device until they are within a budget in MiB, which may have been lowered since they were
+        made. pool: that of the network in use; the graphs of other pools are dropped first."""
         device = pool.device
         allowed = self._now.allowed(budget, pool.device)
         others = self._now.others(pool)
@@ -159,17 +163,17 @@ class GraphCache:
     # --- to throw away --------------------------------------------------------------------------------------------
 
     def drop(self, keys: Collection[ShapeKey]) -> None:
-        """Drop the graphs of these shapes and give their memory back. Those that lie in the same memory go with them,
-        where that is worth it: the next call at a shape captures its graph again, in less."""
+        """Drop the graphs of these shapes and free their memory. If that shrinks their pool enough, all graphs of the
+        pool are dropped; the remaining shapes are captured again, into less memory, at their next call."""
         self._drop({*keys, *self._now.memory().beside(keys)})
 
     def _drop_pool(self, pool: PoolKey) -> None:
-        """Drop every graph of an architecture, and their memory with them."""
+        """Drop all graphs of a pool, and free it."""
         self._drop({key for key in self._now.keys() if PoolKey.of(key) == pool})
 
     def forget(self, keys: Collection[ShapeKey]) -> int:
-        """Drop the graphs and the entries of these shapes. Returns the bytes that came back."""
-        # What torch keeps unused would be counted as if these graphs had held it.
+        """Drop the graphs and the entries of these shapes. Returns the number of bytes that this frees."""
+        # Free torch's unused memory first, so that it is not counted below.
         self._now.card.empty_cache()
         reserved = self._now.card.reserved()
         self.drop(keys)
@@ -177,8 +181,8 @@ class GraphCache:
         return max(0, reserved - self._now.card.reserved())
 
     def free(self) -> int:
-        """Drop every graph and hand all unused memory back to the driver; the next call at a shape captures again.
-        Returns the bytes that came back."""
+        """Drop all graphs, and copies of weights, and return unused memory to the driver. The next call of a shape
+        captures its graph again. Returns the number of bytes that this frees."""
         reserved = self._now.card.reserved()
         for network in self._networks.values():
             network.step_memories.clear()
@@ -188,27 +192,27 @@ class GraphCache:
         return max(0, reserved - self._now.card.reserved())
 
     def drop_low_bit(self, network: Network) -> None:
-        """Drop what a UNet's calls in eight bits need, and give the memory back."""
+        """Drop a network's 8-bit weights and the graphs that read them, and free their memory."""
         if network.low_bit is not None:
             self._drop_low_bit_weights(network)
             self._now.card.empty_cache()
 
     def shrink_low_bit(self, network: Network, size: int) -> None:
-        """Have weights in eight bits that stand for others hold so many bytes less, where some stay: the others are
-        copied again."""
+        """Drop `size` bytes of 8-bit weights that replace weights in main memory, if others remain. Layers that lose
+        their 8-bit weight are streamed again."""
         low_bit = network.low_bit
         if low_bit is not None and low_bit.are_alone and low_bit.bytes > size:
             low_bit.give_up(size)
             self._drop({key for key in network.runners if key.lossy.low_bit})
 
     def _drop_low_bit_weights(self, network: Network) -> None:
-        # Their graphs know where they lie.
+        # Graphs contain the addresses of these weights.
         self._drop({key for key in network.runners if key.lossy.low_bit})
         network.low_bit = None
 
     def note_lost(self) -> None:
-        """Graphs go with their UNet when a host unloads it, and are of no use when it was taken off the GPU: let the
-        table say so, and give their memory back."""
+        """Update the table, and free memory, after the host has unloaded networks or moved them off the GPU: their
+        graphs are gone or useless."""
         for network in self._networks.values():
             network.let_go_if_moved()
         held = self._now.keys()
@@ -221,7 +225,7 @@ class GraphCache:
 
     def _drop(self, keys: Collection[ShapeKey]) -> None:
         for device in self._now.made.devices():
-            # The last replay may not be over, and its memory is about to go.
+            # The last replay may still run in the memory that is freed now.
             self._now.card.wait(device)
         for network in self._networks.values():
             network.drop_runners(keys)
@@ -233,7 +237,8 @@ class GraphCache:
 
 
 class MemoryPressure:
-    """Asked wherever somebody else is about to need GPU memory; nothing of it is asked at every step."""
+    """Frees OneDiff's GPU memory when the host is about to need it: before a sampling, before a decode, when the host
+    runs out of memory, and in a thread between images. It is not used in single steps."""
 
     def __init__(
         self, holdings: Holdings, graphs: GraphCache, lock: threading.RLock, guard: Guard, is_busy: Callable[[], bool]
@@ -248,15 +253,16 @@ class MemoryPressure:
         self._starting = threading.Lock()
 
     def before_sampling(self, architecture: str | None, budget: int) -> None:
-        """A UNet of this architecture is about to be sampled; None: of one that is not known yet. budget: what graphs
-        may hold, in MiB; 0: a quarter of the card."""
+        """Free memory before a sampling. architecture: of the network; None if unknown. budget: for graphs, in MiB; 0:
+        a quarter of the card."""
         for device in self._now.made.devices():
             self._relieve(PoolKey(device, architecture))
             with self._lock:
                 self._graphs.keep_within(budget, PoolKey(device, architecture))
 
     def before_decode(self, latent: torch.Tensor) -> None:
-        """A latent, (batch, channels, ..., h, w), is about to be decoded; a host may need several GiB for that."""
+        """Free memory before a decode of a latent, (batch, channels, ..., h, w): the host may need several GiB for it.
+        """
         if latent.device in self._now.made.devices():
             batch = latent.shape[0]
             height, width = latent.shape[-2:]
@@ -265,8 +271,10 @@ class MemoryPressure:
             self._relieve(PoolKey(latent.device, None), wanted)
 
     def run_host(self, host: Callable[[], Result], make_room: Callable[[], bool] | None = None) -> Result:
-        """What host() returns; once more without our graphs where it runs out of GPU memory beside them. make_room: see
-        Network.make_room."""
+        """The result of host(). If it runs out of GPU memory, OneDiff frees its own, and host() is called once more.
+
+        make_room: asks the host to move weights off the GPU as well; see Network.make_room.
+        """
         devices = self._now.made.devices()
         may_retry = bool(devices) or make_room is not None
         rewinds = [rewinder_of_all(device) for device in devices or {torch.device("cpu")}] if may_retry else []
@@ -279,18 +287,18 @@ class MemoryPressure:
             given += [WEIGHTS] if make_room is not None and make_room() else []
             if not given:
                 raise
-        # Only now is everything gone that the host had computed before it failed.
-        log.warning("The GPU's memory is full: %s, and the WebUI tries once more.", ", ".join(given))
+        # Outside of the handler, tensors that the host had computed before it failed are freed.
+        log.warning("The GPU's memory is full: %s, and the WebUI computes this step again.", ", ".join(given))
         with self._lock:
             self._graphs.free()
         for rewind in rewinds:
-            # Functions of extensions draw the numbers that they would have drawn.
+            # So that functions of extensions draw the same random numbers again.
             rewind()
         return host()
 
     def watch(self) -> None:
-        """Notice in a thread, as long as there are graphs, when the host takes their UNet off the GPU or unloads it
-        between images: no host says so, and it does that for the memory."""
+        """While there are graphs, let a thread look whether the host has unloaded their network or moved it off the GPU
+        between images. Hosts do that for the memory, and do not announce it."""
         if not self._now.made.devices():
             return
         with self._starting:
@@ -305,14 +313,14 @@ class MemoryPressure:
 
     def _note_lost(self) -> None:
         if self._is_busy():
-            # The next sampling looks by itself. Nothing is freed from this thread while an extension may capture.
+            # The next sampling looks too. This thread must not free memory while an extension may capture a graph.
             return
         with self._lock:
             self._graphs.note_lost()
 
     def _relieve(self, pool: PoolKey, wanted: int = 0) -> None:
-        """Where less than wanted bytes and some to spare are left of a card, drop graphs: those of other architectures,
-        then all that are not pinned, then those. Some 100 microseconds where enough is left."""
+        """Drop graphs until `wanted` bytes and the card's spare() are free: first those of other pools, then all that
+        are not pinned, then the pinned ones. Takes about 100 microseconds if enough is free."""
         now = self._now
         graphs = self._graphs
         enough = wanted + self._now.card.spare(pool.device)
@@ -327,9 +335,9 @@ class MemoryPressure:
                     return
                 if doomed:
                     log.info(
-                        "%d MiB of the GPU's memory are left: %d graphs are given up.", left // 2**20, len(doomed)
+                        "%d MiB of GPU memory are left, so %d CUDA graphs are dropped.", left // 2**20, len(doomed)
                     )
                     graphs.drop(doomed)
             if wanted and now.left(pool.device) < enough:
-                # The weights in eight bits too.
+                # This frees 8-bit weights and copies of weights too.
                 graphs.free()

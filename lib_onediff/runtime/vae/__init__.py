@@ -1,1 +1,1 @@
-"""Decodes and encodes: route takes a host's call, decode serves it."""
+"""Decodes and encodes of VAEs. route: a host's call. decode: our forward for it. wider_type: chooses its dtype."""

@@ -1,4 +1,4 @@
-"""One decode, or one encode, in one type: by the first device that can, checked against the host's own image."""
+"""One decode, or one encode, in one dtype, by the first backend that can compute it, compared with the host's image."""
 from __future__ import annotations
 
 import logging
@@ -26,7 +26,7 @@ from ..services import Services
 from ..verify import HOST_NOT_FINITE, time_host, why_it_differs
 
 log = logging.getLogger("onediff")
-# As a mark of a key: work of the VAE, but the other way round.
+# The mark in the key of an encode.
 ENCODE = "vae encode"
 
 
@@ -35,21 +35,24 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def is_finite(image: Tensor) -> bool:
-    """Whether an image (batch, colours, h, w), or what an encoder made, has no NaN and nothing infinite. Waits for the
-    device.
+    """Whether an image (batch, colours, h, w), or an encoder's output, has neither NaN nor infinite values. Waits for
+    the device.
 
-    What overflows on the way does not stay hidden: norms and attention spread what is infinite or missing.
+    An overflow inside of the network shows in its output, because norms and attention spread infinite values and NaN.
     """
     return bool(torch.isfinite(image).all())
 
 
 class HostNotFinite(Refusal):
-    """The host's own image has NaN or infinite values: ours cannot be compared with it."""
+    """The host's own image has NaN or infinite values, so ours cannot be compared with it."""
 
 
 class HostDecode(NamedTuple):
-    """What a host asks for, and its own way to make it: latent is what its decoder is called with, or, to be encoded,
-    an image. decode() decodes at every call; image() once."""
+    """A host's decode or encode, and its own functions for it.
+
+    latent: the input of the decoder; for an encode, the image. decode: computes the host's own result at every call.
+    image: the same, computed once and then remembered.
+    """
 
     decoder: nn.Module
     latent: Tensor
@@ -59,7 +62,8 @@ class HostDecode(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """An image of ours. reason: why it was not made in a better way. is_finite: see the function."""
+    """An image that our forward has computed. reason: why it was not computed in a better way, for users. is_finite:
+    see is_finite()."""
 
     image: Tensor
     entry: Entry
@@ -69,11 +73,11 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Decode:
-    """A decode, or an encode, by our forward.
+    """One decode, or one encode, by our forward.
 
-    notice: called with every entry that is tried. layout, weights: of the decoder, as they are now; nobody keeps the
-    weights after the decode. identity: the weights' digest, with the sources of the host's forward; see
-    BoundUNet.identity.
+    notice: called with every entry that is tried. layout, weights: of the decoder, as they are now; the weights must
+    not be kept after the decode. identity: a digest of the weights and of the code of the host's forward; see
+    BoundUNet.identity. host: the host's call.
     """
 
     services: Services
@@ -85,10 +89,10 @@ class Decode:
     settings: Settings
 
     def in_type(self, dtype: torch.dtype, uncompared: bool = False) -> Decoded:
-        """The image computed in a type by the first device that does not fail, in the type of the latent.
+        """The image, computed in a dtype by the first backend that does not fail, and cast to the latent's dtype.
 
-        uncompared: it cannot be compared with the host's own, so torch's operators compute it, which all others are
-        compared with. Raises Refusal where the host is to decode, and torch.cuda.OutOfMemoryError.
+        uncompared: there is no host image to compare with, so the reference backend computes it. Raises Refusal if the
+        host must decode, and torch.cuda.OutOfMemoryError.
         """
         services = self.services
         found = services.devices.launched(
@@ -111,9 +115,9 @@ class Decode:
         )
 
     def checked(self, made: Decoded) -> Decoded:
-        """The same image, compared with the host's own at its first use at a shape.
+        """The same image; at the first use of a shape, it is compared with the host's own.
 
-        Raises Refusal where the two differ by more than rounding, and HostNotFinite.
+        Raises Refusal if the two differ by more than rounding explains, and HostNotFinite.
         """
         if made.entry.state is not State.COLD:
             return made
@@ -125,13 +129,14 @@ class Decode:
         entry = made.entry
         history = self.services.history
         if not history.recall(entry):
-            # Outside our modes: the host's forward must run exactly as the host would run it. A GPU loads kernels and
-            # picks algorithms in the first run at a size. On a CPU there is no other, and no ratio.
+            # Outside of our_modes(), because the host's forward must run exactly as the host would run it. On a GPU,
+            # the first run at a size loads kernels and picks algorithms, so it is not timed. On a CPU it is the only
+            # run, to save time.
             device = self._latent.device
             host = self.host.image
             if not self._latent.is_cuda:
                 host = partial(entry.host.time, device, self.host.image)
-            # Ours may have been computed in another type than the host's: then the host's rounds more, or less.
+            # If ours was computed in another dtype than the host's, the two round differently.
             is_another = entry.key.dtype != self._latent.dtype
             allowed = rounding_limit(self._latent.dtype, device, entry.key.precision) if is_another else 0.0
             miss = why_it_differs(
@@ -154,7 +159,7 @@ class Decode:
 
     @property
     def _small(self) -> Tensor:
-        """Something of a latent's size: what is decoded is one; what is encoded is an image."""
+        """A tensor of the latent's height and width: the latent of a decode; every n-th pixel of an image to encode."""
         step = self.layout.reduction
         return self._latent[..., ::step, ::step]
 
@@ -169,14 +174,15 @@ class Decode:
         return entry
 
     def _by(self, device: Device, use: KernelUse, latent: Tensor, entry: Entry, reason: str) -> Decoded:
-        """The image by one device. reason: why the one before was not good. Raises Refusal."""
+        """The image by one backend, which loads its kernels first. reason: why the backend before did not serve. Raises
+        Refusal."""
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
         device.prepare(use)
         return self._computed(device, entry, latent, reason)
 
     def _spread(self, entry: Entry) -> float:
-        """How far rounding moves this image; see rounding.spread."""
+        """How far rounding moves this image, as a relative error; see rounding.spread."""
         key = entry.key
         latent = self._latent.to(entry.key.dtype)
         weights = self._weights_in(key.dtype)
@@ -189,13 +195,13 @@ class Decode:
             return spread(image, ops, rounds_as(key.dtype, latent.device, key.precision), latent.device)
 
     def _weights_in(self, dtype: torch.dtype) -> Weights:
-        """The weights in a type, each cast when it is read."""
+        """The weights in a dtype. Each is cast when it is read, so that no copy of all exists."""
         if dtype == self._latent.dtype:
             return self.weights
         return Operands(self.weights, [Cast(dtype, vectors=True)])
 
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
-        """The image of a latent in the type to compute in, in the type of the host's."""
+        """The image by a backend whose kernels are loaded, in the host's dtype. latent: in the dtype to compute in."""
         key = entry.key
         device = latent.device
         stored = self._latent.dtype
@@ -203,11 +209,11 @@ class Decode:
             self.services.decoders.output, self.layout, self._weights_in(key.dtype), used.operators(), latent,
             key.upcast_attention, used.traits.channels_last,
         )
-        # A first run at a size loads kernels and picks algorithms.
+        # The first run at a size loads kernels and picks algorithms, so its time does not count.
         stopwatch = entry.own if entry.uses > 1 else Stopwatch()
         with on_card(device), our_modes(device):
             with applied(key.precision):
                 image = stopwatch.time(device, lambda: output().contiguous())
-            # Others wait for torch's switches; they need not wait for the GPU too.
+            # Outside of applied(): other threads wait for torch's switches, and need not wait for the GPU as well.
             image = image.to(stored)
             return Decoded(image, entry, reason, is_finite(image))

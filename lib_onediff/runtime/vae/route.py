@@ -1,4 +1,4 @@
-"""Serve the decodes of a host's VAE by our forward where it can, and say why where it cannot."""
+"""Serves the decodes and encodes of a host's VAE by our forward, or by the host's with a reason."""
 from __future__ import annotations
 
 import logging
@@ -31,32 +31,32 @@ from .wider_type import NOT_FINITE, NoTypeHelps, WiderType
 log = logging.getLogger("onediff")
 
 OURS = "ours"
-# The channels of an image; a latent, as an encoder makes it, has others.
+# The channels of an image. No latent has three.
 COLOURS = 3
 
 
 class DecoderRoute:
-    """Routes the decodes of every decoder that a host has handed over."""
+    """Routes the calls of every VAE decoder and encoder that a host has handed over."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
-        # With settings that override the runtime's.
+        # Each with the settings that override the runtime's.
         self._decoders: WeakDictionary[nn.Module, tuple[BoundUNet, Settings | None]] = WeakDictionary()
-        # A live preview is decoded on another thread than the image.
+        # A live preview is decoded in another thread than the image.
         self._lock = threading.RLock()
-        # The last decode, and how many went by each route.
+        # The last decode, and the number of decodes by route.
         self._route: str | None = None
         self._reason = ""
         self._entry: Entry | None = None
         self._calls: Counter[str] = Counter({OURS: 0, HOST: 0})
         self._logged: dict[str, float] = {}
 
-    # --- what hosts say -------------------------------------------------------------------------------------------
+    # --- what hosts call ------------------------------------------------------------------------------------------
 
     def adopt(
         self, decoder: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()  # noqa: B008
     ) -> None:
-        """Take a decoder into care; nothing of it changes, then or later. settings override the runtime's."""
+        """Serve a decoder, or an encoder, from now on. It is never changed. settings: override the runtime's."""
         with self._lock:
             known = self._decoders.get(decoder)
             if known is not None:
@@ -71,24 +71,25 @@ class DecoderRoute:
         return self._services.decoders.read(decoder)
 
     def release(self, decoder: nn.Module) -> None:
-        """Forget a decoder; nothing of it was changed."""
+        """Stop serving a decoder. There is nothing to restore."""
         with self._lock:
             self._decoders.pop(decoder, None)
 
     def release_all(self) -> None:
-        """Forget every decoder."""
+        """Stop serving all decoders."""
         for decoder in self._decoders:
             self.release(decoder)
 
     def note_host(self, reason: str, is_decode: bool = True) -> None:
-        """Take down that the host decodes a latent of which we know nothing, and why. is_decode: otherwise it may, and
-        is told but not counted."""
+        """Note that the host decodes a latent that OneDiff does not see, and why. is_decode: False if it is unknown
+        whether it decodes: then the reason is shown, and no decode is counted."""
         self._entry = None
         self._note(HOST, reason)
         self._calls[HOST] += is_decode
 
     def status(self) -> dict[str, Any]:
-        """What became of the last decode, as plain values. Times are medians in milliseconds at its size."""
+        """The route of the last decode, its reason and its times, as plain values. Times are medians at its size in
+        milliseconds."""
         entry = self._entry
         return {
             "route": self._route,
@@ -107,12 +108,14 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: Callable[[], Tensor], upcast_attention: bool = False,
         check: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """The decoder's image of a latent, (batch, channels, h, w); host() is the host's own decode of the same.
-        check: raises Refusal where it has to be the host's, which its adapter knows.
+        """The decoder's image of a latent, (batch, channels, h, w).
 
-        Never raises for a reason of ours: what we cannot serve, the host decodes, and status() says why. An image
-        with NaN, whoever made it, is decoded again in a wider type; where that does not help, it is the host's own, so
-        that the host finds what it would have found without us.
+        host: the host's own decode of the same latent. check: raises Refusal if the host must decode, for a reason that
+        its adapter knows.
+
+        Raises only exceptions of the host. If we cannot serve, the host decodes, and status() has the reason. If the
+        image has NaN, ours or the host's, it is decoded again in a wider dtype. If that does not help, the host's own
+        image is returned, so that the host handles it as it would without OneDiff.
         """
         services = self._services
         before = (self._route, self._reason, self._entry)
@@ -123,7 +126,7 @@ class DecoderRoute:
                 return services.guard.as_raised(work)
         finally:
             if services.is_warm_up:
-                # It belongs to no image.
+                # A warm-up's decode belongs to no image.
                 self._route, self._reason, self._entry = before
 
     def _decode(
@@ -146,10 +149,10 @@ class DecoderRoute:
         return self._ours(asked).serve()
 
     def _admitted(self, asked: HostDecode) -> tuple[BoundUNet, Settings]:
-        """The decoder, and the settings that hold now. Raises Refusal where OneDiff may not run."""
+        """The decoder, and the present settings. Raises Refusal if OneDiff is switched off."""
         known = self._decoders.get(asked.decoder)
         if known is None:
-            # Or another thread has switched OneDiff off meanwhile.
+            # This also happens if another thread has just switched OneDiff off.
             raise Refusal("OneDiff was not given this VAE")
         settings, why_off = self._services.generations.run_settings or (known[1] or self._services.settings, "")
         if not settings.enabled:
@@ -157,13 +160,13 @@ class DecoderRoute:
         return known[0], settings
 
     def _ours(self, asked: HostDecode) -> WiderType:
-        """The decode as our forward does it. Raises Refusal where the decoder or the latent is none of ours."""
+        """The decode by our forward. Raises Refusal if it does not support the decoder or the latent."""
         bound, settings = self._admitted(asked)
-        # Kernels that read the weights' contents are loaded on torch's current card.
+        # on_card, because the kernels that read the weights' contents are loaded on torch's current GPU.
         with self._lock, on_card(asked.latent.device):
             bound.reader = self._services.devices.contents_reader(asked.latent.device)
-            # The host's weights are read where they lie and never re-pointed: turning one channels-last takes a
-            # thousandth of a decode, and the host's own decode finds its weights as it left them.
+            # The host's weights are read in place and never changed: making one channels-last takes a thousandth of a
+            # decode, and the host's own decode finds its weights unchanged.
             bound.refresh_without_binding()
             self._services.decoders.of(bound.layout).refuse_latent(bound.layout, asked.latent)
             refuse_misplaced(bound.binding, asked.latent)
@@ -173,9 +176,9 @@ class DecoderRoute:
         return WiderType(decode)
 
     def _by_host(self, asked: HostDecode, tried: Attempt[Decoded]) -> Tensor:
-        """The host's own image, or ours where that cannot be shown. tried: what became of ours.
+        """The host's own image, or ours if the host's is not finite. tried: the attempt to serve the decode.
 
-        A fault is noted when the host has answered. Where the host raises too, its inputs are to blame.
+        A fault of ours is logged after the host has answered: if the host raises too, the inputs are wrong.
         """
         services = self._services
         reason = tried.reason
@@ -194,7 +197,8 @@ class DecoderRoute:
         return shown
 
     def _in_place_of(self, image: Any, asked: HostDecode, reason: str, may_help: bool) -> Tensor:
-        """The host's image where it can be shown or OneDiff may not run, and else ours if there is one."""
+        """The host's image if it is finite or OneDiff is switched off; otherwise our image in a wider dtype, if that is
+        finite. may_help: whether to try it."""
         is_image = isinstance(image, Tensor) and image.dim() == 4 and image.is_floating_point()
         if not is_image or torch.is_grad_enabled():
             return image
@@ -212,12 +216,12 @@ class DecoderRoute:
             why = tried.reason
             if tried.fault is not None:
                 why = self._services.guard.note("the VAE's forward", tried.fault)
-            self._note(HOST, f"{reason}; its {found}, and ours could not take its place: {why}")
+            self._note(HOST, f"{reason}; its {found}, and OneDiff could not help: {why}")
             reason = why
         log.warning("VAE: the %s, and OneDiff could not help: %s.", found, reason)
         return image
 
-    # --- what is taken down ---------------------------------------------------------------------------------------
+    # --- statistics -----------------------------------------------------------------------------------------------
 
     def _notice(self, entry: Entry) -> None:
         self._entry = entry
@@ -227,12 +231,13 @@ class DecoderRoute:
         self._count(OURS, latent)
 
     def _count(self, route: str, latent: Any) -> None:
-        """A decode went by this route. An encode is told, but not counted."""
+        """Count a decode by this route. Encodes are not counted."""
         encodes = isinstance(latent, Tensor) and latent.dim() == 4 and image_or_latent(latent) == "image"
         self._calls[route] += not encodes
 
     def _note(self, route: str, reason: str) -> None:
-        """The last decode went by this route; reason: why it was not ours, or not faster."""
+        """Note the route of the last decode, and log it if it has changed. reason: why it was not ours, or not faster.
+        """
         self._services.call_stats.note_decode(route, reason)
         changed = (route, reason) != (self._route, self._reason)
         self._route = route
@@ -246,7 +251,7 @@ class DecoderRoute:
 
 
 def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
-    """Raise Refusal for a latent of another device or dtype than the decoder's weights."""
+    """Raise Refusal if the latent's device or dtype is not that of the decoder's weights."""
     if latent.device != binding.device:
         raise Refusal(f"the VAE's weights are on {binding.device}, the latent is on {latent.device}")
     if latent.dtype != binding.dtype:
@@ -254,7 +259,8 @@ def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
 
 
 def refuse_surroundings(latent: Tensor) -> None:
-    """Raise Refusal for what surrounds a decode that our forward takes no part in."""
+    """Raise Refusal if our forward does not support the modes that are set around the decode: gradients, global module
+    hooks, autocast to another dtype."""
     if torch.is_grad_enabled():
         raise Refusal(TRAINING)
     refuse_global_hooks()
@@ -264,12 +270,12 @@ def refuse_surroundings(latent: Tensor) -> None:
 
 
 def image_or_latent(tensor: Tensor) -> str:
-    """Whether (batch, channels, h, w) is an image or a latent, which has other channels than colours."""
+    """The word for a VAE's input or output: "image" for (batch, COLOURS, h, w), otherwise "latent"."""
     return "image" if tensor.shape[1] == COLOURS else "latent"
 
 
 def described(route: str | None, reason: str) -> str:
-    """The route of a decode in one line for people; empty before the first."""
+    """The route of a decode in one line for users; "" before the first one."""
     if route is None:
         return ""
     if route == OURS:

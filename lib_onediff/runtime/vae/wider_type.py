@@ -1,7 +1,7 @@
-"""Which type a VAE decodes in: the one that the settings ask for, or a wider one where that gives NaN.
+"""Chooses the dtype of a decode: the one in the settings, or a wider one if that gives NaN.
 
-A policy around a decode (see decode.Decode). Some VAEs overflow in float16: their image is decoded again in float32,
-and this machine remembers that of their weights.
+Some VAEs overflow in float16. Their image is decoded again in float32, and later decodes with the same weights begin
+with float32: the history keeps it.
 """
 from __future__ import annotations
 
@@ -20,35 +20,35 @@ AUTO = "auto"
 NAMED: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SLOW_ON_CPU = frozenset({"fp16"})
 WIDEST = torch.float32
-# Said of an image, after "its image is".
+# Completes "its image is ...".
 NOT_FINITE = "not finite"
-# An image that was encoded by a damaged VAE looks the same here as a UNet's overflow.
+# A latent from a damaged encoder cannot be told from one of a UNet that overflowed.
 BAD_LATENT = (
-    "the latent has NaN or infinite values: they come from the UNet or, where an image was encoded before, from the "
-    "VAE's encoder, and not from this decode"
+    "the latent has NaN or infinite values already: they come from the UNet, or from the VAE's encoder if an image was "
+    "encoded before"
 )
 
 
 class NoTypeHelps(Refusal):
-    """The image is not finite in the widest type either: the host's own stays as it is."""
+    """The image is not finite in the widest dtype either, so the host's own is used."""
 
 
 @dataclass(frozen=True)
 class WiderType:
-    """Decodes in a wider type where the wanted one overflows. Both methods raise Refusal where the host is to decode,
-    and torch.cuda.OutOfMemoryError."""
+    """Decodes in a wider dtype if the wanted one overflows. Both methods raise Refusal if the host must decode, and
+    torch.cuda.OutOfMemoryError."""
 
     decode: Decode
 
     def serve(self) -> Decoded:
-        """Our image in the wanted type, compared with the host's own; in a wider type where it is not finite."""
+        """Our image in the wanted dtype, compared with the host's own; in a wider dtype if it is not finite."""
         overflows = f"this VAE overflows in {short_name(self.wanted)}"
         if self.wanted != WIDEST and self._is_known:
             return self._wider(self._done, overflows)
         made = self.decode.in_type(self.wanted)
         if made.is_finite:
             return self._checked(made)
-        # Its memory is needed now.
+        # Free its memory for the next decode.
         del made
         self._refuse_bad_latent()
         if self.wanted == WIDEST:
@@ -61,7 +61,7 @@ class WiderType:
         return wider
 
     def repeat(self) -> Decoded:
-        """Our image in place of the host's own, which is not finite."""
+        """Our image in a wider dtype, after the host's own was not finite."""
         self._refuse_bad_latent()
         made = self._wider(f"{self._done} again", f"the VAE's own image is {NOT_FINITE}")
         log.warning("VAE: %s.", made.reason)
@@ -71,19 +71,21 @@ class WiderType:
         checked = attempted(lambda: self.decode.checked(made))
         if not isinstance(checked.error, HostNotFinite):
             return checked.given()
-        # A host's image that cannot be shown proves nothing, and ours can be shown.
+        # The host's image is not finite, and ours is: ours cannot be compared, and is still the better one.
         if self.wanted == WIDEST:
             return made._replace(reason=f"the VAE's own image is {NOT_FINITE}")
         self._remember()
         return self.repeat()
 
     def _wider(self, done: str, why: str) -> Decoded:
-        """The image in float32, or in bfloat16 where there is no memory for that: it has the range, and fewer digits.
+        """The image in float32; in bfloat16, which has the same range and fewer digits, if the memory is too small.
+
+        done, why: words for the user: "decoded again" (in ...), and the reason.
         """
         tried = attempted(lambda: self.decode.in_type(WIDEST, uncompared=True))
         if tried.outcome is Outcome.OUT_OF_MEMORY and self.wanted != torch.bfloat16:
             made = self.decode.in_type(torch.bfloat16, uncompared=True)
-            why = f"{why}, and there is no memory for {short_name(WIDEST)}"
+            why = f"{why}, and there is too little GPU memory for {short_name(WIDEST)}"
         else:
             made = tried.given()
         name = short_name(made.entry.key.dtype)
@@ -94,8 +96,8 @@ class WiderType:
 
     @property
     def wanted(self) -> torch.dtype:
-        """The type to decode in. Auto keeps the type of the host's own VAE: its options have decided that. So does a
-        type that this CPU is too slow for, of which ui.effects tells."""
+        """The dtype to decode in. AUTO stands for the latent's dtype, which the host's own options decide. On a CPU, so
+        does fp16, which is slow there; ui.effects shows that to the user."""
         choice = self.decode.settings.vae_precision
         latent = self.decode.host.latent
         is_slow = choice in SLOW_ON_CPU and latent.device.type == "cpu"
@@ -107,7 +109,7 @@ class WiderType:
 
     @property
     def _name(self) -> str:
-        """Under which the overflow is remembered, on this machine and for later processes."""
+        """The name in the tuning cache under which the overflow of these weights in the wanted dtype is kept."""
         return f"VAE {self.decode.identity}, {short_name(self.wanted)}"
 
     @property
