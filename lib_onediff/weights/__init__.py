@@ -1,1 +1,1 @@
-"""Which weights hold now: whether anything has changed under us."""
+"""Binds a host's weights for our forwards, and notices when the host or an extension changes them."""

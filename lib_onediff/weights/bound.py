@@ -1,4 +1,4 @@
-"""One UNet module in our care: its layout and its bound parameters, true to what the host has made of it."""
+"""A network's layout and bound weights, kept up to date with the host's module."""
 from __future__ import annotations
 
 import logging
@@ -34,35 +34,37 @@ from .streaming import Streaming, Units, streaming_of
 from .values import Tokens
 
 log = logging.getLogger("onediff")
-# How many digests of the code that a network calls are remembered.
+# The number of digests of a network's code that are remembered.
 MOST_MET = 64
-# How many unknown ones may follow each other: each costs a check against the host. After more, the network is refused.
+# The number of unknown digests in a row after which the network is refused: each new one costs a check against the
+# host.
 MOST_NEW = 8
 
 
 class BoundUNet:
-    """Keeps layout and binding true to a module that its host may change at any time. Holds no reference to it.
+    """Keeps a network's layout and binding up to date with a module that its host may change at any time. Has no strong
+    reference to the module.
 
-    Two answers to "is it still the same?":
-    epoch: counts the changes that were found within this process. What was made at another epoch may be void.
-    identity(): a digest, the same in any process, of weights and sources. Verdicts belong to it.
+    Two things identify the state of the network:
+    epoch: versions that count the changes found in this process. Objects made at another epoch may be invalid.
+    identity(): a digest of weights and code, equal in any process. It is the key of verdicts.
 
-    is_copy: whether the module is a copy of ours on another device, which nobody else changes.
-    baseline: what the network was at the last look; a replay is compared with it.
-    refreshed: the epoch at the last refresh: what is computed, captured or copied after it holds for this one.
-    channels_last: whether the convolutions' weights were laid out so.
-    on_the_fly: what the host applies to the weights at each use.
-    streaming: brings the weights that are in main memory to the device that computes; None where all are on that.
-    reader: reads the contents of weights, where there is something better than torch's operators.
-    replaced: who has replaced which functions that the network calls, for users.
+    is_copy: whether the module is a copy of ours on another device, which no other code changes.
+    baseline: the network at the last look for changes; replays are compared with it.
+    refreshed: the epoch at the last refresh, for anything that is computed, captured or copied after it.
+    channels_last: whether the convolutions' weights are in channels-last order.
+    on_the_fly: the functions that the host applies to its weights at each use.
+    streaming: copies weights in main memory to the device that computes; None if all weights are on the device.
+    reader: a kernel that computes checksums of weights; None: torch's operators are used.
+    replaced: sentences for users on replaced functions that the network calls, and their authors.
     """
 
     def __init__(
         self, unet: nn.Module, read: Callable[[nn.Module], Any], host_traits: HostTraits = HostTraits(),  # noqa: B008
         units_of: Callable[[Any, Call], Units] | None = None, is_copy: bool = False,
     ) -> None:
-        """read, units_of: read the layout of a module, and give the order of its weights; see Families. None: weights
-        that are away are refused."""
+        """read: returns the layout of a module. units_of: returns the layers of a call in reading order; None: a
+        network with weights in main memory is refused. See Families."""
         self._read_layout = read
         self._units_of = units_of
         self._unet = weakref.ref(unet)
@@ -72,21 +74,21 @@ class BoundUNet:
         self.refreshed = self.baseline.epoch
         self.reader: ContentsReader | None = None
         self._tokens = Tokens()
-        # The facts of the host's code when the network was seen first.
+        # Reached.facts of the host's code when the network was first read.
         self._first: dict[str, str] | None = None
-        # The digests of code that were met, and how many new ones in a row.
+        # The digests of the code so far, and the number of new ones in a row.
         self._met: dict[str, None] = {}
         self._new_ones = 0
-        # The facts of the code that graphs and copies of weights were made under, and how often those have changed.
+        # Reached.facts_of_ours that the graphs and copies of weights were made with, and how often these have changed.
         self._code: Mapping[str, str] = {}
         self.code_changes = 0
-        # Whether OneDiff itself has failed to read the tree.
+        # Whether reading the modules failed by a fault of ours.
         self._has_failed = False
         self.replaced: tuple[str, ...] = ()
-        # The code that was judged last, and who has put a function there whose state cannot be seen.
+        # The code that was searched for replaced functions last, and the reason to refuse it, if any.
         self._judged: Reached | None = None
         self._unseen = ""
-        # One in so many parts of the contents is watched; 0: contents are not watched.
+        # The step of partial reads of the contents (see Contents.part); 0: contents are not compared.
         self._part = 0
         self.channels_last = False
         self._binding: Binding | None = None
@@ -94,10 +96,10 @@ class BoundUNet:
         self.on_the_fly = OnTheFly(host_traits.functions, host_traits.casts)
         self.streaming: Streaming | None = None
         self._memory = MainMemory()
-        # The digests that were computed last, each with what it holds for; see _holds_for.
+        # The last digests, each with the key for which it is valid; see _holds_for.
         self._checkpoint: tuple[Hashable, str] = (None, "")
         self._identity: tuple[Hashable, str] = (None, "")
-        # What identity reads, and the version of the addresses that it was made for.
+        # The reader of identity(), and the epoch.addresses that it was made at.
         self._digest: WeightsDigest | None = None
         self._digested: Hashable = None
 
@@ -114,12 +116,12 @@ class BoundUNet:
     def module(self) -> nn.Module:
         unet = self._unet()
         if unet is None:
-            raise Refusal("the host has unloaded this network")
+            raise Refusal("the WebUI has unloaded this network")
         return unet
 
     @property
     def has_binding(self) -> bool:
-        """Whether it was bound, and its layers are still those."""
+        """Whether there is a binding to the module's layers."""
         return self._binding is not None
 
     @property
@@ -129,29 +131,28 @@ class BoundUNet:
         return self._binding
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The host's forward of a call, with its approximations computed exactly; see HostTraits.yardstick."""
+        """The host's forward of a call with its approximations switched off; see HostTraits.yardstick."""
         yardstick = self.host_traits.yardstick
         return host if yardstick is None else yardstick(host, self.module, self.binding.decoded_layers())
 
     def streaming_now(self) -> Streaming | None:
-        """What copies the weights that are in main memory; None where all are on the device that computes. Raises
-        Refusal where its memory was freed."""
+        """See streaming. Raises Refusal if weights are in main memory and the buffers for their copies were freed."""
         if self.binding.away and self.streaming is None:
             raise Refusal("the buffers for copied weights were freed with the graphs' memory")
         return self.streaming
 
     def units(self, call: Call) -> Units:
-        """The layers in the order in which the forward of a call reads them. Raises Refusal for a network of which that
-        is unknown."""
+        """The layers in the order in which the forward of a call reads them, in groups; see Family.units. Raises
+        Refusal if that is unknown."""
         if self._units_of is None:
-            raise Refusal("a part of its weights is in main memory")
+            raise Refusal("a part of the weights is in main memory")
         apart = self.binding.apart
         units = self._units_of(self.binding.layout, call)
         return [[path for name in unit for path in apart.get(name, [name])] for unit in units]
 
     def drop_applied(self) -> None:
-        """Free the copies of weights that the host's functions were applied to, and the buffers for streamed weights;
-        the next refresh makes them anew."""
+        """Free the copies of weights that functions of the host were applied to, and the buffers for streamed weights.
+        The next refresh makes them again."""
         if self.streaming is not None:
             self.streaming = None
             self.baseline.parameters = None
@@ -160,11 +161,13 @@ class BoundUNet:
 
     @property
     def bytes(self) -> int:
-        """Memory of the device that computes, beside the host's own weights."""
+        """Bytes on the device that computes, besides the host's own weights."""
         return self.on_the_fly.bytes + (0 if self.streaming is None else self.streaming.bytes)
 
     def retry(self) -> None:
-        """Read the network again at the next call where OneDiff itself has failed to: another image may go well."""
+        """After a fault of ours in reading the network, read it again at the next call: it may succeed in another
+        image.
+        """
         if self._has_failed:
             self._has_failed = False
             self._refusal = None
@@ -173,21 +176,20 @@ class BoundUNet:
     # --- has anything changed? ------------------------------------------------------------------------------------
 
     def values_now(self) -> int:
-        """epoch.values after a look for edits; where weights lie elsewhere by now, the next version, which no call has
-        had."""
+        """epoch.values, after a look for edits. If the weights have moved, a version that no earlier call has had."""
         return self.epoch.values if self.baseline.look_for_edits() else self.epoch.values + 1
 
     def watch_contents(self, whole: bool) -> None:
-        """From now on, compare the contents of weights, so that edits are found that torch does not count: something
-        that was made from the values is kept. whole: every number; otherwise one part in contents.PART."""
+        """From now on, also compare the contents of weights, to find edits that torch does not count. Call it when
+        something derived from the values is kept. whole: compare all numbers; otherwise 1 in contents.PART."""
         part = 1 if whole else PART
         if self.baseline.contents is None or part < self._part:
             self._part = min(part, self._part or part)
             self._watch_parameters()
 
     def _watch_parameters(self) -> None:
-        """Note where the bound parameters lie and how often they were edited; and their contents, where _part says so.
-        Later looks compare with this."""
+        """Note the addresses and counts of edits of the bound parameters, and their contents if _part is set, for later
+        comparisons."""
         binding = self.binding
         self.baseline.parameters = Parameters(binding.layers(), binding.reader if binding.formats else None)
         self.baseline.contents = None
@@ -201,10 +203,11 @@ class BoundUNet:
             self.baseline.contents = Contents(spans, self._part, self.reader)
 
     def checkpoint(self, sampling: Hashable = None) -> str:
-        """The key of measurements: a digest that tells checkpoints of an architecture apart and is the same under any
-        LoRA, as far as that leaves biases and norms as they are: only those are read. Copies 3 MB of SDXL's from the
-        device and waits for it, where the weights may be others than at the last call of this method. sampling: see
-        identity."""
+        """The key of measured errors: a digest that identifies the checkpoint, and is the same under LoRAs.
+
+        It only reads biases and norms, which few LoRAs change. If the weights may have changed since the last call of
+        this method, it copies them to the CPU (3 MB of SDXL's) and waits for the device. sampling: see identity.
+        """
         state = self._holds_for(sampling)
         if self._checkpoint[0] != state:
             vectors = self.binding.vectors()
@@ -212,17 +215,17 @@ class BoundUNet:
         return self._checkpoint[1]
 
     def identity(self, sampling: Hashable = None) -> str:
-        """The key of verdicts: a digest of every number of these weights, of what is applied to them, and of the
-        sources of the host's forward.
+        """The key of verdicts: a digest of all numbers of the weights, of the functions that the host applies to them,
+        and of the code of the host's forward.
 
-        sampling: the number of the sampling in progress, within which the digest holds whatever is edited; None:
-        outside of samplings, where it is computed whenever a change was seen. All numbers count, which takes 13 ms for
-        SDXL on an H200, waits for the device, and takes seconds for one on a CPU. Of weights in main memory that
-        another device computes with, one part in contents.PART is read.
+        sampling: the number of the sampling in progress, in which the digest is computed once, whatever is edited;
+        None: outside of samplings, where it is computed after every change. It takes 13 ms for SDXL on an H200, waits
+        for the device, and takes seconds on a CPU. Of weights in main memory that a GPU computes with, it reads 1
+        number in contents.PART.
         """
         state = self._holds_for(sampling)
         if self._identity[0] != state:
-            # The same numbers are other weights in another format.
+            # The format is part of it, because the same bytes in another format are other weights.
             formats = sorted(self.binding.formats.items())
             label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()} {formats}"
             found = self.binding.parameters()
@@ -233,34 +236,36 @@ class BoundUNet:
         return self._identity[1]
 
     def sources(self) -> str:
-        """What tells the host's own forward from those of other sources; see Tree.digest."""
+        """The digest of the code of the host's forward; see Tree.digest."""
         tree = self.baseline.tree
         return "" if tree is None else tree.digest
 
     def _holds_for(self, sampling: Hashable) -> Hashable:
-        """Equal as long as identity() and checkpoint() need not be computed anew. Outside of samplings: the versions of
-        the structure and of the values. Within one: the structure's and the sampling's number, so that both digests
-        hold for the whole sampling, although scheduled LoRAs may edit values at each step. (_bind forgets both
-        digests.)"""
+        """A key that is equal as long as identity() and checkpoint() are valid.
+
+        Outside of samplings, it has the versions of structure and values. In a sampling, it has the sampling's number
+        instead of the values' version, because scheduled LoRAs may edit values at each step. (_bind drops both
+        digests.)
+        """
         now = self.epoch
         if sampling is None:
             return now.structure, None, now.values
         return now.structure, sampling
 
-    # --- made true for a call -------------------------------------------------------------------------------------
+    # --- refresh --------------------------------------------------------------------------------------------------
 
     def layout_now(self) -> Any:
-        """The layout as the module tree is now. Raises Refusal with the reason."""
+        """The layout of the modules as they are now. Raises Refusal with the reason."""
         self._look_at_modules()
         return self.layout
 
     def refresh(
         self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None
     ) -> None:
-        """Make the binding true for this call. Raises Refusal with the reason if that is impossible.
+        """Bring layout and binding up to date for a call. Raises Refusal with the reason if that is impossible.
 
-        channels_last: how the weights of convolutions are to lie in memory. room: how many bytes copies of weights may
-        take, to which the host applies functions; None: any number.
+        channels_last: the memory order for the weights of convolutions. room: returns how many bytes may be used for
+        copies of weights that functions of the host are applied to; None: no limit.
         """
         device = call.latent.device
         self._look_at_modules()
@@ -268,7 +273,8 @@ class BoundUNet:
         binding = self.binding
         if traits.sync_lora is not None:
             traits.sync_lora(binding.layers())
-            # It notes on the layers what it has merged: no news at the next call.
+            # It writes attributes of the layers when it merges LoRAs: these must not count as a change at the next
+            # call.
             tree = self.baseline.tree
             if tree is not None and not tree.stands(self.module):
                 self.baseline.tree = self._tree_now()
@@ -294,12 +300,11 @@ class BoundUNet:
         return lambda: have_same_contents() and self.on_the_fly.stands(self.binding)
 
     def refresh_without_binding(self) -> None:
-        """As refresh, for a call that reads the weights where and as the host laid them out: no parameter is
-        re-pointed.
+        """As refresh, but for a forward that reads the weights in place: no parameter is moved or fused.
 
-        Edits of values, and weights that lie elsewhere by now, count for identity(). Edits that torch does not count
-        are found in the contents at each call, where a reader makes that one launch, or no parameter has a version;
-        elsewhere at the next change. Raises Refusal with the reason if the network cannot be run.
+        Edits, and weights that have moved, change identity(). The contents are compared at each call if a kernel does
+        it in one launch, or if torch counts no edits of some parameter; otherwise, edits that torch does not count are
+        found at the next counted one. Raises Refusal with the reason if the network cannot be run.
         """
         self._look_at_modules()
         binding = self.binding
@@ -317,13 +322,13 @@ class BoundUNet:
             self._note_moved()
 
     def _bind(self, channels_last: bool, call: Call | None = None) -> None:
-        """Bind the weights, and watch them where they lie then. call: the device of its latent computes; None: all
-        weights are where they are needed."""
+        """Bind the weights (Binding.bind), and note their new addresses. call: its latent's device computes; None: all
+        weights are on that device already."""
         began = time.perf_counter()
         binding = self.binding
         self.baseline.parameters = None
         self.streaming = None
-        # Both digests are computed anew.
+        # Drop both digests.
         self._checkpoint = (None, "")
         self._identity = (None, "")
         copied = binding.bind(channels_last, None if call is None else call.latent.device)
@@ -336,25 +341,25 @@ class BoundUNet:
         log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
 
     def forget_baseline(self) -> None:
-        """Have the next call read and bind everything again: something failed over these weights."""
+        """Let the next call read and bind everything again, after something failed with these weights."""
         self.baseline.tree = None
         self.baseline.parameters = None
         self.baseline.contents = None
         self.streaming = None
 
     def _note_moved(self) -> None:
-        """Some weights lie elsewhere now."""
+        """Note that some weights have moved."""
         self.baseline.advance(addresses=1, values=1)
 
     def unmoved(self) -> bool:
-        """Whether the parameters are the very ones that were bound, at the same addresses and in the same layout. Takes
-        a millisecond."""
+        """Whether the parameters are the same objects that were bound, at the same addresses and in the same layout.
+        Takes a millisecond."""
         parameters = self.baseline.parameters
         return parameters is not None and parameters.stand()
 
     def _look_at_modules(self) -> None:
-        """Compare the modules and their code with the baseline, and read them anew where they have changed. Raises
-        Refusal where the network cannot be run."""
+        """Compare the modules and their code with the baseline, and read them again if they have changed. Raises
+        Refusal if the network cannot be run."""
         known = self.baseline.tree
         if known is not None and known.stands(self.module):
             self._new_ones = 0
@@ -363,13 +368,15 @@ class BoundUNet:
         if self._refusal is not None:
             raise Refusal(self._refusal)
         if self._new_ones > MOST_NEW:
-            # Each would be checked against the host: that takes longer than the host alone.
-            what = self.replaced[0] if self.replaced else "its code"
+            # Each change needs a check against the host, which takes longer than the host alone.
+            what = self.replaced[0] if self.replaced else "the network's code is changed"
             raise Refusal(f"{what}, and changes with every call")
 
     def _read_anew(self) -> None:
-        """Read the modules and their code, and note why the network cannot be run (_refusal). Raises what is a fault of
-        ours, once: the same modules are not read again within this image."""
+        """Read the modules and their code. If the network cannot be run, set _refusal to the reason.
+
+        Raises a fault of ours once: the same modules are not read again in this image, and later calls are refused.
+        """
         self.baseline.advance(structure=1)
         tree = self._tree_now()
         self.baseline.tree = None
@@ -377,7 +384,7 @@ class BoundUNet:
         try:
             self._read_layout_of(tree)
         except Refusal as refusal:
-            # Its text alone: an exception keeps the network alive.
+            # Only the text, because the exception's traceback would keep the network alive.
             self._refusal = str(refusal)
         except Exception as error:
             self.baseline.tree = tree
@@ -389,11 +396,11 @@ class BoundUNet:
         self._note_code(tree.reached)
 
     def _note_code(self, reached: Reached) -> None:
-        """Note the code that the modules run, and whether it was met before."""
+        """Note the code that the modules run, and whether it is new."""
         facts = reached.facts_of_ours
         if self._code and facts != self._code:
-            # Our operators call torch's functions by name too: what was captured or made of the weights while others
-            # stood there is of those.
+            # Our operators call torch's functions by name. Graphs and copies of weights contain results of the old
+            # ones.
             self.code_changes += 1
             self._note_moved()
         self._code = facts
@@ -403,14 +410,14 @@ class BoundUNet:
             del self._met[next(iter(self._met))]
 
     def _tree_now(self) -> Tree:
-        """The modules as they are now."""
+        """A Tree of the modules as they are now."""
         traits = self.host_traits
         ignored = traits.written.union(APPLIED_AT_CALL)
         return Tree(self.module, ignored, traits.placed, self._tokens, self.baseline.tree, traits.synced)
 
     def _read_layout_of(self, tree: Tree) -> None:
-        """Read the layout, and make the binding to it. Where layers and layout are what they were, weights and graphs
-        stay as they are. Raises Refusal."""
+        """Read the layout, and make a binding for it. If the layers and the layout are unchanged, the binding and the
+        graphs stay. Raises Refusal."""
         unet = self.module
         try:
             refuse_foreign_code(unet, self.host_traits)
@@ -428,8 +435,8 @@ class BoundUNet:
             self._binding = Binding(unet, layout, self.host_traits.stored)
 
     def _refuse_stand_ins(self, tree: Tree) -> None:
-        """Note who has replaced functions that the network calls. Raises Refusal for one on which no check says
-        anything of the next call."""
+        """Note which functions that the network calls were replaced, and by whom. Raises Refusal if one may depend on
+        state that cannot be seen, so that a check of one call proves nothing for the next."""
         reached = tree.reached
         trusted = self.host_traits.trusted
         if reached is not self._judged:
@@ -442,9 +449,10 @@ class BoundUNet:
             self._unseen = next((reason_of(one) for one in foreign if has_unseen_state(one, tree.hosts)), "")
             self._judged = reached
         if self._unseen:
-            raise Refusal(f"{self._unseen}, and OneDiff cannot see on what it depends")
+            raise Refusal(f"{self._unseen}, and OneDiff cannot see on what its result depends")
 
     def _drop_binding(self) -> None:
+        """Drop the binding, with everything derived from it."""
         self.undo_channels_last()
         self._binding = None
         self.baseline.parameters = None
@@ -453,7 +461,8 @@ class BoundUNet:
         self.drop_applied()
 
     def undo_channels_last(self) -> bool:
-        """Let the host's own forward find the convolutions' weights as torch makes them. Returns whether they moved."""
+        """Restore the host's memory order of the convolutions' weights. Returns whether they were in channels-last
+        order, and so have moved."""
         if not self.channels_last or self._binding is None:
             return False
         self._binding.restore_memory_formats()
@@ -463,7 +472,7 @@ class BoundUNet:
         return True
 
     def release(self) -> None:
-        """Forget everything and leave ordinary parameters behind, with the same values."""
+        """Undo the binding: the module has ordinary parameters with the same values again. Frees all memory of ours."""
         self._memory = MainMemory()
         if self._binding is not None:
             self._binding.unbind()

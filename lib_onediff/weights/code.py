@@ -1,10 +1,10 @@
-"""The code that a module tree runs: the functions that its classes call by name, found by reading their bytecode.
+"""Lists the functions that a network's classes call by name, by reading their bytecode.
 
-A forward pass reaches functions by the names in its code: globals of its file (`get_timestep_embedding`), attributes of
-modules that the file imports (`torch.cat`, `F.dropout`, `comfy_kitchen.apply_rope`), and methods (`Tensor.chunk`). Any
-of them may be replaced, and the host then computes something else. So does our own forward where what it finds in torch
-is replaced, and a host that has imported the same function by name goes on as before. This module lists all of these
-names, as pairs of a namespace and a name.
+A forward reaches functions by the names in its code: globals of its file (`get_timestep_embedding`), attributes of
+modules that the file imports (`torch.cat`, `F.dropout`, `comfy_kitchen.apply_rope`), and methods (`Tensor.chunk`). If
+an extension replaces one of them, the host computes something else. If it replaces a function in torch, our own forward
+may compute something else, while a host that has imported the function by name does not. So this module lists all of
+these names, with the namespaces in which they are looked up.
 """
 from __future__ import annotations
 
@@ -21,33 +21,34 @@ from torch import nn
 from ..core.origins import HOLDERS, OURS, TORCH, beneath_ours, callables_within, package
 from .values import CONTAINERS, MOST_ENTRIES, as_it_is
 
-# Classes of torch whose methods a forward pass calls on every tensor.
+# Classes of torch whose methods a forward calls on tensors.
 TENSORS = (torch.Tensor, nn.Parameter)
-# Values that have no code.
+# Types of values without code.
 CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device)
-# Methods that Python and torch call without their names being in anybody's code.
+# Methods that Python and torch call implicitly, so that their names are not in the code.
 CALLED_BY_PYTHON = frozenset({
     "forward", "_forward", "__call__", "__init__", "__new__", "__post_init__", "__getattr__", "__getattribute__",
     "__enter__", "__exit__", "__iter__", "__getitem__", "__len__", "__bool__", "_call_impl", "_wrapped_call_impl",
 })
-# Methods that run where an object is made, and not for one that is there.
+# Methods that run only when an object is made.
 MAKERS = frozenset({"__init__", "__new__", "__post_init__"})
-# Where functions of torch that compute are; what else torch's functions name is loaded when it is first used.
+# The modules of torch with functions that compute. Others are left out: torch loads many of them at their first use.
 OF_TORCH = ("torch", "torch.functional", "torch.nn", "torch._C", "torch._VF", "torch.fft", "torch.linalg")
-# Functions of torch that read and write files. No forward pass calls them, and Forge Neo replaces torch.load; other
-# methods of the same names are called.
+# torch.load and torch.save are left out, because forwards call other methods of these names, and Forge Neo replaces
+# torch.load.
 OF_FILES = frozenset({"load", "save"})
-# The parts of our own package whose code computes.
+# The folders of our own package whose code computes.
 OF_OURS = tuple(f"{OURS}.{room}." for room in ("core", "families", "weights", "devices", "steps"))
 STANDARD_LIBRARY = sys.stdlib_module_names
-# torch reasons about shapes by sympy and mpmath, and networks keep their configuration in omegaconf's lists: neither
-# computes anything of an image.
+# Packages whose code is not read. torch uses sympy and mpmath for symbolic shapes, and networks keep configurations in
+# omegaconf's lists: none of them affects an image.
 NOT_READ = STANDARD_LIBRARY | {TORCH, "sympy", "mpmath", "omegaconf"}
 Space = dict[str, Any] | types.MappingProxyType[str, Any]
 
 
 class Named(NamedTuple):
-    """A name that code looks up: in which namespace, what that belongs to ("torch.nn.functional"), and the name."""
+    """A name that code looks up. space: the namespace. owner: the module or class of the namespace, such as
+    "torch.nn.functional"."""
 
     space: Space
     owner: str
@@ -63,28 +64,29 @@ class Named(NamedTuple):
 
 
 class Code:
-    """Everything that some code reaches by name, and what our own code finds in torch. It keeps all of that alive: drop
-    it.
+    """Everything that some code, and OneDiff's own code in torch, reaches by name. Do not keep it, because it keeps all
+    of that alive.
 
-    classes: the classes whose methods are called, and their bases. functions: the Python functions reached. named: each
-    look-up of a name in a namespace, with that namespace, by both. absent: by namespace, names that code looks up there
-    and finds elsewhere: a builtin, or what a module's __getattr__ returns. If such a name is defined there later, the
-    code means something else. names: all names that code outside of torch uses, attributes included. named_by_ours,
-    classes_of_ours: the part of named and of classes that OneDiff's own code reaches.
+    classes: the classes whose methods are called, with their bases. functions: all functions reached, by id.
+    named: all look-ups of a name in a namespace, by the namespace's id and the name.
+    absent: by a namespace's id, names that code looks up there and finds elsewhere: as a builtin, or through a module's
+        __getattr__. If such a name is defined in the namespace later, the code calls something else.
+    names: all names in code outside of torch, attributes included.
+    named_by_ours, classes_of_ours: the parts of named and classes that OneDiff's own code reaches.
     """
 
     def __init__(self, roots: Iterable[Any], left_out: Collection[str] = ()) -> None:
-        """roots: classes, whose code is read in whole, and functions. left_out: names that are not followed where code
-        looks them up, each with its Python module ("networks.loaded_networks")."""
+        """roots: classes and functions to begin with. left_out: names that are not followed, each with its Python
+        module ("networks.loaded_networks")."""
         self._left_out = frozenset(left_out)
         self.classes: dict[type, None] = {}
         self.functions: dict[int, types.FunctionType] = {}
         self.named: dict[tuple[int, str], Named] = {}
         self.absent: dict[int, tuple[Space, set[str]]] = {}
-        # Members of known classes and objects whose names no code has used yet, by name.
+        # Members of known classes and objects, by name, for names that are not in any code so far.
         self._unnamed: dict[str, list[Any]] = {}
         self.names: set[str] = set()
-        # By identity, and alive as long as this is.
+        # The values that were followed, by id, to keep them alive.
         self._seen: dict[int, Any] = {}
         self._waiting: list[Any] = list(TENSORS)
         self._name(CALLED_BY_PYTHON)
@@ -104,12 +106,12 @@ class Code:
             self._follow(self._waiting.pop())
 
     def _follow(self, value: Any) -> None:
-        """Read what a name stands for, and everything that it calls."""
+        """Read the value of a name: its code, its class, and the values inside of it."""
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
         if isinstance(value, types.FunctionType) and package(str(value.__globals__.get("__name__"))) == OURS:
-            # A hook of ours changes nothing of what the host computes.
+            # Look through a hook of ours: it does not affect what the host computes.
             host = beneath_ours(value)
             if host is not value:
                 self._waiting.append(host)
@@ -117,7 +119,7 @@ class Code:
         kind = value if isinstance(value, type) else type(value)
         if kind in TENSORS or package(kind.__module__) not in NOT_READ:
             self._add_class(kind)
-            # No forward pass makes modules.
+            # A class named in the code may be instantiated, except modules, which no forward makes.
             if isinstance(value, type) and not issubclass(value, nn.Module):
                 self._add_makers(value)
         if isinstance(value, types.FunctionType):
@@ -128,6 +130,7 @@ class Code:
             self._add_members(getattr(value, "__dict__", {}))
 
     def _read_ours(self) -> None:
+        """Add the names in torch that our own functions look up."""
         for function in our_functions():
             names = names_in(function.__code__)
             space = function.__globals__
@@ -142,7 +145,7 @@ class Code:
         owner = str(space.get("__name__", "?"))
         self.functions[id(function)] = function
         if package(owner) in STANDARD_LIBRARY and owner != "__main__":
-            # What it calls in turn computes nothing of an image.
+            # The standard library's own calls are not followed: they do not affect an image.
             return
         names = names_in(function.__code__)
         if package(owner) != TORCH:
@@ -150,14 +153,14 @@ class Code:
         self._look_up(space, owner, names)
 
     def _look_up(self, space: Space, owner: str, names: frozenset[str]) -> None:
-        """Note what these names stand for in a namespace, and in the modules that they stand for there."""
+        """Look these names up in a function's globals, and in modules found there. Notes builtins as absent."""
         hidden = (names & vars(builtins).keys()) - space.keys()
         self._note_absent(space, hidden)
         self._look_up_in(space, owner, names)
 
     def _look_up_in(self, space: Space, owner: str, names: frozenset[str]) -> None:
-        """Add to named those of these names that a namespace has and that may compute, and look in its modules too.
-        owner: the name of the module whose namespace it is."""
+        """Add to `named` those of these names that are in a namespace and may compute, and look the names up in modules
+        found there too. owner: the name of the namespace's module."""
         reads_data = package(owner) not in NOT_READ
         waiting = [(space, owner)]
         seen = {id(space)}
@@ -182,24 +185,24 @@ class Code:
                 self.named.setdefault((id(space), name), Named(space, owner, name))
 
     def _note_absent(self, space: Space, names: Collection[str]) -> None:
-        """Add these names to absent for a namespace."""
+        """Add these names of a namespace to `absent`."""
         if names:
             self.absent.setdefault(id(space), (space, set()))[1].update(names)
 
     def _add_class(self, kind: type) -> None:
-        """What runs for an object of this class that is there already."""
+        """Add a class and its bases, and the members that run for existing objects."""
         for base in bases_of(kind):
             if base not in self.classes:
                 self.classes[base] = None
                 self._add_members({name: value for name, value in vars(base).copy().items() if name not in MAKERS})
 
     def _add_makers(self, kind: type) -> None:
-        """What makes objects of a class that code names."""
+        """Add the members of a class that run when an object is made."""
         for base in bases_of(kind):
             self._add_members({name: vars(base)[name] for name in MAKERS & vars(base).keys()})
 
     def _add_members(self, space: Space) -> None:
-        """Follow the members of a class or an object whose names code uses; keep the others until code uses theirs."""
+        """Follow the members of a class or object whose names are in some code; keep the others until theirs are."""
         for name, value in space.copy().items():
             if name in self.names:
                 self._waiting.append(value)
@@ -207,14 +210,14 @@ class Code:
                 self._unnamed.setdefault(name, []).append(value)
 
     def _name(self, names: Collection[str]) -> None:
-        """Note that code uses these names, and follow every known member that has one of them."""
+        """Note that these names are in some code, and follow every known member with one of them."""
         for name in frozenset(names) - self.names:
             self.names.add(name)
             self._waiting.extend(self._unnamed.pop(name, ()))
 
 
 def bases_of(kind: type) -> list[type]:
-    """A class and those that it inherits from, as far as their code is read."""
+    """A class and its bases, without those of the standard library and torch's C base class of tensors."""
     return [
         base for base in kind.__mro__[:-1]
         if package(base.__module__) not in STANDARD_LIBRARY and base is not torch._C.TensorBase
@@ -222,7 +225,7 @@ def bases_of(kind: type) -> list[type]:
 
 
 def objects_in(container: Any) -> list[Any]:
-    """The objects in a container, of which code calls methods."""
+    """The members of a container that may have code. None of a container with more than MOST_ENTRIES."""
     if not isinstance(container, CONTAINERS) or len(container) > MOST_ENTRIES:
         return []
     now = as_it_is(container)
@@ -231,8 +234,8 @@ def objects_in(container: Any) -> list[Any]:
 
 
 def our_functions() -> Iterator[types.FunctionType]:
-    """Those of our own files that compute, as far as they are loaded: all of them are before a network is attached."""
-    # Anything may lie in sys.modules, and other threads import meanwhile.
+    """All functions in OneDiff's files that compute. These files are all imported before a network is served."""
+    # sys.modules may contain any object, and other threads import meanwhile.
     files = [
         module for name, module in sorted(sys.modules.copy().items())
         if name.startswith(OF_OURS) and isinstance(module, types.ModuleType)
@@ -249,14 +252,14 @@ def our_functions() -> Iterator[types.FunctionType]:
 
 
 def found_elsewhere(module: types.ModuleType, names: Collection[str]) -> set[str]:
-    """Those of these names that a module of torch finds by its __getattr__, as torch._VF does, and not in itself."""
+    """Those of these names that a module of torch finds only through its __getattr__, as torch._VF does."""
     if type(module) is types.ModuleType or package(module.__name__) != TORCH:
         return set()
     return {name for name in names if name not in vars(module) and hasattr(module, name)}
 
 
 def computes(module: str) -> bool:
-    """Whether names are looked up in a module of this name: in all but torch's own machinery."""
+    """Whether names are looked up in the module of this name: in all except torch's internals."""
     if package(module) != TORCH:
         return True
     return module in OF_TORCH or module.startswith(("torch.nn.", "torch._C."))
@@ -264,12 +267,12 @@ def computes(module: str) -> bool:
 
 @functools.lru_cache(maxsize=1 << 14)
 def names_in(code: types.CodeType) -> frozenset[str]:
-    """All names that code and the functions within it look up: globals and attributes."""
+    """All names of globals and attributes in a code object and in the functions inside of it."""
     return frozenset(name for one in codes_in(code) for name in one.co_names)
 
 
 def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Code, and that of the functions, lambdas and comprehensions within it."""
+    """A code object, and those of the functions, lambdas and comprehensions inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,9 +1,9 @@
-"""Whether values in memory are those that they were, where torch counts no edits: `weight.data += ...`, as fusing a
-LoRA does, and tensors of inference mode.
+"""Finds edits of tensors that torch does not count: `weight.data += ...`, as fusing a LoRA does, and edits of inference
+tensors.
 
-A sum over 64 bits of all words, each times an odd number of its place: any edit of one word changes it, and two edits
-cancel each other out once in 2**32. Where a copy may be a little off by design (eight bits), one part in PART of the
-words of a matrix is summed, which touches every row.
+Compares a checksum: the sum, in 64 bits, of all 32-bit words, each multiplied by its own odd number. Any edit of a
+single word changes it, and two edits cancel out with a probability of 2**-32. If only copies in eight bits depend on
+the values, which are approximate anyway, 1 in PART of a matrix's words is summed, some in every row.
 """
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 WORD = 4
-# How many words torch's operators take at once, by the type of device: what is made of them takes 16 bytes a word.
+# The number of words that torch's operators process at once, by device type. Intermediate results take 16 bytes a word.
 CHUNKS = {"cpu": 1 << 17}
 # For other devices.
 CHUNK = 1 << 20
 EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
-# A piece: words that are read together.
+# The number of consecutive words in a piece, the unit of partial reads.
 PIECE = 8
-# One of so many pieces is read, where not all are.
+# A partial read takes every PART-th piece.
 PART = 17
-# Every row of a larger matrix is touched all the same.
+# Matrices with fewer words are always read in full: partial reads could miss whole rows of them.
 SMALLEST_PARTLY_READ = 1 << 16
 
 
 class MemorySpan(NamedTuple):
-    """The memory of a tensor. Keeps neither the tensor nor the memory alive, and is no weak reference to the tensor: a
-    tensor that has any cannot be swapped, which is how peft exchanges a LoRA.
+    """The memory of a tensor, without keeping the tensor or the memory alive.
 
-    storage: the memory. start, nbytes: the bytes of the storage, from the start on. address: of the first byte.
-    is_matrix: whether the tensor has rows. layout: its shape, stride, dtype and device.
+    It has a weak reference to the storage, not to the tensor: torch cannot swap a tensor that has weak references, and
+    peft swaps tensors to exchange LoRAs.
+
+    start, nbytes: the tensor's bytes in the storage. address: of the first byte. is_matrix: whether the tensor has two
+    dimensions or more. layout: its shape, stride, dtype and device.
     """
 
     storage: StorageWeakRef
@@ -62,28 +64,29 @@ class MemorySpan(NamedTuple):
         return device
 
     def bytes(self) -> Tensor:
-        """(nbytes,), as they are now. Raises ReferenceError if the memory is gone."""
+        """The memory as a tensor of uint8, (nbytes,). Raises ReferenceError if it was freed."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
         if storage is None:
-            raise ReferenceError("a tensor's memory is gone")
+            raise ReferenceError("a tensor's memory was freed")
         empty: Any = torch.empty(0, dtype=torch.uint8, device=self.device)
         found: Tensor = empty.set_(storage, self.start, (self.nbytes,))
         return found
 
     def stride(self, part: int) -> int:
-        """One of how many pieces of its words is read: part for large matrices, 1 for all else."""
+        """The step between the pieces that a partial read takes: part for large matrices, otherwise 1."""
         return part if self.is_matrix and self.nbytes > SMALLEST_PARTLY_READ * WORD else 1
 
 
-# Returns a function that launches the sums of spans on one device, (spans,) in int64; None if it cannot read them.
+# (spans of one device, part) -> a function that launches their checksums and returns them, int64 (spans,); or None if
+# it cannot read them.
 ContentsReader = Callable[[Sequence[MemorySpan], int], "Callable[[], Tensor] | None"]
 
 
 class Contents:
-    """The contents of some spans of memory when they were read last. The spans may be on several devices.
+    """The checksums of some spans of memory at the last reading. The spans may be on several devices.
 
-    part: every part-th piece of a large matrix is read; 1: all. reader: launches the sums, where a device has something
-    better than torch's operators. known: the sums, (spans,) in int64 on the CPU, in the order of the spans.
+    part: every part-th piece of a large matrix is read; 1: all. reader: a kernel for the checksums; None: torch's
+    operators are used. known: the checksums, int64 (spans,) on the CPU.
     """
 
     def __init__(self, spans: Sequence[MemorySpan], part: int = 1, reader: ContentsReader | None = None) -> None:
@@ -95,14 +98,16 @@ class Contents:
             Sums([spans[number] for number in numbers], part, reader) for numbers in by_device.values()
         ]
         order = list(chain.from_iterable(by_device.values()))
-        # The index of each span's sum in the sums of one device after the other.
+        # The inverse permutation of `order`: for each span, the index of its checksum in the concatenated results.
         self._order = torch.tensor(sorted(range(len(order)), key=order.__getitem__), dtype=torch.int64, device="cpu")
         self.known = self._begin()()
 
     def begin(self, are_alive: bool = False) -> Callable[[], bool]:
-        """Start the reading; main memory is read when the returned function is called. That waits for it, for nothing
-        launched after it, and returns whether anything has other values than when this was read last. are_alive: the
-        memory of all spans is known to be there."""
+        """Launch a reading on the GPUs. The returned function reads main memory, waits for the reading but for nothing
+        launched after it, and returns whether any checksum differs from the last reading.
+
+        are_alive: the caller knows that the memory of all spans exists.
+        """
         try:
             read = self._begin(are_alive)
         except ReferenceError:
@@ -119,13 +124,13 @@ class Contents:
         return changed
 
     def _begin(self, are_alive: bool = False) -> Callable[[], Tensor]:
-        # All are launched before the first is waited for.
+        # Launch on all devices before waiting for the first.
         waiting = [sums.begin(are_alive) for sums in self._devices]
         return lambda: torch.cat([wait() for wait in waiting])[self._order] if waiting else EMPTY
 
 
 class Sums:
-    """Reads spans of one device. part, reader: see Contents."""
+    """Computes the checksums of spans of one device. part, reader: see Contents."""
 
     def __init__(self, spans: Sequence[MemorySpan], part: int, reader: ContentsReader | None) -> None:
         self._spans = spans
@@ -136,8 +141,8 @@ class Sums:
         self._odd = torch.arange(1, 2 * words + 1, 2, dtype=torch.int64, device=self._device)
 
     def begin(self, are_alive: bool) -> Callable[[], Tensor]:
-        """Start the reading. The returned function waits for it, (spans,) in int64 on the CPU. Both raise
-        ReferenceError where the memory of a span is gone."""
+        """Launch the reading on a GPU. The returned function waits for it, and returns the checksums, int64 (spans,) on
+        the CPU. Both raise ReferenceError if a span's memory was freed."""
         if self._device.type != "cuda":
             return lambda: self._read().cpu()
         if self._launch is None:
@@ -145,7 +150,7 @@ class Sums:
         elif are_alive or all(span.is_alive for span in self._spans):
             found = self._launch()
         else:
-            raise ReferenceError("a tensor's memory is gone")
+            raise ReferenceError("a tensor's memory was freed")
         on_cpu = torch.empty(found.shape, dtype=found.dtype, device="cpu", pin_memory=True)
         on_cpu.copy_(found, non_blocking=True)
         done = torch.cuda.Event()
@@ -159,11 +164,12 @@ class Sums:
 
     @torch.no_grad()
     def _read(self) -> Tensor:
-        """By torch's operators, (spans,) in int64 on their device."""
+        """The checksums by torch's operators, int64 (spans,) on their device."""
         return torch.stack([self._sum_of(span) for span in self._spans])
 
     def _sum_of(self, span: MemorySpan) -> Tensor:
-        """(), in int64: of the words of 32 bits, or of bytes where the memory does not come out even."""
+        """The checksum of a span, int64 (): over words of 32 bits, or over bytes if the memory is not a whole number of
+        aligned words."""
         words = span.bytes()
         if span.nbytes % WORD == 0 and span.start % WORD == 0:
             words = words.view(torch.int32)
@@ -174,7 +180,7 @@ class Sums:
         total = torch.zeros((), dtype=torch.int64, device=self._device)
         begin = 0
         rows = max(1, len(self._odd) // (PIECE if step > 1 else 1))
-        # Piece by piece: what is made of each stays in the processor's cache.
+        # Chunk by chunk, so that intermediate results stay in the processor's cache.
         for piece in words.split(rows):
             wide = piece.to(torch.int64).flatten()
             total.add_(wide.sum(), alpha=2 * begin).add_(wide.mul_(self._odd[:len(wide)]).sum())
@@ -183,6 +189,6 @@ class Sums:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the memory from a tensor's first number on holds its numbers, in any order, and nothing else."""
+    """Whether a tensor's numbers fill a contiguous range of memory, in any order."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return extent == tensor.numel()

@@ -1,4 +1,4 @@
-"""Digests that tell weights from others: equal in any process for equal numbers. Verdicts belong to them."""
+"""Digests of weights, equal in any process for equal numbers. They identify the weights that a verdict belongs to."""
 from __future__ import annotations
 
 import ctypes
@@ -14,16 +14,16 @@ from .exact_copy import copy_of
 
 
 class WeightsDigest:
-    """The digest of the numbers in some parameters, as they are at each reading. Keeps none of them alive.
+    """Computes the digest of some parameters' numbers, as they are at each read(). Keeps none of them alive.
 
-    All numbers of parameters on the device that computes are read; of those in main memory that another device
-    computes with, one part in contents.PART.
+    Of parameters on the device that computes, all numbers are read; of those in main memory that a GPU computes with, 1
+    in contents.PART.
     """
 
     def __init__(
         self, parameters: Sequence[Tensor], device: torch.device, reader: ContentsReader | None = None
     ) -> None:
-        """device: which computes. reader: see Contents. Make it anew where parameters lie elsewhere by now."""
+        """device: the one that computes. reader: see Contents. After parameters have moved, make a new object."""
         self._near: list[MemorySpan] = []
         self._far: list[MemorySpan] = []
         self._reader = reader
@@ -34,8 +34,8 @@ class WeightsDigest:
                 spans.append(MemorySpan.of(parameter))
 
     def read(self, label: str, parameters: Sequence[Tensor]) -> str:
-        """The digest now. label: a text that is part of the digest. parameters: those that this was made of. Waits for
-        their devices."""
+        """The digest of label and of the parameters' present numbers. parameters: those given to the constructor. Waits
+        for their devices."""
         layouts = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in parameters]
         strided = [copy_of(one, torch.contiguous_format) for one in parameters if not is_dense(one)]
         if not self._contents:
@@ -49,8 +49,8 @@ class WeightsDigest:
 
 
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
-    """The digest of a label and of the numbers in tensors, wherever these lie. Copies them from each device in one
-    piece for each type, and waits for it."""
+    """The digest of a label and of the numbers in tensors on any devices. Makes one copy to the CPU for each device and
+    dtype, and waits for it."""
     values = [tensor.detach().flatten() for tensor in tensors]
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, one in enumerate(values):
@@ -58,7 +58,7 @@ def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
     for (dtype, _), indices in alike.items():
         found = [values[index] for index in indices]
         if dtype.itemsize == 1:
-            # Not every release of torch joins float8.
+            # Not every version of torch can concatenate float8.
             found = [one.view(torch.uint8) for one in found]
         together = torch.cat(found).cpu()
         for index, one in zip(indices, together.split(list(map(len, found))), strict=True):

@@ -1,5 +1,5 @@
-"""Which layers of a network may have their weights in eight bits, and these weights, kept beside the host's own and
-rounded again when those change."""
+"""The option Low-bit: finds the layers whose weights may be quantized to eight bits, and keeps the quantized weights
+beside the host's own. They are quantized again when the host's change."""
 from __future__ import annotations
 
 import math
@@ -14,7 +14,7 @@ from ..core.leaves import Block, Convolution, FusedLinear, descriptions
 
 
 class Kind(NamedTuple):
-    """A type of eight bits. largest: the value to which the largest number of a row is scaled."""
+    """An 8-bit format. largest: the value to which the largest number of a row is scaled."""
 
     name: str
     dtype: torch.dtype
@@ -24,40 +24,40 @@ class Kind(NamedTuple):
 # Float8 e4m3 has no infinity.
 FP8 = Kind("fp8", torch.float8_e4m3fn, 448.0)
 INT8 = Kind("int8", torch.int8, 127.0)
-# The one that auto prefers first.
+# In the order of preference of low_bit="auto".
 KINDS = (FP8, INT8)
-# The kinds that products may have, by settings.Settings.low_bit.
+# The formats that products may use, by Settings.low_bit.
 KINDS_OF = {"fp8": (FP8,), "int8": (INT8,), "auto": KINDS}
-# round(weight, values, scales) rounds a weight (out, in) into values (out, in) and scales (1, out) or (1, 1).
+# round(weight, values, scales) quantizes a weight (out, in) into values (out, in) and scales (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
-# The source of the images that convolutions read; see core.leaves.NORMED.
+# The source of a convolution's input: it follows a group norm. See core.leaves.NORMED.
 GROUP_NORMED = "group normed"
-# The class of convolutions; that of a linear layer is its role in its block. Layers of one class have similar errors,
-# and a class with large ones can stay in 16 bits.
+# The class of all convolutions; the class of a linear layer is its role in its block. Layers of one class have similar
+# errors, and a class with large errors can stay in 16 bits.
 CONVOLUTIONS = "convolutions"
-# The kind in which each layer's weight is wanted, by the layer's name.
+# The wanted format of each layer, by the layer's name.
 WantedKinds = Mapping[str, Kind]
-# Features in times features out. Smaller layers gain less in their products than their scales cost, at any size.
+# Input features times output features. In smaller layers, computing the scales costs more than the product gains.
 FEWEST_WEIGHTS = 1 << 20
-# The only convolution that has a kernel.
+# The kernel size, stride and padding of the convolutions that our 8-bit kernel computes.
 KERNEL = 3
 STRIDE = 1
 PADDING = 1
 # Kernels need widths that are multiples of this.
 ALIGNED = 16
-# The smallest root mean square of the values of a row in float8. Below 2**-6, float8's steps become no smaller; at this
-# mean, that makes the rounding error larger by a twentieth.
+# The smallest root mean square of a row in float8. float8's steps are constant below 2**-6; at this root mean square,
+# that increases the rounding error by 1/20.
 SMALLEST_MEAN = 2.0**-4
-# Float8 rounds tokens and weights up by a sixteenth at most, twice each in a GEGLU.
+# float8 rounds tokens and weights up by at most 1/16, twice each in a GEGLU: (17/16)**4 = 1.27.
 ROUNDING_MARGIN = 1.3
 SMALLEST_SCALE = 2.0**-100
-# The fewest pixels of an image whose convolutions may be in eight bits. The norm of a smaller one is another kernel,
-# and gains less.
+# The fewest pixels of feature maps whose convolutions may be in eight bits. Smaller ones use another norm kernel, which
+# gains less.
 FEWEST_PIXELS = 32 * 32
 
 
 class LowBitLayer(NamedTuple):
-    """A layer that may have its weight, (rows, width), in eight bits. source: a TokenLinear's, or GROUP_NORMED.
+    """A layer whose weight, (rows, width), may be in eight bits. source: a TokenLinear's source, or GROUP_NORMED.
     layer_class: a TokenLinear's role, or CONVOLUTIONS. norm: see TokenLinear."""
 
     name: str
@@ -69,8 +69,8 @@ class LowBitLayer(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The product of tokens (rows, width) and a weight (out, width). source: see TokenLinear. size: of a convolution,
-    the (height, width) of the images whose pixels are the rows."""
+    """The product of an input (rows, width) and a weight (out, width). source: see LowBitLayer. size: (height, width)
+    of a convolution's feature map, whose pixels are the rows; None for a linear layer."""
 
     rows: int
     width: int
@@ -80,8 +80,8 @@ class Product(NamedTuple):
 
 
 def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
-    """The linear layers of a block that may gain by eight bits: the large ones over the image's tokens. fewest_weights:
-    the fewest weights of a large one, by default FEWEST_WEIGHTS."""
+    """The linear layers of a block that may be faster in eight bits: the large ones over the image's tokens.
+    fewest_weights: of a large layer, by default FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
     for layer, source, role, norm in block.token_layers:
         if isinstance(layer, FusedLinear):
@@ -95,7 +95,7 @@ def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[
 
 
 def low_bit_convolutions(block: Block) -> Iterator[LowBitLayer]:
-    """The convolutions of a block that may gain by eight bits, if the image has enough pixels."""
+    """The convolutions of a block that may be faster in eight bits, for feature maps of FEWEST_PIXELS or more."""
     for layer in block.convolutions:
         if has_kernel(layer):
             width = KERNEL**2 * layer.in_channels
@@ -103,28 +103,29 @@ def low_bit_convolutions(block: Block) -> Iterator[LowBitLayer]:
 
 
 def has_kernel(layer: Convolution) -> bool:
-    """Whether a kernel of ours computes this convolution."""
+    """Whether our 8-bit kernel can compute this convolution."""
     aligned = layer.in_channels % ALIGNED == layer.out_channels % ALIGNED == 0
     return (layer.kernel, layer.stride, layer.padding) == (KERNEL, STRIDE, PADDING) and aligned and not layer.circular
 
 
 def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
-    """All layers that can have their weights in eight bits, large or small."""
+    """All layers of a network whose weights can be in eight bits, large and small."""
     blocks = list(layout.layers(Block))
     linear = [layer for block in blocks for layer in low_bit_layers(block, fewest_weights=0)]
     return linear + [layer for block in blocks for layer in low_bit_convolutions(block)]
 
 
 def prompt_layers(layout: Any) -> list[str]:
-    """The names of the layers over the prompt's tokens. They are in eight bits only where no weight is in 16."""
+    """The names of the layers over the prompt's tokens. They are in eight bits only with Low-bit only, where the GPU
+    has the 8-bit weights alone."""
     return [layer.name for block in layout.layers(Block) for layer in block.prompt_layers]
 
 
 def low_bit_products(
     layout: Any, batch: int, height: int, width: int, fewest_weights: int | None, convolutions: bool
 ) -> dict[str, Product]:
-    """The products of a call that may be in eight bits, by the names of their layers. height, width: of the latent.
-    fewest_weights: see low_bit_layers. convolutions: whether they may."""
+    """The products of a call that may be in eight bits, by the layers' names. height, width: of the latent.
+    fewest_weights: see low_bit_layers. convolutions: whether to include convolutions."""
     found = {}
     for part, size in layout.sized_layers(height, width):
         pixels = size[0] * size[1]
@@ -138,10 +139,11 @@ def low_bit_products(
 
 
 class LowBitWeights:
-    """Weights in eight bits, in memory that stays the same as long as the layout does: captured graphs read it.
+    """The 8-bit weights of one network. Their addresses stay the same, because captured graphs contain them.
 
-    left_out: the classes of layers that are never among them. are_alone: whether they stand for weights in main memory.
-    fitted_to: the state of the weights that all were rounded from. gated_scales: LayerWeights.gated_scale by layer.
+    left_out: classes of layers without 8-bit weights. are_alone: whether they replace weights in main memory, rather
+    than being kept beside weights on the GPU. fitted_to: the state of the weights from which all were quantized.
+    gated_scales: LayerWeights.gated_scale by layer.
     """
 
     def __init__(
@@ -162,11 +164,10 @@ class LowBitWeights:
     def fit(
         self, state: Callable[[], object], weights_of: Callable[[str], LayerWeights], wanted: WantedKinds
     ) -> None:
-        """Round the wanted weights that are not kept yet, and all kept ones again if the weights' state has changed
-        since they were rounded. state: returns a value that is equal as long as the weights are. weights_of: returns a
-        layer's tensors on the device that computes.
+        """Quantize the wanted weights that are not kept yet; and all kept ones again, if the weights have changed.
 
-        Raises torch.cuda.OutOfMemoryError, and what weights_of raises.
+        state: returns a value that is equal as long as the weights are unchanged. weights_of: returns a layer's weights
+        on the device that computes. Raises torch.cuda.OutOfMemoryError, and what weights_of raises.
         """
         due: dict[str, list[Kind]] = {}
         if state() != self.fitted_to:
@@ -205,13 +206,13 @@ class LowBitWeights:
             size -= kept.nbytes
 
     def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:
-        """The linear layers that have weights in one of these kinds: their products need no other weight."""
+        """The names of the linear layers with a weight in one of these formats. Their products need no other weight."""
         return frozenset(name for name, kind in list(self._kept) if kind in kinds and name in self._linear)
 
     def kept(
         self, kinds: Collection[Kind], names: Collection[str] | None = None
     ) -> dict[str, tuple[QuantizedWeight, ...]]:
-        """The weights of these kinds, by layer. names: of these layers alone."""
+        """The weights in these formats, by layer. names: of these layers alone; None: of all."""
         found: dict[str, tuple[QuantizedWeight, ...]] = {}
         for (name, kind), weight in self._kept.items():
             if kind in kinds and (names is None or name in names):
@@ -219,27 +220,30 @@ class LowBitWeights:
         return found
 
     def names(self) -> set[str]:
-        """The layers of which there are weights."""
+        """The names of the layers with an 8-bit weight."""
         return {name for name, _ in list(self._kept)}
 
     def kinds(self) -> set[Kind]:
-        """In which there are weights."""
+        """The formats of the weights."""
         return {kind for _, kind in list(self._kept)}
 
     @property
     def bytes(self) -> int:
-        """GPU memory that is held beside the host's own weights."""
+        """GPU memory of the 8-bit weights."""
         return sum(kept.nbytes for kept in list(self._kept.values()))
 
 
 def kind_of(values: Tensor) -> Kind:
-    """By the type of values in eight bits."""
+    """The format of 8-bit values, by their dtype."""
     return next(kind for kind in KINDS if kind.dtype == values.dtype)
 
 
 def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
-    """Room for a weight, (out, in), in a kind, with the scales that it needs; for float8 it has to be looked at. Edits
-    keep them: no LoRA makes a row a thousand times smaller beside the others."""
+    """Uninitialised memory for a weight (out, in) in a format: values, and one scale for each row, or a single one if
+    that is enough for float8.
+
+    The number of scales stays when the weight is edited: no LoRA makes a row a thousand times smaller than the others.
+    """
     values = torch.empty(weight.shape, device=weight.device, dtype=kind.dtype)
     scales = 1 if kind is FP8 and one_scale_suffices(weight) else len(weight)
     room = torch.empty((1, scales), device=weight.device, dtype=torch.float32)
@@ -247,12 +251,13 @@ def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
 
 
 def gated_scale(weight: Tensor, bias: Tensor | None, norm: LayerWeights) -> Tensor:
-    """(), in float32, a power of two: the scale in float8 of what a GEGLU gives after a layer norm and a linear layer,
-    weight (2 n, width), bias (2 n,).
+    """The float8 scale for the output of a GEGLU after a layer norm and a linear layer: a power of two, float32 ().
 
-    No layer norm's row is longer than the square root of its width, so by Cauchy's inequality neither half of the GEGLU
-    is larger than this, and a GELU is no larger than what it is of. That is some hundred times what is usual: float8
-    keeps its digits over a range of 28,000."""
+    weight: (2 n, width), bias: (2 n,), of the linear layer. A row after a layer norm has at most the length
+    sqrt(width), so the Cauchy-Schwarz inequality bounds both halves of the GEGLU's input; and |GELU(x)| <= |x|. The
+    bound is about a hundred times the usual values, which costs no precision: float8 has the same relative precision
+    over a range of 28,000.
+    """
     wide = weight.detach().float()
     factor = norm.weight.detach().to(wide)
     offset = torch.zeros_like(wide[:, 0]) if norm.bias is None else wide @ norm.bias.detach().to(wide)
@@ -264,20 +269,21 @@ def gated_scale(weight: Tensor, bias: Tensor | None, norm: LayerWeights) -> Tens
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """A weight (out, in) as it is; a convolution's, (out, in, height, width), as QuantizedWeight has it."""
+    """A weight as (out, in): a linear layer's as it is; a convolution's, (out, in, height, width), reshaped to (out,
+    height * width * in), as in QuantizedWeight."""
     return weight if weight.dim() == 2 else weight.detach().permute(0, 2, 3, 1).flatten(1).contiguous()
 
 
 def one_scale_suffices(weight: Tensor) -> bool:
-    """Whether every row of a weight, (out, in), keeps its digits in float8 by the scale of the largest value of all.
-    Waits for the GPU."""
+    """Whether one scale, that of the largest value, is enough for every row of a weight (out, in) to keep its relative
+    precision in float8. Waits for the GPU."""
     means = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32) / weight.shape[1] ** 0.5
-    # Zeros are exact.
+    # Rows of zeros are exact at any scale.
     means = torch.where(means == 0, math.inf, means)
     return bool(means.amin() * FP8.largest >= SMALLEST_MEAN * largest_of(weight))
 
 
 def largest_of(weight: Tensor) -> Tensor:
-    """The largest absolute value, (), in float32."""
+    """The largest absolute value, float32 ()."""
     largest: Tensor = torch.linalg.vector_norm(weight.detach(), math.inf, dtype=torch.float32)
     return largest

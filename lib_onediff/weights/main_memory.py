@@ -1,4 +1,4 @@
-"""Room for weights in the computer's main memory, from which a GPU copies by itself."""
+"""Allocates pinned main memory for weights that a GPU copies while it computes."""
 from __future__ import annotations
 
 from typing import Any
@@ -8,22 +8,24 @@ from torch import Tensor
 
 from ..core.refusal import Refusal
 
-# What is pinned comes in powers of two: so little is lost.
+# Memory is pinned in chunks of this size. torch rounds pinned memory up to a power of two, so a smaller piece for each
+# weight would waste much of it.
 CHUNK_BYTES = 1 << 28
 ALIGNED_BYTES = 256
-# What the rest of the computer is left with.
+# Main memory that is left free for other programs.
 SPARE_BYTES = 1 << 30
 
 
 class MainMemory:
-    """Memory in large pieces."""
+    """Allocates tensors in main memory, inside of large chunks."""
 
     def __init__(self) -> None:
         self._chunk: Tensor | None = None
         self._used = 0
 
     def empty(self, count: int, dtype: torch.dtype, pinned: bool) -> Any:
-        """(count,), without values. pinned: so that a GPU copies from it while it computes. Raises Refusal."""
+        """A tensor (count,) without values. pinned: page-locked, so that a GPU can copy from it while it computes.
+        Raises Refusal if there is no room."""
         size = aligned(count * dtype.itemsize)
         try:
             if self._chunk is None or self._used + size > len(self._chunk):
@@ -32,41 +34,42 @@ class MainMemory:
         except (RuntimeError, MemoryError) as full:
             said = str(full).partition("\n")[0]
             raise Refusal(
-                f"a part of its weights is in main memory, and what of it can be pinned has no room: {said}"
+                "a part of the weights is in main memory, and there is too little of it to pin them for copies to the "
+                f"GPU: {said}"
             ) from None
         start = self._used
         self._used += size
-        # A tensor of the mode that is on now, inference or not, as whoever takes it for its own has to be.
+        # A tensor of the present inference mode, because the caller assigns it to a parameter of that mode.
         piece: Any = torch.empty(0, dtype=dtype, device="cpu")
         return piece.set_(self._chunk.untyped_storage(), start // dtype.itemsize, (count,))
 
 
 def aligned(size: int) -> int:
-    """Rounded up, so that any type can follow."""
+    """The size, rounded up to a multiple of ALIGNED_BYTES, so that a tensor of any dtype can follow."""
     return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def new_chunk(size: int, pinned: bool) -> Tensor:
-    """Raises MemoryError where the system says that so many bytes do not fit (Linux would end a process for it), and
-    RuntimeError."""
+    """A tensor of `size` bytes in main memory. Raises MemoryError if fewer are available (Linux would kill a process
+    instead), and RuntimeError."""
     free = free_main_memory()
     if free is not None and free < size + SPARE_BYTES:
-        # torch keeps what was pinned before.
+        # torch caches memory that was pinned before: free it.
         empty = getattr(torch._C, "_host_emptyCache", None)
         if empty is not None and torch.cuda.is_initialized():
             empty()
         free = free_main_memory() or 0
         if free < size + SPARE_BYTES:
-            raise MemoryError(f"{free >> 20} MiB are left")
+            raise MemoryError(f"{free >> 20} MiB are free")
     with torch.inference_mode(False):
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def free_main_memory() -> int | None:
-    """Bytes that can be had without swapping; None where the system does not say."""
+    """Bytes that can be allocated without swapping; None on systems without /proc/meminfo."""
     try:
-        with open("/proc/meminfo", encoding="ascii") as told:
-            fields = dict(line.split(":", 1) for line in told)
+        with open("/proc/meminfo", encoding="ascii") as meminfo:
+            fields = dict(line.split(":", 1) for line in meminfo)
         return int(fields["MemAvailable"].split()[0]) << 10
     except (OSError, KeyError, ValueError, IndexError):
         return None

@@ -1,4 +1,4 @@
-"""A copy of a UNet's weights on another device, kept true to them: rows of a call can be computed there."""
+"""A copy of a network's weights on a second GPU, which is updated when the originals change."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
@@ -14,43 +14,43 @@ from .scan import HostTraits
 
 
 class MirrorUNet(BoundUNet):
-    """A bound network on another device: the layout of its source over parameters of our own, which nobody else moves.
+    """The bound copy of a network (the source) on another device: the source's layout, over parameters of our own,
+    which no other code moves.
 
-    A refresh, after one of the source, copies the weights that have changed there. Holds no reference to the host's
-    module.
+    refresh(), after the source's, copies all weights if any has changed. Keeps no reference to the host's module.
     """
 
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
-        """copy: made by empty_copy of the source's binding; the caller keeps it alive."""
+        """copy: the result of empty_copy(source.binding), which the caller keeps alive."""
 
         def yardstick(
             host: Callable[[], Tensor], copy: nn.Module, decoded: Sequence[nn.Module]
         ) -> Callable[[], Tensor]:
-            # The host runs its own network.
+            # host() runs the source.
             return source.exactly(host)
 
         traits = HostTraits(yardstick=yardstick)
         super().__init__(copy, lambda unet: source.layout, traits, is_copy=True)
         self._source = source
         self._of = source.binding
-        # The version of the source's values that the copies are of.
+        # The source's epoch.values at the last copy; None if the copies are not complete.
         self._copied: int | None = None
 
     def is_of(self, source: BoundUNet) -> bool:
-        """Whether these are the copies of the layers that the source has now."""
+        """Whether this is a copy of the layers that this network has now."""
         return source is self._source and source.has_binding and source.binding is self._of
 
     def is_true(self) -> bool:
-        """Whether the weights are those that the source had at its own last look."""
+        """Whether the copies have the values that the source had at its last look for changes."""
         return self.is_of(self._source) and self._copied == self._source.epoch.values
 
     def refresh(self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
-        """As of BoundUNet, after the source was refreshed for the same call. Queues copies of all weights if any has
-        changed. Raises torch.cuda.OutOfMemoryError too."""
+        """See BoundUNet.refresh; call it after the source's refresh for the same call. If any weight has changed,
+        copies of all weights are launched. Also raises torch.cuda.OutOfMemoryError."""
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
         if self.code_changes != self._source.code_changes:
-            # Graphs were captured of the code before.
+            # Graphs were captured with the old code.
             self.code_changes = self._source.code_changes
             self._note_moved()
         if channels_last != self.channels_last or not self.unmoved():
@@ -60,21 +60,21 @@ class MirrorUNet(BoundUNet):
         self.refreshed = self.epoch
 
     def layout_now(self) -> Any:
-        """The source's: a copy has no modules to read."""
+        """The source's layout: the copy's modules only have parameters."""
         return self._source.layout_now()
 
     def identity(self, sampling: Hashable = None) -> str:
-        """The source's: these are its weights."""
+        """The source's identity, because the weights are equal."""
         return self._source.identity(sampling)
 
     def _copy_changes(self) -> None:
         if self._copied == self._source.epoch.values:
             return
-        # From now on, every edit of a number counts.
+        # From now on, the source's contents are compared in full, because any edit makes the copies stale.
         self._source.watch_contents(whole=True)
         theirs = self._of.parameters()
         ours = self.binding.parameters()
-        # Until all is copied, it is true to nothing.
+        # If a copy fails, the copies count as incomplete.
         self._copied = None
         with torch.inference_mode(False), torch.no_grad():
             for copy, parameter in zip(ours, theirs, strict=True):
@@ -83,19 +83,17 @@ class MirrorUNet(BoundUNet):
         self.baseline.advance(values=1)
 
     def release(self) -> None:
-        """Forget everything. The copies go with their module."""
+        """Drop the binding. The copies are freed with their module."""
         self._binding = None
         self._copied = None
         self.baseline.parameters = None
 
 
 def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
-    """Modules with parameters of the same names, shapes and types on another device, without values.
-
-    Raises torch.cuda.OutOfMemoryError.
-    """
+    """Modules whose parameters have the same names, shapes and dtypes as a binding's, on another device and without
+    values. Raises torch.cuda.OutOfMemoryError."""
     root = nn.Module()
-    # What is made in inference mode would count no edits.
+    # torch would not count the edits of parameters made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
         for path, layer in binding.modules().items():
             module = root
@@ -111,5 +109,5 @@ def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
 
 
 def bytes_of(binding: Binding) -> int:
-    """What a copy takes."""
+    """Bytes of a copy of this binding's parameters."""
     return sum(parameter.nbytes for parameter in binding.parameters())

@@ -1,9 +1,9 @@
-"""A network as it was at the last look: its modules, its parameters, and the comparison of both around a replay.
+"""A network as it was at the last look for changes, and the comparison with it around each replay.
 
-Tree: the modules and their order, their classes, every attribute, hooks, and all code that they reach by name
-(reached.py). Parameters: which objects they are, where they lie and how, and how often they were edited. Baseline: all
-that a replay is compared with. Everything that a replay goes through in weights/ is in this file, without a frame for
-each module; contents.py and on_the_fly.py come in where a network needs them.
+Tree: the modules and their order, their classes, attributes and hooks, and all code that they reach by name
+(reached.py). Parameters: their identity, addresses, layouts and counts of edits. Baseline: everything that a replay is
+compared with. The code in weights/ that runs at each replay is in this file, and avoids a Python call for each module.
+contents.py and on_the_fly.py are used as well if a network needs them.
 """
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .snapshot import PLAIN_CLASSES, PLAIN_TYPES, same, snapshot, state_of
 from .stored import StoredReader
 from .values import CONTAINERS, FUNCTIONS, Digests, Tokens, name_of, short
 
-# What torch keeps on every module and no forward pass reads, or what is compared by itself.
+# Attributes of every module that no forward reads, or that are compared separately.
 BOOKKEEPING = frozenset({
     "_parameters", "_modules", "_buffers", "_non_persistent_buffers_set", "_backward_pre_hooks", "_backward_hooks",
     "_is_full_backward_hook", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called",
@@ -45,19 +45,20 @@ State = dict[str, Any]
 
 
 class Tree:
-    """A module tree as it computed when this was made. Keeps no module alive.
+    """A module tree at the time when this was made, to find out later whether it still computes the same. Keeps no
+    module alive.
 
-    reached: the code that it runs. hosts: the packages that the classes of its modules come from, such as "diffusers",
-    "torch", or an extension's.
+    reached: the code that it runs. hosts: the packages of its modules' classes, such as "diffusers", "torch", or an
+    extension's.
     """
 
     def __init__(
         self, root: nn.Module, ignored: Collection[str], placed: Collection[str], tokens: Tokens | None = None,
         before: Tree | None = None, synced: Collection[str] = (),
     ) -> None:
-        """ignored: names of attributes that are compared elsewhere. placed: names of attributes that are compared, but
-        are no part of the digest. tokens: give names to objects that have no digest by value. before: an earlier tree
-        of this root: its code is taken over where it is still the same. synced: see HostTraits."""
+        """ignored: names of attributes that are not compared here. placed: names of attributes that are compared, and
+        are not part of the digest. tokens: names for objects without a digest by value. before: an earlier tree of this
+        root, whose code is reused if it is unchanged. synced: see HostTraits."""
         modules = list(root.modules())
         states: list[State] = list(map(state_of, modules))
         self._modules = list(map(weakref.ref, modules))
@@ -66,8 +67,8 @@ class Tree:
         self._placed = placed
         self._synced = synced
         self._tokens = tokens or Tokens()
-        # An attention's processor is no module. One of another package is called as it is, at every call: which object
-        # it is counts, and neither its code nor what it remembers between calls is part of what was proved.
+        # diffusers' attention processors are not modules. A processor of another package is compared by identity alone:
+        # each call runs it as it is, so a proof does not depend on its code or state.
         packages = {package(kind.__module__) for kind in self._classes}
         self._foreign: dict[int, Any] = {}
         processors: list[type] = []
@@ -80,8 +81,8 @@ class Tree:
                     self._foreign[place] = same(state[PROCESSOR])
         self._attributes = Names(states, [self._compared(place, state) for place, state in enumerate(states)])
         self._sizes = list(map(len, states))
-        # The indices of the modules that have children, and of each child. A child may be None: its index is the one
-        # after the last module's.
+        # The indices of the modules with children, and of all children. A child that is None has the index after the
+        # last module's.
         places = {id(one): place for place, one in enumerate((*modules, None))}
         self._parents = places_with(of_children, states)
         self._children = [places[id(child)] for child in members_of(of_children, states)]
@@ -101,7 +102,7 @@ class Tree:
     def _read_code(self, states: Sequence[State], processors: Sequence[type], before: Tree | None) -> Reached:
         """The code of all classes, of the objects that modules hold, and of functions set on modules."""
         functions: list[Any] = []
-        # Objects that are no modules compute as their classes do.
+        # Of objects that are not modules, the code of their classes is read.
         classes: list[type] = []
         for state in states:
             for name, value in state.copy().items():
@@ -119,7 +120,7 @@ class Tree:
         return Reached(sources, functions, self._tokens, self._synced)
 
     def stands(self, root: nn.Module) -> bool:
-        """Whether it computes as it did. A millisecond for SDXL's UNet."""
+        """Whether the modules compute the same as when this was made. Takes a millisecond for SDXL's UNet."""
         modules: list[Any] = [reference() for reference in self._modules]
         if modules[0] is not root or None in modules:
             return False
@@ -147,8 +148,8 @@ class Tree:
 
     @cached_property
     def digest(self) -> str:
-        """Tells the sources of this computation from others, in any process: classes, all code that they reach, and
-        plain attributes but placed. It holds as long as stands() is true."""
+        """A digest, equal in any process, of the classes, all code that they reach, and the plain attributes that are
+        not in placed. Valid as long as stands() is true."""
         modules = [reference() for reference in self._modules]
         paths = {id(module): str(place) for place, module in enumerate(modules)}
         digests = Digests(self._tokens, paths)
@@ -163,13 +164,13 @@ class Tree:
         return short(repr((self.reached.digest, self._attributes.digest(self._placed), classes, attributes)))
 
     def _is_foreign(self, place: int, name: str) -> bool:
-        """Whether an attribute of the module at a place is a processor of another package."""
+        """Whether an attribute is a processor of another package. place: the index of the module."""
         return name == PROCESSOR and place in self._foreign
 
     def _is_read(self, name: str, value: Any) -> bool:
-        """Whether an attribute of a module goes into the digest: a function, an object or a plain container whose name
-        the network's code uses. Containers of other classes (diffusers' configurations) only note where a network is
-        from."""
+        """Whether an attribute that is not a plain value is part of the digest: a function, an object or a built-in
+        container whose name the network's code uses. Containers of other classes are not: they are configurations of
+        diffusers, which differ between equal networks."""
         if name not in self.reached.names or name in self._ignored or name in self._placed or name in FORWARDS:
             return False
         if isinstance(value, CONTAINERS):
@@ -178,10 +179,11 @@ class Tree:
 
 
 class Parameters:
-    """The parameters of some modules as they were when this was made. Keeps none of them alive."""
+    """The parameters of some modules at the time when this was made, to find out later whether they moved or were
+    edited. Keeps none of them alive."""
 
     def __init__(self, modules: Sequence[nn.Module], reader: StoredReader | None = None) -> None:
-        """reader: of weights in few bits: their values and scales stand in the place of their parameters."""
+        """reader: for weights in few bits: their values and scales are noted instead of parameters."""
         self._modules = list(map(weakref.ref, modules))
         self._reader = reader
         self._facts: list[object] = []
@@ -195,20 +197,22 @@ class Parameters:
         self._addresses = list(map(Tensor.data_ptr, parameters))
         self._layouts = list(map(layout_of, parameters))
         self._strides = list(map(Tensor.stride, parameters))
-        # How often each was edited in place when were_edited was called last.
+        # The counts of edits at the last call of were_edited.
         self._edits = edit_counts(parameters)
-        # Of an inference tensor torch counts no edits.
+        # Whether torch counts the edits of all of them, as it does for all but inference tensors.
         self._all_counted = not any(map(Tensor.is_inference, parameters))
 
     def in_place(self) -> list[Any] | None:
-        """The parameters, if each module is alive and each parameter has the address that was noted. None otherwise:
-        the memory at these addresses may have been freed, and nothing may read there. A fifth of a millisecond for
-        SDXL's UNet. Let go of the list after the call: it keeps the parameters alive."""
+        """The parameters, if every module is alive and every parameter has the noted address. None otherwise: the
+        memory at these addresses may have been freed, and must not be read.
+
+        Takes 0.2 ms for SDXL's UNet. Do not keep the list after the call, because it keeps the parameters alive.
+        """
         modules: list[Any] = [reference() for reference in self._modules]
         if None in modules:
             return None
         if self._reader is None:
-            # Without a frame for each module.
+            # Without a Python call for each module.
             dictionaries = filter(None, map(of_parameters, map(state_of, modules)))
             values = chain.from_iterable(map(dict.values, dictionaries))
             parameters = [one for one in values if one is not None]
@@ -222,8 +226,8 @@ class Parameters:
         return None
 
     def are_same(self, parameters: Sequence[Any]) -> bool:
-        """Whether these are the very tensors that were noted, of the same shapes, types and strides. parameters: what
-        in_place has returned."""
+        """Whether these are the same tensor objects that were noted, with the same shapes, dtypes and strides.
+        parameters: the result of in_place()."""
         if not all(map(operator.is_, parameters, [reference() for reference in self._references])):
             return False
         with suppress(RuntimeError, TypeError):
@@ -234,41 +238,42 @@ class Parameters:
         return False
 
     def were_edited(self, parameters: Sequence[Any]) -> bool:
-        """Whether any was edited in place since this was called last, as far as torch counts edits. parameters: what
-        in_place has returned."""
+        """Whether torch has counted an edit in place since the last call of this method. Each edit is reported once.
+        parameters: the result of in_place()."""
         before = self._edits
         self._edits = []
         if self._all_counted:
-            # Without the test of each tensor that edit_counts makes. It raises where a parameter's data was replaced
-            # by an inference tensor's.
+            # Faster than edit_counts, which tests each tensor first. It raises if a parameter's data was replaced by an
+            # inference tensor's.
             with suppress(RuntimeError):
                 self._edits = list(map(version_of, parameters))
         self._edits = self._edits or edit_counts(parameters)
         return self._edits != before
 
     def stand(self) -> bool:
-        """Whether these are still the parameters, and each lies where and as it lay."""
+        """Whether the parameters are the same objects, at the same addresses and in the same layouts."""
         found = self.in_place()
         return found is not None and self.are_same(found)
 
 
 class Baseline:
-    """A network as it was at the last look. Each call compares the network with it, and a replay does so while the GPU
-    computes. Keeps no module alive.
+    """A network as it was at the last look for changes. Each call compares the network with it; a replay does so while
+    the GPU computes. Keeps no module alive.
 
-    epoch: the versions that are raised where a difference is found; see Epoch.
-    tree: the modules. parameters: where the weights lie. None: to be noted anew before the next replay.
-    contents: the numbers in memory; None where no edit has to be found there.
-    wanted_lora: returns which LoRAs the host wants; None where it brings weights up to date by itself. lora: what that
-    returned when the weights were brought up to date last.
-    begin_applied: begins to compare what the host applies to the weights at each use with what it was, and returns a
-    function that ends that and returns whether it is the same; None where the host applies nothing.
+    epoch: the versions, increased when a difference is found; see Epoch.
+    tree: the modules. parameters: the addresses of the weights. Either is None if it must be noted before a replay.
+    contents: checksums of the weights' numbers; None if torch counts all edits that matter.
+    wanted_lora: returns a key of the LoRAs that the host wants to merge; None for hosts that merge them by themselves.
+    lora: its result when LoRAs were last merged.
+    begin_applied: starts to compare the functions that the host applies to its weights at each use with those of the
+        last refresh, and returns a function that ends the comparison and returns whether they are the same. None if
+        the host applies nothing.
     """
 
     def __init__(
         self, root: nn.Module, wanted_lora: Callable[[], Hashable] | None = None, is_copy: bool = False
     ) -> None:
-        """is_copy: the network is a copy of ours, which nobody else changes: nothing is compared."""
+        """is_copy: the network is a copy of ours, which no other code changes, so that nothing is compared."""
         self._root = weakref.ref(root)
         self._is_copy = is_copy
         self.epoch = Epoch()
@@ -280,17 +285,17 @@ class Baseline:
         self.begin_applied: Callable[[], Callable[[], bool]] | None = None
 
     def advance(self, structure: int = 0, addresses: int = 0, values: int = 0) -> None:
-        """Add these to the versions of the epoch."""
+        """Increase the versions of the epoch by these."""
         now = self.epoch
         self.epoch = Epoch(now.structure + structure, now.addresses + addresses, now.values + values)
 
     def begin(self) -> Callable[[], bool] | None:
-        """Begin to compare the network with this, around a replay. Returns the function to call once the replay is
-        launched; None where it must not be launched: weights lie elsewhere, or the host wants other LoRAs.
+        """Start to compare the network with this baseline, before a replay. Returns a function to call after the replay
+        was launched; None if it must not be launched, because weights have moved or the host wants other LoRAs.
 
-        That function returns whether the output is this network's: False where the modules, their code, the parameter
-        objects or what the host applies to them have changed. An edit of values in place raises epoch.values, and is
-        otherwise the caller's affair: the graph has read the edited values.
+        That function returns whether the replay's output is valid: False if the modules, their code, the parameter
+        objects, or the functions that the host applies to them have changed. An edit of values in place only increases
+        epoch.values: the graph has read the edited values, and the caller decides.
         """
         parameters = self.parameters
         if self._is_copy:
@@ -313,7 +318,7 @@ class Baseline:
             have_changed = contents_changed is not None and contents_changed()
             if not parameters.are_same(present):
                 return False
-            # Last, and noted at once: each edit is reported once.
+            # After the other checks, because each edit is reported once.
             if parameters.were_edited(present) or have_changed:
                 self.advance(values=1)
             return is_same_applied is None or is_same_applied()
@@ -321,43 +326,46 @@ class Baseline:
         return is_same
 
     def look_for_edits(self) -> bool:
-        """Raise epoch.values if values were edited in place since the last look. Returns True, whether edited or not;
-        False, and no edit is counted, where the parameters are others or lie elsewhere: they must be bound again."""
+        """Increase epoch.values if values were edited in place since the last look. Returns True, edited or not.
+
+        Returns False, and counts no edit, if the parameters are other objects or have moved, so that they must be bound
+        again.
+        """
         parameters = self.parameters
         present = None if parameters is None else parameters.in_place()
         if parameters is None or present is None or not parameters.are_same(present):
             return False
         have_changed = self.contents is not None and self.contents.begin(are_alive=True)()
-        # Last, and noted at once: each edit is reported once.
+        # After the other checks, because each edit is reported once.
         if parameters.were_edited(present) or have_changed:
             self.advance(values=1)
         return True
 
 
 def unchanged() -> bool:
-    """The end of a comparison that has nothing to compare."""
+    """The result of Baseline.begin for a network that is not compared."""
     return True
 
 
 def held_by(value: Any) -> list[Any]:
-    """The functions and objects that an attribute of a module is, or contains."""
+    """The functions, and the objects with code, among an attribute's value and its members."""
     found = objects_in(value) if isinstance(value, CONTAINERS) else [value]
     return [one for one in found if isinstance(one, FUNCTIONS) or has_code(one)]
 
 
 def has_code(value: Any) -> bool:
-    """Whether an object is of a class whose methods are read."""
+    """Whether the methods of an object's class are read for changes."""
     if isinstance(value, (*PLAIN_CLASSES, *CONTAINERS, Tensor, nn.Module)):
         return False
     return package(type(value).__module__) not in NOT_READ
 
 
 def places_with(part_of: Callable[[State], Any], states: Sequence[State]) -> list[int]:
-    """The places of the states of which this part is not empty; for most it is."""
+    """The indices of the states in which this part is not empty."""
     return list(compress(range(len(states)), map(part_of, states)))
 
 
 def members_of(part_of: Callable[[State], State], states: Iterable[State]) -> list[Any]:
-    """The values in this part of the modules' states, one after the other."""
+    """The values in this part of all states, concatenated."""
     parts = filter(None, map(part_of, states))
     return list(chain.from_iterable(map(dict.values, parts)))

@@ -1,6 +1,6 @@
-"""The code that a network runs, and whether it is still the same: what names stand for, and what functions consist of.
+"""Finds out whether the code that a network runs has changed: the values of the names in it, and the functions' bodies.
 
-code.py finds the names. What they stand for is noted once and compared at every call.
+code.py finds the names. Their values are noted once, and compared at every call.
 """
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ Namespace = Mapping[str, Any]
 # Annotations do not affect computation and are slow to compare.
 ANNOTATIONS = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
 GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-# The types of plain values that count for Names.digest, by their repr. A torch.device is none of them: where a network
-# lies says nothing of what it computes. (values.SAME_IN_ANY_PROCESS is a longer list, for values that code names.)
+# The types of plain values that are part of Names.digest, by their repr. torch.device is not among them: a network
+# computes the same on any device. (values.SAME_IN_ANY_PROCESS is a longer list, for values that code names.)
 IN_DIGEST = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dtype)
 
 
 class Alike(NamedTuple):
-    """Namespaces of which the same names are compared, in one go.
+    """A group of namespaces with the same names to compare, which are compared in one go.
 
-    indices: of these namespaces, in all. pick: of all namespaces, those at indices. values: of one namespace, the
-    values of names. known: what values returned for each of them when this was made: a tuple, or for a single name the
-    value itself.
+    indices: of these namespaces in the list of all. pick: selects them from all namespaces. values: returns the values
+    of the names in one namespace: a tuple; for a single name the value itself. known: its result for each namespace
+    when this was made.
     """
 
     names: tuple[str, ...]
@@ -44,12 +44,13 @@ class Alike(NamedTuple):
 
 
 class Names:
-    """What some names stand for in each of some namespaces: the attributes of modules, of classes, of files."""
+    """The values of some names in some namespaces (the attributes of modules and classes, and the globals of files), to
+    find out later whether they have changed."""
 
     def __init__(self, spaces: Sequence[Namespace], names: Iterable[Iterable[str]]) -> None:
-        """names: of each namespace, those to compare."""
+        """names: for each namespace, the names to compare."""
         self._others: list[tuple[int, str, Any]] = []
-        # The same as long as it is the same object, and must not be kept alive.
+        # Values that are compared by identity, and must not be kept alive.
         self._objects: list[tuple[int, str]] = []
         self._references: list[weakref.ref[Any]] = []
         indices_of: dict[tuple[str, ...], list[int]] = {}
@@ -69,7 +70,8 @@ class Names:
         self._plain = [alike_at(spaces, plain_names, indices) for plain_names, indices in indices_of.items()]
 
     def stand(self, spaces: Sequence[Namespace]) -> bool:
-        """Whether they stand for the same in these namespaces now. Raises KeyError if one is gone."""
+        """Whether the names have the same values now. spaces: the namespaces in the same order. Raises KeyError if a
+        name is gone."""
         for alike in self._plain:
             if list(map(alike.values, alike.pick(spaces))) != alike.known:
                 return False
@@ -80,7 +82,7 @@ class Names:
         return all(snapshot(spaces[index][name]) == before for index, name, before in self._others)
 
     def digest(self, left_out: Collection[str]) -> str:
-        """Equal for equal plain values of all names but these, in any process."""
+        """A digest of the plain values of all names but those left out, equal in any process."""
         found: dict[int, list[tuple[str, str]]] = {}
         for alike in self._plain:
             for index, row in zip(alike.indices, alike.known, strict=True):
@@ -94,7 +96,8 @@ class Names:
 
 
 def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], indices: list[int]) -> Alike:
-    # An itemgetter of one index gives no sequence.
+    """The Alike of the namespaces at these indices."""
+    # A slice, because an itemgetter of one index returns the item and not a sequence.
     wanted = indices if len(indices) > 1 else [slice(indices[0], indices[0] + 1)]
     pick = operator.itemgetter(*wanted)
     values = operator.itemgetter(*names)
@@ -103,10 +106,11 @@ def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], indices: list[
 
 
 class Bodies:
-    """What functions consist of: their code, and the values of their defaults and of their closures."""
+    """The bodies of functions: their code, and the values of their defaults and closures, to find out later whether
+    they have changed."""
 
     def __init__(self, functions: Sequence[types.FunctionType]) -> None:
-        # Those without a closure hold no model, and are compared in one go.
+        # Functions without a closure cannot keep a model alive, and are compared in one go.
         self._plain: list[types.FunctionType] = []
         self._others: list[tuple[weakref.ref[types.FunctionType], tuple[Any, ...]]] = []
         self._with_keywords: list[tuple[weakref.ref[types.FunctionType], Any]] = []
@@ -120,7 +124,7 @@ class Bodies:
         self._known = list(map(body_of, self._plain))
 
     def stand(self) -> bool:
-        """Whether all of them are what they were, and none is gone."""
+        """Whether all bodies are the same, and no function was freed."""
         if list(map(body_of, self._plain)) != self._known:
             return False
         for reference, known in self._others:
@@ -135,30 +139,32 @@ class Bodies:
 
 
 body_of = operator.attrgetter("__code__", "__defaults__", "__kwdefaults__")
-# A cell that nothing has been put into yet.
+# A cell without content.
 EMPTY = types.CellType()
 
 
 def snapshot_of_body(function: types.FunctionType) -> tuple[Any, ...]:
+    """A function's code, and snapshots of its defaults and of the contents of its closure."""
     cells = function.__closure__ or ()
     held = [snapshot(cell.cell_contents) for cell in cells if cell != EMPTY]
     return function.__code__, snapshot(function.__defaults__), len(cells), held
 
 
-# How facts call torch's state.
+# The labels of torch's state in Reached.facts.
 TORCH_STATE = ("torch's default dtype", "torch's modes")
 
 
 class Reached:
-    """The code that some classes and functions run, all that they reach by name, and what of torch's state they read.
+    """The code that some classes and functions run, with everything that it reaches by name and the state of torch that
+    it reads, to find out later whether any of it has changed.
 
-    sources: the classes that it was made of. names: all names in that code outside of torch.
+    sources: the classes it was made from. names: all names in the code outside of torch.
     """
 
     def __init__(
         self, sources: Sequence[type], functions: Sequence[Any], tokens: Tokens, left_out: Collection[str] = (),
     ) -> None:
-        """tokens: name objects that have no digest by value."""
+        """tokens: names for objects without a digest by value. left_out: see Code."""
         code = Code([*sources, *functions], left_out)
         self.sources = sources
         self.names = code.names
@@ -186,7 +192,7 @@ class Reached:
         self._torch_state = torch_state()
 
     def stands(self) -> bool:
-        """Whether all of it is as it was. A third of a millisecond."""
+        """Whether nothing has changed. Takes a third of a millisecond."""
         try:
             return (
                 list(map(len, self._class_spaces)) == self._sizes
@@ -199,14 +205,14 @@ class Reached:
             return False
 
     def named(self) -> Iterator[Named]:
-        """Everything that the code reaches by name, in modules and in classes."""
+        """Every name that the code reaches, in the globals of files and in classes."""
         yield from self._named
         yield from members_of_classes(self._classes)
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """By each name ("torch.nn.functional.linear"), a digest of its value, equal in any process; and of torch's
-        state. They hold as long as stands() is true. Takes tens of milliseconds."""
+        """The digest of each name's value, by its label ("torch.nn.functional.linear"), and those of torch's state.
+        Equal in any process, and valid as long as stands() is true. Takes tens of milliseconds."""
         digests = Digests(self._tokens)
         found = {named.label: digests.of_data(named.value) for named in self.named()}
         default_dtype, modes = TORCH_STATE
@@ -216,14 +222,14 @@ class Reached:
 
     @property
     def facts_of_ours(self) -> dict[str, str]:
-        """The part of facts that OneDiff's own operators read. A graph, and what was made of the weights, is good as
-        long as these are the same: the host's own code, such as that of its LoRAs, does not run in a graph."""
+        """The part of facts that OneDiff's own operators depend on. Graphs and copies of weights are valid as long as
+        these are equal, because the host's own code, such as that of its LoRAs, does not run in a graph."""
         named = [*self._named_by_ours, *members_of_classes(self._classes_of_ours)]
         labels = [one.label for one in named]
         return {label: self.facts[label] for label in (*labels, *TORCH_STATE)}
 
     def changed(self, before: Mapping[str, str]) -> list[Named]:
-        """The names that stand for something else than before. before: facts of earlier code."""
+        """The names whose values have changed. before: the facts of an earlier Reached."""
         facts = self.facts
         return [one for one in self.named() if facts[one.label] != before.get(one.label, facts[one.label])]
 
@@ -233,7 +239,7 @@ class Reached:
 
 
 def members_of_classes(classes: Sequence[type]) -> Iterator[Named]:
-    """The names in the bodies of classes."""
+    """The members of classes, without annotations."""
     for kind in classes:
         space = vars(kind)
         for name in list(space):
@@ -242,12 +248,13 @@ def members_of_classes(classes: Sequence[type]) -> Iterator[Named]:
 
 
 def torch_state() -> tuple[Any, ...]:
-    """The state of torch that a forward pass reads beside its arguments: the type of new tensors, and the modes that
-    every operator goes through (torch.set_default_device is one)."""
+    """The state of torch that a forward depends on besides its arguments: the default dtype, and the torch modes that
+    every operator goes through (torch.set_default_device sets one)."""
     modes = list(map(snapshot, function_modes()))
     return torch.get_default_dtype(), modes, torch._C._len_torch_dispatch_stack()
 
 
 def function_modes() -> list[Any]:
+    """The TorchFunctionModes that are active in this thread, the outermost first."""
     count = torch._C._len_torch_function_stack()
     return [torch._C._get_function_stack_at(index) for index in range(count)]

@@ -1,8 +1,8 @@
-"""Finds code of other extensions in a network, and describes what a host adapter knows of its host.
+"""Finds code of other extensions in a network. Defines HostTraits, a host's properties that its adapter knows.
 
-What a host applies to a layer's weights at each use, such as a LoRA that is not merged, is described here too. A plain
-LoRA is computed beside the layer, by two small products. Anything else is applied to a copy of the weight, once for
-every change of it.
+Also defines the functions that a host applies to a layer's weights at each use, such as a LoRA that is not merged. A
+plain LoRA is computed beside the layer, by two small products. Any other function is applied to a copy of the weight,
+again whenever it changes.
 """
 from __future__ import annotations
 
@@ -36,20 +36,23 @@ from .stored import StoredReader
 from .values import FUNCTIONS, Digests, Tokens
 
 Change = Callable[[Tensor], Tensor]
-# Where the Forge family keeps what it adds to a layer's weights at every call: a LoRA that is not merged. Its adapter
-# reads these at every call.
+# Attributes of layers in which the Forge family keeps the functions that it applies to weights at each call, such as
+# LoRAs that are not merged. Its adapter reads them at each call.
 APPLIED_AT_CALL = ("weight_function", "bias_function", "forge_online_loras")
-# Modules of the standard library whose functions depend on their arguments alone.
+# Modules of the standard library whose functions depend only on their arguments.
 PURE = frozenset({"builtins", "math", "operator", "functools", "itertools", "typing", "collections", "inspect"})
-# What torch runs of a layer's class besides forward; the last where somebody else's forward calls torch's.
+# Methods of a layer's class that torch runs besides forward. _conv_forward runs if another extension's forward calls
+# torch's.
 CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__")
 
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """What a LoRA adds to a weight: scale * up @ down. up: (out, rank). down: (rank, in), or (rank, in, height, width)
-    of a convolution. in_own_type: whether the host computes it in the type of up and down, and casts its input to that;
-    otherwise it casts up and down to the layer's."""
+    """A LoRA's update of a weight: scale * up @ down.
+
+    up: (out, rank). down: (rank, in), or (rank, in, height, width) of a convolution. in_own_type: whether the host
+    computes it in the dtype of up and down, and casts its input to that; otherwise it casts up and down to the layer's.
+    """
 
     up: Tensor
     down: Tensor
@@ -59,11 +62,11 @@ class LowRankUpdate:
 
 @dataclass(frozen=True)
 class WeightFunctions:
-    """What a host applies to the parameters of one layer, in the type that is computed in.
+    """The functions that a host applies to the parameters of one layer, in the dtype computed in.
 
-    updates: LoRAs of its weight, if nothing else is applied to it. weight, bias: functions that return the changed
-    parameter, and may write to the one that they are given; None where nothing is applied, or only updates. lasting:
-    whether the functions return the same until their parts change.
+    updates: the LoRAs of its weight, if nothing else is applied to the weight; otherwise (). weight, bias: functions
+    that return the changed parameter, and may write to their argument; None if there is none, or only updates.
+    lasting: whether the functions return the same result until their parts change.
     """
 
     updates: tuple[LowRankUpdate, ...] = ()
@@ -76,7 +79,7 @@ class WeightFunctions:
 class Casts:
     """How a host casts the parameters of its layers at each use.
 
-    to: the type to which it casts the parameters of these layers, for inputs of a type; None where it computes with
+    to: to(layers, dtype) returns the dtype to which it casts their parameters for inputs of this dtype; None if it uses
     them as they are stored. norms: whether it casts the parameters of norms too.
     """
 
@@ -86,10 +89,11 @@ class Casts:
 
 @dataclass
 class Parts:
-    """All that a host's functions compute with, as one look finds it. Drop it after the call: it keeps that alive.
+    """Everything that a host's functions compute with at one moment. Drop it after the call, because it keeps all of it
+    alive.
 
-    indices: of the layers to which anything is applied, in the list of layers. facts: plain data, such as a LoRA's
-    strength. objects: parts that are compared by identity. tensors: parts that are compared by their numbers.
+    indices: of the layers with functions, in the list of layers. facts: plain data, such as a LoRA's strength. objects:
+    parts that are compared by identity. tensors: parts that are compared by their numbers.
     """
 
     indices: list[int] = field(default_factory=list)
@@ -98,25 +102,26 @@ class Parts:
     tensors: list[Tensor] = field(default_factory=list)
 
     def mark(self) -> list[object]:
-        """A list that is equal for equal parts, as long as the parts that it was made of are alive: later, another
-        object may have the id of one. Of tensors it covers addresses, layouts and counted edits, not the numbers."""
+        """A list that is equal for equal parts, as long as the parts are alive: an id may be reused later. Of tensors
+        it contains addresses, layouts and counts of edits, not the numbers."""
         tensors = self.tensors
         where = [list(map(look, tensors)) for look in (Tensor.data_ptr, layout_of, Tensor.stride)]
         return [self.indices, self.facts, list(map(id, self.objects)), where, edit_counts(tensors)]
 
 
 class FunctionReader(Protocol):
-    """Reads what one host applies to the parameters of its layers at each use."""
+    """Reads the functions that one host applies to the parameters of its layers at each use."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the host can begin to apply something to these layers without changing the module tree."""
+        """Whether the host can add functions for these layers without changing the module tree, so that each call must
+        look for them."""
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
-        """The parts of all that is applied to these layers now. Every call reads them: about 5 microseconds a layer
-        with a LoRA. Raises Refusal if only the host can compute it."""
+        """The parts of all functions of these layers now. Every call reads them; that takes about 5 microseconds for a
+        layer with a LoRA. Raises Refusal if only the host can compute one."""
 
     def of(self, layer: nn.Module) -> WeightFunctions:
-        """What is applied to one of the layers that parts found. Raises Refusal if only the host can compute it."""
+        """The functions of one of the layers that parts() found. Raises Refusal if only the host can compute them."""
 
 
 # See HostTraits.
@@ -125,28 +130,30 @@ Yardstick = Callable[[Callable[[], Tensor], nn.Module, Sequence[nn.Module]], Cal
 
 @dataclass(frozen=True)
 class HostTraits:
-    """What a host adapter knows of how its host computes a network.
+    """Properties of a host's networks that its adapter knows.
 
-    trusted: Python modules whose patches of classes the adapter knows, and takes into account where they matter.
-    inert: inert(network, module) returns whether the forward that is set on this module's instance computes now what
-        its class's forward does.
-    sync_lora: merges LoRAs into the parameters of these layers, where the host does that late, in each layer's forward.
-    wanted_lora: returns the LoRAs that sync_lora merges; equal as long as it has nothing to do.
-    synced: names that the host's forward looks up to do what sync_lora does, each with its Python module
-        ("networks.loaded_networks"). They count as weights, not as code.
-    brought: brought(network, path) returns whether the adapter knows the forward that is set on the instance of the
-        module at this path, and hands its functions over with each call, as Call.patches.
-    yardstick: takes the host's forward of a call, the network, and layers that it multiplies in eight bits and our
-        forward does not. Returns the forward with its approximations (such as 8-bit attention) computed exactly, to
-        compare with; None: it approximates nothing.
-    functions: reads what the host applies to its layers' weights at each use; None: such calls are left to the host.
-    casts: how the host casts its layers' weights at each use; None where it never does.
-    stored: reads the weights that the host keeps in few bits; None where it has none.
-    written: attributes that the host's forwards write on their modules, and that nothing computes with.
-    placed: attributes that say where a host keeps a module's weights; nothing computes with them.
+    trusted: Python modules whose patches of classes the adapter knows, and takes into account if they matter.
+    inert: inert(network, module) returns whether the forward set on this module's instance now computes the same as its
+        class's forward.
+    sync_lora: merges LoRAs into the parameters of these layers. For hosts that do it late, in each layer's forward.
+    wanted_lora: returns a key of the LoRAs that sync_lora merges, which is equal as long as there is nothing to merge.
+    synced: names in the host's forward that sync_lora replaces, each with its Python module
+        ("networks.loaded_networks"). They are not followed as code, because their effect is in the weights.
+    brought: brought(network, path) returns whether the adapter knows the forward set on the instance of the module at
+        this path, and passes its functions with each call, as Call.patches.
+    yardstick: takes the host's forward of a call, the network, and the layers that the host multiplies in eight bits
+        and our forward does not. Returns the forward with these approximations, and others such as 8-bit attention,
+        switched off, to compare with. None: the host approximates nothing.
+    functions: reads the functions that the host applies to its weights at each use; None: networks with such functions
+        are refused.
+    casts: how the host casts its weights at each use; None if it does not.
+    stored: reads the weights that the host stores in few bits; None if it stores none so.
+    written: attributes that the host's forwards write to their modules, and that do not affect the output.
+    placed: attributes that tell where a host keeps a module's weights, and do not affect the output.
     movers: Python modules whose hooks on a network's modules only move weights.
-    make_room: asks the host to take at least so many bytes of a network's weights off the GPU. Returns how many it has
-        taken.
+    make_room: make_room(network, size) asks the host to move at least `size` bytes of the network's weights off the
+    GPU.
+        Returns the number of bytes that it has moved.
     """
 
     trusted: Collection[str] = ()
@@ -166,14 +173,14 @@ class HostTraits:
 
 
 def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
-    """Raise Refusal for the first module below a network that computes something other than its class says. Takes some
-    milliseconds.
+    """Raise Refusal for the first module inside of a network that may compute something else than its class's original
+    code. Takes some milliseconds.
 
-    The reasons are: a method or a function set on an instance, a hook, a LoRA that is not merged, dropout in training
-    mode, or a method of a class that was replaced by code from a Python module that is neither the class's own nor in
-    host_traits.trusted. The network itself is not judged: its hooks run around any forward, ours too.
+    The reasons are: a method or function set on an instance; a hook; a LoRA that is not merged; dropout in training
+    mode; or a method of a class that was replaced by code from a Python module that is neither the class's own nor in
+    host_traits.trusted. The network itself is left out, because its own hooks also run around our forward.
     """
-    # By class: see called_by. Of attention processors, which are no modules, __call__ runs.
+    # The results of called_by, by class; and the classes of attention processors, which are not modules.
     run: dict[type, tuple[str, ...]] = {}
     names: dict[type, frozenset[str]] = {}
     processors: dict[type, tuple[str, ...]] = {}
@@ -203,7 +210,8 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
                 raise Refusal(f"{name} has a forward hook, set by {author(hook)}")
         if host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
             raise Refusal(
-                "a LoRA is applied at every call, not merged (fp16 LoRA in Diffusion in Low Bits, or low VRAM)"
+                "a LoRA is applied at each step instead of being merged (fp16 LoRA in Diffusion in Low Bits, or low "
+                "VRAM)"
             )
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
             raise Refusal(f"{name} drops values (the network is in training mode)")
@@ -216,12 +224,10 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
 def replaced_names(
     reached: Reached, hosts: Collection[str], before: Mapping[str, str], trusted: Collection[str]
 ) -> list[Named]:
-    """The names in a network's code whose values were replaced.
+    """The names in a network's code whose values an extension has replaced: values that have changed since the network
+    was first read; functions in torch that are not torch's; and functions of extensions in the host's files.
 
-    hosts: the packages of the network's classes. before: Reached.facts of the code when the network was first seen.
-
-    A value that has changed since then was replaced. Of those that have not, these were replaced before: functions in
-    torch that are not torch's, and functions of extensions in the host's files.
+    hosts: the packages of the network's classes. before: Reached.facts when the network was first read.
     """
     found = {named.label: named for named in reached.changed(before)}
     for named in reached.named():
@@ -231,32 +237,33 @@ def replaced_names(
 
 
 def was_replaced(named: Named, known: Collection[str]) -> bool:
-    """Whether a name in torch or in a host's file has a function of an extension. known: see foreign_parts."""
+    """Whether the value of a name in torch or in a host's file contains a function of an extension. known: see
+    foreign_parts."""
     files = [str(globals_of(one).get("__file__")) for one in foreign_parts(named, known)]
     if package(named.owner) in NOT_READ:
-        # Installed packages decorate torch.
+        # Functions of installed packages do not count: some decorate torch's.
         return not all(map(is_installed, files))
-    # A host's file imports from other packages.
+    # Functions of other packages do not count: a host's file imports some.
     return any(map(extension_of, files))
 
 
 def foreign_parts(named: Named, known: Collection[str]) -> list[Any]:
-    """The functions of a name's value that are neither torch's, ours, of the known Python modules and packages, nor of
-    the package whose namespace has the name."""
+    """The functions in a name's value that are of other code than torch, OneDiff, the known Python modules and
+    packages, and the package that the name belongs to."""
     if not may_compute(named.value):
         return []
     return [one for one in parts_of(named.value) if not is_of(one, {*known, package(named.owner)})]
 
 
 def may_compute(value: Any) -> bool:
-    """Whether a value can be called, or is a descriptor around a function. Classes are read by themselves."""
+    """Whether a value can be called, or is a descriptor around a function. Classes do not count."""
     return (callable(value) and not isinstance(value, type)) or isinstance(value, (property, staticmethod, classmethod))
 
 
 def has_unseen_state(replaced: Named, hosts: Collection[str]) -> bool:
-    """Whether the new value of a replaced name may depend on more than its arguments and what can be watched: plain
-    values in its closure, its globals and its objects. A check would hold for one call of it alone, so the caller
-    refuses such a network."""
+    """Whether the new value of a replaced name may depend on state besides its arguments that cannot be compared: only
+    plain values in its closure, globals and objects can. A check of one call then proves nothing for the next, so the
+    caller refuses such a network."""
     digests = Digests(Tokens())
     known = {*NOT_READ, *hosts, OURS}
     digests.of(replaced.value)
@@ -272,7 +279,7 @@ def has_unseen_state(replaced: Named, hosts: Collection[str]) -> bool:
 
 
 def reason_of(replaced: Named) -> str:
-    """What was replaced and by whom, for users."""
+    """A sentence for users: which function was replaced, and by whom."""
     if not may_compute(replaced.value):
         return f"{replaced.label} was changed"
     return f"{replaced.label} was replaced by {author(replaced.value)}"
@@ -281,9 +288,11 @@ def reason_of(replaced: Named) -> str:
 def refuse_replaced(
     kind: type, method: str = "forward", trusted: Collection[str] = (), below: object = None
 ) -> None:
-    """Raise Refusal if a method of a class was replaced by code of a Python module that is not trusted. below: the
-    function to judge; by default the class's, below our own patch. A hook of ours gives the one that it calls as the
-    host's."""
+    """Raise Refusal if a method of a class was replaced by code of a Python module that is not trusted.
+
+    below: the function to judge; by default the class's, below our own patch. A hook of ours passes the function that
+    it calls as the host's.
+    """
     owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
     if owner is None:
         return
@@ -300,21 +309,21 @@ def refuse_replaced(
 
 
 def refuse_global_hooks() -> None:
-    """Raise Refusal where a hook runs around every module's forward. Microseconds."""
+    """Raise Refusal if a hook is set on all modules. Takes microseconds."""
     everywhere = nn.modules.module
     for hook in (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()):
         raise Refusal(f"a forward hook is set on all modules, by {author(hook)}")
 
 
 def is_of(function: object, authors: Collection[str]) -> bool:
-    """Whether a function is torch's, ours, or of one of these Python modules or packages."""
+    """Whether a function's code belongs to torch, OneDiff, or one of these Python modules or packages."""
     module = str(globals_of(function).get("__name__"))
     return module in authors or package(module) in authors or package(module) in (OURS, *NOT_READ)
 
 
 def called_by(kind: type) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The methods of a class that run when a module of it is called: the forwards, the methods that they call by name,
-    and so on. And all names in the code of these."""
+    """The methods that run when a module of this class is called: the forwards, the methods that they call by name, and
+    so on. And all names in the code of these methods."""
     called = dict.fromkeys(FORWARDS)
     names: set[str] = set()
     waiting = [*FORWARDS]
@@ -325,7 +334,7 @@ def called_by(kind: type) -> tuple[tuple[str, ...], frozenset[str]]:
             found = names_in(function.__code__)
             for other in sorted(found - names):
                 member = inspect.getattr_static(kind, other, None)
-                # The methods of every module: forwards call tensors' methods by the same names.
+                # Not methods of nn.Module: tensors have methods of the same names, such as `to`, which forwards call.
                 if may_compute(member) and other not in called and other not in vars(nn.Module):
                     called[other] = None
                     waiting.append(other)
@@ -334,13 +343,15 @@ def called_by(kind: type) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def own_method(module: nn.Module, name: str) -> object | None:
-    """The attribute of this name that is set on a module's instance. None if there is none, or if it is the class's
-    own method, bound, such as an extension leaves behind when it undoes its patch. Our patch of the class does not
-    count."""
+    """The attribute of this name that is set on a module's instance. None if there is none.
+
+    Also None if it is the class's own method, bound, which an extension leaves behind when it undoes its patch; our own
+    patch of the class is ignored for this.
+    """
     own = module.__dict__.get(name)
     if getattr(own, "__self__", module) is not module:
         return own
-    # Below our own patch only: the __wrapped__ of another decorator need not be the function that it calls.
+    # Only our own patch is looked through: the __wrapped__ of another decorator need not be the function that it calls.
     of_class = beneath_ours(getattr(type(module), name, None))
     is_of_class = of_class is not None and beneath_ours(getattr(own, "__func__", None)) is of_class
     return None if is_of_class else own

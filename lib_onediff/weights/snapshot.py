@@ -1,7 +1,7 @@
-"""Snapshots of objects, to tell later in the same process whether they are still the same.
+"""Snapshots of objects: a later snapshot in the same process is equal if the object still computes the same.
 
-Two snapshots are equal as long as what computes with the object finds the same in it. No snapshot keeps a module, a
-tensor or a function's closure alive. Objects are recognised by weak references: an id() may come again.
+No snapshot keeps a module, a tensor or a function's closure alive. Objects are identified by weak references, because
+an id() may be reused.
 """
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from ..core.edits import edit_count
 from .contents import MemorySpan
 from .values import CONTAINERS, FUNCTIONS, MOST_ENTRIES, as_it_is
 
-# Equal values of these types are the same to any computation.
+# Values of these types are their own snapshots: any computation gives the same with equal ones.
 PLAIN_CLASSES = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size,
     torch.memory_format, torch.layout, type, types.BuiltinFunctionType, types.GetSetDescriptorType,
     types.MemberDescriptorType, types.WrapperDescriptorType, types.MethodDescriptorType, types.ModuleType,
 )
-# The same, without subclasses: a look-up in it is faster than isinstance, and answers for most values.
+# The same as a set of exact types: a look-up is faster than isinstance, and decides for most values.
 PLAIN_TYPES = frozenset(PLAIN_CLASSES)
-# Recognised as objects. A closure may hold a model: what it holds is compared where its code is reached.
+# Compared by identity alone. A function's closure may contain a model; reached.Bodies compares it.
 BY_IDENTITY = (types.FunctionType, nn.Module)
-# Containers within containers, and objects within objects. What lies deeper is known by its type and its length.
+# The depth of nested containers and objects that are compared; deeper ones are compared by type and length alone.
 DEEPEST = 4
 state_of = operator.attrgetter("__dict__")
 
 
 class Same:
-    """Equals a Same of the same object, and no other. Keeps nothing alive."""
+    """Identifies an object without keeping it alive: equal to another Same of the same object alone."""
 
     __slots__ = ("reference",)
 
@@ -43,14 +43,15 @@ class Same:
         self.reference = weakref.ref(one)
 
     def __eq__(self, other: object) -> bool:
-        # A live object has one plain weak reference: comparing these never calls an __eq__ of the object's own.
+        # weakref.ref() returns the same reference for the same live object. Comparing references with == would call the
+        # object's own __eq__.
         return isinstance(other, Same) and self.reference is other.reference
 
     __hash__ = None  # type: ignore[assignment]
 
 
 def same(value: Any) -> Any:
-    """A Same of an object; of an object that takes no weak reference, its class."""
+    """A Same of an object; its class if it does not support weak references."""
     try:
         return Same(value)
     except TypeError:
@@ -63,14 +64,14 @@ def no_object() -> None:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is its own snapshot: equal values compute the same, and it keeps no model alive."""
+    """Whether a value is its own snapshot: equal values compute the same, and it cannot keep a model alive."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         return True
     if kind is tuple or kind is frozenset:
         return all(map(is_plain, value))
     if kind is types.FunctionType:
-        # A closure may hold a model.
+        # A closure may contain a model.
         return value.__closure__ is None
     if kind is staticmethod or kind is classmethod:
         return is_plain(value.__func__)
@@ -80,8 +81,8 @@ def is_plain(value: Any) -> bool:
 
 
 def snapshot(value: Any, depth: int = 0) -> Any:
-    """The snapshot of a value: of a container, of what is in it; of a tensor, of where it lies and how often it was
-    edited; of another object, of its identity and its plain attributes. depth: how many objects it lies in."""
+    """The snapshot of a value: of a container, the snapshots of its members; of a tensor, its MemorySpan and its count
+    of edits; of another object, its identity and its plain attributes. depth: the number of objects around it."""
     if is_plain(value):
         return value
     if isinstance(value, CONTAINERS):
@@ -102,6 +103,7 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 
 
 def snapshot_of_container(container: Any, depth: int) -> tuple[Any, ...]:
+    """See snapshot. Of a container that is too large or too deep, its type and length."""
     kind = type(container)
     size = len(container)
     if size > MOST_ENTRIES or depth > DEEPEST:
@@ -112,8 +114,8 @@ def snapshot_of_container(container: Any, depth: int) -> tuple[Any, ...]:
 
 
 def snapshot_of_attribute(value: Any, depth: int) -> Any:
-    """Of an attribute of an object that is no module: plain values and code. Anything else in it is known by its type.
-    """
+    """The snapshot of an attribute of an object that is not a module: of plain values and functions as usual; of any
+    other value its type."""
     if is_plain(value):
         return value
     return snapshot(value, depth + 1) if isinstance(value, FUNCTIONS) else type(value)

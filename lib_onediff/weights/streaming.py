@@ -1,9 +1,9 @@
-"""Weights that lie in main memory, copied to the GPU while it computes, ahead of the layers that read them.
+"""Streams weights from main memory: copies them to the GPU while it computes, ahead of the layers that read them.
 
-A forward reads its weights unit by unit (core.family.Family.units). The matrices that are away are copied on a stream
-of their own into a ring of GPU memory, and written over once their unit was computed; vectors, a thousandth of all, are
-copied when it begins. Every call copies them anew, so nothing that is made of a weight outlives a call. While a CUDA
-graph is captured, so are the copies: they are a branch of the graph beside its kernels.
+A forward reads its weights unit by unit (core.family.Family.units). Matrices in main memory are copied on a stream of
+their own into a ring buffer on the GPU, and are overwritten once their unit was computed. Vectors, 0.1 % of the bytes,
+are all copied when the forward begins. Every call copies its weights again, so that no copy outlives a call. A CUDA
+graph contains the copies as a branch beside its kernels.
 """
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from .exact_copy import copy_into, copy_of
 from .main_memory import MainMemory, aligned
 from .stored import StoredWeight
 
-# Copies of less take longer to begin than to do.
+# Smaller copies spend more time on their launch than on the transfer.
 LEAST_CHUNK = 16 << 20
-# So many bytes the copies may be ahead of what is computed, where two units take less.
+# Bytes of the ring, if two units take less.
 RING = 256 << 20
 Units = Sequence[Sequence[str]]
-# From which byte of a room on something is copied to, and from where.
+# (the first byte of the target, in the ring or the buffer for vectors; the source).
 Copy = tuple[int, MemorySpan]
 Copies = Sequence[tuple[Tensor, MemorySpan]]
 
 
 class CopyStream:
-    """Copies to a GPU beside what it computes. Its marks are events."""
+    """Copies to a GPU while it computes, on a CUDA stream of its own. Its marks are CUDA events."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def computed(self) -> torch.cuda.Event:
-        """A mark behind all that was launched to compute."""
+        """A mark after all computation launched so far."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def copy(self, copies: Copies, after: torch.cuda.Event) -> torch.cuda.Event:
-        """Copy behind a mark, and behind all copies before. Returns a mark behind these."""
+        """Launch copies that begin after the mark `after` and after all earlier copies. Returns a mark after them."""
         event = torch.cuda.Event()
         self._stream.wait_event(after)
         with torch.cuda.stream(self._stream):
@@ -57,15 +57,15 @@ class CopyStream:
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        """What is launched to compute from now on comes behind a mark."""
+        """Let computation that is launched from now on begin after a mark."""
         torch.cuda.current_stream(self._device).wait_event(mark)
 
 
 class Chunk(NamedTuple):
-    """What is copied in one go: the matrices of units that follow each other.
+    """The matrices of consecutive units that are copied together.
 
-    last_unit: the last that reads it. start, size: where it lies in the ring, in bytes. waits: how many chunks must
-    have been read before it is written, because it lies over one of them.
+    last_unit: the last unit that reads it. start, size: its place in the ring, in bytes. waits: how many of the first
+    chunks must have been read before it is written, because it overwrites the last of them.
     """
 
     last_unit: int
@@ -75,8 +75,8 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(sizes: Sequence[int], ring: int, least: int = LEAST_CHUNK) -> list[Chunk]:
-    """The chunks in which units of these sizes go through a ring at least twice as large as the largest unit. All in
-    bytes. least: smaller units that follow each other share a chunk."""
+    """The chunks for units of these sizes. All sizes are in bytes. ring: the size of the ring, at least twice the
+    largest unit. least: consecutive units that are smaller share a chunk."""
     chunks: list[Chunk] = []
     for unit, size in enumerate(sizes):
         if not size:
@@ -92,8 +92,8 @@ def chunks_of(sizes: Sequence[int], ring: int, least: int = LEAST_CHUNK) -> list
 
 
 def reads_before(chunk: Chunk, earlier: Sequence[Chunk]) -> int:
-    """How many of the earlier chunks must have been read before this one is written: up to the last one that lies in
-    the same bytes of the ring."""
+    """The number of earlier chunks, counted from the first, that must have been read before this one is written: up to
+    the last one that overlaps it in the ring."""
     end = chunk.start + chunk.size
     found = 0
     for number, other in enumerate(earlier, 1):
@@ -103,8 +103,8 @@ def reads_before(chunk: Chunk, earlier: Sequence[Chunk]) -> int:
 
 
 class CopySchedule(NamedTuple):
-    """The copies of a forward with so many units. unit_of: the unit of each layer. chunk_of, staged: for each layer
-    whose matrix is away, its chunk and the tensor that it is copied to. copies: those of each chunk."""
+    """The copies of a forward. units: the number of units. unit_of: the unit of each layer. copies: those of each
+    chunk. chunk_of, staged: for each layer whose matrix is streamed, its chunk and the tensor that it is copied to."""
 
     units: int
     unit_of: dict[str, int]
@@ -115,18 +115,18 @@ class CopySchedule(NamedTuple):
 
 
 class Streaming:
-    """The layers of a network that are not, or not as a whole, on the device that computes."""
+    """Streams the weights of a network that are, in whole or in part, not on the device that computes."""
 
     def __init__(self, binding: Binding, units: Units, lane: CopyStream, memory: MainMemory, pinned: bool) -> None:
-        """Moves the parameters that lie in main memory to pinned memory, from which a GPU copies by itself, where they
-        do not lie there. units: of the whole network. pinned: False where nothing has to be pinned.
+        """Moves parameters in main memory to pinned memory, from which a GPU can copy while it computes.
 
-        Raises Refusal if there is no main memory left, and torch.cuda.OutOfMemoryError.
+        units: of the whole network. pinned: False in tests without a GPU. Raises Refusal if there is too little main
+        memory, and torch.cuda.OutOfMemoryError.
         """
         self.device = binding.device
         self.lane = lane
         self._schedules: dict[Hashable, CopySchedule] = {}
-        # Where each member of a fused layer begins in it, and how many rows it has.
+        # The first row and the number of rows of each member of a fused layer.
         self.members = binding.fusion_of
         names = [name for name in chain.from_iterable(units) if name in binding.away]
         self._pin(binding, names, memory, pinned)
@@ -141,11 +141,11 @@ class Streaming:
                 for label, scale in labelled_scales(binding.stored(path)):
                     if lies_away(scale, self.device):
                         vectors[path, label] = [scale]
-        # Nothing here keeps them alive.
+        # Spans do not keep the weights alive.
         self._matrices = {name: list(map(MemorySpan.of, parts)) for (name, _), parts in matrices.items()}
         sizes = self._sizes_of(units)
         self._ring_bytes = max(2 * max(sizes), min(RING, sum(sizes)))
-        # Made when a matrix is copied.
+        # Allocated when the first matrix is to be copied.
         self._ring = room_of(0, self.device)
         spans: dict[tuple[str, str], list[MemorySpan]] = {}
         for key, parts in vectors.items():
@@ -160,8 +160,8 @@ class Streaming:
         self._copies_of_vectors = joined(copies, self._room)
 
     def _pin(self, binding: Binding, names: Sequence[str], memory: MainMemory, pinned: bool) -> None:
-        """Have what is copied lie in pinned memory: matrices one after the other, so that one copy takes many, then the
-        vectors. Raises Refusal for scales that lie apart in memory."""
+        """Move weights to pinned memory: matrices one after the other, so that one copy takes many, then the vectors.
+        Raises Refusal if there is too little main memory."""
         matrices: list[Tensor] = []
         vectors: list[Tensor] = []
         for name in names:
@@ -174,22 +174,23 @@ class Streaming:
 
     @property
     def bytes(self) -> int:
-        """GPU memory of the ring and of the vectors."""
+        """GPU memory of the ring and of the copied vectors."""
         return self._room.nbytes + self._ring.nbytes
 
     def copied(self, left_out: Collection[str] = ()) -> int:
-        """Bytes of matrices that every call copies. left_out: layers whose matrices are not read."""
+        """Bytes of matrices that each call copies. left_out: layers whose matrices it does not read."""
         return sum(size_of(parts) for name, parts in self._matrices.items() if name not in left_out)
 
     def forward(self, units: Units, left_out: frozenset[str]) -> StreamedForward:
-        """The copies of one forward. units: the order in which it reads its layers. left_out: layers whose matrices it
-        does not read."""
+        """The copies of one forward. units: its layers in reading order. left_out: layers whose matrices it does not
+        read."""
         key = tuple(map(tuple, units)), left_out
         if key not in self._schedules:
             self._schedules[key] = self._schedule(units, left_out)
         return StreamedForward(self, self._schedules[key])
 
     def _schedule(self, units: Units, left_out: frozenset[str]) -> CopySchedule:
+        """See forward."""
         copied = self._matrices.keys() - left_out
         streamed: list[list[str]] = []
         for unit in units:
@@ -215,19 +216,19 @@ class Streaming:
         return schedule
 
     def _sizes_of(self, units: Units) -> list[int]:
-        """The bytes of the matrices of each unit that are away."""
+        """For each unit, the bytes of its matrices that are streamed."""
         return [sum(size_of(self._matrices.get(name, ())) for name in unit) for unit in units]
 
     def begin(self) -> None:
-        """Copy all vectors, which every forward does first."""
+        """Copy all vectors, at the beginning of a forward."""
         self.lane.wait(self.lane.copy(self._copies_of_vectors, self.lane.computed()))
 
     def vector(self, name: str, kind: str) -> Tensor | None:
-        """The copy of a layer's vector. kind: "weight" or "bias". None where it is not copied."""
+        """The copy of a layer's vector; None if it is not streamed. kind: "weight" or "bias"."""
         return self._vectors.get((name, kind))
 
     def scales(self, path: str, stored: StoredWeight) -> list[Tensor]:
-        """The scales of a weight in few bits on the device that computes: copies of those that are away."""
+        """The scales of a weight in few bits, on the device that computes: copies of those that are streamed."""
         found: list[Tensor] = []
         for label, scale in labelled_scales(stored):
             copy = self._vectors.get((path, label))
@@ -235,8 +236,8 @@ class Streaming:
         return found
 
     def content(self, names: Collection[str]) -> int:
-        """A checksum of the first row of each matrix in main memory, which shows edits that torch does not count
-        (weight.data += ...). Some milliseconds for SDXL."""
+        """A checksum of the first row of each of these layers' matrices in main memory, to find edits that torch does
+        not count (weight.data += ...). Takes some milliseconds for SDXL."""
         found = 0
         for name in names:
             for span in self._matrices.get(name, ()):
@@ -245,14 +246,15 @@ class Streaming:
         return found
 
     def alone(self, name: str) -> Tensor:
-        """A layer's matrix in memory of its own."""
+        """A copy of a layer's matrix on the device that computes, outside of the ring."""
         return in_one(list(map(tensor_at, self._matrices[name])), self.device)
 
 
 def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streaming:
-    """For what computes on a GPU. Raises what Streaming raises."""
+    """The Streaming of a network that computes on a GPU. Raises what Streaming raises, and Refusal for another device.
+    """
     if binding.device.type != "cuda":
-        raise Refusal(f"a part of its weights is in main memory, from where none is copied for {binding.device.type}")
+        raise Refusal(f"a part of the weights is in main memory, and OneDiff copies none to {binding.device.type}")
     return Streaming(binding, units, CopyStream(binding.device), memory, pinned=True)
 
 
@@ -263,13 +265,17 @@ class StreamedForward:
         self._streaming = streaming
         self._copy_schedule = schedule
         self._unit = -1
-        # Behind the copies of each chunk that nobody has waited for yet; how many are on their way or there.
+        # The marks after the copies of each chunk, until the forward has waited for them.
         self._marks: dict[int, torch.cuda.Event] = {}
+        # The number of chunks whose copies are launched.
         self._begun = 0
 
     def weight(self, name: str) -> Tensor | None:
-        """The copy of a layer's weight, complete once the launches so far have run; None where it is not copied. Starts
-        the copies that take the place of earlier units, which were launched."""
+        """The copy of a layer's weight; None if it is not streamed. Work launched from now on sees the complete copy.
+
+        Asking for a layer of a new unit means that all work of earlier units is launched, so copies that overwrite
+        these are launched too.
+        """
         schedule = self._copy_schedule
         unit = schedule.unit_of.get(name, -1)
         if unit > self._unit:
@@ -278,20 +284,20 @@ class StreamedForward:
         if chunk is None:
             return self._streaming.vector(name, "weight")
         if unit < self._unit:
-            # What it was copied to may hold another by now.
+            # A layer of an earlier unit: its memory in the ring may have been overwritten.
             return self._streaming.alone(name)
         self._wait(chunk)
         return schedule.staged[name]
 
     def bias(self, name: str) -> Tensor | None:
-        """The copy of a layer's bias; None where it is not copied."""
+        """The copy of a layer's bias; None if it is not streamed."""
         if self._unit < 0:
             self._go_on(0)
         return self._streaming.vector(name, "bias")
 
     def _go_on(self, unit: int) -> None:
-        """The forward comes to a unit: whatever reads the units before is launched, so start the copies that take
-        their place."""
+        """Note that the forward has reached a unit, so that all readers of the units before are launched, and launch
+        the copies that overwrite these."""
         chunks = self._copy_schedule.chunks
         lane = self._streaming.lane
         if self._unit < 0:
@@ -306,7 +312,7 @@ class StreamedForward:
             self._marks[self._begun] = lane.copy(self._copy_schedule.copies[self._begun], computed)
             self._begun += 1
         if unit == self._copy_schedule.units - 1 and self._marks:
-            # Nothing is on its way when the forward ends: a capture has to find its streams together.
+            # All copies end before the forward does, because a capture must join its streams.
             self._wait(max(self._marks))
 
     def _wait(self, chunk: int) -> None:
@@ -316,26 +322,27 @@ class StreamedForward:
 
 
 def labelled_scales(stored: StoredWeight | None) -> Iterator[tuple[str, Tensor]]:
-    """The scales of a weight, each with a name."""
+    """The scales of a weight in few bits, each with a name; none for None."""
     if stored is not None:
         for index, scale in enumerate(stored.scales):
             yield f"scale {index}", scale
 
 
 def room_of(size: int, device: torch.device) -> Tensor:
-    """Bytes that can be written in any mode. Raises torch.cuda.OutOfMemoryError."""
+    """A buffer of `size` bytes, which is not an inference tensor and so can be written in any mode. Raises
+    torch.cuda.OutOfMemoryError."""
     with torch.inference_mode(False):
         return torch.empty(size, dtype=torch.uint8, device=device)
 
 
 def size_of(spans: Sequence[MemorySpan]) -> int:
-    """The bytes that they take one after the other, so that what follows is aligned."""
+    """Bytes of these spans one after the other, rounded up so that the next tensor is aligned."""
     return aligned(sum(span.nbytes for span in spans))
 
 
 def staged(spans: Sequence[MemorySpan], room: Tensor, start: int, copies: list[Copy]) -> Tensor:
-    """Where tensors, (rows, ...) each, are one after the other in a room of bytes, from a start on; with what has to be
-    copied for that."""
+    """A view of the buffer `room`, from the byte `start` on, for these tensors (rows, ...) one after the other. Appends
+    the copies that fill it to `copies`."""
     (_, *shape), stride, dtype, _ = spans[0].layout
     end = start
     for span in spans:
@@ -346,13 +353,13 @@ def staged(spans: Sequence[MemorySpan], room: Tensor, start: int, copies: list[C
 
 
 def tensor_at(span: MemorySpan) -> Tensor:
-    """Raises ReferenceError if its memory is gone."""
+    """The tensor that a span was made of. Raises ReferenceError if its memory was freed."""
     shape, stride, dtype, _ = span.layout
     return span.bytes().view(dtype).as_strided(shape, stride)
 
 
 def joined(copies: Sequence[Copy], room: Tensor) -> list[tuple[Tensor, MemorySpan]]:
-    """The same copies, in one where they lie one after the other at both ends."""
+    """The same copies as (target, source), with those merged that are adjacent in both the source and the buffer."""
     found: list[Copy] = []
     for start, span in copies:
         if found:
@@ -366,8 +373,8 @@ def joined(copies: Sequence[Copy], room: Tensor) -> list[tuple[Tensor, MemorySpa
 
 
 def pin(parameter: Tensor, memory: MainMemory, pinned: bool) -> None:
-    """Have a parameter of main memory lie there in one piece, from which a GPU copies by itself (pinned).
-    Raises Refusal where there is no room."""
+    """Move a parameter in main memory to dense memory there; pinned memory if `pinned`. Does nothing if it is there
+    already, or on a GPU. Raises Refusal if there is no room."""
     lies_well = is_dense(parameter) and (parameter.is_pinned() or not pinned)
     if parameter.device.type != "cpu" or lies_well:
         return
@@ -379,4 +386,5 @@ def pin(parameter: Tensor, memory: MainMemory, pinned: bool) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is contiguous, or an image or convolution weight in channels-last order."""
     return tensor.is_contiguous() or (tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last))

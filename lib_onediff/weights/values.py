@@ -18,25 +18,25 @@ from torch import Tensor, nn
 
 from ..core.origins import beneath_ours, content_of, package
 
-# Values of these types have a repr that is the same in any process, and are known by it.
+# The digest of a value of these types is its repr, which is the same in any process.
 SAME_IN_ANY_PROCESS = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format,
     torch.layout, range, slice, re.Pattern,
 )
-# Written in C: they are what their names say.
+# Functions written in C: their digest is their name.
 NATIVE = (
     types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
     types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType,
 )
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 CONTAINERS = (dict, list, tuple, set, frozenset)
-# A larger tensor has no digest by value.
+# Larger tensors have no digest by value.
 MOST_BYTES = 1 << 16
-# A container with more entries is known by its length alone.
+# Of a container with more entries, only type and length count.
 MOST_ENTRIES = 256
-# The depth of containers within containers, as snapshot.DEEPEST has it; what lies deeper has no digest by value.
+# The depth of nested containers, equal to snapshot.DEEPEST, beyond which values have no digest by value.
 MOST_WITHIN = 4
-# The depth of any values within each other, such as a partial of a function with defaults; what lies deeper has no
+# The depth of nested values of any kind, such as a partial of a function with defaults, beyond which values have no
 # digest by value.
 DEEPEST = 32
 KNOWN_BY_NAME = sys.stdlib_module_names | {"torch"}
@@ -44,49 +44,54 @@ LOCAL = "<locals>"
 
 
 class Tokens:
-    """Names for objects that have no digest by value: another object, or another process, has another one. And the
-    digests of code, which is read once."""
+    """Unique names (tokens) for objects without a digest by value, which differ in every process. Also caches the
+    digests of code objects."""
 
     def __init__(self) -> None:
         self._process = secrets.token_hex(8)
         self._numbers = count()
-        # By identity, with what tells whether it is still that object. Code is not hashed: that takes as long.
+        # By id, with a weak reference that tells whether it is still the same object. Not by the hash of code objects:
+        # computing it takes as long as the digest.
         self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
 
     def of(self, value: Any) -> str:
+        """The token of an object."""
         return self._of(value, lambda: f"{self._process} {next(self._numbers)}")
 
     def of_code(self, code: types.CodeType) -> str:
+        """digest_of_code(), cached."""
         return self._of(code, lambda: digest_of_code(code))
 
     def _of(self, value: Any, make: Callable[[], str]) -> str:
         reference, found = self._known.get(id(value), (None, ""))
         if reference is None or reference() is not value:
             found = make()
-            with suppress(TypeError):  # of some objects there are no weak references
+            with suppress(TypeError):  # some objects do not support weak references
                 self._known[id(value)] = weakref.ref(value), found
         return found
 
 
 class Digests:
-    """Digests of values, made at one time.
+    """Computes digests of values. An object is made for one pass, in which values must not change.
 
-    modules: the paths of a network's modules, by their identity. unseen: what has no digest by value, or could change
-    without a change that snapshot sees.
+    modules: the paths of a network's modules, by id. unseen: values without a digest by value, and values that could
+    change without a change of their snapshot.
     """
 
     def __init__(self, tokens: Tokens, modules: Mapping[int, str] = types.MappingProxyType({})) -> None:
         self._tokens = tokens
         self._modules = modules
-        # By identity, with the value, which it keeps alive.
+        # By id, with the value, to keep it alive.
         self._known: dict[int, tuple[Any, str]] = {}
+        # The ids of the values around the present one.
         self._within: list[int] = []
-        # In how many containers the value at hand lies.
+        # The number of containers directly around the present value.
         self._depth = 0
         self.unseen: list[Any] = []
 
     def of(self, value: Any) -> str:
-        """Equal for equal values. Of anything but plain values, code, and what consists of these: a token."""
+        """A digest that is equal for equal values: of plain values, of code, and of values that consist of these. Any
+        other value gets its token."""
         if isinstance(value, SAME_IN_ANY_PROCESS):
             return f"{type(value).__name__} {value!r}"
         known = self._known.get(id(value))
@@ -98,7 +103,7 @@ class Digests:
             return self._token(value)
         depth = self._depth
         if isinstance(value, types.FunctionType) and depth:
-            # Code is reached by names and closures, and nobody looks at this function's own.
+            # Reached watches functions that are found by names and in closures, but not those in containers.
             self.unseen.append(value)
         self._depth = depth + 1 if isinstance(value, CONTAINERS) else 0
         self._within.append(id(value))
@@ -112,8 +117,8 @@ class Digests:
         return found
 
     def of_data(self, value: Any) -> str:
-        """The same, but an object that is neither code nor plain is known by its class, its plain attributes and its
-        functions."""
+        """As of(), but for an object that is neither code nor plain: a digest of its class, its plain attributes and
+        its functions, instead of all attributes."""
         is_object = not isinstance(value, (*SAME_IN_ANY_PROCESS, *NATIVE, *CONTAINERS, type, types.ModuleType))
         if not is_object or isinstance(value, FUNCTIONS):
             return self.of(value)
@@ -173,8 +178,8 @@ class Digests:
         return self._of_many(kind, (name, *methods), True)
 
     def _of_many(self, value: Any, parts: Iterable[str], are_sorted: bool = False) -> str:
-        """The digest of a value that consists of parts. parts: their digests. are_sorted: their order does not
-        count."""
+        """The digest of a value that consists of parts. parts: their digests. are_sorted: whether to ignore their
+        order."""
         if hasattr(value, "__len__") and len(value) > MOST_ENTRIES:
             self.unseen.append(value)
             return f"{name_of(type(value))} of {len(value)}"
@@ -193,7 +198,7 @@ class Digests:
             return f"cached {self.of(value.__wrapped__)}"
         state = getattr(value, "__dict__", None)
         if package(kind.__module__) in KNOWN_BY_NAME and kind is not types.SimpleNamespace:
-            # A context manager is plain; a lock or a random generator shows nothing of its state.
+            # The attributes of a context manager show its state; those of a lock or a random generator do not.
             plain = plain_in(value)
             if not plain or len(plain) < len(state or {}):
                 self.unseen.append(value)
@@ -210,13 +215,15 @@ class Digests:
 
 
 def as_it_is(container: Any) -> Any:
-    """A copy of a dictionary or set, as other threads may write to it meanwhile; another container itself. By the
-    methods of the built-in class alone: those of somebody's own class may import modules, as those of transformers'
-    mappings do, and its copy may be made in another way."""
+    """A copy of a dictionary or set, because other threads may change it meanwhile; any other container itself.
+
+    Uses the methods of the built-in classes alone. Those of a subclass may do other things: transformers' mappings
+    import modules.
+    """
     if type(container) is dict:
         return container.copy()
     if isinstance(container, dict):
-        # The keys are listed at one stroke.
+        # list() is atomic.
         return {name: dict.get(container, name) for name in list(dict.keys(container))}
     return set.copy(container) if isinstance(container, set) else container
 
@@ -236,7 +243,7 @@ def short(text: str) -> str:
 
 
 def digest_of_code(code: types.CodeType) -> str:
-    """Of what code computes, wherever its file is and whatever its lines."""
+    """A digest of a code object that does not depend on its file name and line numbers."""
     constants = [
         digest_of_code(one) if isinstance(one, types.CodeType) else repr_of_constant(one) for one in code.co_consts
     ]
@@ -246,7 +253,7 @@ def digest_of_code(code: types.CodeType) -> str:
 
 
 def repr_of_constant(constant: Any) -> str:
-    """The same in any process: the order of a set's members is not."""
+    """The repr of a constant in code, with the members of sets sorted: their order differs between processes."""
     if isinstance(constant, frozenset):
         return repr(sorted(map(repr_of_constant, constant)))
     if isinstance(constant, tuple):
@@ -254,5 +261,5 @@ def repr_of_constant(constant: Any) -> str:
     return repr(constant)
 
 
-# What functools.cache makes of a function.
+# The class of functions decorated by functools.cache.
 CACHE = type(functools.cache(digest_of_code))
