@@ -1,5 +1,5 @@
-"""The contract of a WebUI: what its adapter has, what follows from that, and what an adapter needs of its host, which
-is asked for before anything is hooked."""
+"""The interface of a WebUI's adapter, and the check that a release of the WebUI has everything that the adapter needs.
+"""
 from __future__ import annotations
 
 import importlib
@@ -27,10 +27,10 @@ log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 UNETS = ("SD1", "SD2", "SDXL")
 NOT_IN_USE = "OneDiff is not in use"
-# The name of an adapter that has no host.
+# The name of the adapter for a WebUI that OneDiff does not support.
 NO_HOST = "unknown"
-BYPASSED = "none of this generation's UNet calls reached OneDiff; no extension's code was found above it"
-# Of classes, what people call the model where that is something else.
+BYPASSED = "none of this generation's UNet calls reached OneDiff, and no extension was found that bypasses it"
+# Names of models for users, by the WebUI's class names, if the two differ.
 NAMES = {
     "ErnieImage": "Ernie Image", "Flux2": "Flux.2", "Krea2": "Krea 2", "Lumina2": "Lumina 2", "QwenImage": "Qwen-Image",
     "ZImage": "Z-Image",
@@ -38,15 +38,17 @@ NAMES = {
 
 
 class WebUI:
-    """A running WebUI. Nothing of it is changed but by serve(), and stop() undoes all of that.
+    """A running WebUI. Only serve() changes it, and stop() undoes that.
 
-    An adapter overrides the first six methods, and sets patches. As they stand here they are those of a WebUI in which
-    OneDiff does nothing, for the reason `unmet`. The others are the same for all hosts, but may be overridden too.
+    Adapters override the methods up to call_shapes, and set patches. Without that, this class is the adapter of a WebUI
+    in which OneDiff does nothing, for the reason `unmet`. The other methods are the same for all WebUIs, and may be
+    overridden too.
 
-    name: the kind of host, for programs ("forge"). release: for people ("Forge Neo 2.26").
-    network_classes: the classes of networks that we serve; models: the names of these models, for users.
-    checkpoint_paths: attributes that a checkpoint must have. unmet: what this release or its checkpoint lacks, as a
-    sentence; None for nothing. patches: our forwards in the classes of its networks and VAEs.
+    name: for programs ("forge"). release: for users ("Forge Neo 2.26").
+    network_classes: the classes of networks that OneDiff serves. models: the names of these models, for users.
+    checkpoint_paths: attributes that a checkpoint must have.
+    unmet: a sentence on what this release or its checkpoint lacks; None if it lacks nothing.
+    patches: the patches of the classes of its networks and VAEs.
     """
 
     name = NO_HOST
@@ -56,67 +58,69 @@ class WebUI:
     patches: Sequence[ForwardPatches] = ()
 
     def __init__(self, release: str = "this WebUI", unmet: str | None = None) -> None:
-        self.release, self.unmet = release, unmet
+        self.release = release
+        self.unmet = unmet
 
     def network(self, checkpoint: Any) -> Any:
-        """What a checkpoint computes its steps with, of whatever kind; None where it has none."""
+        """The UNet or transformer of a checkpoint, of any class; None if it has none."""
         return None
 
     def host_traits(self, unet: Any) -> HostTraits:
-        """What is known of a network's host; see there."""
+        """The HostTraits of a network."""
         return HostTraits()
 
     def before_sampling(self, p: Any) -> None:
-        """A sampling of the generation p is about to begin."""
+        """Called before each sampling of the generation p, the WebUI's processing object."""
 
     def after_run(self, p: Any) -> None:
-        """The generation p is done."""
+        """Called when the generation p is done."""
         for forwards in self.patches:
             forwards.end_sampling()
         runtime.end_sampling()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """Make one UNet call as the host itself would, at a size in pixels; batch counts the latents of the call.
+        """Make one UNet call with random inputs, as the WebUI does in a step. width, height: in pixels. batch: the rows
+        of the call. tokens: the context length.
 
         Raises Refusal. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        """Decode random latents of so many images of a size in pixels, as the host does after a sampling.
+        """Decode random latents of so many images, as the WebUI does after a sampling. width, height: in pixels.
 
         Raises Refusal. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        """(latents, tokens) of the UNet calls that the host makes for so many images at once with a prompt of so
-        many tokens, the usual call first."""
+        """(batch, tokens) of the UNet calls that the WebUI makes for so many images at once and a prompt of this
+        context length. The usual call comes first."""
         return (2 * images, tokens), (images, tokens)
 
-    # --- what is the same for all ---------------------------------------------------------------------------------
+    # --- the same for all WebUIs ----------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Put our forwards into every UNet's and VAE's calls. Safe to call twice."""
+        """Patch the classes, so that OneDiff serves the calls of UNets and VAEs. Safe to call twice."""
         for forwards in self.patches:
             forwards.serve()
 
     def stop(self) -> None:
-        """Undo serve() and give every network back as it was. Safe to call twice."""
+        """Undo serve(), and restore every network. Safe to call twice."""
         for forwards in self.patches:
             runtime.guard.attempt("switching a hook off", forwards.stop)
         runtime.guard.attempt("giving the UNets back", runtime.release_all)
 
     def hooks(self) -> int:
-        """How many hooks of ours are in place on a method: 1 after serve(), however often, and 0 after stop()."""
+        """The number of our hooks on each method: 1 after serve(), however often it was called, and 0 after stop()."""
         return int(any(forwards.active for forwards in self.patches))
 
     def loads_at_start(self) -> bool:
-        """Whether the host loads a checkpoint by itself when it starts, and not with the first image."""
+        """Whether the WebUI loads a checkpoint when it starts, rather than with the first image."""
         return False
 
     def model_loaded(self, checkpoint: Any) -> None:
-        """The host has loaded a checkpoint."""
+        """Called when the WebUI has loaded a checkpoint."""
         if self.checkpoint_paths:
             path = first_missing(checkpoint, self.checkpoint_paths)
             self.unmet = path and (
@@ -128,14 +132,14 @@ class WebUI:
                 log.warning("%s.", why_not)
 
     def before_step(self, params: Any) -> None:
-        """The host's denoiser begins a step, and says what it will call with."""
+        """Called when the WebUI's denoiser begins a step. params: its CFGDenoiserParams."""
 
     def notes(self) -> list[str]:
-        """What users should know of the host's own settings while OneDiff is in use, one sentence each."""
+        """Sentences for users on settings of the WebUI that matter while OneDiff is in use."""
         return []
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Run work() while the host makes no image, on the thread that the host would use."""
+        """Run work() while the WebUI makes no image, in the thread that makes its images."""
         if self.name == NO_HOST:
             return work()
         from modules import call_queue
@@ -144,13 +148,14 @@ class WebUI:
             return work()
 
     def data_folder(self) -> Path:
-        """Where the WebUI keeps its own data; our cache folder lies in it by default."""
+        """The WebUI's data folder; by default, our cache folder is inside of it."""
         from modules import paths
 
         return Path(paths.data_path)
 
     def checkpoint(self) -> Any:
-        """The loaded checkpoint; None before the first. Loads none, which the host's own shared.sd_model would."""
+        """The loaded checkpoint; None if none is loaded yet. Never loads one, as reading the WebUI's shared.sd_model
+        does."""
         if self.name == NO_HOST:
             return None
         from modules import sd_models
@@ -158,71 +163,71 @@ class WebUI:
         return getattr(sd_models.model_data, "sd_model", None)
 
     def unet_of(self, checkpoint: Any) -> Any:
-        """A checkpoint's UNet, where it is of the kind that we serve; else None."""
+        """A checkpoint's UNet if OneDiff serves its class; otherwise None."""
         network = self.network(checkpoint)
         return network if type(network) in self.network_classes else None
 
     def adopt(self, checkpoint: Any) -> Any:
-        """Have the runtime know this checkpoint's UNet, and return it; None where it has none that we serve."""
+        """Hand this checkpoint's UNet over to the runtime, and return it; None if OneDiff does not serve it."""
         unet = self.unet_of(checkpoint)
         if unet is not None:
             runtime.adopt(unet, host_traits=self.host_traits(unet))
         return unet
 
     def kind_of(self, checkpoint: Any) -> str:
-        """What people call a checkpoint's model."""
-        # A1111's SD3 is an SD3Inferencer.
+        """The name of a checkpoint's model for users."""
+        # A1111's class for SD3 is SD3Inferencer.
         return name_of_model(type(checkpoint).__name__.removesuffix("Inferencer"))
 
     def why_not_served(self, checkpoint: Any = None) -> str | None:
-        """One line about a checkpoint, by default the loaded one, whose network cannot be ours; None where it is, or
-        none is loaded."""
+        """Why OneDiff does not serve a checkpoint, by default the loaded one, in one line for the user; None if it
+        does, or none is loaded."""
         checkpoint = self.checkpoint() if checkpoint is None and self.unmet is None else checkpoint
         if self.unmet is not None or checkpoint is None or self.unet_of(checkpoint) is not None:
             return self.unmet
         return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {listed(self.models)}"
 
     def call_to_warm(self, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]) -> Call:
-        """A random call of the loaded checkpoint's UNet at a size in pixels. noise: draws a tensor of a shape. Raises
-        Refusal where there is none to make ready."""
+        """A call of the loaded checkpoint's UNet with random inputs, for warm(). noise: noise(*shape) draws a tensor.
+        Raises Refusal if there is no UNet that OneDiff serves."""
         if not self.hooks():
             raise Refusal(NOT_IN_USE)
         unet = self.adopt(self.checkpoint())
         if unet is None:
             raise Refusal(self.why_not_served() or "no checkpoint is loaded yet")
-        layout, size = runtime.services.families.read(unet), (height // LATENT_PIXEL, width // LATENT_PIXEL)
+        layout = runtime.services.families.read(unet)
+        size = (height // LATENT_PIXEL, width // LATENT_PIXEL)
         return runtime.services.families.of(layout).example(layout, size, batch, tokens, noise)
 
     def model_name(self, checkpoint: Any = None) -> str | None:
-        """What the rows of a checkpoint's UNet call it ("SD1"); None for one that is none of ours.
-
-        checkpoint: as model_loaded gets it; by default the one that is loaded, if any.
-        """
+        """The model's name in the rows of the table ("SD1"); None if OneDiff does not serve it. checkpoint: by default
+        the loaded one."""
         return runtime.model_name(self.unet_of(self.checkpoint() if checkpoint is None else checkpoint))
 
 
 def name_of_model(kind: str) -> str:
-    """What people call the model whose class has this name."""
+    """The name for users of the model whose class has this name."""
     return NAMES.get(kind, kind)
 
 
 def listed(words: Sequence[str]) -> str:
-    """ "SD1, SD2 and SDXL"."""
+    """The words as a list in a sentence: "SD1, SD2 and SDXL"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def random_state_kept() -> AbstractContextManager[object]:
-    """What is drawn inside does not move the random numbers of the next image."""
+    """A context that restores torch's random states at its end, so that numbers drawn inside do not change the next
+    image."""
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
 
 
-# --- what an adapter needs --------------------------------------------------------------------------------------------
+# --- requirements -----------------------------------------------------------------------------------------------------
 
 
 class Need(NamedTuple):
-    """Something that a module of the host must have.
+    """An attribute that a module of the WebUI must have.
 
-    name: an attribute, with dots for one of a class. parameters: which a function must take by these names.
+    name: of the attribute, dotted for a member of a class. parameters: names of parameters that the function must take.
     """
 
     module: str
@@ -231,7 +236,7 @@ class Need(NamedTuple):
 
 
 def offers(module: str) -> bool:
-    """Whether the host has this module. Imports the packages around it, and not the module itself."""
+    """Whether the WebUI has this module. Imports its parent packages, but not the module itself."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, AttributeError, ValueError):
@@ -239,14 +244,14 @@ def offers(module: str) -> bool:
 
 
 def check_needs(release: str, needs: Iterable[Need]) -> None:
-    """Raise Refusal with a sentence that names the first need that this release does not meet."""
+    """Raise Refusal with a sentence on the first need that this release of the WebUI does not meet."""
     for need in needs:
         if lack := lack_of(need):
             raise Refusal(f"{release} has {lack}: OneDiff does not know this release, and changes nothing")
 
 
 def lack_of(need: Need) -> str:
-    """What the host has in place of a need, or lacks; "" where it meets it."""
+    """What the WebUI has instead of a need, to follow "has"; "" if it meets the need."""
     try:
         module = importlib.import_module(need.module)
     except Exception as error:
@@ -260,9 +265,9 @@ def lack_of(need: Need) -> str:
 
 
 def takes(function: Any, parameter: str, module: str) -> bool:
-    """Whether a function has a parameter of this name, below any decorator that keeps its signature.
+    """Whether a function has a parameter of this name. Decorators with __wrapped__ are looked through.
 
-    What another package has put there and takes everything is believed: it hands it on to the module's own.
+    A function of another package with *args and **kwargs counts as well: it is assumed to wrap the module's own.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -274,7 +279,7 @@ def takes(function: Any, parameter: str, module: str) -> bool:
 
 
 def first_missing(holder: Any, paths: Iterable[str]) -> str | None:
-    """The first of these dotted attribute paths that leads nowhere from holder; None where all lead somewhere."""
+    """The first of these dotted attribute paths that does not exist in holder; None if all exist."""
     for path in paths:
         try:
             attrgetter(path)(holder)

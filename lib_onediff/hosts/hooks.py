@@ -1,8 +1,8 @@
-"""Patches of a host's classes that put our function in the place of a method, and serve the calls of networks and VAEs
-or hand them to the host.
+"""Patches that replace methods of a host's classes by our functions, which serve the calls of networks and VAEs or pass
+them to the host.
 
-A patch of a class lies below whatever another extension sets on an instance (ControlNet, a decoder in tiles), serves
-every network (the refiner's too), and leaves no attribute on the host's objects.
+A patch of a class is below any forward that another extension sets on an instance (ControlNet, a tiled decoder), serves
+every network (the refiner too), and leaves no attribute on the host's objects.
 """
 from __future__ import annotations
 
@@ -25,24 +25,28 @@ from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits, own_method, refuse_replaced
 from .tracing import is_compiler_here, is_compiling, must_be_whole
 
-# replacement(original, self, *args, **kwargs) -> what the method returns
+# replacement(original, self, *args, **kwargs) returns the method's result.
 Replacement = Callable[..., Any]
-# declined(self, reason): the original runs in place of the replacement.
+# declined(self, reason) is called when the original runs instead of the replacement.
 Declined = Callable[[Any, str], object]
-OTHER_VAE = "OneDiff serves no VAE of this kind"
+OTHER_VAE = "OneDiff does not support this kind of VAE"
 
 
 def note_host(unet: Any, reason: str) -> None:
+    """Runtime.note_host, as a Declined."""
     runtime.note_host(reason, unet)
 
 
 class Link:
-    """One function of ours in a class, and the function that stood there before it.
+    """A function of ours that replaces a method of a class.
 
-    active: whether it may serve; else it passes every call on to original. is_in_chain: whether calls of the class may
-    still reach it, directly or through a function that somebody has put above it. function: what is set on the class;
-    link_of recognises it by its closure, which names this link. untraced: does the work of function, and is replaced by
-    one that torch.compile steps over once somebody has imported the compiler.
+    original: the function that it has replaced.
+    active: whether it may serve; otherwise it passes every call on to original.
+    is_in_chain: whether calls of the class may reach it, directly or through a function that an extension has put
+    above. function: the function that is set on the class. link_of recognises it by its closure, which contains this
+    link. untraced: does the work of function. Once the compiler is imported, it is replaced by one that torch.compile
+    does
+        not trace.
     """
 
     def __init__(self, patch: ClassPatch, original: Callable[..., Any]) -> None:
@@ -70,10 +74,10 @@ class Link:
 
 
 class ClassPatch:
-    """One method of a class, replaced for all of its objects.
+    """Replaces one method of a class for all of its objects.
 
-    If the replacement fails, the guard runs the original. If another extension has patched the method after us, our
-    function stays below its patch; once ours is undone, it passes all calls on. hook: the method, in words for users.
+    If the replacement fails, the guard runs the original. If another extension patches the method after us, our
+    function stays below its patch, and after undo() passes all calls on. hook: words for the method, for users.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class ClassPatch:
         self.guarded = guard.serve
         self._replacement = replacement
         self._link: Link | None = None
-        # Reentrant: a finalizer may apply or undo while this thread is in the middle of either.
+        # Reentrant, because a finalizer may call apply or undo while this thread is inside of either.
         self._lock = threading.RLock()
         self._is_traced = True
 
@@ -97,7 +101,7 @@ class ClassPatch:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The function that runs where ours does not."""
+        """The function that ours has replaced, or would replace."""
         link = self._link
         found: Callable[..., Any] = self.owner.__dict__[self.method] if link is None else link.original
         return found
@@ -108,17 +112,17 @@ class ClassPatch:
         return None if self._link is None else self._link.function
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """The function that answers calls of this object, and the host's own function, which it may call; None where
-        the host's is called at once. Must not raise: it is called outside of the guard."""
+        """The function that answers calls of this object, and the host's function, which it may call; None: the host's
+        function is called directly. Must not raise, because it runs outside of the guard."""
         return self._replacement, original
 
     def apply(self) -> None:
-        """Put the replacement in place; safe to call twice."""
+        """Set the replacement on the class. Safe to call twice."""
         with self._lock:
             top = self._remove_inactive_links()
             link = self._link
             if link is not None and top is not link.function and self._is_the_classs_own(top):
-                # Somebody has put the class's own method back.
+                # Another extension has put the class's own method back.
                 link.is_in_chain = False
             if link is None or not link.is_in_chain:
                 link = self._link_above(top)
@@ -128,8 +132,8 @@ class ClassPatch:
             link.is_in_chain = True
 
     def _link_above(self, top: Callable[..., Any]) -> Link:
-        """A link whose original is this function. It is the last link if that has the same original: so bound methods
-        of it that somebody has kept serve again."""
+        """A link whose original is this function. It is the last link again if that has the same original, so that
+        bound methods of it, which other code may have kept, serve again."""
         last = self._link
         if last is not None and last.original is top:
             return last
@@ -141,15 +145,15 @@ class ClassPatch:
         return link
 
     def undo(self) -> None:
-        """Take the replacement off; safe to call twice."""
+        """Remove the replacement. Safe to call twice."""
         with self._lock:
             if self._link is not None:
                 self._link.active = False
                 self._remove_inactive_links()
 
     def _remove_inactive_links(self) -> Callable[..., Any]:
-        """Take our inactive functions off the top of the class, and mark their links as out of the chain. Returns the
-        function that the class has then. An inactive one below somebody else's patch stays."""
+        """Remove our inactive functions from the top of the class, and mark their links as not in the chain. Returns
+        the function that the class then has. An inactive function below another extension's patch stays."""
         found: Callable[..., Any] = self.owner.__dict__[self.method]
         while (link := link_of(found)) is not None and not link.active:
             link.is_in_chain = False
@@ -158,32 +162,31 @@ class ClassPatch:
         return found
 
     def _is_the_classs_own(self, function: Any) -> bool:
-        """Whether a function is the method that the class was defined with. If the class has it, our patch was removed.
-        """
+        """Whether a function is the method from the class's own definition. If the class has it, other code has removed
+        our patch."""
         is_named_so = getattr(function, "__qualname__", "") == f"{self.owner.__qualname__}.{self.method}"
         return is_named_so and package(origin(function)) == package(self.owner.__module__)
 
     def keep_out_of_traces(self) -> None:
-        """Have torch.compile step over the replacement instead of tracing it, which would take minutes.
-
-        Does nothing until somebody has imported the compiler.
-        """
+        """Let torch.compile skip the replacement: tracing it would take minutes. Does nothing until the compiler is
+        imported."""
         if self._is_traced and is_compiler_here():
             self._is_traced = False
-            # Nothing that our function calls is compiled; of what the link passes on to the host, everything is.
+            # Nothing that our function calls is compiled. The host's function, which the link calls, still is.
             self.guarded = torch.compiler.disable(self.guarded)
             if self._link is not None:
                 self._link.untraced = stepped_over(self._link.untraced)
 
 
 def stepped_over(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, not traced by torch.compile; functions that it calls are."""
     found: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
     return found
 
 
 def link_of(function: Any) -> Link | None:
-    """The link whose function this is. It is recognised by its closure, not by an attribute: decorators, and the hooks
-    of accelerate and diffusers, copy attributes of a function to their own."""
+    """The link of a function; None if it is not ours. It is found in the closure, and not in an attribute, because
+    decorators, and hooks of accelerate and diffusers, copy a function's attributes to their own."""
     code = getattr(function, "__code__", None)
     if code is None or "link" not in code.co_freevars:
         return None
@@ -192,17 +195,17 @@ def link_of(function: Any) -> Link | None:
 
 
 class StandIn(Protocol):
-    """What a TablePatch keeps for one object. Must not keep that object alive."""
+    """Answers the calls of one object of a TablePatch. Must not keep that object alive."""
 
     def look_up(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """What answers a call of this object, and the host's own function; None: the host's. As ClassPatch.look_up."""
+        """See ClassPatch.look_up."""
 
 
 class TablePatch(ClassPatch):
-    """One method of a class, replaced for the objects in a weak table.
+    """Replaces one method of a class for the objects in a weak table, each of which has a StandIn.
 
-    An object has no attribute of ours. So a copy of it, however it was made, is not in the table, and runs as the host
-    made it. When the last object is gone, the class gets its own method back.
+    The objects have no attribute of ours. So a copy of one, however it was made, is not in the table, and runs the
+    host's method. When the last object is gone, the patch is removed from the class.
     """
 
     def __init__(self, owner: type, method: str, guard: Guard, hook: str, declined: Declined = note_host) -> None:
@@ -210,17 +213,17 @@ class TablePatch(ClassPatch):
         self._table: WeakDictionary[Any, StandIn] = WeakDictionary()
 
     def get(self, one: Any) -> Any:
-        """What is kept for an object; None for any other."""
+        """The StandIn of an object; None if it has none."""
         try:
             return self._table.get(one)
-        except TypeError:  # it cannot be hashed, or there is no weak reference to it: none was put here
+        except TypeError:  # not hashable, or without weak references: such objects are never in the table
             return None
 
     def objects(self) -> list[Any]:
         return self._table.keys()
 
     def put(self, one: Any, stand_in: StandIn) -> None:
-        """Serve this object. Raises TypeError where there can be no weak reference to it."""
+        """Serve this object by a StandIn. Raises TypeError if it does not support weak references."""
         with self._lock:
             is_new = self.get(one) is None
             self._table[one] = stand_in
@@ -230,7 +233,7 @@ class TablePatch(ClassPatch):
             weakref.finalize(one, self._undo_if_unused).atexit = False
 
     def take(self, one: Any) -> None:
-        """Undo put; safe to call twice."""
+        """Undo put(). Safe to call twice."""
         with self._lock:
             if self.get(one) is not None:
                 del self._table[one]
@@ -250,11 +253,12 @@ class TablePatch(ClassPatch):
 
 
 def nobody(*given: Any, **named: Any) -> Any:
+    """The replacement of a TablePatch, which is never called: each object's StandIn has its own."""
     raise LookupError("no object without a stand-in is served")
 
 
 class ForwardPatches:
-    """The same replacement for the forwards of several classes. hook, declined: see ClassPatch."""
+    """Replaces the forwards of several classes by the same function. hook, declined: see ClassPatch."""
 
     def __init__(
         self, classes: Iterable[type], replacement: Replacement, hook: str, declined: Declined = note_host
@@ -268,12 +272,11 @@ class ForwardPatches:
         return self.patches[0].active
 
     def are_for(self, module: Any) -> bool:
-        """Whether a module is of one of these very classes."""
+        """Whether a module's class is one of these, and not derived from one."""
         return any(type(module) is patch.owner for patch in self.patches)
 
     def refuse_derived(self, module: Any) -> None:
-        """Raise Refusal for a module of a class that somebody has derived: its forward is theirs, and so is what its
-        other methods compute."""
+        """Raise Refusal for a module of a derived class, whose methods may compute something else."""
         if not self.are_for(module):
             kind = type(module)
             raise Refusal(f"{kind.__module__}.{kind.__qualname__} is derived from a class that OneDiff knows")
@@ -287,11 +290,11 @@ class ForwardPatches:
             patch.undo()
 
     def end_sampling(self) -> None:
-        """Called at the end of a generation's last sampling. Does nothing here; see UNetHooks."""
+        """Called when a generation's last sampling has ended. Does nothing here; see UNetHooks."""
 
 
 class AnnouncedSampling(NamedTuple):
-    """A sampling whose begin a host has announced. calls_before: how many calls there had been before it."""
+    """A sampling that a host has announced. calls_before: the number of all UNet calls before it."""
 
     generation: int
     is_second_pass: bool
@@ -299,10 +302,10 @@ class AnnouncedSampling(NamedTuple):
 
 
 class UNetHooks(ForwardPatches):
-    """Puts our forward in the place of UNets' forwards, and notes samplings whose calls did not reach it."""
+    """Replaces UNets' forwards, and notes samplings whose calls did not reach our function."""
 
     def __init__(self, classes: Iterable[type], forward: Replacement, why_bypassed: Callable[[], str]) -> None:
-        """why_bypassed: who made an image without our forward, in one line for the user."""
+        """why_bypassed: returns why a sampling's calls did not reach our forward, in one line for the user."""
         super().__init__(classes, forward, "the UNet's forward")
         self._why_bypassed = why_bypassed
         self._announced: AnnouncedSampling | None = None
@@ -312,16 +315,18 @@ class UNetHooks(ForwardPatches):
         self._announced = None
 
     def begin_sampling(self, p: Any, unet: nn.Module | None) -> None:
-        """Note that the generation p begins a sampling with this UNet; None: with a network that we do not serve."""
+        """Note that the generation p begins a sampling with this UNet; None: with a network that OneDiff does not
+        serve.
+        """
         for patch in self.patches:
             patch.keep_out_of_traces()
             if patch.active:
-                # Somebody may have taken it off.
+                # Another extension may have removed it.
                 patch.apply()
         is_second_pass = bool(getattr(p, "is_hr_pass", False))
         generation = runtime.guard.generation
         announced = self._announced
-        # No host announces the end of a generation that has failed, and of its last sampling nothing is known.
+        # A generation that has failed does not announce its end, so its last sampling is ignored.
         if announced is not None and announced.generation != generation:
             announced = None
         # Forge announces the second pass of hires fix twice.
@@ -343,6 +348,7 @@ class UNetHooks(ForwardPatches):
 
 
 def was_interrupted() -> bool:
+    """Whether the user has interrupted or skipped the WebUI's present job."""
     from modules.shared import state
 
     return bool(state.interrupted or state.skipped or getattr(state, "stopping_generation", False))
@@ -354,9 +360,9 @@ def serve_call(
 ) -> Tensor:
     """The output of a UNet's call, ours or the host's.
 
-    read: makes our call of the host's arguments. host: the host's own forward of them. prompt_rows: returns which rows
-    are the prompt's. read and prompt_rows raise Refusal with the reason if only the host can tell. An exception of read
-    is a fault of ours, unless the host fails too. host_traits: see Runtime.run.
+    read: converts the host's arguments to a Call, or raises Refusal. Another exception of it is a fault of ours, unless
+    the host fails too. host: the host's own forward with these arguments. prompt_rows: returns the prompt's rows, or
+    raises Refusal if they are unknown. host_traits: see Runtime.run.
     """
     unread: Attempt[Call] | None = None
     try:
@@ -369,16 +375,14 @@ def serve_call(
 
 
 class VaeHooks(ForwardPatches):
-    """Puts our forward in the place of the decoders' and encoders' forwards of a VAE of the ldm family.
-
-    check: raises Refusal if the adapter knows a reason why only the host can decode. upcasts: returns whether the host
-    computes attention scores in float32 whatever the type of its inputs.
-    """
+    """Replaces the forwards of decoders and encoders of VAEs whose classes are like ldm's."""
 
     def __init__(
         self, classes: Iterable[type], host_traits: HostTraits,
         check: Callable[[nn.Module], object] = lambda decoder: None, upcasts: Callable[[], bool] = lambda: False,
     ) -> None:
+        """check: raises Refusal if the adapter knows a reason why the host must decode. upcasts: returns whether the
+        host computes attention scores in float32 for inputs of any dtype."""
         super().__init__(
             classes, self._forward, "the VAE's forward", lambda decoder, reason: runtime.vae.note_host(reason)
         )
@@ -391,18 +395,18 @@ class VaeHooks(ForwardPatches):
         runtime.vae.release_all()
 
     def begin_run(self, decoder: Any) -> None:
-        """Note that a sampling begins whose image is most likely decoded by this decoder."""
+        """Note that a sampling begins whose image will most likely be decoded by this decoder."""
         if not self.are_for(decoder):
             return runtime.vae.note_host(OTHER_VAE, is_decode=False)
         runtime.vae.adopt(decoder, host_traits=self._host_traits)
         replaced = own_method(decoder, "forward")
         if replaced is not None:
-            # It may decode without calling ours. If it does call ours, our hook notes the decode then.
+            # It may decode without calling ours. If it does call ours, the decode is noted there.
             reason = f"the decoder has a forward of its own, set by {author(replaced)} (tiles?)"
             runtime.vae.note_host(reason, is_decode=False)
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
-        """Stands in for Decoder.forward(self, z, **kwargs), and for Encoder's."""
+        """Replaces Decoder.forward(self, z, **kwargs) and Encoder.forward(self, x, **kwargs)."""
 
         def check() -> None:
             self.refuse_derived(decoder)

@@ -1,6 +1,7 @@
-"""At which timesteps the steps of a WebUI's sampler (A1111's, Forge's) will begin: its own next request is followed.
+"""Finds the timesteps at which the steps of a WebUI's sampler (A1111's, Forge's) begin, by recording the result of the
+sampler's own call for its schedule.
 
-The sampler object lives for one sampling.
+A WebUI makes a new sampler object for each sampling.
 """
 from __future__ import annotations
 
@@ -15,17 +16,17 @@ from ..core.sampling import Sampling
 from ..runtime.runtime import runtime
 from .schedule import HostMethod, replace_next_call, why_no_line
 
-# These call the UNet at every timestep but the lowest.
+# Samplers that call the UNet at every timestep except the lowest.
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
-# These go on from one output, and add no noise between their steps, at eta 0 where they take one.
+# First-order samplers that add no noise between steps (DDIM: at eta 0).
 FIRST_ORDER = ("sample_euler", "ddim")
-# Of Forge's DDIM and PLMS with a flow model, such as Anima.
-OTHER_TIMESTEPS = "DDIM and PLMS do not count in this model's timesteps (Euler does)"
+# The reason for Forge's DDIM and PLMS with a flow model, such as Anima.
+OTHER_TIMESTEPS = "with DDIM and PLMS, this model's timesteps are unknown (Euler works)"
 
 
 def listen(sampler: Any, method: str) -> list[float]:
-    """The numbers that a method of the sampler will return when it is called next; empty until then. They keep neither
-    the sampler nor its model alive."""
+    """A list that is filled with the numbers that the next call of a method of the sampler returns; empty until then.
+    It does not keep the sampler or its model alive."""
     heard: list[float] = []
 
     def listening(original: HostMethod, *args: Any, **kwargs: Any) -> Any:
@@ -38,12 +39,14 @@ def listen(sampler: Any, method: str) -> list[float]:
 
 
 def hear(answer: Tensor, heard: list[float]) -> None:
+    """Replace the content of `heard` by the numbers of `answer`."""
     heard[:] = [float(value) for value in answer.flatten().tolist()]
 
 
 def sampling_of(p: Any) -> Sampling:
-    """The sampling that the generation p is about to begin."""
-    sampler, second_pass = getattr(p, "sampler", None), bool(getattr(p, "is_hr_pass", False))
+    """The Sampling that the generation p is about to begin."""
+    sampler = getattr(p, "sampler", None)
+    second_pass = bool(getattr(p, "is_hr_pass", False))
     function = getattr(sampler, "func", None)
     name = getattr(function, "__name__", "")
     takes = inspect.signature(function).parameters if callable(function) else ()
@@ -52,22 +55,24 @@ def sampling_of(p: Any) -> Sampling:
     known: dict[str, Any] = {"why_no_forecast": lambda: no_line, "guidance_scale": guidance_scale_of(p, second_pass)}
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
-            return Sampling(why_not="the sampler's churn moves its steps")
-        sigmas, speaker = listen(sampler, "get_sigmas"), weakref.ref(sampler)
-        return Sampling(lambda: timesteps_of(speaker(), sigmas[:-1]), **known)
+            return Sampling(why_not="the sampler's setting 'sigma churn' changes its timesteps")
+        sigmas = listen(sampler, "get_sigmas")
+        reference = weakref.ref(sampler)
+        return Sampling(lambda: timesteps_of(reference(), sigmas[:-1]), **known)
     if name in ALL_BUT_THE_LOWEST and hasattr(sampler, "get_timesteps"):
         if not counts_in_timesteps(sampler):
             return Sampling(why_not=OTHER_TIMESTEPS)
         timesteps = listen(sampler, "get_timesteps")
         return Sampling(lambda: sorted(timesteps)[1:] or None, **known)
-    return Sampling(why_not="this sampler chooses its steps while it runs" if sampler is not None else "")
+    return Sampling(why_not="this sampler chooses its timesteps while it runs" if sampler is not None else "")
 
 
 def counts_in_timesteps(sampler: Any) -> bool:
-    """Whether the network is called at the very timesteps that a sampler counts in.
+    """Whether a sampler's timesteps are those that the network is called with.
 
-    Forge turns DDIM's timesteps, 0 to 999, into noise levels, and its predictor turns these into the network's. For
-    SD and SDXL these are the same again. For flow models they are the noise level, or a multiple of it.
+    Forge converts DDIM's timesteps, 0 to 999, to noise levels, and its predictor converts these to the network's
+    timesteps. For SD and SDXL these are the same numbers; for flow models they are the noise level, or a multiple of
+    it.
     """
     engine: Any = getattr(getattr(sampler, "model_wrap", None), "inner_model", None)
     try:
@@ -75,11 +80,11 @@ def counts_in_timesteps(sampler: Any) -> bool:
         middle = len(predictor.sigmas) // 2
         return float(predictor.timestep(predictor.sigmas[middle:middle + 1])) == middle
     except AttributeError:
-        return True  # A1111 and reForge: the sampler's timesteps go to the network as they are.
+        return True  # A1111 and reForge call the network with the sampler's timesteps.
 
 
 def eta_of(p: Any) -> float:
-    """How much noise DDIM adds between its steps."""
+    """DDIM's eta of the generation p: the amount of noise added between steps."""
     from modules import shared
 
     own = getattr(p, "eta", None)
@@ -87,14 +92,18 @@ def eta_of(p: Any) -> float:
 
 
 def churn_of(p: Any) -> float:
+    """The setting s_churn of the generation p."""
     from modules import shared
 
     return float(getattr(shared.opts, "s_churn", getattr(p, "s_churn", 0.0)))
 
 
 def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
-    """The CFG scale that the checkpoint is used with. The Forge family's second pass has one of its own, which tells of
-    the checkpoint only where the pass has one of its own too: it is 1 unless somebody sets it."""
+    """The CFG scale of a sampling of the generation p; None if unknown.
+
+    The Forge family has a separate scale for the second pass (hr_cfg, 1 by default). It only counts if the second pass
+    has a checkpoint of its own: the scale identifies few-step models, and a default of 1 would make any model one.
+    """
     own = second_pass and getattr(p, "hr_checkpoint_info", None) is not None
     scale = getattr(p, "hr_cfg", None) if own else None
     scale = getattr(p, "cfg_scale", None) if scale is None else scale
@@ -102,7 +111,9 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
 
 
 def timesteps_of(sampler: Any, sigmas: list[float]) -> list[float] | None:
-    """Noise levels as the timesteps that the UNet gets; None where the sampler has not asked for any."""
+    """The timesteps that the UNet gets for these noise levels; None if the sampler has not computed any yet, or is
+    gone.
+    """
     if not sigmas or sampler is None:
         return None
     wrapped = sampler.model_wrap
