@@ -1,1 +1,1 @@
-"""How operators are computed, and how their result is run."""
+"""The backends: implementations of the operators, and the ways to run a forward made of them."""

@@ -1,4 +1,5 @@
-"""The devices of this machine. A new one is a file or folder beside this, and a line here."""
+"""The backends of this machine, and the choice among them. A new backend is a file or folder here, and one line below.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -27,44 +28,41 @@ AUTO = "auto"
 
 
 def devices_here(tuning_cache: TuningCache, output: Output) -> tuple[Device, ...]:
-    """One object of each device, the fastest first, the reference last. output: computes a call; see
-    Families.output."""
+    """One object of each backend, the fastest first, the reference last. output: see Families.output."""
     return OneFlow(output), Native(tuning_cache), CudaGraphs(), Eager()
 
 
 def graph_maker(output: Output) -> GraphMaker:
-    """The GraphMaker for every device that has graphs. output: computes a call; see Families.output."""
+    """The GraphMaker for all backends with graphs. output: see Families.output."""
     return GraphsOfCuda(output)
 
 
 class Devices:
-    """Chooses among devices. The last one, the reference, serves every call on every torch device."""
+    """Chooses among backends. The last one, the reference, serves every call on every torch.device."""
 
     def __init__(self, devices: Iterable[Device], read: Callable[[nn.Module], Any]) -> None:
-        """read: makes a network's layout; see Families.read."""
+        """read: returns a network's layout; see Families.read."""
         self._read = read
         self.all = tuple(devices)
         self.reference = self.all[-1]
         self._worker = ThreadPoolExecutor(1, "onediff-devices")
 
     def named(self, name: str) -> Device:
-        """The device of this name, as a shape's key has it."""
+        """The backend of this name."""
         return next(device for device in self.all if device.name == name)
 
     def has_graphs(self, name: str | None) -> bool:
-        """Whether calls by the device of this name are captured and replayed; False if there is no such device."""
+        """Whether the backend of this name has CUDA graphs; False if there is no such backend."""
         return any(one.name == name and one.traits.has_graphs for one in self.all)
 
     @property
     def lossy(self) -> Any:
-        """The device that computes in eight bits; None if there is none."""
+        """The backend with 8-bit products; None if there is none."""
         return next((device for device in self.all if device.traits.takes_lossy), None)
 
     def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
-        """The devices to try for a whole call of a network of this dtype on a torch device, the fastest first.
-
-        The device that the settings name comes first, then the slower ones. is_warm_up: see Device.refuse.
-        """
+        """The backends to try for a whole call of a network of this dtype on this device: the one in the settings, then
+        the slower ones. is_warm_up: see Device.refuse."""
         found: list[Device] = []
         reason = ""
         for one in self._from(settings.backend):
@@ -73,7 +71,7 @@ class Devices:
             try:
                 one.refuse(settings, device, dtype, is_warm_up)
             except Refusal as refusal:
-                # Users want to know why nothing faster serves; a slower one's refusal does not tell.
+                # Only the fastest one's refusal explains to the user why the call is not faster.
                 if not found and not reason:
                     reason = str(refusal)
             else:
@@ -81,19 +79,19 @@ class Devices:
         return Candidates(tuple(found), reason)
 
     def _from(self, name: str) -> tuple[Device, ...]:
-        """The device of this name and the slower ones; all of them where no device has it."""
+        """The backend of this name and all slower ones; all backends if none has this name."""
         names = [one.name for one in self.all]
         return self.all[names.index(name):] if name in names else self.all
 
     def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
-        """As candidates, for work that is launched operator by operator and never captured."""
+        """As candidates(), for work that is launched operator by operator and never captured, such as a decode."""
         found = self.candidates(settings, device, dtype, is_warm_up)
         launching = dict.fromkeys(one if one.traits.serves_ungraphed else self.reference for one in found.devices)
-        # Without a GPU, that it has no graphs is no reason.
+        # Without a GPU, the reason is about missing graphs, which do not matter here.
         return Candidates(tuple(launching), found.reason if device.type == "cuda" else "")
 
     def start_line(self, settings: Settings) -> str:
-        """The device for float16 networks on this machine, and why no faster one, in one line for the console."""
+        """The backend for float16 networks on this machine, and why not a faster one, in one line for the console."""
         kinds = ("cuda", torch.cuda), ("xpu", getattr(torch, "xpu", None)), ("mps", torch.backends.mps)
         device = torch.device(next((kind for kind, module in kinds if module and module.is_available()), "cpu"))
         is_newer = release(torch.__version__) > release(NEWEST_TORCH)
@@ -104,15 +102,15 @@ class Devices:
         return f"{way} on {card_name(device)} with {here}{why}"
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
-        """The contents reader of the fastest device that has one; see Device."""
+        """The contents reader of the fastest backend that has one; see Device.contents_reader."""
         return next((reader for one in self.all if (reader := one.contents_reader(device)) is not None), None)
 
     def operators(self, name: str, wide_norms: bool = False) -> Operators:
-        """The operators of the device of this name; see Device.operators."""
+        """The operators of the backend of this name; see Device.operators."""
         return self.named(name).operators(wide_norms)
 
     def measure_anew(self) -> None:
-        """Have every device forget its measurements."""
+        """Let all backends forget their measurements."""
         for one in self.all:
             one.measure_anew()
 
@@ -121,8 +119,8 @@ class Devices:
     def prepare_early(
         self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] | None = None
     ) -> None:
-        """Begin to load the kernels for the first calls of this network, in a thread. read: makes its layout, if it is
-        of no Family, such as a VAE."""
+        """Load the kernels for the first calls of this network, in a thread. read: returns its layout, for a network
+        that belongs to no Family, such as a VAE."""
         if not settings.enabled:
             return
         parameter = next(network.parameters(), None)
@@ -130,32 +128,33 @@ class Devices:
             return
         device = parameter.device
         if device.type == "cpu" and torch.cuda.is_available():
-            # A network in main memory is moved to the GPU when it is used.
+            # The host moves a network in main memory to the GPU when it uses it.
             device = torch.device("cuda", torch.cuda.current_device())
-        given = weakref.ref(network), settings, read or self._read, parameter.dtype, device
+        given = (weakref.ref(network), settings, read or self._read, parameter.dtype, device)
         self._worker.submit(self._prepare, *given)
 
     def _prepare(
         self, network: weakref.ref[nn.Module], settings: Settings, read: Callable[[nn.Module], Any],
         dtype: torch.dtype, device: torch.device,
     ) -> None:
+        """See prepare_early. Runs in the worker's thread."""
         first = self.candidates(settings, device, dtype, is_warm_up=False).devices[0]
         present = network()
         if present is None or first is self.reference:
             return
         with contextlib.suppress(Refusal, RuntimeError):
             layout = read(present)
-            # Loading may take longer than a host wants to keep it.
+            # Do not keep the network alive while the kernels load.
             del present
             low_bit = "" if settings.low_bit == "off" else settings.low_bit
             first.prepare(KernelUse(layout.architecture, layout.kernel_users, dtype, device, low_bit))
 
 
 def adds_to(found: Sequence[Device], device: Device) -> bool:
-    """Whether trying a device makes sense after these have failed.
+    """Whether a backend is worth trying after the backends in `found` have failed.
 
-    Weights keep the memory format of the first device: none follows that needs another one. Operators launched one by
-    one are the same as in a graph that failed: a device without graphs adds nothing to one with them.
+    Not if it needs channels-last weights and the first one does not: weights stay in the first one's memory format. Not
+    if it has no graphs and an earlier one has: it would launch the operators that have failed in a graph.
     """
     if not found:
         return True

@@ -135,7 +135,7 @@ def test_a_torch_that_shares_no_memory(tmp_path: Path) -> None:
     (tmp_path / "usercustomize.py").write_text("")
     (tmp_path / "sitecustomize.py").write_text("import torch\n\ndel torch.to_dlpack\n")
     reason = reason_with(tmp_path)
-    assert reason.startswith(f"OneFlow failed beside torch {torch.__version__} ") and "to_dlpack" in reason
+    assert reason.startswith(f"OneFlow failed with torch {torch.__version__} ") and "to_dlpack" in reason
 
 
 def test_a_graph_that_computes_something_else(tmp_path: Path) -> None:

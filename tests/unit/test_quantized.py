@@ -161,7 +161,7 @@ def test_every_operator_takes_such_a_layer() -> None:
 
 @pytest.mark.parametrize(("group", "width", "values", "reason"), [
     (256, 320, torch.int8, "ConvRot groups of 256 do not divide a layer of 320 inputs"),
-    (128, 512, torch.int8, "ConvRot groups of 128 are no power of 4"),
+    (128, 512, torch.int8, "a ConvRot group of 128 is not a power of 4"),
     (256, 512, torch.float8_e4m3fn, "ConvRot is for INT8, and this layer is float8_e4m3fn"),
 ])
 def test_a_rotation_that_cannot_be_is_refused(group: int, width: int, values: torch.dtype, reason: str) -> None:

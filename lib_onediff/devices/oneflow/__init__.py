@@ -1,4 +1,4 @@
-"""The engine that runs our forward as OneFlow graphs (Linux, Python 3.10).
+"""The backend that runs our forwards as OneFlow graphs (Linux, Python 3.10).
 
-route: the one way in for the runtime. gate: whether OneFlow works here. operators: ours in OneFlow, and its graphs.
+route: the backend. gate: finds out whether OneFlow works here. operators: the operators in OneFlow, and its graphs.
 """

@@ -1,7 +1,7 @@
-"""Why OneFlow cannot be used here, in a sentence that says what to do.
+"""Finds out whether OneFlow works here, and if not, the reason as a sentence that tells the user what to do.
 
-OneFlow is tried by this file as a program of its own, because where it does not work, it may end its process. Given a
-device and a dtype such as cuda:0 float16, that writes a line of JSON at its end.
+OneFlow is tried in another process, because it may crash its process. This file is also the program of that process: it
+takes a device and a dtype, such as cuda:0 float16, and prints one line of JSON at its end.
 """
 from __future__ import annotations
 
@@ -29,26 +29,27 @@ log = logging.getLogger("onediff")
 PYTHON = (3, 10)
 ONEFLOW = (0, 9)
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float16, torch.float32)}
-TRYING = "OneFlow is being tried, in the background"
+TRYING = "OneFlow is being tested in the background"
 SECONDS = 120.0
 REPOSITORY = Path(__file__).parents[3]
-# Of the largest value: ten times what rounding explains.
+# The largest accepted error, relative to the largest value: ten times as much as rounding explains.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2}
 
 
 class OneFlowGate:
-    """Knows of every device and dtype whether OneFlow can be used, once it has been tried in another process."""
+    """Tries OneFlow once for each device and dtype, in another process, and keeps the result."""
 
     def __init__(self, seconds: float = SECONDS, environment: Mapping[str, str] | None = None) -> None:
-        """seconds: how long the other process may take. environment: its own; None: ours."""
-        self._seconds, self._environment = seconds, environment
+        """seconds: the time limit of the other process. environment: its environment variables; None: ours."""
+        self._seconds = seconds
+        self._environment = environment
         self._verdicts: dict[tuple[torch.device, torch.dtype], str | None] = {}
         self._trials: dict[tuple[torch.device, torch.dtype], threading.Thread] = {}
         self._lock = threading.Lock()
 
     def why_not(self, device: torch.device, dtype: torch.dtype, waits: bool = True) -> str | None:
-        """Why OneFlow cannot be used, in one sentence; None if it can. waits: for the seconds that the first trial
-        takes; otherwise that is the reason meanwhile."""
+        """Why OneFlow cannot be used, in one sentence; None if it can. waits: whether to wait for the first test, which
+        takes seconds; otherwise the result is TRYING until it is done."""
         pair = device, dtype
         with self._lock:
             if pair not in self._trials:
@@ -60,10 +61,12 @@ class OneFlowGate:
         return self._verdicts.get(pair, TRYING)
 
     def _try(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Set the verdict for a device and a dtype."""
         lack = why_not_for(device, dtype) or why_no_package()
         self._verdicts[device, dtype] = lack or self._in_a_process(device, dtype)
 
     def _in_a_process(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Run this file as another process; why OneFlow cannot be used, or None."""
         where = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
         command = [sys.executable, "-m", f"{__package__}.gate", where, str(dtype).removeprefix("torch.")]
         try:
@@ -72,60 +75,63 @@ class OneFlowGate:
                 stdin=subprocess.DEVNULL, cwd=REPOSITORY, env=self._environment,
             )
         except subprocess.TimeoutExpired:
-            return f"OneFlow was tried in a process of its own, which did not end within {self._seconds:.0f} s"
+            return f"OneFlow was tested in another process, which did not end within {self._seconds:.0f} s"
         except OSError as error:
-            return f"OneFlow could not be tried, because no other Python can be started ({error})"
-        log.debug("the trial of OneFlow ended with %s: %s", ended.returncode, ended.stderr)
+            return f"OneFlow could not be tested, because no other Python process can be started ({error})"
+        log.debug("the test of OneFlow ended with exit code %s: %s", ended.returncode, ended.stderr)
         return verdict_of(ended.stdout, ended.returncode)
 
 
 def why_not_for(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why OneFlow is not for this device or this dtype. Whether a GPU is too old or too new, the trial tells."""
+    """Why OneFlow does not support this device or dtype; None if it may. The test finds out whether a GPU is too old or
+    too new."""
     if dtype in DTYPES.get(device.type, ()):
         return None
-    return f"OneFlow computes no {str(dtype).removeprefix('torch.')} on the {device.type}, as this model needs"
+    return f"OneFlow does not support {str(dtype).removeprefix('torch.')} on the {device.type}, which this model needs"
 
 
 def why_no_package() -> str | None:
-    """Why this Python has no OneFlow that can be tried."""
+    """Why this Python has no OneFlow that could work; None if it has one."""
     if (sys.platform, platform.machine(), sys.version_info[:2]) != ("linux", "x86_64", PYTHON):
         here = f"{written(sys.version_info[:2])} for {platform.system()} on {platform.machine()}"
         return f"OneFlow exists for Python {written(PYTHON)} for Linux on x86-64, and this is {here}"
     if find_spec("oneflow") is None:
-        return "OneFlow is not installed: .readme/hosts.md says how"
+        return "OneFlow is not installed: see .readme/hosts.md"
     version = metadata.version("oneflow")
     if release(version)[:2] != ONEFLOW:
-        return f"OneDiff can use OneFlow {written(ONEFLOW)}, and the one here is {version}: pip install oneflow==0.9.0"
+        return f"OneDiff needs OneFlow {written(ONEFLOW)}, and {version} is installed: pip install oneflow==0.9.0"
     return None
 
 
 def verdict_of(output: str, code: int) -> str | None:
-    """What the other process has found, by what it has said and how it ended. OneFlow may have written in between."""
+    """Why OneFlow cannot be used, or None, from the other process's output and exit code. OneFlow may have printed
+    other lines."""
     words: dict[str, Any] = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):
             words |= json.loads(line)
-    needs = f"beside torch {torch.__version__} (.readme/hosts.md says what it needs)"
+    needs = f"with torch {torch.__version__} (requirements: .readme/hosts.md)"
     if "error" not in words:
-        return f"OneFlow ended its process {needs}, with code {code}"
+        return f"OneFlow crashed its process {needs}, with exit code {code}"
     return f"OneFlow failed {needs}: {brief(words['error'])}" if words["error"] else None
 
 
 def brief(message: str) -> str:
-    """One line of a message of OneFlow's, which have many and are coloured."""
+    """The first line of one of OneFlow's messages, without its colours."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[\d;]*m", "", message).strip().splitlines() if line.strip()]
     return lines[0][:160].rstrip(".: ") if lines else "no reason given"
 
 
 def main(device: str, dtype: torch.dtype) -> None:
-    """Try OneFlow in this process. Raises what OneFlow raises, and RuntimeError where it computes something else than
+    """Test OneFlow in this process. Raises what OneFlow raises, and RuntimeError if it computes something else than
     torch."""
-    # What ends by itself shall leave no memory image behind. Windows writes none, and has no such module.
+    # Write no core dump after a crash. Windows writes none, and does not have this module.
     with contextlib.suppress(ImportError):
         import resource
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # torch uses the device before OneFlow does, as in the WebUI.
-    weight, kernel = torch.ones(64, 64, device=device, dtype=dtype), torch.randn(8, 4, 3, 3, device=device, dtype=dtype)
+    # As in the WebUI, torch uses the device before OneFlow does.
+    weight = torch.ones(64, 64, device=device, dtype=dtype)
+    kernel = torch.randn(8, 4, 3, 3, device=device, dtype=dtype)
     import oneflow as flow
     from oneflow.utils.tensor import from_torch, to_torch
 
@@ -142,12 +148,14 @@ def main(device: str, dtype: torch.dtype) -> None:
     graph = graph_of(build, {"linear": LayerWeights(weight, None), "kernel": LayerWeights(kernel, None)})
     for factor in (1.0, 2.0):
         weight.fill_(factor)
-        tokens, image = kernel.new_empty(2, 64).normal_(), kernel.new_empty(2, 4, 8, 8).normal_()
+        tokens = kernel.new_empty(2, 64).normal_()
+        image = kernel.new_empty(2, 4, 8, 8).normal_()
         convolved = torch.nn.functional.conv2d(image, kernel, padding=1)
         refuse_difference(run_graph(graph, [tokens, image]), tokens @ weight, torch.nn.functional.silu(convolved))
 
 
 def refuse_difference(results: list[Tensor], *exact: Tensor) -> None:
+    """Raise RuntimeError if a result differs from its exact tensor by more than TOLERANCE."""
     for result, wanted in zip(results, exact, strict=True):
         error = float((result.float() - wanted.float()).abs().max() / wanted.float().abs().max())
         if not error <= TOLERANCE[wanted.dtype]:

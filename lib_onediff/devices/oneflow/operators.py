@@ -1,7 +1,7 @@
-"""The operators in OneFlow, whose tensors are OneFlow's, and its lazy graphs of them. Importing this imports OneFlow.
+"""The operators for OneFlow's tensors, and OneFlow graphs of them. Importing this module imports OneFlow.
 
-OneFlow 0.9.0 has no group norm for the CPU, no circular padding and no attention but a fused one for some NVIDIA GPUs:
-these are written out.
+OneFlow 0.9.0 has no group norm on the CPU, no circular padding, and attention only as a fused kernel for some NVIDIA
+GPUs: these are composed of other functions here.
 """
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
 from ...core.operators import Activation, GatedUnit, Heads, Modulation, Residual, WeightedNorm
 from ..torch import operators as torch_ops
 
-# Of a score that is hidden, before the softmax: finite in float16, and smaller than any other by far.
+# The value of masked scores before the softmax: finite in float16, and far below any real score.
 LOWEST = -60000.0
 
 class OneFlowOperators:
     """See core.operators. Images are contiguous."""
 
-    # These are operators of tensors alone, whosoever they are.
+    # These only use methods that tensors of both libraries have.
     materialize = staticmethod(torch_ops.materialize)
     residual_add = staticmethod(torch_ops.residual_add)
     image_to_tokens = staticmethod(torch_ops.image_to_tokens)
     silu = staticmethod(functional.silu)
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
-        # torch's own frequencies: what two libraries differ by here, a timestep of 1000 makes a thousand times larger.
+        # torch's frequencies, because a timestep of 1000 multiplies a difference between the two libraries by 1000.
         frequencies = from_torch(torch_ops.frequencies(time, torch.device("cpu"))).to(timestep.device)
         angles = timestep.unsqueeze(1).to(flow.float32) * frequencies.unsqueeze(0) * time.scale
         waves = [flow.cos(angles), flow.sin(angles)]
@@ -104,14 +104,14 @@ class OneFlowOperators:
             query, key, value = (part.to(flow.float32) for part in (query, key, value))
         key_heads = key.shape[1]
         if key_heads != heads:
-            # The queries that share a head of keys are computed as more queries of that head.
+            # Queries of several heads that share a head of keys are treated as more queries of one head.
             query = query.reshape(batch, key_heads, -1, width)
         scores = flow.matmul(query * (1 / math.sqrt(width)), key.transpose(2, 3))
         if mask is None:
             weights = flow.softmax(scores, dim=-1)
         else:
             hidden = flow.logical_not(mask.expand(batch, heads, queries, key.shape[2])).reshape(*scores.shape)
-            # A query that sees no key gets weights of zero.
+            # The second mask sets the weights of a query without any key to zero.
             weights = flow.softmax(scores.masked_fill(hidden, LOWEST), dim=-1).masked_fill(hidden, 0)
         mixed = flow.matmul(weights, value).to(dtype)
         return mixed if key_heads == heads else mixed.reshape(batch, heads, queries, -1)

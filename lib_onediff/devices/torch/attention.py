@@ -1,4 +1,4 @@
-"""Attention by the implementation that was measured to be the fastest on this GPU."""
+"""Attention by the implementation that was measured as the fastest on this GPU."""
 from __future__ import annotations
 
 import logging
@@ -17,41 +17,44 @@ from .operators import HAS_GQA, repeated, scaled_dot_product_attention
 
 log = logging.getLogger("onediff")
 
-# torch: what torch picks by itself. gemm: ours, below.
+# The implementations. TORCH: torch's own choice. GEMM: gemm_attention below. The others: torch's kernels.
 TORCH = "torch"
 CUDNN = "cudnn"
 FLASH = "flash"
 EFFICIENT = "efficient"
 MATH = "math"
 GEMM = "gemm"
-# The implementations that torch chooses from. Each is called directly: torch's switches hold for the whole process, and
-# a host's thread would see them change.
+# The functions of torch's kernels, which are called directly: torch's switches for the choice are global, and other
+# threads of the host would see them change.
 FUSED = {
     CUDNN: "_scaled_dot_product_cudnn_attention", FLASH: "_scaled_dot_product_flash_attention",
     EFFICIENT: "_scaled_dot_product_efficient_attention", MATH: "_scaled_dot_product_attention_math",
 }
-# Their arguments after query, key and value: no mask, and nothing kept for gradients.
+# Their arguments after query, key and value: no mask, and no log-sum-exp for gradients.
 GIVEN: dict[str, tuple[Any, ...]] = {CUDNN: (None, False), FLASH: (), EFFICIENT: (None, False), MATH: ()}
-# Those that take fewer heads of keys than of queries as they are, from the torch on that has it.
+# The kernels that support fewer heads of keys than of queries, if torch does (HAS_GQA).
 SHARE_KEY_HEADS = {CUDNN, FLASH}
-# The switches as torch.backends.cuda calls it: name_sdp_enabled().
+# torch.backends.cuda has a function NAME_sdp_enabled for each of these names.
 SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient", MATH: "math"}
-# Before torch 2.5, cuDNN's took other arguments or did not exist.
+# Before torch 2.5, cuDNN's function had other arguments or did not exist.
 HAS_CUDNN = hasattr(torch, FUSED[CUDNN]) and "attn_bias" in str(getattr(torch.ops.aten, FUSED[CUDNN]).default._schema)
-# torch 2.8 and newer, on an NVIDIA GPU: a GEMM of half precision tensors into float32.
+# Whether torch has a GEMM of float16 or bfloat16 with a float32 output: torch 2.8 and newer, on NVIDIA GPUs.
 GEMM_WIDENS = "dtype_out" in torch.ops.aten.baddbmm.overloads() and torch.version.hip is None
-# No kernel but "efficient" takes wider heads; torch's last resort holds all scores at once, 4 GiB for 1024x1024 pixels.
+# Heads wider than this are supported by EFFICIENT alone. torch's MATH would store all scores: 4 GiB at 1024x1024
+# pixels.
 WIDEST_HEAD = 256
+# Fewer keys than this count as this many in class_of.
 FEW_KEYS = 256
-# torch itself pads other heads.
+# FLASH needs heads whose width is a multiple of this; torch itself would pad them.
 FLASH_WIDTHS = 8
+# The largest bytes of scores in gemm_attention.
 SCORES_BYTES = 64 << 20
+# The largest bytes of scores for which MATH is a candidate.
 MATH_SCORES_BYTES = 4 << 20
-# The candidates; the first is used where nothing was measured.
+# The candidates by head width; the first is used without a measurement.
 NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)))
 WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
-# Largest difference between two exact implementations at random inputs, relative to the output's norm; a wrong one
-# differs by about 1.
+# The largest relative difference between two correct implementations at random inputs. A wrong one differs by about 1.
 WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
 Shape = tuple[int, ...]
 
@@ -59,8 +62,8 @@ Shape = tuple[int, ...]
 class Attention:
     """Softmax attention over (batch, heads, tokens, width), as torch's scaled_dot_product_attention.
 
-    Uses the implementation that measure() found to be the fastest for shapes of the same class, and torch's own choice
-    where nothing was measured, on a CPU, and with a mask.
+    Uses the implementation that measure() has found to be the fastest for shapes of the same class. Without a
+    measurement, on a CPU, or with a mask, it uses torch's own choice.
     """
 
     def __init__(self, launches: Launches) -> None:
@@ -69,7 +72,7 @@ class Attention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False, mask: Tensor | None = None
     ) -> Tensor:
-        """The mix of values, in query's dtype and shape. See Operators.attention."""
+        """The output, in query's dtype and shape. See Operators.attention."""
         if upcast and query.dtype != torch.float32:
             return self(query.float(), key.float(), value.float(), mask=mask).to(query.dtype)
         if query.device.type != "cuda" or mask is not None:
@@ -79,8 +82,8 @@ class Attention:
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError:
-            # An implementation may take some shapes of a class and refuse others.
-            log.debug("attention cannot do %s as it was chosen", tuple(query.shape), exc_info=True)
+            # The chosen implementation may not support all shapes of the class.
+            log.debug("the chosen attention does not support %s", tuple(query.shape), exc_info=True)
             return scaled_dot_product_attention(query, key, value)
 
     def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str:
@@ -91,25 +94,25 @@ class Attention:
     def measure(
         self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
     ) -> bool:
-        """Time every implementation for shapes of this class and choose the fastest. Returns False, and does nothing,
-        if this was done before.
+        """Time every implementation for shapes of this class, and choose the fastest. Returns False, and does nothing,
+        if that was done before.
 
-        Takes some ten milliseconds and three times the memory of the attention itself, and draws no number from the
-        user's generators. Raises torch.cuda.OutOfMemoryError.
+        Takes tens of milliseconds and three times the memory of the attention itself. Does not change the user's random
+        generators. Raises torch.cuda.OutOfMemoryError.
         """
         kernel = kernel_of(query_shape)
         shape_class = class_of(query_shape, key_shape)
         if self._launches.chosen(kernel, shape_class, dtype) is not None:
             return False
-        # torch warns of the reasons why an implementation cannot be used: no user needs them.
+        # torch warns why an implementation cannot be used; these warnings are of no use to users.
         with our_modes(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             query, key, value = inputs_of(random_on(device, dtype), query_shape, key_shape)
-            # In float32 from the start, so that our own implementation is checked too.
+            # Computed in float32, so that the same implementation in half precision is checked too.
             expected = attend(GEMM, query.float(), key.float(), value.float())
 
             def agrees(output: Tensor) -> bool:
-                # False for a NaN, too.
+                # Also False for NaN.
                 return float((output.float() - expected).norm() / expected.norm()) <= WORST_ERROR[dtype]
 
             trial = Trial(kernel, shape_class, lambda config: attend(config[0], query, key, value), agrees)
@@ -117,13 +120,13 @@ class Attention:
 
 
 def kernel_of(query_shape: Shape) -> Kernel:
-    """The implementations that may serve a shape; torch's switches may still forbid one."""
+    """The candidates for a shape. torch's switches may still rule one out."""
     return WIDE if query_shape[3] > WIDEST_HEAD else NARROW
 
 
 def class_of(query_shape: Shape, key_shape: Shape) -> str:
-    """The class of shapes: head width, the next powers of two of the token counts, and how many heads of queries share
-    a head of keys, if several do."""
+    """The name of the class of shapes: head width, token counts rounded up to powers of two, and how many heads of
+    queries share a head of keys."""
     queries, keys = (1 << (shape[2] - 1).bit_length() for shape in (query_shape, key_shape))
     name = f"width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
     shared_by = query_shape[1] // key_shape[1]
@@ -131,8 +134,8 @@ def class_of(query_shape: Shape, key_shape: Shape) -> str:
 
 
 def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention by one of the implementations. Raises RuntimeError if it cannot compute this, or if the host has
-    switched it off."""
+    """Attention by the implementation of this name. Raises RuntimeError if it does not support the inputs, or if the
+    host has switched it off."""
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value)
     if key.shape[1] != query.shape[1] and not (HAS_GQA and name in SHARE_KEY_HEADS):
@@ -141,9 +144,9 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     if name == GEMM:
         return gemm_attention(query, key, value)
     if not may_use(name):
-        raise RuntimeError(f"{name} is not there, or switched off")
+        raise RuntimeError(f"{name} is missing, or switched off")
     if name == MATH and query.shape[:3].numel() * key.shape[2] * 4 > MATH_SCORES_BYTES:
-        raise RuntimeError("all scores at once are too many")
+        raise RuntimeError("the scores would take too much memory")
     if name == FLASH and query.shape[-1] % FLASH_WIDTHS:
         raise RuntimeError(f"flash attention takes heads whose width is a multiple of {FLASH_WIDTHS}")
     output: Tensor = getattr(torch, FUSED[name])(query, key, value, *GIVEN[name])[0]
@@ -158,16 +161,17 @@ def may_use(backend: str) -> bool:
 
 
 def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int = SCORES_BYTES) -> Tensor:
-    """Exact attention from two GEMMs and a softmax, for heads of any width, with scores in float32.
+    """Exact attention by two GEMMs and a softmax, for heads of any width, with scores in float32.
 
-    No more scores than scores_bytes are held at once (those of one query at least), and their softmax beside them.
+    Queries are processed in chunks whose scores take at most scores_bytes, but at least one query at a time. Their
+    softmax takes as much again.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     query, key, value = (tensor.flatten(0, 1) for tensor in (query, key, value))
     rows = min(queries, max(1, scores_bytes // (4 * batch * heads * keys)))
     scores = query.new_empty((batch * heads, rows, keys), dtype=torch.float32)
-    # Heads lie beside each other in memory, so that joining them is a view.
+    # In memory (batch, queries, heads, width), so that joining the heads is a view.
     output = query.new_empty((batch, queries, heads, value.shape[2])).transpose(1, 2)
     for start in range(0, queries, rows):
         some = query[:, start:start + rows]
@@ -177,13 +181,14 @@ def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int 
 
 
 def sums_in_half() -> bool:
-    """Whether torch sums products of float16 in float16: then it has none with an output in float32."""
+    """Whether torch sums float16 products in float16. Then it has no GEMM with a float32 output."""
     return bool(switch_of(switches.matmul, "allow_fp16_accumulation"))
 
 
 def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
-    """scale * query @ key^T, summed and kept in float32: in half precision a large score would be far off, or
-    infinite."""
+    """scale * query @ key^T in float32, written to scores: in half precision, large scores would be inexact or
+    infinite.
+    """
     if query.device.type == "cuda" and query.dtype != torch.float32 and GEMM_WIDENS and not sums_in_half():
         return torch.baddbmm(
             scores, query, key.transpose(1, 2), out_dtype=torch.float32, beta=0, alpha=scale, out=scores
@@ -192,8 +197,8 @@ def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
 
 
 def inputs_of(make: Callable[..., Tensor], query_shape: Shape, key_shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of these shapes (batch, heads, tokens, width), in memory as our forward has them: parts of
-    the output of one GEMM, (batch, tokens, heads * width) each. make: makes a tensor of a shape."""
+    """Query, key and value of these shapes (batch, heads, tokens, width), with the strides of our forward: slices of
+    the output of a fused projection, (batch, tokens, parts * heads * width). make: make(*shape) returns a tensor."""
     batch, heads, queries, width = query_shape
     key_heads, keys = key_shape[1:3]
 

@@ -1,4 +1,4 @@
-"""PyTorch's operators: the reference, on any device; captured as CUDA graphs on NVIDIA GPUs."""
+"""The backends with PyTorch's operators: eager, the reference, on any device; cudagraph, as CUDA graphs."""
 from __future__ import annotations
 
 import torch
@@ -11,7 +11,7 @@ from . import operators as torch_ops
 
 
 class Eager(Device):
-    """Launches PyTorch's operators one by one, everywhere."""
+    """Launches PyTorch's operators one by one, on any device. It is the reference."""
 
     name = "eager"
 
@@ -23,7 +23,7 @@ class Eager(Device):
 
 
 class CudaGraphs(Eager):
-    """The same operators, launched as one graph."""
+    """PyTorch's operators, captured as CUDA graphs."""
 
     name = "cudagraph"
     traits = Traits(has_graphs=True, serves_ungraphed=False)
@@ -33,6 +33,6 @@ class CudaGraphs(Eager):
 
 
 def refuse_without_gpu(device: torch.device) -> None:
-    """Raise Refusal unless this is a GPU by NVIDIA or, where torch is built for ROCm, by AMD."""
+    """Raise Refusal unless this is an NVIDIA GPU or, with torch for ROCm, an AMD GPU."""
     if device.type != "cuda":
         raise Refusal(f"CUDA graphs need an NVIDIA or AMD GPU, and this is the {device.type.upper()}")

@@ -1,4 +1,6 @@
-"""The reference operators: plain torch, any device, any dtype. Images stay in the format they come in."""
+"""The reference operators in plain torch, for any device and dtype; see core.operators. Images keep their memory
+format.
+"""
 from __future__ import annotations
 
 import math
@@ -14,21 +16,21 @@ from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSN
 from ...core.operators import Activation, GatedUnit, Heads, Modulation, Residual, Rotary, WeightedNorm
 from .quantized import decoded, is_decoded, quantized_linear
 
-# torch 2.5 and newer: attention with fewer heads of keys than of queries.
+# Whether torch supports attention with fewer heads of keys than of queries: torch 2.5 and newer.
 HAS_GQA = "enable_gqa" in str(torch.ops.aten.scaled_dot_product_attention.default._schema)
 
 
 def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
-    """As ldm's timestep_embedding and diffusers' get_timestep_embedding (frequency_shift is the latter's
-    downscale_freq_shift; ldm's is 0). Channels are even in every known model."""
+    """As ldm's timestep_embedding and diffusers' get_timestep_embedding. frequency_shift is diffusers'
+    downscale_freq_shift; ldm's is 0. The number of channels is even in every known model."""
     angles = timestep[:, None].float() * frequencies(time, timestep.device)[None] * time.scale
     waves = (angles.cos(), angles.sin())
     return torch.cat(waves if time.cosine_first else waves[::-1], dim=-1)
 
 
 def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
-    """The frequencies of the sinusoids, (channels / 2,) in float32. Computed in the hosts' order: another order rounds
-    differently, and some models amplify that a thousand times."""
+    """The frequencies of the sinusoids, float32 (channels / 2,). Computed in the same order as in the hosts, because
+    another order rounds differently, and some models amplify that a thousandfold."""
     half = time.channels // 2
     exponents = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=device)
     return torch.exp(exponents / (half - time.frequency_shift))
@@ -39,7 +41,7 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def linear(x: Tensor, layer: LayerWeights) -> Tensor:
-    """A weight in eight bits alone is on torch's meta device: see quantized_linear."""
+    """See core.operators. A layer whose weight exists in eight bits alone has its weight on torch's meta device."""
     layer = layer._replace(weight=layer.weight.flatten(1))
     if layer.weight.is_meta and is_decoded(layer):
         layer = layer._replace(weight=decoded(layer.low_bit[0], x.dtype), low_bit=())
@@ -53,9 +55,11 @@ def linear(x: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def merges(layer: LayerWeights, numbers: int) -> bool:
-    """Whether it is less work to merge a layer's LoRAs into its weight (out, in) than to add their products. Merging
-    reads and writes the weight once more; adding reads the tokens once more, and reads or writes the output four times.
-    numbers: how many the tokens are. LoRAs with a dtype of their own are never merged: their input is rounded too."""
+    """Whether merging a layer's LoRAs into its weight (out, in) takes less memory traffic than adding their products.
+
+    Merging reads and writes the weight once more. Adding reads the input once more, and reads or writes the output four
+    times. LoRAs with scales are never merged, because the host rounds their input as well. numbers: of the input.
+    """
     if layer.low_rank is None or layer.low_rank.scales:
         return False
     out, width = layer.weight.shape
@@ -63,11 +67,11 @@ def merges(layer: LayerWeights, numbers: int) -> bool:
 
 
 def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-    """Adds the products of LoRAs to that of their linear layer, (..., out), in place. x: (..., in)."""
+    """Add the products of LoRAs in place to the product of their linear layer, (..., out). x: its input, (..., in)."""
     down = low_rank.down.flatten(1)
     rank = 0
     hidden = functional.linear(x.to(down.dtype), down)
-    # A GEMM adds to its output for nothing.
+    # If possible, the GEMM itself adds to the output, which costs nothing.
     adds = not low_rank.scales and product.is_contiguous() and product.dtype == hidden.dtype
     for index, (row, up) in enumerate(low_rank.ups):
         rows, ranks = up.shape
@@ -83,7 +87,7 @@ def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
 
 def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
     batch, _, height, width = image.shape
-    # Channels last: the pixels are the rows of the GEMM. They also are those of a weight in eight bits.
+    # In channels-last order, the pixels are the rows of a linear layer. 8-bit weights only have that form.
     if not image.is_contiguous() or layer.weight.is_meta:
         return tokens_to_image(linear(image_to_tokens(image), layer), height, width)
     weight = layer.weight.flatten(1).expand(batch, -1, -1)
@@ -149,7 +153,7 @@ def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
 
 
 def wide_rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
-    """The root mean square norm in float32. torch has one from 2.4 on."""
+    """The RMS norm in float32. torch has none before 2.4."""
     wide = x.float()
     weight = layer.weight.float() + 1 if norm.plus_one else layer.weight
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * weight
@@ -163,7 +167,8 @@ def split_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
 
 
 def heads_of(projected: Tensor, part: Heads) -> Tensor:
-    """(batch, tokens, heads * head width) -> (batch, heads, tokens, head width)."""
+    """The heads (batch, heads, tokens, head width) of a projection (batch, tokens, heads * head width), normed and
+    rotated as `part` describes."""
     heads = projected.unflatten(-1, (part.number, -1)).transpose(1, 2)
     if part.norm is not None:
         heads = rms_norm(heads, *part.norm)
@@ -224,14 +229,15 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask
     """Attention by torch's choice of kernel. See Operators.attention."""
     if mask is None:
         return grouped_attention(query, key, value, None)
-    # A softmax over no key is not a number, or zero, by the release and the kernel.
+    # The softmax of a query without keys is NaN or zero, depending on torch's version and kernel.
     sees_nothing = ~mask.any(dim=-1, keepdim=True)
     mixed = grouped_attention(query, key, value, mask | sees_nothing)
     return mixed.masked_fill(sees_nothing, 0)
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention in which keys and values may have fewer heads. Repeats these only where torch cannot share them."""
+    """Attention whose keys and values may have fewer heads than the queries. They are repeated only if torch's kernel
+    does not support that."""
     heads = query.shape[1]
     if key.shape[1] == heads:
         return functional.scaled_dot_product_attention(query, key, value, mask)
@@ -241,15 +247,15 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def shares_key_heads(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether torch may be told that keys have fewer heads. On a GPU, only flash attention and cuDNN share heads, in
-    half precision and without a mask; for anything else torch would repeat them itself and hold all scores at once."""
+    """Whether to use torch's enable_gqa. On a GPU, only flash attention and cuDNN support it, in half precision and
+    without a mask; otherwise torch would repeat the heads itself, and store all scores."""
     if not HAS_GQA:
         return False
     return query.device.type != "cuda" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
 
 
 def repeated(heads: Tensor, count: int) -> Tensor:
-    """Heads of keys or values, each repeated in its place until there are count."""
+    """Heads of keys or values, each repeated count / heads times, so that there are `count`."""
     return heads.repeat_interleave(count // heads.shape[1], dim=1)
 
 
@@ -309,13 +315,13 @@ def bias_or_zeros(norm: LayerWeights) -> Tensor:
 
 
 def channels_last(image: Tensor) -> Tensor:
-    """The image in the channels-last memory format; the same tensor if it is in it."""
+    """The image in channels-last memory format; the same tensor if it is in it already."""
     return image.contiguous(memory_format=torch.channels_last)
 
 
 class WideNorms:
-    """The same operators, with group norms and their SiLU in float32, as under torch.autocast: only the output of SiLU
-    is rounded."""
+    """The same operators, except that group norms and the SiLU after them are computed in float32, as under
+    torch.autocast: only the output of the SiLU is rounded."""
 
     def __getattr__(self, name: str) -> Any:
         return globals()[name]

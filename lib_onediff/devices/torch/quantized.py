@@ -1,10 +1,10 @@
-"""Products of layers whose weight exists in eight bits alone, by the rule of the hosts that load such files.
+"""Products with weights that a file stores in eight bits, with the rounding of the hosts that load such files.
 
-INT8: each row of the input is divided by its largest value / 127 and rounded to the nearest integer, half to even. The
-integers are multiplied exactly, and the sums are scaled in float32. ConvRot: the weight is stored as W @ H^T for each
-group of its inputs, with an orthonormal Hadamard matrix H, so the input is multiplied by H before it is rounded.
-FP8: the weight is decoded, and multiplied in the input's dtype. So is INT8 where LoRAs are beside it: the host adds
-them to the decoded weight, and rounds no input.
+INT8: each row of the input is divided by (its largest absolute value / 127) and rounded to the nearest integer, half to
+even. The integers are multiplied exactly, and the sums are scaled in float32. ConvRot: the weight is stored as W @ H^T
+for each group of its inputs, with an orthonormal Hadamard matrix H, so the input is multiplied by H before it is
+rounded. FP8: the weight is decoded, and multiplied in the input's dtype. INT8 with LoRAs is computed like FP8, because
+the host adds the LoRAs to the decoded weight, and does not round the input.
 """
 from __future__ import annotations
 
@@ -17,20 +17,23 @@ from torch import Tensor
 from ...core.layer_weights import LayerWeights, QuantizedWeight
 from ...core.refusal import Refusal
 
-LARGEST, SMALLEST = 127.0, 1e-30
-# Numbers of one piece of the output: its sums and scales take 12 bytes each.
+LARGEST = 127.0
+SMALLEST = 1e-30
+# The output is computed in pieces of this many numbers, because intermediate results take 12 bytes a number.
 PIECE = 1 << 24
-# A float32 has every sum of so many products of int8.
+# float32 can represent every sum of this many products of int8 exactly.
 EXACT_TERMS = 1024
-# torch._int_mm on a GPU: the fewest rows, and what widths are multiples of.
-FEWEST_ROWS, INT_MM_ALIGNED = 32, 32
+# torch._int_mm on a GPU needs at least this many rows, and widths that are multiples of INT_MM_ALIGNED.
+FEWEST_ROWS = 32
+INT_MM_ALIGNED = 32
 PROBE = 32
 
 
 def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
-    """x (..., in) times layer.low_bit's first weight (out, in) in INT8, plus the bias: (..., out) in the dtype of x.
+    """x (..., in) times the layer's INT8 weight, layer.low_bit[0] (out, in), plus the bias: (..., out) in the dtype of
+    x.
 
-    Raises Refusal for a rotation that the layer cannot have.
+    Raises Refusal for an invalid rotation.
     """
     weight = layer.low_bit[0]
     rows = x.reshape(-1, x.shape[-1])
@@ -47,12 +50,13 @@ def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def is_decoded(layer: LayerWeights) -> bool:
-    """Whether a layer that has its weight in eight bits alone is multiplied by it decoded: in FP8, and beside LoRAs."""
+    """Whether a layer's 8-bit weight is decoded before the product: in FP8, and with LoRAs."""
     return layer.low_bit[0].values.dtype != torch.int8 or layer.low_rank is not None
 
 
 def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight (out, in) in a dtype, in the basis of the input. Raises Refusal for a rotation that it cannot have."""
+    """The weight (out, in) in a dtype, with scales applied and rotation undone. Raises Refusal for an invalid rotation.
+    """
     check_rotation(weight)
     if not weight.rotation:
         return weight.values.to(dtype).mul_(weight.scales.t())
@@ -61,7 +65,8 @@ def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
 
 
 def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows (rows, width) as int8, and their scales (rows, 1) in float32. The quotient is rounded to the rows' dtype."""
+    """Rows (rows, width) quantized to int8, and their scales, float32 (rows, 1). As in the hosts, the quotient is first
+    rounded to the rows' dtype."""
     scales = (rows.abs().amax(dim=-1, keepdim=True).float() / LARGEST).clamp_min(SMALLEST)
     divisors = scales.to(rows.dtype)
     # In float16 the scale of a row of zeros is zero.
@@ -70,7 +75,7 @@ def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotated(rows: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Rows (rows, width) in the basis of a weight, in the rows' dtype."""
+    """Rows (rows, width) multiplied by the Hadamard matrix of a weight's rotation, in the rows' dtype."""
     check_rotation(weight)
     if not weight.rotation:
         return rows
@@ -90,7 +95,7 @@ def hadamard(width: int, device: torch.device) -> Tensor:
 
 
 def check_rotation(weight: QuantizedWeight) -> None:
-    """Raise Refusal for a rotation that the weight cannot have."""
+    """Raise Refusal if the weight's rotation is invalid for its dtype or width."""
     group = weight.rotation
     width = weight.values.shape[1]
     if not group:
@@ -98,7 +103,7 @@ def check_rotation(weight: QuantizedWeight) -> None:
     if weight.values.dtype != torch.int8:
         raise Refusal(f"ConvRot is for INT8, and this layer is {str(weight.values.dtype).removeprefix('torch.')}")
     if not is_power_of_four(group):
-        raise Refusal(f"ConvRot groups of {group} are no power of 4")
+        raise Refusal(f"a ConvRot group of {group} is not a power of 4")
     if width % group:
         raise Refusal(f"ConvRot groups of {group} do not divide a layer of {width} inputs")
 
@@ -108,7 +113,7 @@ def is_power_of_four(number: int) -> bool:
 
 
 def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """The exact product of int8 (rows, in) and (out, in): (rows, out), integers in int32 or float32."""
+    """The exact product of int8 matrices (rows, in) and (out, in): (rows, out) in int32 or float32."""
     if not has_int_mm(rows.device):
         return float_product(rows, weight)
     if not rows.is_cuda:
@@ -122,7 +127,7 @@ def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def float_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """As integer_product, in int32, by products of float32: each has few enough terms to be exact, in TF32 too."""
+    """integer_product() in int32 by float32 products of EXACT_TERMS terms each, which are exact, with TF32 too."""
     total = torch.zeros((len(rows), len(weight)), dtype=torch.int32, device=rows.device)
     for first in range(0, rows.shape[1], EXACT_TERMS):
         left, right = (part[:, first:first + EXACT_TERMS].float() for part in (rows, weight))
@@ -132,7 +137,7 @@ def float_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def has_int_mm(device: torch.device) -> bool:
-    """Whether this torch multiplies int8 on a device: torch 2.1 does on NVIDIA's GPUs alone."""
+    """Whether torch._int_mm works on a device. torch 2.1 has it for NVIDIA GPUs alone."""
     probe = torch.ones((PROBE, PROBE), dtype=torch.int8, device=device)
     try:
         sums = torch._int_mm(probe, probe.t())
