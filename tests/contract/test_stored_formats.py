@@ -380,7 +380,7 @@ UNKNOWN = {
         "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=1024), "ConvRot groups of 1024"
     ),
     "no power": (
-        "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=32), "ConvRot groups of 32"
+        "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=32), "a ConvRot group of 32"
     ),
     "not ready": ("GGUF Q8_0", unbaked, "GGUF Q8_0 is not made ready"),
 }
