@@ -74,7 +74,7 @@ def compile_pipe(
     cache_interval: int | None = None, cache_layer_id: int | None = None, cache_block_id: int | None = None,
     **options: Any,
 ) -> Pipe:
-    """Make a Stable Diffusion, SDXL, Cosmos-Predict2 or Anima pipeline of diffusers fast. Returns the same pipe.
+    """Make a pipeline of diffusers fast, whose networks OneDiff serves. Returns the same pipe.
 
     That is its UNet, or the transformer in its place, and its VAE; ignores=("unet",) and ignores=("vae",) leave the
     one or the other as it is. A VAE that is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for

@@ -18,6 +18,7 @@ from test_weight_functions import lora
 from torch import Tensor
 from transformer_hosts import AnimaHost, Krea2Host, TransformerHost
 
+from lib_onediff.core.call import Cut, CutMemory
 from lib_onediff.core.layer_weights import LayerWeights, Weights
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators
@@ -186,6 +187,21 @@ def test_layers_are_read_unit_by_unit_and_those_of_a_block_may_be_in_eight_bits(
     classes = [one.layer_class for one in every_low_bit_layer(layout)]
     assert len(set(classes)) == host.low_bit_classes
     assert len(classes) == host.low_bit_classes * len(layout.blocks)
+
+
+def test_cut_in_two_it_repeats_the_others_change_and_reads_the_first_blocks_alone(host: TransformerHost) -> None:
+    binding = bound(host)
+    layout = binding.layout
+    family = FAMILIES.of(layout)
+    call = family.example(layout, (8, 8), 2, 77, torch.randn)
+    expected = family.output(layout, binding.weights(), operators, call)
+    memory = CutMemory()
+    assert family.deepest(layout) == len(layout.blocks) - 1
+    for reads in (False, True):
+        cut = replace(call, cut=Cut(1, reads, memory))
+        read = Read(binding.weights())
+        assert relative_error(family.output(layout, read, operators, cut), expected) < 1e-6
+        assert set(read.names) == {name for names in family.units(layout, cut) for name in names}
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")

@@ -1,11 +1,12 @@
 """What one call of a Krea 2 network is."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from ...core.call import Call
+from ...core.fields import ANY_DTYPE
 
 
 @dataclass(frozen=True)
@@ -14,14 +15,14 @@ class Krea2Call(Call):
     height, width).
 
     context: (batch, tokens, text layers * text width), what several layers of the text encoder give for each token of
-    the prompt. mask: (batch, tokens), True where a token belongs to the prompt; None if all do. positions: (tokens of
-    prompt and image, 3), by which queries and keys are rotated; None if the prompt's are zero and the image's are its
-    rows and columns of patches.
+    the prompt. mask: (batch, tokens), True where a token belongs to the prompt; None if all do. positions: (1, tokens
+    of prompt and image, 3), by which queries and keys are rotated; None if the prompt's are zero and the image's are
+    its rows and columns of patches.
     """
 
     context: Tensor
-    mask: Tensor | None = None
-    positions: Tensor | None = None
+    mask: Tensor | None = field(default=None, metadata=ANY_DTYPE)
+    positions: Tensor | None = field(default=None, metadata=ANY_DTYPE)
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:

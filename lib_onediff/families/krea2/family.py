@@ -11,6 +11,7 @@ from ...core.layer_weights import Weights
 from ...core.leaves import SelfAttention, names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
+from ..transformer import blocks_read, deepest_cut
 from . import forward
 from .call import Krea2Call
 from .layout import Krea2Layout, is_krea2, read_krea2
@@ -44,7 +45,7 @@ class Krea2s:
         if call.mask is not None and (call.mask.shape != context.shape[:2] or call.mask.dtype != torch.bool):
             raise Refusal(f"the prompt's mask is {tuple(call.mask.shape)} of {call.mask.dtype}")
         tokens = context.shape[1] + -(-height // layout.patch) * -(-width // layout.patch)
-        if call.positions is not None and call.positions.shape != (tokens, len(layout.axes.widths)):
+        if call.positions is not None and call.positions.shape != (1, tokens, len(layout.axes.widths)):
             raise Refusal(f"the positions are {tuple(call.positions.shape)}, but there are {tokens} tokens")
 
     def example(
@@ -60,14 +61,15 @@ class Krea2s:
 
     def units(self, layout: Krea2Layout, call: Krea2Call) -> list[tuple[str, ...]]:
         text = layout.text
-        tables = tuple(block.table for block in layout.blocks)
+        blocks = blocks_read(layout.blocks, call.cut)
+        tables = tuple(block.table for block in blocks)
         first = names_of((layout.patches, layout.time, layout.modulation, tables, layout.out_table))
         prompt = (*text.across_layers, text.sum, *text.across_tokens, (text.norm, text.into, text.out))
-        parts = (*prompt, *(block.layers for block in layout.blocks), (layout.out_norm, layout.out))
+        parts = (*prompt, *(block.layers for block in blocks), (layout.out_norm, layout.out))
         return [first, *map(names_of, parts)]
 
     def deepest(self, layout: Krea2Layout) -> int:
-        return 0
+        return deepest_cut(layout.blocks)
 
     def attentions(self, layout: Krea2Layout, call: Krea2Call) -> list[AttentionShapes]:
         batch, tokens = call.context.shape[:2]

@@ -5,6 +5,8 @@ smaller: what an attention makes of the same tokens, its gate too, comes from on
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
@@ -12,9 +14,9 @@ from torch import Tensor
 from ...core.layer_weights import Weights
 from ...core.operators import SWIGLU, Activation, Modulation, Operators, Residual, Rotary
 from ..rotary import image_positions, rotary_of
-from ..transformer import TransformerLayers
+from ..transformer import TransformerLayers, blocks_read, through_blocks
 from .call import Krea2Call
-from .layout import TIME_SCALE, GatedLayers, Krea2Layout, TextFusion
+from .layout import TIME_SCALE, GatedLayers, Krea2Layout, StreamBlock, TextFusion
 
 # Factor, shift and gate of a block's two layers.
 VECTORS = 6
@@ -25,16 +27,19 @@ def output(layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Cal
     layers = TransformerLayers(weights, ops, call.upcast_attention)
     dtype = weights[layout.patches.path].weight.dtype
     image, rows, columns = patches_of(layers, layout, call.latent.to(dtype))
-    modulations, out_modulation = modulations_of(layers, layout, call.timestep, dtype)
+    computed = blocks_read(layout.blocks, call.cut)
+    modulations, out_modulation = modulations_of(layers, layout, computed, call.timestep, dtype)
     # Operators may write into a residual, and the call's inputs are not ours.
     prompt = fused_prompt(layers, layout, call.context.to(dtype, copy=True), of_keys(call.mask))
     text = prompt.shape[1]
     rotary = rotary_of(layout.axes, positions_of(call, text, rows, columns))
     mask = of_keys(None if call.mask is None else functional.pad(call.mask, (0, image.shape[1]), value=True))
 
-    residual = Residual(torch.cat([prompt, image], dim=1))
-    for block, modulation in zip(layout.blocks, modulations, strict=True):
-        residual = through_layers(layers, block.layers, residual, rotary, mask, modulation)
+    def through(residual: Residual, index: int, block: StreamBlock) -> Residual:
+        return through_layers(layers, block.layers, residual, rotary, mask, modulations[index])
+
+    residual = residual_of(torch.cat([prompt, image], dim=1))
+    residual = through_blocks(ops, residual, layout.blocks, call.cut, through)
     residual = Residual(ops.materialize(residual)[:, text:])
     _, normed = layers.norm(residual, layout.out_norm, layout.out, out_modulation)
     return image_of(layout, layers.linear(normed, layout.out), rows, columns, call.latent)
@@ -88,16 +93,16 @@ def image_of(layout: Krea2Layout, tokens: Tensor, rows: int, columns: int, laten
 
 
 def modulations_of(
-    layers: TransformerLayers, layout: Krea2Layout, timestep: Tensor, dtype: torch.dtype
+    layers: TransformerLayers, layout: Krea2Layout, blocks: Sequence[StreamBlock], timestep: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Modulation]:
-    """The modulation of every block, (blocks, batch, 6 * width), and the output's. The network gives factors relative
+    """The modulation of these blocks, (blocks, batch, 6 * width), and the output's. The network gives factors relative
     to one; they are summed in float32, and rounded once."""
     ops = layers.ops
     width = layout.width
     waves = ops.sinusoids(timestep.float() * TIME_SCALE, layout.time).to(dtype)
     time = layers.linear(gelu(layers.linear(waves, layout.time.first)), layout.time.second)
     shared = layers.linear(gelu(time), layout.modulation)
-    tables = ops.join([layers.weights[block.table.path].weight.flatten() for block in layout.blocks])
+    tables = ops.join([layers.weights[block.table.path].weight.flatten() for block in blocks])
     ones = torch.zeros(VECTORS, 1, dtype=torch.float32, device=time.device)
     ones[::3] = 1
     sums = tables.float().view(-1, 1, VECTORS, width) + (shared.float().view(-1, VECTORS, width) + ones)
@@ -110,14 +115,19 @@ def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, context: Tensor
     """The prompt's tokens, (batch, tokens, width). context: see Krea2Call; it is written into. mask: as Operators'."""
     text = layout.text
     batch, tokens, _ = context.shape
-    residual = Residual(context.reshape(batch * tokens, layout.text_layers, layout.text_width))
+    residual = residual_of(context.reshape(batch * tokens, layout.text_layers, layout.text_width))
     for block in text.across_layers:
         residual = through_layers(layers, block, residual)
     each = layers.ops.materialize(residual).view(batch, tokens, layout.text_layers, layout.text_width)
-    residual = Residual(layers.linear(each.transpose(2, 3), text.sum).squeeze(3))
+    residual = residual_of(layers.linear(each.transpose(2, 3).to(context.dtype), text.sum).squeeze(3))
     for block in text.across_tokens:
         residual = through_layers(layers, block, residual, mask=mask)
     return projected(layers, text, residual)
+
+
+def residual_of(tokens: Tensor) -> Residual:
+    """Tokens as a residual: with float16 in float32, in which it does not overflow."""
+    return Residual(tokens.float() if tokens.dtype == torch.float16 else tokens)
 
 
 def projected(layers: TransformerLayers, text: TextFusion, residual: Residual) -> Tensor:
@@ -130,7 +140,7 @@ def projected(layers: TransformerLayers, text: TextFusion, residual: Residual) -
 def positions_of(call: Krea2Call, text: int, rows: int, columns: int) -> Tensor:
     """The positions of all tokens, (tokens, 3)."""
     if call.positions is not None:
-        return call.positions
+        return call.positions[0]
     return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, text, 0))
 
 

@@ -60,11 +60,12 @@ def is_served(network: Any) -> bool:
 class HostsAnswer:
     """Makes the host's own answer to a call, each time that it is called, and keeps what the host returned last.
 
-    Calling it returns the sample alone, as one tensor, which is what others compare with. answer: what the host
-    returned last; None before. sample: the sample in it.
+    Calling it returns the sample alone, as one tensor, which is what others compare with. call: as ours. answer: what
+    the host returned last; None before. sample: the sample in it.
     """
 
     network: DiffusersNetwork
+    call: Call
     host: HostFunction
     module: Any
     args: tuple[Any, ...]
@@ -88,7 +89,7 @@ class HostsAnswer:
             for one, whole in zip(lists, before, strict=True):
                 one[:] = whole
         tensor_of = self.network.tensor_of
-        sample: Tensor = self.answer[0] if tensor_of is None else tensor_of(self.answer[0])
+        sample: Tensor = self.answer[0] if tensor_of is None else tensor_of(self.answer[0], self.call)
         self.sample = sample
         return sample
 
@@ -118,7 +119,8 @@ class DiffusersForward(ModuleForward):
     def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__(kind)
         self._network = next(one for one in NETWORKS if one.name == kind.__name__)
-        self._call_of = self._network.call_of or self._call
+        caller = self._network.caller
+        self._call_of = (self._network.call_of or self._call) if caller is None else caller()
         self._attentions: dict[str, weakref.ref[Any]] = {}
         # What foreign_parts read when it last found none.
         self._without_foreign_parts: tuple[Any, ...] = ()
@@ -141,7 +143,7 @@ class DiffusersForward(ModuleForward):
         if unread is not None:
             answer: Any = runtime.unread(module, unread, lambda: host(module, *args, **kwargs))
             return answer
-        by_host = HostsAnswer(self._network, host, module, args, kwargs)
+        by_host = HostsAnswer(self._network, call, host, module, args, kwargs)
         output = runtime.run(module, call, by_host, guidance=lambda: self._prompt_rows(host, module, given))
         if output is by_host.sample:
             by_host.leave_lists_as_the_host()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.call import Call
 from ...core.refusal import Refusal
 from ...families.z_image.call import ZImageCall, joined_prompts
 from .read_z_image import MULTIPLE, PATCH
@@ -46,8 +47,8 @@ def refuse_places(network: Any, last: tuple[int, int, int]) -> None:
         raise Refusal(f"the prompt or the latent is longer than {most}, up to which it knows positions")
 
 
-def tensor_of(sample: list[Tensor]) -> Tensor:
-    """Its sample, (channels, 1, height, width) for each image, as our output."""
+def tensor_of(sample: list[Tensor], call: Call) -> Tensor:
+    """Its sample, (channels, 1, height, width) for each image, as our output of a call."""
     return torch.stack(sample).squeeze(2)
 
 

@@ -31,7 +31,7 @@ def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
     layout = FAMILIES.read(host.unet)
     call = family.example(layout, (7, 8), 2, 20, torch.randn)
     mask = torch.ones(2, 20, dtype=torch.bool)
-    positions = torch.zeros(20 + 16, 3)
+    positions = torch.zeros(1, 20 + 16, 3)
     for given in (call, replace(call, mask=mask, positions=positions), replace(call, latent=call.latent[:, :, 0])):
         family.refuse_call(layout, given)
     for change, reason in (
@@ -39,7 +39,7 @@ def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
         ({"latent": call.latent.expand(-1, -1, 2, -1, -1)}, "one image"),
         ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batches"),
         ({"mask": mask[:, :5]}, "mask is"), ({"mask": mask.float()}, "mask is"),
-        ({"positions": positions[1:]}, "there are 36 tokens"),
+        ({"positions": positions[:, 1:]}, "there are 36 tokens"),
     ):
         with pytest.raises(Refusal, match=reason):
             family.refuse_call(layout, replace(call, **change))

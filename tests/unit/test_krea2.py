@@ -1,0 +1,157 @@
+"""diffusers' Krea2Transformer2DModel computes the host's images by us."""
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from builders import randomise, relative_error
+from own_forward import own_forward
+from torch import Tensor, nn
+
+import lib_onediff
+from lib_onediff.core.inputs import take_rows
+from lib_onediff.hosts.diffusers.krea2 import Krea2Calls
+
+code = pytest.importorskip("diffusers.models.transformers.transformer_krea2", reason="needs diffusers 0.41")
+SMALL = {
+    "in_channels": 16, "num_layers": 2, "attention_head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 96, "timestep_embed_dim": 64, "text_hidden_dim": 32, "num_text_layers": 3,
+    "text_num_attention_heads": 2, "text_num_key_value_heads": 1, "text_intermediate_size": 48,
+    "axes_dims_rope": (8, 12, 12),
+}
+IN_BLOCK = "block"
+IN_CALL = "call"
+
+
+def network(**config: Any) -> Any:
+    return randomise(code.Krea2Transformer2DModel(**{**SMALL, **config})).requires_grad_(False)
+
+
+def call(rows: int = 3, columns: int = 5, batch: int = 2, tokens: int = 7) -> dict[str, Any]:
+    """As the pipeline calls: of each prompt the last tokens are none, one in the first and two in the second."""
+    random = partial(torch.randn, generator=torch.Generator().manual_seed(rows * columns))
+    places = torch.cartesian_prod(torch.zeros(1), torch.arange(rows).float(), torch.arange(columns).float())
+    mask = torch.arange(tokens)[None] < tokens - torch.arange(1, batch + 1)[:, None]
+    return {
+        "hidden_states": random(batch, rows * columns, 16), "timestep": torch.linspace(0.9, 0.2, batch),
+        "encoder_hidden_states": random(batch, tokens, 3, 32), "encoder_attention_mask": mask,
+        "position_ids": torch.cat([torch.zeros(tokens, 3), places]),
+    }
+
+
+@torch.no_grad()
+def ours(transformer: Any, given: dict[str, Any]) -> Tensor:
+    """The answer, which is the host's, by our forward."""
+    output = transformer(**given)
+    expected = own_forward(transformer)(**given)
+    assert relative_error(output.sample, expected.sample) < 1e-5 and type(output) is type(expected)
+    assert output.sample.stride() == expected.sample.stride()
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    return transformer(**given, return_dict=False)[0]
+
+
+def test_the_forward_is_the_hosts_and_an_edit_counts_at_once() -> None:
+    transformer = lib_onediff.compile_unet(network())
+    for size in ((3, 5), (7, 1, 1, 600), (8, 12, 2, 20)):
+        given = call(*size)
+        for mask in (None, given["encoder_attention_mask"]):
+            before = ours(transformer, {**given, "encoder_attention_mask": mask})
+    block = transformer.transformer_blocks[1]
+    for parameter in (
+        block.scale_shift_table, block.attn.norm_k.weight, block.attn.to_gate.weight, block.ff.up.weight,
+        transformer.text_fusion.projector.weight, transformer.final_layer.scale_shift_table,
+    ):
+        parameter.mul_(1.5)
+        before, after = ours(transformer, given), before
+        assert relative_error(after, before) > 1e-4
+
+
+def test_positions_are_what_the_call_says() -> None:
+    transformer = lib_onediff.compile_unet(network())
+    given = call()
+    before = ours(transformer, given)
+    # The same tensor, edited; and others that are no grid.
+    given["position_ids"][-15:, 1:] += 3
+    after = ours(transformer, given)
+    assert relative_error(after, before) > 1e-3
+    ours(transformer, {**given, "position_ids": torch.randint(0, 9, (22, 3)).float()})
+
+
+def test_users_see_the_size_of_the_image_and_rows_can_be_computed_alone() -> None:
+    made = Krea2Calls()(network(), **call(3, 5))
+    assert made.latent.shape == (2, 4, 6, 10)
+    taken = take_rows(made, slice(1, 2))
+    assert taken.mask is not None and taken.positions is not None
+    assert len(taken.mask) == len(taken.context) == 1 and torch.equal(taken.positions, made.positions)
+    assert replace(made, mask=None).signature != made.signature
+
+
+@torch.no_grad()
+def test_norms_stay_in_float32_beside_a_half_type() -> None:
+    """As from_pretrained leaves them."""
+    transformer = network().bfloat16()
+    for module in transformer.modules():
+        if type(module).__name__ == "Krea2RMSNorm":
+            module.float()
+    given = {
+        name: value.bfloat16() if name in ("hidden_states", "encoder_hidden_states") else value
+        for name, value in call().items()
+    }
+    exact = copy.deepcopy(transformer).float()(
+        **{name: value if value.dtype == torch.bool else value.float() for name, value in given.items()}
+    ).sample
+    host = relative_error(transformer(**given).sample.float(), exact)
+    output = lib_onediff.compile_unet(transformer)(**given).sample
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+    assert output.dtype == torch.bfloat16 and relative_error(output.float(), exact) < 1.1 * host
+
+
+def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
+    peft = pytest.importorskip("peft")
+    transformer = network()
+    with torch.no_grad():
+        expected = transformer(**call()).sample
+    pipe = SimpleNamespace(transformer=transformer)
+    lib_onediff.compile_pipe(pipe)
+    layers = ["to_q", "to_v", "to_gate", "to_out.0", "up", "down", "img_in", "projector", "time_mod_proj", "linear_2"]
+    transformer.add_adapter(peft.LoraConfig(r=4, target_modules=layers, init_lora_weights=False), "a")
+    assert relative_error(ours(transformer, call()), expected) > 1e-2
+    transformer.unload_lora()
+    assert relative_error(ours(transformer, call()), expected) < 1e-5
+    lib_onediff.uncompile_pipe(pipe)
+    assert "forward" not in vars(transformer)
+    with torch.no_grad():
+        assert torch.equal(transformer(**call()).sample, expected)
+
+
+@pytest.mark.parametrize(("where", "change", "reason"), [
+    (IN_BLOCK, {"attn.processor": type("Other", (code.Krea2AttnProcessor,), {})()}, "its processor is"),
+    (IN_BLOCK, {"extra": nn.Linear(2, 2)}, "such as transformer_blocks.1.extra"),
+    (IN_BLOCK, {"norm2": nn.LayerNorm(128)}, "expected Krea2RMSNorm"),
+    (IN_BLOCK, {"attn.num_kv_heads": 4}, "heads of keys"),
+    (IN_CALL, {"attention_kwargs": {"scale": 0.5}}, "passes attention_kwargs"),
+    (IN_CALL, {"encoder_attention_mask": torch.ones(2, 7)}, "mask is"),
+    (IN_CALL, {"timestep": torch.ones(1)}, "different batches"),
+    (IN_CALL, {"position_ids": torch.zeros(3, 22, 3)}, "positions are"),
+    (IN_CALL, {"position_ids": torch.zeros(21, 3)}, "22 tokens"),
+    (IN_CALL, {"hidden_states": None}, "no tensor"),
+], ids=lambda value: "" if isinstance(value, dict) else value)
+@torch.no_grad()
+def test_what_only_the_host_knows_is_the_hosts(where: str, change: dict[str, Any], reason: str) -> None:
+    """Its errors too."""
+    transformer = network()
+    answers = []
+    for path, value in change.items() if where == IN_BLOCK else ():
+        above, _, name = path.rpartition(".")
+        setattr(transformer.transformer_blocks[1].get_submodule(above), name, value)
+    for forward in (own_forward(transformer), lib_onediff.compile_unet(transformer)):
+        try:
+            answers.append(forward(**{**call(), **(change if where == IN_CALL else {})}).sample)
+        except Exception as error:
+            answers.append(torch.tensor(list(str(error).encode())))
+    assert torch.equal(*answers) and reason in lib_onediff.status()["reason"]
