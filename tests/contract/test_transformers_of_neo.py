@@ -16,10 +16,11 @@ from test_forge_family import load
 from test_generations import OURS, attributes, close, same
 from test_weight_functions import lora
 from torch import Tensor
-from transformer_hosts import AnimaHost, Krea2Host, TransformerHost
+from transformer_hosts import AnimaHost, Krea2Host, Lumina2Host, TransformerHost, ZImageHost
 
 from lib_onediff.core.call import Cut, CutMemory
 from lib_onediff.core.layer_weights import LayerWeights, Weights
+from lib_onediff.core.leaves import Block
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.torch import operators
 from lib_onediff.families.registry import FAMILIES
@@ -27,7 +28,7 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.binding import Binding, shares_storage
 from lib_onediff.weights.low_bit import every_low_bit_layer
 
-HOSTS = (AnimaHost, Krea2Host)
+HOSTS = (AnimaHost, Krea2Host, ZImageHost, Lumina2Host)
 SIZES = [((8, 8), 2, 20), ((17, 23), 1, 20), ((17, 23), 3, 512), ((6, 32), 2, 601), ((32, 6), 1, 1)]
 # Of a call with 77 tokens, and with more.
 WARMED_TOKENS = (77, 601)
@@ -186,7 +187,7 @@ def test_layers_are_read_unit_by_unit_and_those_of_a_block_may_be_in_eight_bits(
     assert order == sorted(order)
     classes = [one.layer_class for one in every_low_bit_layer(layout)]
     assert len(set(classes)) == host.low_bit_classes
-    assert len(classes) == host.low_bit_classes * len(layout.blocks)
+    assert len(classes) == host.low_bit_classes * sum(bool(block.token_layers) for block in layout.layers(Block))
 
 
 def test_cut_in_two_it_repeats_the_others_change_and_reads_the_first_blocks_alone(host: TransformerHost) -> None:

@@ -150,3 +150,40 @@ class Krea2Host(TransformerHost):
         found = random(batch, tokens, self.text_layers * self.text_width, seed=seed)
         # The host takes away a dimension of one; of one token it would be that of tokens.
         return found[:, None] if tokens == 1 else found
+
+
+class ZImageHost(TransformerHost):
+    code_name = "backend.nn.lumina"
+    class_name = "NextDiT"
+    model = "Z-Image"
+    channels = 4
+    low_bit_classes = 4
+    last_layer = "final_layer.linear"
+    loras_on = (
+        "x_embedder", "cap_embedder.1", "t_embedder.mlp.0", "final_layer.adaLN_modulation.1", "final_layer.linear",
+        "noise_refiner.0.adaLN_modulation.0", "noise_refiner.0.attention.out", "context_refiner.0.feed_forward.w2",
+        "context_refiner.0.attention.qkv", "layers.0.attention.qkv", "layers.0.feed_forward.w1",
+        "layers.1.feed_forward.w3", "layers.1.attention.out", "layers.1.adaLN_modulation.0",
+    )
+
+    def new_network(self) -> nn.Module:
+        found: nn.Module = self.network_class(
+            self.channels, 64, 2, 2, CONTEXT_WIDTH, [16, 8, 8], z_image_modulation=True, time_scale=1000.0,
+            pad_tokens_multiple=32,
+        )
+        return found
+
+    def latent(self, batch: int, size: tuple[int, int], seed: int) -> Tensor:
+        return random(batch, self.channels, *size, seed=seed)
+
+    def context(self, batch: int, tokens: int, seed: int) -> Tensor:
+        return random(batch, tokens, CONTEXT_WIDTH, seed=seed)
+
+
+class Lumina2Host(ZImageHost):
+    model = "Lumina 2"
+    loras_on = tuple(one.replace("adaLN_modulation.0", "adaLN_modulation.1") for one in ZImageHost.loras_on)
+
+    def new_network(self) -> nn.Module:
+        found: nn.Module = self.network_class(self.channels, 96, 6, 2, CONTEXT_WIDTH, [4, 6, 6], rope_theta=10000.0)
+        return found

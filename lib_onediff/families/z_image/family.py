@@ -12,6 +12,7 @@ from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
+from ..transformer import blocks_read, deepest_cut
 from . import forward
 from .call import ZImageCall
 from .layout import ZImageLayout
@@ -54,13 +55,13 @@ class ZImages:
         return forward.output(layout, weights, ops, call)
 
     def units(self, layout: ZImageLayout, call: ZImageCall) -> list[tuple[str, ...]]:
-        blocks = (*layout.image_refiner, *layout.text_refiner, *layout.blocks)
+        blocks = (*layout.image_refiner, *layout.text_refiner, *blocks_read(layout.blocks, call.cut))
         apart = ("image_refiner", "text_refiner", "blocks", "out_modulation", "out")
         first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in apart))
         return [first, *map(names_of, blocks), names_of((layout.out_modulation, layout.out))]
 
     def deepest(self, layout: ZImageLayout) -> int:
-        return 0
+        return deepest_cut(layout.blocks)
 
     def attentions(self, layout: ZImageLayout, call: ZImageCall) -> list[AttentionShapes]:
         height, width = call.latent.shape[-2:]

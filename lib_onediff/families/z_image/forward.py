@@ -17,7 +17,7 @@ from ...core.layer_weights import Weights
 from ...core.leaves import RMSNorm
 from ...core.operators import SWIGLU, Modulation, Operators, Residual, Rotary
 from ..rotary import image_positions, rotary_of
-from ..transformer import TransformerLayers
+from ..transformer import TransformerLayers, through_blocks
 from .call import ZImageCall
 from .layout import StreamBlock, ZImageLayout
 
@@ -58,32 +58,36 @@ def output(layout: ZImageLayout, weights: Weights, ops: Operators, call: ZImageC
     text = prompt_of(layout, layers, call)
     places = places_of(layout, call, rows, columns)
     patches = image.shape[1]
-    refined = through(layers, layout.image_refiner, image, places.part(0, patches), modulations)
-    read = through(layers, layout.text_refiner, text, places.part(patches, text.shape[1]), [])
+    of_image = places.part(0, patches)
+    of_text = places.part(patches, text.shape[1])
+    refined = begun(image)
+    read = begun(text)
+    for block in layout.image_refiner:
+        refined = through_block(layers, block, refined, of_image, modulations.pop(0))
+    for block in layout.text_refiner:
+        read = through_block(layers, block, read, of_text, None)
+
+    def through(residual: Residual, index: int, block: StreamBlock) -> Residual:
+        return through_block(layers, block, residual, places, modulations[index])
+
     stream = torch.cat([ops.materialize(refined), ops.materialize(read)], dim=1)
-    residual = through(layers, layout.blocks, stream, places, modulations[len(layout.image_refiner):])
+    residual = through_blocks(ops, Residual(stream), layout.blocks, call.cut, through)
     scale = layers.linear(ops.silu(embedding), layout.out_modulation) + 1
     _, normed = layers.norm(residual, layout.out_norm, layout.out, Modulation(scale))
     found = image_of(layout, layers.linear(normed, layout.out), rows, columns)[..., :height, :width]
     return (-found if layout.is_negated else found).to(call.latent.dtype)
 
 
-def through(
-    layers: TransformerLayers, blocks: tuple[StreamBlock, ...], tokens: Tensor, places: Places,
-    modulations: list[BlockModulation],
-) -> Residual:
-    """The residual behind blocks, of the tokens before them. modulations: of the first blocks that there are any of."""
-    # In float16 the residual would be rounded too much.
-    residual = Residual(tokens.float() if tokens.dtype == torch.float16 else tokens)
-    for number, block in enumerate(blocks):
-        residual = through_block(layers, block, residual, places, modulations[number] if block.has_image else None)
-    return residual
+def begun(tokens: Tensor) -> Residual:
+    """The residual before the first block. In float16 it would be rounded too much."""
+    return Residual(tokens.float() if tokens.dtype == torch.float16 else tokens)
 
 
 def through_block(
     layers: TransformerLayers, block: StreamBlock, residual: Residual, places: Places,
     modulated: BlockModulation | None,
 ) -> Residual:
+    """The residual behind a block. modulated: None where the timestep changes nothing in it."""
     own = block.attention
     into = block.feed_forward_in
     out = block.feed_forward_out

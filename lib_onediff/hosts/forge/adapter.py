@@ -280,7 +280,7 @@ class Forge(WebUI):
             # The host plans memory for twice the images: the prompt and the negative prompt.
             sampling.sampling_prepare(patcher, call.latent[:(batch + 1) // 2])
             try:
-                prompt = dict(zip(("context", "y"), call.prompt, strict=False))
+                prompt = dict(zip(self._loaded(model.diffusion_model).prompt, call.prompt, strict=False))
                 model.diffusion_model(call.latent, call.timestep, control=None, transformer_options={}, **prompt)
             finally:
                 sampling.sampling_cleanup(patcher)

@@ -91,7 +91,8 @@ class HostNetwork:
     module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
     attention. helpers: other global functions that it calls, each with the module whose code it must be. models: the
     names of the models that have it, for users. refuse: raises Refusal where a call depends on more than its arguments.
-    call_of: makes our call of the host's; see unet_call. unrounded: see StoredWeights.
+    call_of: makes our call of the host's; see unet_call. unrounded: see StoredWeights. prompt: the names of the
+    arguments that are Call.prompt, in its order.
     """
 
     module: str
@@ -103,6 +104,7 @@ class HostNetwork:
     refuse: Callable[[], object] = lambda: None
     call_of: Callable[..., Call] = unet_call
     unrounded: tuple[str, ...] = ()
+    prompt: tuple[str, ...] = ("context", "y")
 
     def needs(self) -> tuple[Need, ...]:
         return (
@@ -171,6 +173,6 @@ NETWORKS = (
         LUMINA, "NextDiT", ("x", "timesteps", "context", "num_tokens", "attention_mask", "transformer_options"),
         HostAttention("backend.attention", LUMINA, "attention_function"),
         dict.fromkeys(("pad_to_patch_size", "clamp_fp16"), "backend.utils"), ("Z-Image", "Lumina 2"),
-        call_of=z_image_call,
+        call_of=z_image_call, prompt=("context",),
     ),
 )

@@ -1,10 +1,15 @@
-"""How Neo makes a latent as large as whole patches."""
+"""What Neo's networks share: a latent as large as whole patches, and what has overflowed."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+def fp16_fix(x: Tensor) -> Tensor:
+    """What has overflowed in float16 is made the largest number."""
+    return torch.nan_to_num(x, nan=0.0, posinf=65504, neginf=-65504) if x.dtype == torch.float16 else x
 
 
 def pad_to_patch_size(img: Tensor, patch_size: Sequence[int]) -> Tensor:
