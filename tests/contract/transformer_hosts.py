@@ -10,6 +10,7 @@ from contract_hosts import FamilyHost, random
 from torch import Tensor, nn
 from torch.nn import functional
 
+import lib_onediff.hosts.forge.adapter  # noqa: F401 (it hands in the readers of its networks)
 from lib_onediff.families.anima.family import FEWEST_TOKENS
 from lib_onediff.hosts.contract import WebUI
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from ...weights.scan import APPLIED_AT_CALL, Change, LowRankUpdate, Parts, WeightFunctions
 from .stored_weights import ALWAYS_CAST
@@ -123,7 +124,7 @@ def take_apart(given: Any, parts: Parts) -> None:
 def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
     """A patch as a plain LoRA; None for whatever is none, or changes more than it adds."""
     strength, what, strength_of_model, offset, function = patch[:PARTS_OF_A_PATCH]
-    if strength_of_model != 1.0 or offset is not None or function is not None:
+    if strength_of_model != 1.0 or function is not None:
         return None
     is_pair = isinstance(what, tuple) and len(what) == 2 and what[0] == LORA
     parts = what[1] if is_pair else what.weights if getattr(what, "name", None) == LORA else None
@@ -135,10 +136,13 @@ def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
     rows, *row = weight.shape
     if any(other is not None for other in others) or not row:
         return None
-    if up.flatten(1).shape != (rows, down.shape[0]) or down[0].numel() != math.prod(row):
+    axis, first, count = (0, 0, rows) if offset is None else offset
+    if axis != 0 or up.flatten(1).shape != (count, down.shape[0]) or down[0].numel() != math.prod(row):
         return None
     scale = strength * (1.0 if alpha is None else float(alpha) / down.shape[0])
-    return LowRankUpdate(up.flatten(1), down.reshape(down.shape[0], *row), scale)
+    # Some rows of the weight alone, such as the keys' of a joint projection: nothing is added to the others.
+    of_all = functional.pad(up.flatten(1), (0, 0, first, rows - first - count))
+    return LowRankUpdate(of_all, down.reshape(down.shape[0], *row), scale)
 
 
 def merging(patches: Sequence[Any]) -> Change:

@@ -73,8 +73,13 @@ def attention_of_pixels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def merged(weight: Tensor, patches: Any) -> Tensor:
-    """A weight with patches: each its strength, and what is added."""
-    for strength, what, *_ in patches:
+    """A weight with patches: each its strength, what is added, and (axis, first, count) of a part of the weight."""
+    for strength, what, _, part, *_ in patches:
+        if part is not None:
+            weight = weight.clone()
+            target = weight.narrow(*part)
+            target.copy_(merged(target, [(strength, what, 1.0, None)]))
+            continue
         kind, parts = what if len(what) == 2 else ("diff", what)
         if kind == "lora":
             up, down, alpha = parts[:3]

@@ -1,0 +1,141 @@
+"""Neo's Z-Image and Lumina 2: what they have for themselves."""
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from builders import CONTEXT_WIDTH, relative_error
+from contract_hosts import calls_of, random, running
+from test_generations import OURS, close
+from torch import Tensor, nn
+from transformer_hosts import Lumina2Host, ZImageHost
+
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.families.registry import FAMILIES
+from lib_onediff.runtime.runtime import runtime
+
+QKV = "layers.1.attention.qkv.weight"
+
+
+@pytest.fixture(params=[ZImageHost, Lumina2Host], ids=lambda kind: kind.model)
+def host(fresh_runtime: None, request: pytest.FixtureRequest) -> Iterator[ZImageHost]:
+    with running("neo", request.param) as made:
+        yield made
+
+
+@pytest.fixture
+def z_image(fresh_runtime: None) -> Iterator[ZImageHost]:
+    with running("neo", ZImageHost) as made:
+        yield made
+
+
+def test_inputs_of_another_network_are_refused(z_image: ZImageHost) -> None:
+    layout = FAMILIES.read(z_image.unet)
+    family = FAMILIES.of(layout)
+    call: Any = family.example(layout, (8, 8), 2, 77, torch.randn)
+    family.refuse_call(layout, call)
+    for change, reason in (
+        ({"latent": call.latent[:, :2]}, "the latent is"), ({"latent": call.latent[:, :, None]}, "the latent is"),
+        ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:, :77]}, "the prompt is"),
+        ({"context": call.context[:1]}, "different batches"), ({"lengths": call.lengths[:1]}, "different batches"),
+    ):
+        with pytest.raises(Refusal, match=reason):
+            family.refuse_call(layout, replace(call, **change))
+
+
+def test_prompts_of_other_lengths_share_a_shape(z_image: ZImageHost) -> None:
+    """As far as they are filled up to the same multiple."""
+    expected = [z_image.output(tokens=tokens) for tokens in (33, 40, 64)]
+    z_image.begin()
+    for tokens, theirs in zip((33, 40, 64), expected, strict=True):
+        ours, calls = calls_of(lambda tokens=tokens: z_image.output(tokens=tokens))
+        assert calls == {"plain": 1} and relative_error(ours, theirs) < 1e-5, runtime.status()["reason"]
+    assert len(runtime.table.entries()) == 1
+    z_image.output(tokens=65)
+    assert len(runtime.table.entries()) == 2
+
+
+def with_joint_lora(host: ZImageHost, online: bool) -> None:
+    """As Neo maps a LoRA with diffusers' names: onto rows of the joint projection."""
+    rows, width = host.unet.get_parameter(QKV).shape
+    head_width = width // host.unet.layers[1].attention.n_local_heads
+    parts = (0, width), (width, head_width), (rows - head_width, head_width)
+    patcher = host.checkpoint.forge_objects_original.unet.clone()
+    for seed, (first, count) in enumerate(parts):
+        factors = 0.3 * random(count, 3, seed=seed), 0.3 * random(3, width, seed=9 + seed)
+        patch = [0.7, ("lora", (*factors, 6.0, None, None)), 1.0, (0, first, count), None, online]
+        patcher.lora.setdefault(f"diffusion_model.{QKV}", []).append(patch)
+    host.checkpoint.forge_objects_after_applying_lora.unet = patcher
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_a_lora_on_rows_of_a_joint_projection(host: ZImageHost, online: bool) -> None:
+    plain = host.generate()
+    with_joint_lora(host, online)
+    expected = host.generate()
+    assert relative_error(expected.latent, plain.latent) > 1e-2
+    host.start()
+    ours, calls = calls_of(host.generate)
+    assert calls == OURS and close(ours, expected), runtime.status()["reason"]
+    if online:
+        assert any("LoRA on the fly" in entry.key.weights for entry in runtime.table.entries())
+
+
+def altered(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+    """What this gives is another, by more than a factor, which the norms behind layers would undo."""
+    function = getattr(owner, name)
+
+    def changed(*given: Any, **told: Any) -> Any:
+        found = function(*given, **told)
+        return tuple(one + one.flip(-1) for one in found) if isinstance(found, tuple) else found + found.flip(-1)
+
+    patch.setattr(owner, name, changed)
+
+
+@pytest.mark.parametrize("path", [
+    "attention_function", "pad_to_patch_size", "clamp_fp16", "apply_rope", "FeedForward.forward",
+    "JointAttention.forward",
+])
+def test_what_only_the_host_knows_is_the_hosts(z_image: ZImageHost, path: str) -> None:
+    owner, _, name = path.rpartition(".")
+
+    def changed() -> Tensor:
+        with pytest.MonkeyPatch.context() as patch:
+            altered(patch, getattr(z_image.code, owner) if owner else z_image.code, name)
+            return z_image.output()
+
+    plain = z_image.output()
+    expected = changed()
+    assert relative_error(expected, plain) > 1e-3
+    z_image.begin()
+    for _ in range(2):
+        ours, calls = calls_of(z_image.output)
+        assert calls == {"plain": 1} and relative_error(ours, plain) < 1e-5, runtime.status()["reason"]
+        theirs, calls = calls_of(changed)
+        assert calls == {"host": 1} and torch.equal(theirs, expected) and path in runtime.status()["reason"]
+
+
+def test_a_mask_of_the_prompt_is_the_hosts(z_image: ZImageHost) -> None:
+    z_image.begin()
+    _, calls = calls_of(lambda: z_image.output(attention_mask=torch.ones(2, 1, 1, 32, dtype=torch.bool)))
+    assert calls == {"host": 1} and "attention_mask" in runtime.status()["reason"]
+
+
+@pytest.mark.parametrize(("reason", "path", "value"), [
+    ("a pooled prompt", "clip_text_pooled_proj", nn.Linear(2, 2)),
+    ("expected SiLU", "t_embedder.mlp.1", nn.GELU()),
+    ("without weight", "final_layer.norm_final", nn.LayerNorm(64)),
+    ("has a bias", "layers.1.attention.out", nn.Linear(64, 64)),
+    ("has a bias", "layers.0.feed_forward.w2", nn.Linear(128, 64)),
+    ("q_norm is a torch", "layers.0.attention.q_norm", nn.LayerNorm(32)),
+    ("its modulation is", "layers.0.modulation", False),
+    ("do not know, such as layers.0.extra", "layers.0.extra", nn.Linear(CONTEXT_WIDTH, 2)),
+])
+def test_a_module_that_we_do_not_know_is_refused(z_image: ZImageHost, reason: str, path: str, value: Any) -> None:
+    above, _, name = path.rpartition(".")
+    setattr(z_image.unet.get_submodule(above), name, value)
+    with pytest.raises(Refusal, match=reason):
+        FAMILIES.read(z_image.unet)
