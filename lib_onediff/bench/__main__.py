@@ -1,4 +1,4 @@
-"""The command line: python -m lib_onediff.bench step|image|quality|webui."""
+"""The command line: python -m lib_onediff.bench step|image|quality|schedules|webui."""
 from __future__ import annotations
 
 import argparse
@@ -19,16 +19,20 @@ from ..core.refusal import Refusal
 from ..core.settings import Settings, parse_value
 from ..core.sizes import parse_size
 from ..runtime.cache import Fingerprint
-from . import images, models, steps
+from . import images, models, schedules, steps
 from .share import joined, share
 from .steps import HOSTS, Row
 
-COMMANDS = {"step": steps.step, "image": images.image, "quality": images.quality, "webui": images.webui}
+COMMANDS = {
+    "step": steps.step, "image": images.image, "quality": images.quality, "schedules": schedules.schedules,
+    "webui": images.webui,
+}
 EPILOG = """\
 commands:
   step      one UNet call by backend, side by side: time, first call, and error against float32
   image     whole images through diffusers: seconds, and difference from the host's
   quality   how far images are from the host's in float32, on trained weights
+  schedules which steps DeepCache computes whole, searched on trained weights; --json FILE has the steps
   webui     images of a running WebUI with OneDiff off and on, over its REST API; with --share off and by each preset,
             for the table of cards
 
@@ -80,13 +84,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--offload", action="store_true", help="step: all weights are in main memory, from where "
                         "diffusers' group offloading takes them, with streams")
     parser.add_argument("--runs", type=int, help="timed calls of each row (default: step 40, else 5)")
-    parser.add_argument("--steps", type=int, help="image, quality, webui: of an image (default: 20, quality 30)")
-    parser.add_argument("--images", type=int, default=200, help="quality: how many")
+    parser.add_argument("--steps", type=int, help="all but step: of an image (default: 20, quality and schedules 30)")
+    parser.add_argument("--images", type=int, default=200, help="quality, schedules: how many")
     options = parser.parse_args(arguments)
     options.runs = options.runs or (40 if options.command == "step" else 5)
     options.batch = options.batch or [1 if options.command == "image" else 2]
-    options.steps = options.steps or (30 if options.command == "quality" else 20)
-    if options.model is None and options.command != "quality":
+    options.steps = options.steps or (30 if options.command in ("quality", "schedules") else 20)
+    if options.model is None and options.command not in ("quality", "schedules"):
         options.model = ["sdxl", "sd15"] if gpu else ["tiny-sdxl", "tiny-sd15"]
     if (options.url is not None) != (options.command == "webui"):
         parser.error("webui takes an address, and the other commands none")
