@@ -26,7 +26,7 @@ from ..families.unet.call import UNetCall
 from ..hosts.diffusers.model_folder import load_folder, load_network
 from ..steps.deepcache import FARTHEST
 from ..weights.binding import Binding
-from .images import GUIDANCE, LOWEST, PROMPTS, SHIPPED, SIDE
+from .images import GUIDANCE, LOWEST, PROMPTS, SHIPPED, SIDE, TOKENS
 from .steps import DTYPES, Row
 
 TRANSFORMER_FOLDER = SHIPPED.with_name("emoji-dit") / "transformer"
@@ -124,7 +124,9 @@ def er_sde(step: Step) -> Tensor:
     if sigmas[index + 1] == 0:
         return step.image
     generator = torch.Generator(step.latent.device).manual_seed(index)
-    noise = torch.randn(step.latent.shape, generator=generator, device=step.latent.device)
+    noise = torch.randn(
+        step.latent.shape, generator=generator, device=step.latent.device, dtype=step.latent.dtype
+    )
     after = sigmas[index + 1] / alphas[index + 1]
     if alphas[index] == 0:
         # From pure noise the ratio of noise and image is without bounds.
@@ -197,7 +199,7 @@ class Model:
     def context(self, prompts: Sequence[str]) -> Tensor:
         """(2 * prompts, tokens, width): of the empty prompt, and of these."""
         words = [""] * len(prompts) + list(prompts)
-        tokens = self.tokenizer(words, padding="max_length", truncation=True, max_length=77, return_tensors="pt")
+        tokens = self.tokenizer(words, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
         context: Tensor = self.text_encoder(tokens["input_ids"].to(self.device)).last_hidden_state
         return context.to(self.dtype)
 
@@ -214,8 +216,8 @@ class Passes:
         self.model = model
         self.depth = depth
         side = SIDE // REDUCTION
-        kind: Any = {"device": model.device, "dtype": model.dtype}
-        self.context = torch.zeros(2 * images, 77, model.text_encoder.config.hidden_size, **kind)
+        width = model.text_encoder.config.hidden_size
+        self.context = torch.zeros(2 * images, TOKENS, width, device=model.device, dtype=model.dtype)
         self.memory = CutMemory()
         self._latent = torch.zeros(images, 4, side, side, device=model.device, dtype=torch.float32)
         self._time = torch.zeros(2 * images, device=model.device, dtype=torch.float32)
