@@ -388,15 +388,18 @@ def moved(images: Images, whole: frozenset[int], rounds: int = 2) -> frozenset[i
     best = score(images.psnr(whole))
     for _ in range(rounds):
         before = whole
+        states = images.states(whole)
         for index in sorted(whole - {0}):
             for other in (index - 1, index + 1):
-                if other in whole or not 0 < other < images.imitation.steps or index not in whole:
+                if index not in whole or other in whole or not 0 < other < images.imitation.steps:
                     continue
-                tried = whole - {index} | {other}
-                found = score(images.psnr(tried))
+                moved_one = whole - {index} | {other}
+                start = min(index, other)
+                found = score(images.psnr(moved_one, states[start], start))
                 if found > best:
                     best = found
-                    whole = tried
+                    whole = moved_one
+                    states = images.states(whole)
         if whole == before:
             break
     return whole
