@@ -1,12 +1,13 @@
 /* OneDiff's section of the settings page. A WebUI shows its options as one list; here they get headings, buttons that
-   set a speed, a mark and a button where they are not at their default, and a note where a value does nothing on this
-   machine; rows that would do nothing are hidden. The options come from lib_onediff/ui/settings_tab.py. */
+   set a speed, a mark and a button where they are not at their default, what is in force where it is not what is chosen,
+   and a note where a value does nothing on this machine; rows that would do nothing are hidden. The options come from lib_onediff/ui/settings_tab.py. */
 "use strict";
 
-(() => {
+window.onediffSettings = (() => {
     const BETWEEN_LOOKS = 400;
     const rowOf = (key) => document.getElementById(`setting_${key}`);
-    let told = null;
+    // told: the options; checked: what the server last said of values that were chosen.
+    let told = null, checked = {in_force: {}, problems: {}}, askedFor = "", wasSeen = false;
 
     // --- values ---
 
@@ -43,6 +44,33 @@
     const values = () => Object.fromEntries(Object.keys(told.options).map((key) => [key, valueOf(key)])
         .filter(([, value]) => value !== undefined));
     const showAll = (wanted) => { for (const [key, value] of Object.entries(wanted)) show(key, value); };
+
+    // --- what the server says of them: what is in force, and what an option does not take ---
+
+    const chosen = () => JSON.stringify(values());
+
+    function ask() {
+        const button = document.getElementById("onediff_settings_ask");
+        if (button) button.click();
+    }
+
+    function hear(seen) {
+        const place = document.querySelector("[data-onediff-checked]");
+        if (place) checked = JSON.parse(place.dataset.onediffChecked);
+        if (seen && (!wasSeen || askedFor !== chosen())) {
+            askedFor = chosen();
+            ask();
+        }
+        wasSeen = seen;
+    }
+
+    document.addEventListener("click", (event) => {
+        // A WebUI takes its time to apply.
+        if (event.target.closest && event.target.closest("#settings_submit")) for (const after of [300, 1500, 5000]) setTimeout(ask, after);
+    });
+
+    const shownAs = (value) => typeof value === "boolean" ? (value ? "on" : "off") : value === "" ? "empty" : String(value);
+    const isPending = (key, now) => key in checked.in_force && key in now && !isAt(key, now[key], checked.in_force[key]);
 
     // --- what stands beside the fields ---
 
@@ -89,6 +117,21 @@
         }
         head.append(aButton("Reset all to defaults", "Reset all to defaults", defaults));
         section.querySelector(".onediff-group").before(head);
+        const bar = element("div", "onediff-settings-apply", ""), words = element("span", "", "");
+        words.setAttribute("role", "status");
+        const apply = element("button", "onediff-small", "Apply");
+        apply.type = "button";
+        apply.addEventListener("click", () => document.getElementById("settings_submit").click());
+        const undo = element("button", "onediff-small", "Undo");
+        undo.type = "button";
+        undo.addEventListener("click", () => {
+            const now = values();
+            showAll(Object.fromEntries(Object.entries(checked.in_force).filter(([key]) => isPending(key, now))));
+            look();
+        });
+        bar.append(words, apply, undo);
+        bar.hidden = true;
+        Object.keys(told.options).map(rowOf).filter(Boolean).pop().after(bar);
         const useless = Object.values(told.options).filter((option) => option.useless);
         if (useless.length) {
             const foot = element("div", "onediff-settings-foot", "");
@@ -96,7 +139,7 @@
             list.append(element("summary", "", `${useless.length} ${options} no effect on this machine`), element("ul", "", ""));
             for (const {label, useless: reason} of useless) list.lastChild.append(element("li", "", `${label}: ${reason}`));
             foot.append(list);
-            Object.keys(told.options).map(rowOf).filter(Boolean).pop().after(foot);
+            bar.before(foot);
         }
     }
 
@@ -112,6 +155,9 @@
             row.toggleAttribute("data-onediff-changed", changed);
             const word = typeof now[key] === "boolean" ? (now[key] ? "on" : "off") : now[key];
             say(row, "note", option.notes[word] || "");
+            say(row, "wrong", checked.problems[key] || "");
+            row.toggleAttribute("data-onediff-pending", isPending(key, now));
+            say(row, "pending", isPending(key, now) ? `Not applied. In force: ${shownAs(checked.in_force[key])}` : "");
             const text = `Default: ${option.shown === "" ? "empty" : option.shown}`;
             const place = say(row, "changed", changed ? text : "");
             if (place) {
@@ -121,18 +167,29 @@
             }
         }
         const buttons = section.querySelectorAll(".onediff-settings-head button");
-        Object.values(told.speeds).forEach(({values: wanted}, place) => {
-            const isNow = Object.entries(wanted).every(([key, value]) => isAt(key, now[key], value));
+        Object.entries(told.speeds).forEach(([name, {values: wanted}], place) => {
+            const isAll = (held) => Object.entries(wanted).every(([key, value]) => !(key in held) || isAt(key, held[key], value));
+            const isNow = isAll(now), isInForce = Object.keys(checked.in_force).length ? isAll(checked.in_force) : isNow;
+            const text = name + (isNow && !isInForce ? " (not applied)" : isInForce && !isNow ? " (in force)" : "");
+            if (buttons[place].textContent !== text) buttons[place].textContent = text;
             buttons[place].setAttribute("aria-pressed", isNow);
         });
+        const pending = Object.keys(told.options).filter((key) => isPending(key, now)).length;
+        const bar = section.querySelector(".onediff-settings-apply");
+        const wrong = Object.keys(checked.problems).length;
+        const words = `${pending} changed ${pending === 1 ? "option is" : "options are"} not applied` +
+            (wrong ? `; ${wrong} ${wrong === 1 ? "has a wrong value" : "have wrong values"}.` : ".");
+        bar.hidden = !pending;
+        if (bar.firstChild.textContent !== words) bar.firstChild.textContent = words;
     }
 
     function look() {
         const section = document.getElementById("settings_onediff");
-        if (!section || section.offsetParent === null) return;
         const data = document.querySelector("[data-onediff-settings]");
-        if (!data) return;
-        told = told || JSON.parse(data.dataset.onediffSettings);
+        const seen = Boolean(section && section.offsetParent !== null && data);
+        if (seen) told = told || JSON.parse(data.dataset.onediffSettings);
+        hear(seen);
+        if (!seen) return;
         if (!section.querySelector(".onediff-settings-head")) build(section);
         mark(section, values());
     }
@@ -141,4 +198,6 @@
     for (const coming of ["input", "change"]) document.addEventListener(coming, (event) => {
         if (event.target.closest && event.target.closest("#settings_onediff")) setTimeout(look);
     });
+
+    return {chosen};
 })();

@@ -294,10 +294,8 @@ def option_component(key: str, info: OptionInfo) -> Any:
 
 def apply_settings(values: dict[str, Any]) -> str:
     """Set and save the options; what happened, as markup."""
-    changed, problems = shared.opts.set_and_save(values, shared.config_filename)
-    for problem in problems:
-        # gradio shows it as markup.
-        gr.Warning(html.escape(problem))
+    # Why an option does not take a value, whoever has added the option says.
+    changed, _, trouble = shared.opts.set_and_save(values, shared.config_filename)
     count = {0: "No setting", 1: "1 setting"}.get(len(changed), f"{len(changed)} settings")
     names = f": {', '.join(changed)}" if changed else ""
-    return html.escape(" ".join([f"{count} changed{names}.", *problems]))
+    return html.escape(f"{count} changed{names}. {trouble}".strip())

@@ -18,7 +18,7 @@ from ..core.settings import OFF_IN_SETTINGS, Settings, format_value, options_of_
 from ..runtime.runtime import runtime
 from . import settings_tab
 from .effects import described
-from .events import HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, live_html
+from .events import ANSWERED, HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, live_html
 from .infotext import SWITCH, names_by_label, shortest
 from .markup import folded, sentence
 from .presets import AS_IN_SETTINGS, EXACT, PRESETS, preset_options
@@ -28,6 +28,8 @@ from .run_settings import AS_AT_FIRST, EXAMPLE
 # images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
 EXTRA_OPTIONS = "Extra options"
+WEBUI_ALONE = "This run: the WebUI alone."
+OFF_FOR_THIS_RUN = "off for this run"
 # Rows of options that have a control; the last one is for experts.
 ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit", "skip_negative_after"))
 # The status in the accordion's title, and the one inside it.
@@ -59,7 +61,7 @@ def build_accordion(
             with gr.Row(elem_classes="onediff-run"):
                 preset = gr.Dropdown(
                     choices=[AS_IN_SETTINGS, *PRESETS], value=preset_at_first, label="Speed", min_width=160,
-                    info="From exact to fastest.", elem_id=f"onediff_{tab}_preset",
+                    info="From exact to fastest.", elem_id=f"onediff_{tab}_preset", **ANSWERED,
                 )
                 controls = [a_control(tab, name) for name in ROWS[0]]
             for names in ROWS[1:-1]:
@@ -76,8 +78,7 @@ def build_accordion(
         if tab == "txt2img":
             # gradio 6 makes other tabs when they are first opened, the settings among them.
             with gr.Column(elem_classes=HIDDEN):
-                # Read by javascript/onediff_settings.js: the WebUI itself builds the settings page.
-                gr.HTML(settings_tab.for_the_browser())
+                settings_tab.build_for_the_browser()
         arguments = [enabled, preset, changes]
         ask = connect_controls(tab, arguments, controls, message, set_here, settings_of)
     return arguments, (summary, status, ask)
@@ -94,7 +95,7 @@ def a_control(tab: str, name: str) -> Any:
         least, most = option.metadata["bounds"]
         value: Any = option.default
         return kept_out_of_defaults(gr.Slider(least, most, value, step=option.metadata["step"], **about))
-    return kept_out_of_defaults(gr.Dropdown(words_of(option), value=format_value(option.default), **about))
+    return kept_out_of_defaults(gr.Dropdown(words_of(option), value=format_value(option.default), **ANSWERED, **about))
 
 
 def a_text_of_changes(tab: str, label: str = EXTRA_OPTIONS, value: str = "") -> Any:
@@ -121,7 +122,9 @@ def connect_controls(
         """The sentence on the run, the title's note on what is set here, and the values of the controls."""
         wanted = values[:len(run)]
         now = values[len(run):]
-        title = set_here_html(*wanted[-2:])
+        title = set_here_html(*wanted)
+        if not wanted[0]:
+            return [sentence(WEBUI_ALONE), title, *[UNCHANGED] * len(now)]
         try:
             base = settings_of(*wanted[:-1], "")
             settings = settings_of(*wanted)
@@ -169,7 +172,7 @@ def what_it_will_be(settings: Settings) -> str:
     if not runtime.settings.enabled:
         return sentence(f"{OFF_IN_SETTINGS}.", wrong=True)
     if not settings.enabled:
-        return sentence("This run: the WebUI alone.")
+        return sentence(WEBUI_ALONE)
     labels = {option.name: option.metadata["label"].partition(" (")[0] for option in fields(Settings)}
     preset, changes = shortest(settings, Settings())
     if preset == AS_IN_SETTINGS and not settings.changed_from(Settings()).keys() & preset_options().keys():
@@ -185,13 +188,15 @@ def what_it_will_be(settings: Settings) -> str:
     return said + folded(f"Notes on {len(notes)} options", notes)
 
 
-def set_here_html(preset: str | None, text: str | None) -> str:
+def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
     """For the accordion's title, as it counts more than the settings tab, also where the accordion is closed; and for
     javascript/onediff.js, which compares with it."""
     held = html.escape(json.dumps([preset, text or ""]))
     parts = "; ".join(filter(None, (preset if preset != AS_IN_SETTINGS else "", text)))
     words = html.escape(f"Set here: {parts}")
     shown = f'<span class="onediff-set-here" title="{words}">{words}</span>' if parts else ""
+    if not used:
+        shown = f'<span class="onediff-off">{OFF_FOR_THIS_RUN}</span>'
     return f'{shown}<span hidden data-onediff-set-here="{held}"></span>'
 
 

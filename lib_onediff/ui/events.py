@@ -22,6 +22,9 @@ ACTIONS = ["onediff-controls", "onediff-actions"]
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
 UNCHANGED: Any = gr.update()
 GRADIO = int(gr.__version__.split(".")[0])
+# gradio raises for a choice that a list no longer has, as where a page is older than its server's last answer. What a
+# list sends gets an answer of ours, whatever it is.
+ANSWERED: dict[str, Any] = {"allow_custom_value": True}
 COPY_BUTTON: dict[str, Any] = {"buttons": ["copy"]} if GRADIO >= 6 else {"show_copy_button": True}
 
 
@@ -46,7 +49,7 @@ def a_button(text: str, name: str, **more: Any) -> gr.Button:
 def a_list(label: str, choices: list[str], value: str, name: str) -> gr.Dropdown:
     """A list of which one is chosen."""
     return kept_out_of_defaults(gr.Dropdown(
-        choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140,
+        choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140, **ANSWERED,
     ))
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import Field, replace
 from typing import Any
 
 from ..core.settings import (
@@ -31,6 +31,7 @@ SWITCH = "enabled"
 SPEED = "speed"
 NOT_SERVED = "not accelerated"
 VAE_ALONE = "only the VAE accelerated"
+NO_SWITCH = "None of its OneDiff options is set: they do not begin with on or off."
 PARTS = re.compile(r"[;\n]")
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
@@ -108,23 +109,35 @@ def words_in(text: str) -> dict[str, str]:
 def read_changes(text: str) -> dict[str, Any]:
     """The options that a text changes, by name: "deepcache_interval 3; vae_precision=fp16", also as infotext has it.
 
-    Raises ValueError with a sentence for anything that it cannot mean.
+    Raises ValueError with a sentence for everything that it cannot mean.
     """
     options = options_of_a_run()
     found = {}
+    problems = []
     for name, value in words_in(text.strip().removeprefix(f"{KEY}:").strip().strip('"')).items():
-        if name == SPEED:
-            preset_of(value)
-        if name not in options:
-            raise ValueError(f"OneDiff has no option {name!r} for a run.{did_you_mean(name, options)}")
         try:
-            found[name] = parse_value(options[name], value)
-        except ValueError:
-            takes = allowed_values(options[name])
-            if not value:
-                raise ValueError(f"{name} needs a value: {takes}.") from None
-            raise ValueError(f"{name} does not take {value!r}; it takes {takes}.") from None
+            found[name] = value_of(name, value, options)
+        except ValueError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ValueError(" ".join(problems))
     return found
+
+
+def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
+    """The value that a word means for an option of a run. Raises ValueError with a sentence."""
+    if name == SPEED:
+        # Where it is a preset, its options stand in its place.
+        preset_of(word)
+    if name not in options:
+        raise ValueError(f"OneDiff has no option {name!r} for a run.{did_you_mean(name, options)}")
+    try:
+        return parse_value(options[name], word)
+    except ValueError:
+        takes = allowed_values(options[name])
+        if not word:
+            raise ValueError(f"{name} needs a value: {takes}.") from None
+        raise ValueError(f"{name} does not take {word!r}; it takes {takes}.") from None
 
 
 def parse(text: Any) -> dict[str, Any]:
@@ -143,15 +156,16 @@ def parse(text: Any) -> dict[str, Any]:
 
 
 def problem_of(text: Any) -> str:
-    """The first unknown option or wrong value in an infotext of describe, in a sentence for the user; "" if there is
-    none, and for any other text."""
-    if not parse(text):
+    """What an infotext has that is not used: unknown options and wrong values, in sentences for the user; or ""."""
+    written = str(text).strip()
+    if written in ("", NOT_SERVED, VAE_ALONE):
         return ""
+    problems = "" if parse(text) else NO_SWITCH
     try:
-        read_changes(str(text))
+        read_changes(written)
     except ValueError as problem:
-        return f"Not all of the pasted infotext is used. {problem}"
-    return ""
+        problems = str(problem) if not problems else f"{problem} {problems}"
+    return f"Not all of the pasted infotext is used. {problems}" if problems else ""
 
 
 def paste_functions(

@@ -43,9 +43,20 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
     a preset by name, the third changes as read_changes takes them. Raises ValueError with a sentence for anything else.
     """
     used, preset, changes = filled(arguments)
-    settings = standing
     if not isinstance(used, bool | dict):
         raise ValueError(f"OneDiff's script argument is true, false or a mapping of its options, not {used!r}.")
+    try:
+        return settings_of_parts(used, preset, changes, standing)
+    except ValueError:
+        if used is False:
+            # What is not used is not wrong.
+            return replace(standing, enabled=False)
+        raise
+
+
+def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, standing: Settings) -> Settings:
+    """The settings by the three arguments of settings_of_run."""
+    settings = standing
     if not isinstance(preset, str | None):
         raise ValueError(f"OneDiff's second script argument is the name of a preset, not {preset!r}.")
     if preset and preset != AS_IN_SETTINGS:

@@ -20,6 +20,7 @@ from ..core.settings import (
     GROUPS,
     HOST_KEY_PREFIX,
     Settings,
+    check_value,
     format_value,
     host_key,
     parse_value,
@@ -27,6 +28,7 @@ from ..core.settings import (
 )
 from ..runtime.runtime import runtime
 from .effects import described, why_no_effect
+from .events import HIDDEN, QUIET, in_the_browser, kept_out_of_defaults, live_html, nothing_seen
 from .presets import PRESETS
 
 SECTION = ("onediff", "OneDiff")
@@ -80,6 +82,51 @@ def for_the_browser() -> str:
         speeds[name] = {"values": values, "explained": preset.explanation}
     data = html.escape(json.dumps({"options": known, "speeds": speeds}))
     return f'<span hidden data-onediff-settings="{data}"></span>'
+
+
+def build_for_the_browser() -> None:
+    """What javascript/onediff_settings.js needs, inside the gradio context that is open: the options, and a button that
+    asks for what holds of those chosen. Unseen and elsewhere, as a WebUI makes the settings page itself."""
+    gr.HTML(for_the_browser())
+    chosen = nothing_seen()
+    checked = live_html("settings_checked")
+    ask = kept_out_of_defaults(gr.Button("", elem_id="onediff_settings_ask", elem_classes=HIDDEN))
+    ask.click(
+        checked_for_the_browser, inputs=[chosen], outputs=[checked], queue=False, **QUIET,
+        **in_the_browser("() => [window.onediffSettings.chosen()]"),
+    )
+
+
+def checked_for_the_browser(chosen: Any) -> str:
+    """What is in force beside the options that somebody has chosen (as JSON, by their keys), and a sentence for each
+    that is not what its option takes."""
+    try:
+        values = dict(json.loads(chosen))
+    except (TypeError, ValueError):
+        values = {}
+    problems = {}
+    for option in fields(Settings):
+        key = host_key(option.name)
+        if key in values:
+            problems[key] = problem_of_value(option, values[key])
+    in_force = {host_key(option.name): getattr(runtime.settings, option.name) for option in fields(Settings)}
+    told = {"of": values, "in_force": in_force, "problems": {key: said for key, said in problems.items() if said}}
+    return f'<span hidden data-onediff-checked="{html.escape(json.dumps(told))}"></span>'
+
+
+def problem_of_value(option: Field[Any], value: Any) -> str:
+    """Why an option does not take a value as a page has it, for under its field; "" where it does."""
+    kind = type(option.default)
+    try:
+        if kind in (int, float):
+            try:
+                value = kind(value)
+            except (TypeError, ValueError):
+                return f"This is no number: {value!r}."
+        check_value(option, value)
+    except ValueError as problem:
+        return str(problem).replace(f"OneDiff option {option.name} ", "This ")
+    return ""
 
 
 def option_for_the_browser(option: Field[Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from ..core.settings import OFF_IN_SETTINGS
 from ..runtime.cache import Fingerprint
 from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
+from ..runtime.services import SWITCHED_OFF
 from ..runtime.vae.route import described as decode_described
 from .amounts import NOTHING, counted, milliseconds, seconds, times
 from .markup import fact_html
@@ -186,6 +187,9 @@ def status_html(status: dict[str, Any]) -> str:
     facts = "".join(fact_html(label, value) for label, value in known if value not in ("", NOTHING))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
+    if status.get("reason") == SWITCHED_OFF:
+        # As the user wants it.
+        route = "off"
     return (
         f'<div class="onediff-status onediff-route-{route}"><div class="onediff-facts">{facts}</div>{reason}</div>'
     )

@@ -119,3 +119,9 @@ def test_each_model_loses_its_own_rows(
     many = "3 resolutions" if len(keys) > 1 else "1 resolution"
     said = f"{many} purged, {len(asked)} MiB of VRAM freed." if keys else "Nothing was purged."
     assert said in seen.text("below")
+
+
+def test_rows_that_are_gone_are_said_to_be(seen: Seen) -> None:
+    for handler in (seen.panel.pin, seen.panel.purge_selected):
+        seen.do(handler, '["64x64 SD1"]')
+        assert "no longer in the table: nothing was changed" in seen.text("below")

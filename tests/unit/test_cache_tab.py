@@ -34,6 +34,16 @@ def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(seen: Seen) -> N
     assert all(handler["api_name"] is False or handler["api_visibility"] == "private" for handler in handlers(tab))
 
 
+def test_a_list_takes_what_its_server_has_forgotten(seen: Seen) -> None:
+    """A page that is older than the last answer sends a model that is gone, say: the handler answers, gradio does not
+    raise."""
+    every = [*tab_of(seen).blocks.values(), *page_of().blocks.values()]
+    lists = [one for one in every if isinstance(one, gradio.Dropdown)]
+    assert len(lists) > 3 and all(one.preprocess("gone") == "gone" for one in lists)
+    shown = seen.panel.view("{}", "gone", None)
+    assert shown[4] == gradio.update(choices=["All models"], value="All models")
+
+
 def test_no_handler_waits_in_gradios_queue(seen: Seen) -> None:
     """gradio 3 never ends a queued generator whose page was left, and the WebUI then cannot reload its UI."""
     page = page_of()

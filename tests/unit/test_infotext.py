@@ -101,7 +101,9 @@ def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any])
 @pytest.mark.parametrize(("text", "part"), [
     ("on; deepcache_interval 4; tf32 on", "no option 'tf32'"),
     ("on; backend inductor", "backend does not take 'inductor'"),
-    ("on; deepcache_interval 4; low_bit fp8", ""), (infotext.NOT_SERVED, ""), ("anything", ""), ("", ""),
+    ("on; deepcache_interval 4; low_bit fp8", ""), (infotext.NOT_SERVED, ""), ("", ""),
+    ("anything", "no option 'anything'"), ("speed Turbo; nonsense 5", "no preset 'Turbo'"),
+    ("speed Turbo; nonsense 5", "no option 'nonsense'"), ("speed Fast", infotext.NO_SWITCH),
 ])
 def test_what_pasting_leaves_out_is_told_once(text: str, part: str) -> None:
     told: list[str] = []

@@ -49,6 +49,11 @@ def test_other_wrong_arguments(preset: Any, changes: Any, says: str) -> None:
         settings_of_run([True, preset, changes], Settings())
 
 
+def test_a_run_that_is_off_has_nothing_wrong() -> None:
+    for preset, changes in (("Fastest", ""), (None, "nonsense 5"), (BALANCED, "deepcache_interval 99")):
+        assert not settings_of_run([False, preset, changes], Settings()).enabled
+
+
 def test_the_order_in_which_they_count() -> None:
     standing = Settings(deepcache_interval=9, low_bit="fp8", vae_precision="bf16", backend="eager")
     balanced = with_preset(Settings(backend="eager"), BALANCED)

@@ -122,3 +122,18 @@ def test_what_a_user_has_written_is_no_markup_in_a_warning(monkeypatch: pytest.M
     monkeypatch.setattr(settings_tab.gr, "Warning", shown.append)
     settings_tab.tell("<img src=x onerror=alert(1)> is no backend & nothing else.")
     assert shown == ["&lt;img src=x onerror=alert(1)&gt; is no backend &amp; nothing else."]
+
+
+@pytest.mark.parametrize(("name", "value", "says"), [
+    ("deepcache_interval", "99", "This is from 1 to 20, not 99."), ("deepcache_interval", "3", ""),
+    ("deepcache_interval", "", "This is no number: ''."), ("prewarm", "huge", "'huge' is not a size"),
+    ("prewarm", "most used 4", ""), ("enabled", True, ""), ("low_bit_budget", "0.02", ""), ("backend", "auto", ""),
+    ("backend", "warp", "This is one of auto, native"),
+])
+def test_what_an_option_does_not_take_is_said_before_it_is_applied(name: str, value: Any, says: str) -> None:
+    key = host_key(name)
+    markup = settings_tab.checked_for_the_browser(json.dumps({key: value}))
+    told = json.loads(html.unescape(markup.partition('="')[2].partition('"')[0]))
+    assert told["problems"].keys() == ({key} if says else set()) and says in told["problems"].get(key, "")
+    assert told["in_force"][key] == getattr(runtime.settings, name)
+    assert settings_tab.checked_for_the_browser(None) and settings_tab.checked_for_the_browser("[1]")

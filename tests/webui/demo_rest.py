@@ -67,9 +67,9 @@ def set_options(values: dict[str, Any]) -> None:
     unknown = [key for key in values if key not in shared.opts.data_labels]
     if unknown:
         raise Refusal(f"The option {unknown[0]} does not exist.")
-    _, problems = shared.opts.set_and_save(values, shared.config_filename)
-    if problems:
-        raise Refusal(problems[0])
+    _, refused, trouble = shared.opts.set_and_save(values, shared.config_filename)
+    if refused or trouble:
+        raise Refusal(refused[0] if refused else trouble)
 
 
 def refusing(work: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:

@@ -215,6 +215,58 @@ def test_settings_have_groups_speeds_marks_and_refuse_nonsense(page, webui: WebU
         page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "")
 
 
+def test_what_is_not_applied_is_marked_and_errors_stand_under_their_field(page, webui: WebUI) -> None:
+    """And what holds stands beside what is chosen; one message tells of an error, once it is applied."""
+    bar = ".onediff-settings-apply"
+    buttons = "return [...document.querySelectorAll('#settings_onediff .onediff-settings-head button')]"
+    click_in_bar = f"document.querySelectorAll('{bar} button')[arguments[0]].click()"
+
+    def speeds() -> list[str]:
+        return page.run(f"{buttons}.map(at => at.textContent)")[:4]
+
+    def wait_for_bar(words: str) -> None:
+        text = f"const at = document.querySelector('{bar}'); return at && !at.hidden ? at.innerText : ''"
+        says = lambda: page.run(text)  # noqa: E731
+        page.wait(lambda: words in says() if words else not says(), f"{words!r} in the bar", 20)
+
+    with webui.options(onediff_deepcache_interval=1):
+        page.refresh()
+        show_settings(page)
+        page.wait(lambda: page.run(buttons) and speeds()[0] == "Exact", "the speeds", 20)
+        wait_for_bar("")
+        page.run(f"{buttons}.find(at => at.textContent === 'Balanced').click()")
+        page.wait(lambda: speeds()[:2] == ["Exact (in force)", "Balanced (not applied)"], "the marks", 20)
+        page.wait_for_text("setting_onediff_deepcache_interval", "Not applied. In force: 1", 20)
+        wait_for_bar("2 changed options are not applied.")
+        page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "huge")
+        page.wait_for_text("setting_onediff_prewarm", "'huge' is not a size", 20)
+        wait_for_bar("3 changed options are not applied; 1 has a wrong value.")
+        page.run(click_in_bar, 0)
+        page.wait(lambda: speeds()[:2] == ["Exact", "Balanced"], "Balanced in force", 30)
+        toasts = "return document.querySelectorAll('.toast-body').length"
+        page.wait(lambda: page.run(toasts) == 1, "one message", 20)
+        page.run(click_in_bar, 1)
+        wait_for_bar("")
+        page.wait(lambda: "huge" not in page.text("setting_onediff_prewarm"), "the end of the error", 20)
+        page.run(f"{buttons}.find(at => at.textContent === 'Exact').click()")
+        wait_for_bar("2 changed options are not applied.")
+        page.find("#settings_submit").click()
+        wait_for_bar("")
+
+
+def test_a_run_without_onediff_threatens_with_nothing(page) -> None:
+    open_advanced(page, TAB)
+    page.type("#onediff_txt2img_changes :is(textarea, input)", "nonsense 5")
+    page.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
+    page.wait_for_text("onediff_txt2img_told", "no option 'nonsense'", 20)
+    page.find("#onediff_txt2img_enabled input").click()
+    page.wait_for_text("onediff_txt2img_set_here", "off for this run", 20)
+    page.wait(lambda: page.text("onediff_txt2img_told").startswith("This run: the WebUI alone."), "no error", 20)
+    assert page.text("onediff_txt2img_summary") == "", "what the last image took says nothing of this run"
+    infotext = make_picture(page)
+    assert "OneDiff: off" in infotext and "problem" not in infotext and "nonsense" not in infotext
+
+
 # --- pasting ----------------------------------------------------------------------------------------------------------
 
 
@@ -254,6 +306,19 @@ def test_infotext_pastes_back(
         if tab == "txt2img":
             said = infotext.partition("OneDiff: ")[2].partition(",")[0].strip()
             assert f"OneDiff: {said}" in make_picture(page, seed=7), "another run than that of the infotext"
+
+
+def test_what_pasting_leaves_out_is_said(standalone: WebUI, page: Any) -> None:
+    said = "return [...document.querySelectorAll('.toast-body')].map(at => at.innerText).join(' ')"
+    for options, parts in (
+        ("speed Turbo; nonsense 5", ("no preset 'Turbo'", "no option 'nonsense'")),
+        ("on; deepcache_interval 99", ("deepcache_interval does not take '99'; it takes 1 to 20.",)),
+    ):
+        paste(page, "txt2img", f"a fox\nSteps: 500, Sampler: Foo, Seed: 31, Size: 64x64, OneDiff: {options}")
+        wanted = (*parts, "Sampling steps is from 1 to 150, not 500", "Sampling method: 'Foo' is not known here")
+        page.wait(lambda wanted=wanted: all(part in page.run(said) for part in wanted), f"{wanted} on the page", 20)
+        page.run("for (const at of document.querySelectorAll('.toast-close')) at.click()")
+    assert page.run("return document.querySelector('#txt2img_steps input[type=number]').value") == str(SMALL["steps"])
 
 
 def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_generating(page, webui: WebUI) -> None:

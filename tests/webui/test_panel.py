@@ -102,6 +102,14 @@ def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI)
     assert len(panel.selected()) == 3
     panel.choose("model", webui.status()["model"])
     panel.page.wait(lambda: len(panel.rows()) == 3, "all rows of the only model", 20)
+    # By another page, while this one's filter names what goes.
+    panel.page.driver.get_log("browser")
+    assert webui.post("/onediff/v1/purge", {"all": True}).status_code == 200
+    panel.wait_for_rows()
+    webui.txt2img(width=88, height=64)
+    panel.page.wait(lambda: set(panel.rows()) == {"88x64"}, "another row", 20)
+    errors = [entry for entry in panel.page.driver.get_log("browser") if entry["level"] == "SEVERE"]
+    assert errors == [] and panel.page.run("return document.querySelectorAll('.toast-body').length") == 0
 
 
 def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:

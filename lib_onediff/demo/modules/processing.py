@@ -277,11 +277,18 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
         except Refusal as refusal:
             gr.Warning(html.escape(str(refusal)))
             return [gr.update() for _ in fields]
-        values = [target(parameters) if callable(target) else parameters.get(target) for _, target in fields]
-        return [
-            gr.update() if value is None else gr.update(value=as_in(component, value))
-            for value, (component, _) in zip(values, fields, strict=True)
-        ]
+        updates = []
+        problems = []
+        for component, target in fields:
+            value = target(parameters) if callable(target) else parameters.get(target)
+            try:
+                updates.append(gr.update() if value is None else gr.update(value=as_in(component, value)))
+            except Refusal as refusal:
+                problems.append(str(refusal))
+                updates.append(gr.update())
+        if problems:
+            gr.Warning(html.escape(" ".join(problems)))
+        return updates
 
     button.click(
         paste, inputs=[text], outputs=[component for component, _ in fields], show_progress="hidden",
@@ -290,9 +297,19 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
 
 
 def as_in(component: Any, value: Any) -> Any:
-    """A value of the kind that a component has; numbers are left as they are where they are none."""
+    """A value of the kind that a component has. Raises Refusal for one that it does not take."""
+    if isinstance(component, gr.Dropdown) and not component.allow_custom_value:
+        known = [choice for _, choice in component.choices]
+        if value not in known:
+            raise Refusal(f"{component.label}: {value!r} is not known here; it stays as it is.")
     if not isinstance(component.value, (int, float)) or isinstance(value, bool):
         return value
-    with contextlib.suppress(ValueError):
-        return float(value)
-    return component.value
+    try:
+        number = float(value)
+    except ValueError:
+        raise Refusal(f"{component.label}: {value!r} is no number; it stays as it is.") from None
+    least = component.minimum
+    most = component.maximum
+    if not least <= number <= most:
+        raise Refusal(f"{component.label} is from {least} to {most}, not {number:g}; it stays as it is.")
+    return number

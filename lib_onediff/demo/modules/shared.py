@@ -62,22 +62,24 @@ class Options:
         info.onchange()
         return bool(getattr(self, key) == value)
 
-    def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str]]:
-        """Set options and save all as JSON: the labels of those that changed, and what is wrong with the others."""
+    def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str], str]:
+        """Set options and save all as JSON: the labels of those that changed, a sentence for each that does not take
+        its value, and why they could not be saved, or ""."""
         changed = []
-        problems = []
+        refused = []
+        trouble = ""
         with self._lock:
             for key, value in values.items():
                 label = self.data_labels[key].label
                 if self.set(key, value):
                     changed.append(label)
                 elif getattr(self, key) != value:
-                    problems.append(f"{label} did not accept {value!r}.")
+                    refused.append(f"{label} did not accept {value!r}.")
             try:
                 self.save(filename)
             except OSError as error:
-                problems.append(f"The options hold until the server ends; they could not be saved ({error.strerror}).")
-        return changed, problems
+                trouble = f"The options hold until the server ends; they could not be saved ({error.strerror})."
+        return changed, refused, trouble
 
     def save(self, filename: str) -> None:
         """Write all values, as JSON. Raises OSError."""

@@ -43,6 +43,7 @@ SOURCE = "panel"
 SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
 NOTHING_PURGED = "Nothing was purged."
+GONE = "What was selected is no longer in the table: nothing was changed."
 NONE_USED = "No size was used with this model yet: make an image first, or type sizes."
 # What the browser asks before something is thrown away; {} are the sizes.
 NEWER_STAYS = "What a newer version of OneDiff keeps in this folder stays."
@@ -108,11 +109,15 @@ class Panel:
             known = sum(self.runtime.pin(resolution, model, pinned) for resolution, _, model in rows)
         except NotKept as problem:
             return "", sentence(str(problem), wrong=True), waiting
+        if not known:
+            return "", sentence(GONE, wrong=True), waiting
         return "", sentence(f"{counted(known, 'resolution')} {'pinned' if pinned else 'unpinned'}."), waiting
 
     def purge_selected(self, keys: Any, waiting: Chore | None) -> Answer:
         chosen = set(read_list(keys, str))
         affected = [row for row in self.runtime.rows() if key_of(row) in chosen]
+        if chosen and not affected:
+            return "", sentence(GONE, wrong=True), waiting
         by_model: dict[str, set[str]] = {}
         for row in affected:
             by_model.setdefault(row.model, set()).add(row.resolution)
