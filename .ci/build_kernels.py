@@ -39,6 +39,12 @@ TOKEN_WIDTHS = (32, 64, 96, 128, 256, 320, 384, 640, 768, 1280, 1536)
 NORM_CHANNELS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 960, 1280, 1536, 1920, 2304, 2560, 3072)
 # Heads and their widths of the transformers that are served.
 NORMED_HEADS = ((16, 128),)
+# Of single streams: widths of tokens, behind a SwiGLU, and with a sigmoid gate; and the width of their heads. Z-Image's
+# and Krea 2's, and those of Krea 2's prompt.
+STREAM_WIDTHS = (3840, 6144)
+SWIGLU_WIDTHS = (10240, 16384, 6912)
+SIGMOID_WIDTHS = (6144, 2560)
+STREAM_HEAD = 128
 ROUNDED_WIDTHS = tuple(1 << power for power in range(5, 16))
 
 
@@ -83,6 +89,9 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         LayerNorm,
         Linear,
         NormedHeads,
+        RMSNorm,
+        SigmoidGate,
+        SwiGLU,
     )
     from lib_onediff.core.operators import QuantizedTokens
     from lib_onediff.devices.cuda import native, tuning
@@ -96,6 +105,12 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
     ]
     networks: list[list[Any]] = [[LayerNorm("", width, 1e-5), *others] for width in TOKEN_WIDTHS]
     networks += [[AdaptiveNorm(heads * width, 1e-6), NormedHeads(heads, width)] for heads, width in NORMED_HEADS]
+
+    networks.append([
+        *(RMSNorm("", width, 1e-5) for width in STREAM_WIDTHS), AdaptiveNorm(STREAM_WIDTHS[0], 1e-6),
+        NormedHeads(tokens.HEADS, STREAM_HEAD, interleaved=True), *map(SwiGLU, SWIGLU_WIDTHS),
+        *map(SigmoidGate, SIGMOID_WIDTHS),
+    ])
 
     class Nth:
         """Every kernel's candidate of a number."""

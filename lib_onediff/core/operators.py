@@ -76,11 +76,12 @@ class Heads(NamedTuple):
 
 
 class Activation(Enum):
-    """GELU: in its erf form. GELU_TANH: its approximation by tanh."""
+    """GELU: in its erf form. GELU_TANH: its approximation by tanh. SIGMOID: of a gate alone."""
 
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
     SILU = "silu"
+    SIGMOID = "sigmoid"
 
 
 class GatedUnit(NamedTuple):

@@ -106,11 +106,12 @@ def test_rows_of_an_adaptive_norm(rotation: int, dtype: torch.dtype) -> None:
         return Residual(tokens.clone(), update=update, gate=gate)
 
     rule = rule_for(rotation)
-    standing, found = rounding.adaptive_norm(given(), Modulation(factor, shift), EPS, dtype, INT8, rule)
-    expected, written = rounding.adaptive_norm(given(), Modulation(factor, shift), EPS, dtype, None)
+    how = None, AdaptiveNorm(2048, EPS), Modulation(factor, shift), dtype
+    standing, found = rounding.residual_norm(given(), *how, INT8, rule)
+    expected, written = rounding.residual_norm(given(), *how, None)
     assert torch.equal(standing.tokens, expected.tokens)
     assert_same(found, written, rotation)
-    _, both = rounding.adaptive_norm(given(), Modulation(factor, shift), EPS, dtype, INT8, rule, is_plain_too=True)
+    _, both = rounding.residual_norm(given(), *how, INT8, rule, is_plain_too=True)
     # The same numbers, to the last digit: two kernels may contract products and sums in other ways.
     assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
     assert_same(both, written, rotation)

@@ -17,7 +17,7 @@ from lib_onediff.core.card import TuningCache
 from lib_onediff.core.key import Lossy
 from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
 from lib_onediff.core.leaves import GroupNorm, LayerNorm
-from lib_onediff.core.operators import GEGLU, QuantizedTokens, Residual
+from lib_onediff.core.operators import Activation, QuantizedTokens, Residual
 from lib_onediff.core.settings import MOST_LOW_BIT_ERROR
 from lib_onediff.core.table import Entry
 from lib_onediff.devices.cuda.kernels import images, products, rounding, tokens
@@ -82,7 +82,8 @@ def norm_scale(weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def layer_norm(
-    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, config: Any, rule: Rule
+    residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind, config: Any, rule: Rule,
+    is_plain_too: bool,
 ) -> tuple[Residual, QuantizedTokens]:
     tokens = materialize(residual)
     normed = torch.nn.functional.layer_norm(tokens, (tokens.shape[-1],), weight, bias, eps)
@@ -131,6 +132,10 @@ def add_and_measure(image: Tensor | None, update: Tensor, bias: Tensor | None, o
     output.copy_(total if bias is None else total + bias[:, None, None])
 
 
+def gated(numbers: Tensor, gates: Tensor, activation: Activation, config: Any = None) -> Tensor:
+    return numbers * torch_ops.activated(gates, activation)
+
+
 def use_low_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Products in eight bits on this machine, for networks of any size, and for every product."""
     monkeypatch.setattr(images, "group_norm", exact_group_norm)
@@ -138,10 +143,13 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images, "resize", torch_ops.resize)
     monkeypatch.setattr(tokens, "layer_norm", exact_layer_norm)
     monkeypatch.setattr(tokens, "materialize", materialize)
-    monkeypatch.setattr(tokens, "geglu", lambda hidden, config: torch_ops.gated(hidden, GEGLU))
+    monkeypatch.setattr(tokens, "gated", gated)
     monkeypatch.setattr(tokens, "attention", lambda *given: torch_ops.attention(*given[:3], False))
     monkeypatch.setattr(rounding, "layer_norm", layer_norm)
-    monkeypatch.setattr(rounding, "geglu", lambda tokens, kind, rule: rounded(torch_ops.gated(tokens, GEGLU), kind))
+    monkeypatch.setattr(
+        rounding, "gated",
+        lambda numbers, gates, activation, kind, *others: rounded(gated(numbers, gates, activation), kind),
+    )
     monkeypatch.setattr(rounding, "rounded", rounded)
     monkeypatch.setattr(rounding, "rounded_rows", rounded_rows)
     monkeypatch.setattr(products, "int8_product", int8_product)

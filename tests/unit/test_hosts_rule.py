@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from lib_onediff.core.layer_weights import QuantizedWeight
-from lib_onediff.core.operators import Modulation, QuantizedTokens, Residual
+from lib_onediff.core.layer_weights import LayerWeights, QuantizedWeight
+from lib_onediff.core.leaves import AdaptiveNorm, RMSNorm
+from lib_onediff.core.operators import Activation, Modulation, QuantizedTokens, Residual
 from lib_onediff.devices.cuda.kernels import products, rounding
 from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 from lib_onediff.devices.cuda.kernels.launch_config import INT8_PRODUCT
 from lib_onediff.devices.cuda.kernels.rounding import Rule
 from lib_onediff.devices.torch import quantized
-from lib_onediff.weights.low_bit import INT8
+from lib_onediff.weights.low_bit import INT8, Kind
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.float16
@@ -89,6 +91,9 @@ def test_a_layer_norm(rule: Rule, dtype: torch.dtype, width: int, whole: bool) -
     expected, written = native_tokens.layer_norm(residual, weight, bias, 1e-5)
     assert torch.equal(standing.deferred_bias, expected.deferred_bias)
     assert_same(found, written, rule)
+    _, both = rounding.layer_norm(residual, weight, bias, 1e-5, INT8, rule=rule, is_plain_too=True)
+    assert_both(both, found, both.plain)
+    assert relative_error(both.plain, written) < torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -96,13 +101,52 @@ def test_an_adaptive_norm(rule: Rule) -> None:
     tokens, update = random(2, 7, 512, dtype=torch.float32), random(2, 7, 512)
     shift, factor, gate = random(2, 3 * 512).chunk(3, dim=1)
     given: Callable[[], Residual] = lambda: Residual(tokens.clone(), update=update, gate=gate)  # noqa: E731
-    standing, found = rounding.adaptive_norm(given(), Modulation(factor, shift), 1e-6, HALF, INT8, rule)
-    expected, written = rounding.adaptive_norm(given(), Modulation(factor, shift), 1e-6, HALF, None)
+    how = None, AdaptiveNorm(512, 1e-6), Modulation(factor, shift), HALF
+    standing, found = rounding.residual_norm(given(), *how, INT8, rule)
+    expected, written = rounding.residual_norm(given(), *how, None)
     assert torch.equal(standing.tokens, expected.tokens)
     assert_same(found, written, rule)
-    _, both = rounding.adaptive_norm(given(), Modulation(factor, shift), 1e-6, HALF, INT8, rule, is_plain_too=True)
-    assert torch.equal(both.plain, written)
+    _, both = rounding.residual_norm(given(), *how, INT8, rule, is_plain_too=True)
+    assert_both(both, found, written)
+
+
+def assert_both(both: QuantizedTokens, found: QuantizedTokens, written: Tensor) -> None:
+    """Rows in INT8 and as they are, against either alone."""
+    assert both.plain is not None and torch.equal(both.plain, written)
     assert torch.equal(both.values, found.values) and torch.equal(both.scales, found.scales)
+
+
+@grid(rule=RULES, dtype=TYPES, width=[768, 512, 1280], plus_one=[True, False], modulated=[True, False])
+def test_a_root_mean_square_norm(
+    rule: Rule, dtype: torch.dtype, width: int, plus_one: bool, modulated: bool
+) -> None:
+    """With a norm of the same kind behind the last layer, and without a gate where nothing is modulated."""
+    tokens, update = random(2, 3, width, dtype=torch.float32), random(2, 3, width, dtype=dtype)
+    factor, shift, gate = random(2, 3 * width, dtype=dtype).chunk(3, dim=1)
+    norm, layer = RMSNorm("", width, 1e-5, plus_one), LayerWeights(random(width, dtype=dtype), None)
+    gate, modulation = (gate, Modulation(factor, shift)) if modulated else (None, None)
+
+    def normed(kind: Kind | None, is_plain_too: bool = False) -> tuple[Residual, Any]:
+        residual = Residual(tokens.clone(), update=update, gate=gate, norm=(layer, norm))
+        given = residual, layer, norm, modulation, dtype, kind
+        return rounding.residual_norm(*given, Rule.OURS if kind is None else rule, is_plain_too)
+
+    standing, found = normed(INT8)
+    expected, written = normed(None)
+    assert torch.equal(standing.tokens, expected.tokens)
+    assert_same(found, written, rule)
+    assert_both(normed(INT8, is_plain_too=True)[1], found, written)
+
+
+@grid(rule=RULES, activation=[Activation.SILU, Activation.SIGMOID, Activation.GELU], width=[512, 768])
+def test_gated_rows(rule: Rule, activation: Activation, width: int) -> None:
+    """Numbers and gates may be parts of a wider product."""
+    product = random(2, 5, 3 * width + 16)
+    numbers, gates = product[..., :width], product[..., 2 * width:3 * width]
+    found = rounding.gated(numbers, gates, activation, INT8, rule)
+    written = native_tokens.gated(numbers, gates, activation)
+    assert_same(found, written, rule)
+    assert_both(rounding.gated(numbers, gates, activation, INT8, rule, is_plain_too=True), found, written)
 
 
 @pytest.mark.parametrize("rule", RULES)

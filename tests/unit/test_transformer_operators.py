@@ -230,6 +230,8 @@ def test_gated_units(ops: str, activation: Activation, gate_first: bool, dtype: 
 
 
 def exact_activation(activation: Activation, x: Tensor) -> Tensor:
+    if activation is Activation.SIGMOID:
+        return x.sigmoid()
     if activation is Activation.SILU:
         return x * x.sigmoid()
     if activation is Activation.GELU:

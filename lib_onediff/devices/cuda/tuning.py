@@ -25,9 +25,13 @@ from ...core.leaves import (
     LayerNorm,
     NormedHeads,
     RMSNorm,
+    SigmoidGate,
+    SwiGLU,
 )
 from ...core.operators import (
     GEGLU,
+    SWIGLU,
+    Activation,
     Heads,
     Modulation,
     Operators,
@@ -51,6 +55,8 @@ GROUPS = 32
 EPS = 1e-5
 # Of random numbers in int8.
 SPREAD = 32.0
+# The widest tokens of UNets and of Anima.
+WIDEST_USUAL = 2048
 # What takes the most time in its class: sides of an image, rows of tokens, queries and keys of a cross attention.
 BATCH = 2
 SIDES = {configs.SMALL: 32, configs.LARGE: 64}
@@ -92,6 +98,11 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
         normed = partial(native_tokens.layer_norm, Residual(tokens, None, vector), vector, vector, EPS)
         yield Trial(configs.LAYER_NORM, row_class(width), normed)
         yield Trial(configs.GEGLU, row_class(configs.FEED_FORWARD * width), partial(native_tokens.geglu, hidden))
+    for one in users:
+        if isinstance(one, SwiGLU):
+            gates, numbers = make(ROWS, 2 * one.width).chunk(2, dim=-1)
+            run = partial(native_tokens.gated, numbers, gates, Activation.SILU)
+            yield Trial(configs.GEGLU, row_class(one.width), run)
     for query_shape, key_shape in cross_attentions(users, vector.dtype):
         width = query_shape[3]
         attended = inputs_of(make, query_shape, key_shape)
@@ -118,23 +129,35 @@ def launches_of(
         ops.materialize(residual)
         ops.gated(make(FEW, 2 * configs.FEED_FORWARD * norm.width), GEGLU, layer)
 
-    def of_blocks(norm: AdaptiveNorm) -> None:
-        residual, modulation = adaptive_residual(make, norm.width, FEW)
-        ops.residual_norm(residual, None, norm, LayerWeights(make(FEW, norm.width), None), modulation)
-        native_tokens.gelu(make(FEW, norm.width))
+    def of_blocks(norm: AdaptiveNorm | RMSNorm) -> None:
+        consumer = LayerWeights(make(FEW, norm.width), None)
+        for weight in weights_of(norm, make):
+            residual, modulation = residual_of(make, norm, FEW, weight)
+            ops.residual_norm(residual, weight, norm, consumer, modulation)
+            if weight is not None:
+                ops.materialize(residual_of(make, norm, FEW, weight)[0])
 
     def of_heads(one: NormedHeads) -> None:
         angles = torch.zeros((FEW, one.width // 2), dtype=torch.float32, device=device)
-        norm = LayerWeights(make(one.width), None), RMSNorm("", one.width, EPS)
-        for rotary in (Rotary(angles, angles), None):
-            for parts in (1, 2):
-                projected = make(BATCH, FEW, parts * one.heads * one.width)
-                ops.split_heads(projected, (Heads(one.heads, norm, rotary),) * parts)
+        for kind in vector_types(dtype) if one.interleaved else (dtype,):
+            norm = LayerWeights(make(one.width).to(kind), None), RMSNorm("", one.width, EPS)
+            for rotary in (Rotary(angles, angles, one.interleaved), None):
+                projected = make(BATCH, FEW, one.heads * one.width)
+                ops.split_heads(projected, (Heads(one.heads, norm, rotary),))
+
+    def of_gates(one: SwiGLU | SigmoidGate) -> None:
+        consumer = LayerWeights(make(FEW, one.width), None)
+        if isinstance(one, SwiGLU):
+            ops.gated(make(FEW, 2 * one.width), SWIGLU, consumer)
+        else:
+            ops.sigmoid_gated(make(FEW, one.width), make(FEW, one.width), consumer)
 
     norms = {leaf.channels // leaf.groups: leaf for leaf in users if isinstance(leaf, GroupNorm)}
     return [
-        *(partial(of_blocks, norm) for norm in norms_of(users, AdaptiveNorm)),
+        *(partial(of_blocks, norm) for norm in norms_in_one_pass(users)),
+        *(partial(native_tokens.gelu, make(FEW, width)) for width in gelu_widths(users)),
         *(partial(of_heads, one) for one in users if isinstance(one, NormedHeads)),
+        *(partial(of_gates, one) for one in users if isinstance(one, SwiGLU | SigmoidGate)),
         *(partial(of_image, norm, side) for norm in norms.values() for side in LOADED_SIDES),
         *(partial(of_tokens, norm) for norm in norms_of(users, LayerNorm)),
         *(partial(ops.attention, *inputs_of(make, *one), False) for one in cross_attentions(users, dtype)),
@@ -156,15 +179,44 @@ def norms_of(users: Iterable[Any], kind: Any) -> Iterable[Any]:
     return {row_class(leaf.width): leaf for leaf in users if isinstance(leaf, kind)}.values()
 
 
-def adaptive_residual(
-    make: Callable[..., Tensor], width: int, rows: int, of: torch.dtype | None = None
+def norms_in_one_pass(users: Iterable[Any]) -> list[AdaptiveNorm | RMSNorm]:
+    """The norms of residuals, one for each class of rows, that one kernel computes with all that belongs to them."""
+    return [*norms_of(users, AdaptiveNorm), *norms_of(users, RMSNorm)]
+
+
+def gelu_widths(users: Sequence[Any]) -> list[int]:
+    """The widths of rows behind a GELU: a network with adaptive norms has one in its feed-forward layers, if it has no
+    SwiGLU there."""
+    if any(isinstance(user, SwiGLU) for user in users):
+        return []
+    return [configs.FEED_FORWARD * norm.width for norm in norms_of(users, AdaptiveNorm)]
+
+
+def weights_of(norm: AdaptiveNorm | RMSNorm, make: Callable[..., Tensor]) -> list[LayerWeights | None]:
+    """The weights that such a norm may have, in each type; [None] for one without weights."""
+    if isinstance(norm, AdaptiveNorm):
+        return [None]
+    weight = make(norm.width)
+    return [LayerWeights(weight.to(kind), None) for kind in vector_types(weight.dtype)]
+
+
+def vector_types(dtype: torch.dtype) -> list[torch.dtype]:
+    """The types of an RMS norm's weight in a network of this dtype."""
+    return list(dict.fromkeys((dtype, torch.float32)))
+
+
+def residual_of(
+    make: Callable[..., Tensor], norm: AdaptiveNorm | RMSNorm, rows: int, weight: LayerWeights | None,
+    of: torch.dtype | None = None,
 ) -> tuple[Residual, Modulation]:
-    """A residual as it comes to an adaptive norm, and the norm's modulation. of: the type of its update, if it is
-    another than what make gives."""
-    update = make(BATCH, rows // BATCH, width)
-    shift, factor, gate = make(BATCH, 3 * width).chunk(3, dim=1)
+    """A residual as it comes to a norm, and the norm's modulation. weight: the norm's, and of the one behind the last
+    layer. of: the type of its update, if it is another than what make gives."""
+    update = make(BATCH, rows // BATCH, norm.width)
+    shift, factor, gate = make(BATCH, 3 * norm.width).chunk(3, dim=1)
     tokens = update.float() if update.dtype == torch.float16 else torch.empty_like(update)
-    return Residual(tokens, update=update if of is None else update.to(of), gate=gate), Modulation(factor, shift)
+    behind = (weight, norm) if weight is not None and isinstance(norm, RMSNorm) else None
+    residual = Residual(tokens, update=update if of is None else update.to(of), gate=gate, norm=behind)
+    return residual, Modulation(factor, shift)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
@@ -205,7 +257,7 @@ def trial_of(
         shape_class = products.product_class(rows, out, width)
         run = partial(products.int8_product, tokens, weight, None, dtype)
         return Trial(configs.INT8_PRODUCT, shape_class, run)
-    if product.source != GATED:
+    if product.source != GATED or is_of_stream(out):
         return None
     # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
     tokens = QuantizedTokens(values(rows, out), one, (rows,))
@@ -231,6 +283,8 @@ def way_of(
         return way_of_convolution(product, product.size, random, kind)
     weight = random(product.out, product.width)
     layer = LayerWeights(weight, None, (rounding.rounded_weight(weight, kind),))
+    if is_of_stream(product.width if product.source == NORMED else product.out):
+        return way_of_stream(product, layer, random, kind)
     if product.source == NORMED:
         tokens = random(product.rows, product.width)
         parameters = LayerWeights(random(product.width), None)
@@ -257,6 +311,51 @@ def way_of(
         return fed_forward
     hidden = random(product.rows, product.width)
     return lambda ops: rounding.layer_norm(ops.add_linear(residual, hidden, layer), vector, None, EPS, kind)
+
+
+def is_of_stream(width: int) -> bool:
+    """Whether tokens of this width are those of a single-stream transformer, with root mean square norms and SwiGLU:
+    other networks have narrower ones."""
+    return width > WIDEST_USUAL
+
+
+def way_of_stream(
+    product: Product, layer: LayerWeights, random: Callable[..., Tensor], kind: Kind
+) -> Callable[[Operators], object]:
+    """As way_of, with the norms and gates of a single-stream transformer."""
+    dtype = layer.weight.dtype
+
+    def norm_of(width: int) -> tuple[LayerWeights, RMSNorm, Modulation]:
+        return LayerWeights(random(width), None), RMSNorm("norm", width, EPS), Modulation(random(1, width))
+
+    def residual_of_width(width: int) -> Residual:
+        tokens = random(1, product.rows, width)
+        return Residual(tokens.float() if dtype == torch.float16 else tokens)
+
+    if product.source == NORMED:
+        residual = residual_of_width(product.width)
+        parameters, norm, modulation = norm_of(product.width)
+        return lambda ops: ops.linear(ops.residual_norm(residual, parameters, norm, layer, modulation)[1], layer)
+    residual = residual_of_width(product.out)
+    parameters, norm, modulation = norm_of(product.out)
+    gate = modulation.scale
+
+    def added(ops: Operators, rows: Any) -> object:
+        now = ops.add_linear(residual, rows, layer, gate)
+        return rounding.residual_norm(now, parameters, norm, modulation, dtype, kind)
+
+    if product.source == GATED:
+        # From norm to norm: its first product makes what this one reads.
+        matrix = random(2 * product.width, product.out)
+        into = LayerWeights(matrix, None, (rounding.rounded_weight(matrix, kind),))
+
+        def fed_forward(ops: Operators) -> object:
+            _, normed = ops.residual_norm(residual, parameters, norm, into, modulation)
+            return added(ops, ops.gated_linear(normed, into, SWIGLU, layer))
+
+        return fed_forward
+    hidden = random(1, product.rows, product.width)
+    return lambda ops: added(ops, hidden)
 
 
 def way_of_convolution(
@@ -307,21 +406,28 @@ def low_bit_launches(
                 image, None, vector, vector, groups, EPS, True, None, (None, None), measuring, applying, kind, False
             )
 
-    def blocks_of(norm: AdaptiveNorm) -> None:
-        for of in {dtype, torch.bfloat16}:
-            residual, modulation = adaptive_residual(make, norm.width, FEW, of)
-            rounding.adaptive_norm(residual, modulation, EPS, dtype, kind)
-        if kind is FP8:
-            # Behind a layer in float8, of one that is not.
-            residual, modulation = adaptive_residual(make, norm.width, FEW, torch.bfloat16)
-            scaled = residual._replace(update_scales=make(BATCH, FEW // BATCH, 1).float())
-            rounding.adaptive_norm(scaled, modulation, EPS, dtype, None)
-        for features in (configs.FEED_FORWARD * norm.width, norm.width):
-            rounding.rounded(make(FEW, features), kind, gelu=features > norm.width)
+    def blocks_of(norm: AdaptiveNorm | RMSNorm) -> None:
+        for weight in weights_of(norm, make):
+            for of in {dtype, torch.bfloat16}:
+                residual, modulation = residual_of(make, norm, FEW, weight, of)
+                rounding.residual_norm(residual, weight, norm, modulation, dtype, kind)
+            if kind is FP8:
+                # Behind a layer in float8, of one that is not.
+                residual, modulation = residual_of(make, norm, FEW, weight, torch.bfloat16)
+                rounding.residual_norm(residual, weight, norm, modulation, dtype, None)
+                if weight is not None:
+                    rounding.add_update(residual, dtype)
+        rounding.rounded(make(FEW, norm.width), kind)
+
+    def gates_of(one: SwiGLU | SigmoidGate) -> None:
+        rows = make(FEW, one.width)
+        rounding.gated(rows, rows, Activation.SILU if isinstance(one, SwiGLU) else Activation.SIGMOID, kind)
 
     norms = {images.join_block(one.channels // one.groups): one for one in users if isinstance(one, GroupNorm)}
     return [
-        *(partial(blocks_of, norm) for norm in norms_of(users, AdaptiveNorm)),
+        *(partial(blocks_of, norm) for norm in norms_in_one_pass(users)),
+        *(partial(gates_of, one) for one in users if isinstance(one, SwiGLU | SigmoidGate)),
+        *(partial(rounding.rounded, make(FEW, width), kind, gelu=True) for width in gelu_widths(users)),
         *(partial(tokens_of, norm.width) for norm in norms_of(users, LayerNorm)),
         *(partial(norm, one.channels, one.groups) for one in norms.values()),
     ]
@@ -339,29 +445,38 @@ def stored_launches(
     def tokens_of(width: int) -> None:
         tokens, weight = make(FEW, width), make(width)
         hidden = configs.FEED_FORWARD * width
-        for update in (make(FEW, width), tokens.to(torch.bfloat16)):
-            if fits(width):
-                rounding.layer_norm(Residual(tokens, None, weight, update), weight, weight, EPS, INT8, rule=rule)
-        if fits(hidden):
-            rounding.geglu(make(FEW, 2 * hidden), INT8, rule)
+        for both in (False, True):
+            for update in (make(FEW, width), tokens.to(torch.bfloat16)):
+                if fits(width):
+                    residual = Residual(tokens, None, weight, update)
+                    rounding.layer_norm(residual, weight, weight, EPS, INT8, rule=rule, is_plain_too=both)
+            if fits(hidden):
+                rounding.geglu(make(FEW, 2 * hidden), INT8, rule, both)
         plain_rows(width)
+        plain_rows(hidden, gelu=True)
 
-    def blocks_of(norm: AdaptiveNorm) -> None:
-        for of in {dtype, torch.bfloat16}:
-            residual, modulation = adaptive_residual(make, norm.width, FEW, of)
-            if fits(norm.width):
-                rounding.adaptive_norm(residual, modulation, EPS, dtype, INT8, rule)
-                residual, modulation = adaptive_residual(make, norm.width, FEW, of)
-                rounding.adaptive_norm(residual, modulation, EPS, dtype, INT8, rule, is_plain_too=True)
-        hidden = configs.FEED_FORWARD * norm.width
-        if fits(hidden):
-            rounding.gelu_and_rounded(make(FEW, hidden), rule)
+    def blocks_of(norm: AdaptiveNorm | RMSNorm) -> None:
+        for weight in weights_of(norm, make) if fits(norm.width) else ():
+            for of in {dtype, torch.bfloat16}:
+                for both in (False, True):
+                    residual, modulation = residual_of(make, norm, FEW, weight, of)
+                    rounding.residual_norm(residual, weight, norm, modulation, dtype, INT8, rule, both)
         plain_rows(norm.width)
 
-    def plain_rows(width: int) -> None:
-        for features in (configs.FEED_FORWARD * width, width):
-            if fits(features):
-                rounding.rounded(make(FEW, features), INT8, gelu=features > width, rule=rule)
+    def of_gelu(width: int) -> None:
+        plain_rows(width, gelu=True)
+        if fits(width):
+            rounding.gelu_and_rounded(make(FEW, width), rule)
+
+    def gates_of(one: SwiGLU | SigmoidGate) -> None:
+        rows = make(FEW, one.width)
+        activation = Activation.SILU if isinstance(one, SwiGLU) else Activation.SIGMOID
+        for both in (False, True) if fits(one.width) else ():
+            rounding.gated(rows, rows, activation, INT8, rule, both)
+
+    def plain_rows(width: int, gelu: bool = False) -> None:
+        if fits(width):
+            rounding.rounded(make(FEW, width), INT8, gelu=gelu, rule=rule)
 
     def product() -> None:
         aligned = low_bit.ALIGNED
@@ -371,7 +486,9 @@ def stored_launches(
         products.int8_product(tokens, QuantizedWeight(values, one), None, dtype)
 
     return [
-        *(partial(blocks_of, norm) for norm in norms_of(users, AdaptiveNorm)),
+        *(partial(blocks_of, norm) for norm in norms_in_one_pass(users)),
+        *(partial(gates_of, one) for one in users if isinstance(one, SwiGLU | SigmoidGate)),
+        *(partial(of_gelu, width) for width in gelu_widths(users)),
         *(partial(tokens_of, norm.width) for norm in norms_of(users, LayerNorm)),
         product,
     ]

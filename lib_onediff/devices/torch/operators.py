@@ -281,6 +281,8 @@ def activated_linear(x: Tensor, layer: LayerWeights, activation: Activation, con
 def activated(x: Tensor, activation: Activation) -> Tensor:
     if activation is Activation.SILU:
         return functional.silu(x)
+    if activation is Activation.SIGMOID:
+        return torch.sigmoid(x)
     return functional.gelu(x, approximate="tanh" if activation is Activation.GELU_TANH else "none")
 
 

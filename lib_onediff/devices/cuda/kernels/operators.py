@@ -76,7 +76,7 @@ class NativeOperators:
     written in eight bits by the operator that computes it, if that is faster. A weight that exists in eight bits only
     is on torch's meta device in 16 bits; one that is stored so gets its input rounded by the hosts' rule.
 
-    Our kernels compute the cases that UNets and Anima have; torch's operators compute the others.
+    Our kernels compute the cases that the served networks have; torch's operators compute the others.
     """
 
     def __init__(
@@ -217,52 +217,43 @@ class NativeOperators:
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
         consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        if isinstance(norm, AdaptiveNorm) and modulation is not None and rounding.has_kernel(modulation):
-            return self._adaptive_norm(residual, modulation, norm, consumer)
+        dtype = consumer.weight.dtype
         if isinstance(norm, LayerNorm) and layer is not None and modulation is None:
             return self._layer_norm(residual, layer, norm, consumer)
-        whole = Residual(self.materialize(residual))
-        _, normed = torch_ops.residual_norm(whole, layer, norm, consumer, modulation)
-        return whole, self._rounded(normed, consumer)
-
-    def _adaptive_norm(
-        self, residual: Residual, modulation: Modulation, norm: AdaptiveNorm, consumer: LayerWeights
-    ) -> tuple[Residual, Rows]:
-        kind = self._kind(residual.tokens, consumer, NORMED)
-        is_plain_too = kind is None and self._reads_both(consumer)
-        if is_plain_too:
-            kind = INT8
-        # The kernel adds an update with a gate, and no vectors.
-        if residual.gate is None:
+        # The kernel adds an update, and no vectors.
+        if residual.bias is not None or residual.deferred_bias is not None:
             residual = Residual(self.materialize(residual))
-        residual = residual._replace(tokens=residual.tokens.contiguous())
-        rule = Rule.OURS if kind is None else rule_for(consumer)
-        dtype = consumer.weight.dtype
-        return rounding.adaptive_norm(residual, modulation, norm.eps, dtype, kind, rule, is_plain_too)
+        elif not rounding.has_norm_kernel(residual, layer, norm, modulation, dtype):
+            residual = updated(residual)
+        if not isinstance(norm, LayerNorm) and rounding.has_norm_kernel(residual, layer, norm, modulation, dtype):
+            kind, is_plain_too = self._kinds(residual.tokens, consumer, NORMED)
+            residual = contiguous(residual)
+            rule = Rule.OURS if kind is None else rule_for(consumer)
+            return rounding.residual_norm(residual, layer, norm, modulation, dtype, kind, rule, is_plain_too)
+        whole, normed = torch_ops.residual_norm(residual, layer, norm, consumer, modulation)
+        return whole, self._rounded(normed, consumer)
 
     def _layer_norm(
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights
     ) -> tuple[Residual, Rows]:
-        kind = self._kind(residual.tokens, consumer, NORMED)
-        # The kernel that gives eight bits adds an update, without a gate.
-        if kind is None or residual.gate is not None:
+        kind, is_plain_too = self._kinds(residual.tokens, consumer, NORMED)
+        # The kernel that gives eight bits adds an update, without a gate and a norm.
+        if kind is None or residual.gate is not None or residual.norm is not None:
             residual = updated(residual)
-        residual = residual._replace(tokens=residual.tokens.contiguous())
+        residual = contiguous(residual)
         config = self._launches.of(configs.LAYER_NORM, row_class(norm.width), consumer.weight.dtype)
         if kind is not None:
             rule = rule_for(consumer)
-            return rounding.layer_norm(residual, layer.weight, layer.bias, norm.eps, kind, config, rule)
+            given = layer.weight, layer.bias, norm.eps
+            return rounding.layer_norm(residual, *given, kind, config, rule, is_plain_too)
         return native_tokens.layer_norm(residual, layer.weight, layer.bias, norm.eps, config)
 
     def add_linear(
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        if norm is not None:
-            update = self.rms_norm(self.linear(self._rounded(x, layer), layer), *norm)
-            return Residual(self.materialize(residual), update=update, gate=gate)
-        if gate is not None:
-            return self._add_gated(residual, x, layer, gate)
+        if gate is not None or norm is not None:
+            return self._add_changed(residual, x, layer, gate, norm)
         x = self._rounded(x, layer)
         if not isinstance(x, QuantizedTokens) and not layer.weight.is_meta:
             return self._add_exact(updated(residual), x, layer)
@@ -275,13 +266,16 @@ class NativeOperators:
             update, scales = self._alone(x, layer._replace(bias=None)), None
         return Residual(residual.tokens, residual.deferred_bias, layer.bias, update, scales)
 
-    def _add_gated(self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor) -> Residual:
+    def _add_changed(
+        self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None, norm: WeightedNorm | None
+    ) -> Residual:
+        """As add_linear, with a gate or a norm, which are left to the next norm."""
         tokens = self.materialize(residual)
         x = self._rounded(x, layer)
-        # A bias is multiplied by the gate too, so it belongs to the product.
+        # A bias is normed and multiplied by the gate too, so it belongs to the product.
         if layer.bias is not None or not isinstance(x, QuantizedTokens):
-            return Residual(tokens, update=self.linear(x, layer), gate=gate)
-        return Residual(tokens, None, None, *self._update(x, layer), gate)
+            return Residual(tokens, update=self.linear(x, layer), gate=gate, norm=norm)
+        return Residual(tokens, None, None, *self._update(x, layer), gate, norm)
 
     def _add_exact(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
         # A GEMM adds to its output for nothing; with a bias too it would need another pass.
@@ -312,16 +306,25 @@ class NativeOperators:
         return self._attention(query, key, value, upcast, mask)
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:
-        if unit != GEGLU:
-            return self._rounded(torch_ops.gated(tokens, unit), consumer)
-        kind = self._kind(tokens, consumer, GATED)
-        if kind is not None:
-            return rounding.geglu(tokens.contiguous(), kind, rule_for(consumer))
-        config = self._launches.of(configs.GEGLU, row_class(tokens.shape[-1] // 2), tokens.dtype)
-        return native_tokens.geglu(tokens.contiguous(), config)
+        numbers, gates = tokens.chunk(2, dim=-1)
+        if unit.gate_first:
+            numbers, gates = gates, numbers
+        return self._gated(numbers, gates, unit.activation, consumer, GATED)
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: LayerWeights) -> Rows:
-        return self._rounded(torch_ops.sigmoid_gated(x, gate), consumer)
+        return self._gated(x, gate, Activation.SIGMOID, consumer, PLAIN_INPUT)
+
+    def _gated(
+        self, numbers: Tensor, gates: Tensor, activation: Activation, consumer: LayerWeights, source: str
+    ) -> Rows:
+        """numbers * activation(gates), as the consumer wants it. source: a TokenLinear's."""
+        if activation not in native_tokens.ACTIVATIONS:
+            return self._rounded(numbers * torch_ops.activated(gates, activation), consumer)
+        kind, is_plain_too = self._kinds(numbers, consumer, source)
+        if kind is not None:
+            return rounding.gated(numbers, gates, activation, kind, rule_for(consumer), is_plain_too)
+        config = self._launches.of(configs.GEGLU, row_class(numbers.shape[-1]), numbers.dtype)
+        return native_tokens.gated(numbers, gates, activation, config)
 
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
         if unit != GEGLU:
@@ -359,7 +362,7 @@ class NativeOperators:
         return rounding.rounded(product, kind, gelu=True, rule=rule_for(consumer))
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        if projected.is_contiguous() and native_tokens.has_heads_kernel(parts):
+        if native_tokens.has_heads_kernel(projected, parts):
             return native_tokens.normed_heads(projected, parts)
         return torch_ops.split_heads(projected, parts)
 
@@ -404,6 +407,13 @@ class NativeOperators:
             return x
         kind = self._kind(x, consumer, PLAIN_INPUT)
         return x if kind is None else rounding.rounded(x, kind, rule=rule_for(consumer))
+
+    def _kinds(self, tokens: Tensor, consumer: LayerWeights, source: str) -> tuple[Kind | None, bool]:
+        """As _kind, and whether the consumer's LoRAs read the same rows in the model's dtype."""
+        kind = self._kind(tokens, consumer, source)
+        if kind is None and self._reads_both(consumer):
+            return INT8, True
+        return kind, False
 
     def _kind(self, tokens: Tensor, consumer: LayerWeights, source: str) -> Kind | None:
         return self._kind_of(tokens.numel() // tokens.shape[-1], consumer, source)
@@ -510,6 +520,12 @@ def weight_like(x: QuantizedTokens | QuantizedImage, layer: LayerWeights) -> Qua
     return next(weight for weight in layer.low_bit if weight.values.dtype == x.values.dtype)
 
 
+def contiguous(residual: Residual) -> Residual:
+    """The same residual, its tokens and their update row after row in memory."""
+    update = None if residual.update is None else residual.update.contiguous()
+    return residual._replace(tokens=residual.tokens.contiguous(), update=update)
+
+
 def updated(residual: Residual) -> Residual:
     """The same residual, with its update added to its tokens in place."""
     update = residual.update
@@ -517,6 +533,14 @@ def updated(residual: Residual) -> Residual:
         return residual
     tokens = residual.tokens.contiguous()
     factor = residual.update_scales
+    if residual.norm is not None:
+        alone = Residual(tokens, None, None, update.contiguous(), *residual[4:])
+        dtype = update.dtype if residual.gate is None else residual.gate.dtype
+        if rounding.has_norm_kernel(alone, None, None, None, dtype):
+            rounding.add_update(alone, dtype)
+        else:
+            tokens.copy_(torch_ops.materialize(alone))
+        return without_update(residual, tokens)
     if residual.gate is not None:
         if factor is not None:
             update = update * factor
@@ -525,4 +549,8 @@ def updated(residual: Residual) -> Residual:
         tokens.add_(update)
     else:
         tokens.addcmul_(update, factor)
-    return residual._replace(tokens=tokens, update=None, update_scales=None, gate=None)
+    return without_update(residual, tokens)
+
+
+def without_update(residual: Residual, tokens: Tensor) -> Residual:
+    return residual._replace(tokens=tokens, update=None, update_scales=None, gate=None, norm=None)

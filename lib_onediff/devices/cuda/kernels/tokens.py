@@ -1,4 +1,4 @@
-"""Over rows of tokens: layer norm of a residual with a deferred bias, GEGLU, norms of heads, and attention over
+"""Over rows of tokens: layer norm of a residual with a deferred bias, gated units, norms of heads, and attention over
 few keys."""
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ....core.operators import Heads, Residual
+from ....core.operators import Activation, Heads, Residual
 from .launch_config import ATTENTION, GEGLU, LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
+# Of a program that norms heads: so many, and its warps.
+HEADS = 16
 HEADS_WARPS = 4
+# Of gates, in the order of source/tokens.py.
+ACTIVATIONS = (Activation.GELU, Activation.SILU, Activation.SIGMOID)
 # Numbers of a block, and its warps.
 GELU = 1024, 2
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
@@ -62,14 +66,39 @@ def materialize(residual: Residual, config: LaunchConfig = LAYER_NORM.candidates
     return output
 
 
+def gated(
+    numbers: Tensor, gates: Tensor, activation: Activation, config: LaunchConfig = GEGLU.candidates[0]
+) -> Tensor:
+    """numbers * activation(gates), (..., n) of the same shape: contiguous. activation: one of ACTIVATIONS."""
+    width = numbers.shape[-1]
+    block, warps = config
+    output = numbers.new_empty(numbers.shape)
+    numbers, numbers_stride = rows_in_memory(numbers)
+    gates, gates_stride = rows_in_memory(gates)
+    rows = output.numel() // width
+    launch(
+        "tokens.gated_row", (rows * ceil_div(width, block),), numbers, gates, output, width, numbers_stride,
+        gates_stride, warps=warps, BLOCK=block, ACTIVATION=ACTIVATIONS.index(activation),
+    )
+    return output
+
+
 def geglu(tokens: Tensor, config: LaunchConfig = GEGLU.candidates[0]) -> Tensor:
     """(..., 2 n) -> (..., n), contiguous: the first half times the GELU (erf form) of the second."""
-    width = tokens.shape[-1] // 2
-    block, warps = config
-    output = tokens.new_empty((*tokens.shape[:-1], width))
-    rows = tokens.numel() // (2 * width)
-    launch("tokens.geglu_row", (rows * ceil_div(width, block),), tokens, output, width, warps=warps, BLOCK=block)
-    return output
+    numbers, gates = tokens.chunk(2, dim=-1)
+    return gated(numbers, gates, Activation.GELU, config)
+
+
+def rows_in_memory(tokens: Tensor) -> tuple[Tensor, int]:
+    """Tokens (..., n) of which each row is contiguous, and how many numbers after one row the next one begins: the same
+    tensor where it may be one half of a wider one."""
+    stride = tokens.stride(-2) if tokens.dim() > 1 else tokens.shape[-1]
+    expected = stride
+    is_regular = tokens.stride(-1) == 1
+    for size, found in zip(reversed(tokens.shape[:-1]), reversed(tokens.stride()[:-1]), strict=True):
+        is_regular = is_regular and (size == 1 or found == expected)
+        expected *= size
+    return (tokens, stride) if is_regular else (tokens.contiguous(), tokens.shape[-1])
 
 
 def gelu(numbers: Tensor) -> Tensor:
@@ -80,43 +109,47 @@ def gelu(numbers: Tensor) -> Tensor:
 
 
 def normed_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-    """See split_heads in core.operators. Only for parts that has_heads_kernel accepts. projected is contiguous, and
-    written into."""
-    batch, tokens, width = projected.shape
-    normed = [part.norm for part in parts if part.norm is not None]
-    first, norm = normed[0]
-    second, _ = normed[-1]
-    heads = parts[0].number
-    rotary = parts[0].rotary
+    """See split_heads in core.operators. Only for what has_heads_kernel accepts; projected is written into."""
+    batch, tokens, _ = projected.shape
+    normed = [part for part in parts if part.norm is not None]
+    first, norm = normed[0].norm or (None, None)
+    second, _ = normed[-1].norm or (None, None)
+    assert first is not None and second is not None and norm is not None
+    rotary = normed[0].rotary
     cosines, sines = (first.weight, first.weight) if rotary is None else rotary[:2]
+    angle_rows = tokens if rotary is None else cosines.numel() // cosines.shape[-1]
+    numbers = [part.number for part in normed]
+    blocks = sum(ceil_div(number, HEADS) for number in numbers)
     launch(
-        "tokens.normed_heads_row", (batch * tokens,), projected, first.weight, second.weight, cosines, sines, width,
-        tokens, heads, int(rotary is not None), norm.eps, warps=HEADS_WARPS, PARTS=len(normed),
-        HEADS=power_of_two(heads), HALF=norm.width // 2,
+        "tokens.normed_heads_row", (batch * tokens * blocks,), projected, first.weight, second.weight, cosines, sines,
+        projected.stride(1), angle_rows, numbers[0], sum(numbers[1:]), int(rotary is not None), norm.eps,
+        float(norm.plus_one), warps=HEADS_WARPS, HEADS=HEADS, HALF=norm.width // 2,
+        INTERLEAVED=rotary is not None and rotary.interleaved,
     )
-    return list(projected.view(batch, tokens, len(parts), heads, -1).permute(2, 0, 3, 1, 4).unbind())
+    together = projected.unflatten(-1, (sum(part.number for part in parts), -1)).transpose(1, 2)
+    return list(together.split([part.number for part in parts], dim=1))
 
 
-def has_heads_kernel(parts: Sequence[Heads]) -> bool:
-    """Whether the kernel computes these parts: as many heads in each, one or two parts with norms, alike but for their
-    weights, over a power of two of numbers, and before the parts without; rotated in halves, all or none, at the same
-    places in every row."""
-    norms = [part.norm[1] for part in parts if part.norm is not None]
+def has_heads_kernel(projected: Tensor, parts: Sequence[Heads]) -> bool:
+    """Whether the kernel computes these parts: one or two parts with norms, alike but for their weights, over a power
+    of two of numbers, and before the parts without; rotated all or none. projected may be a part of a wider product."""
+    norms = [part.norm for part in parts if part.norm is not None]
     normed = parts[:len(norms)]
     plain = parts[len(norms):]
     if len(norms) not in (1, 2) or any(part.norm is None for part in normed):
         return False
-    first = parts[0]
-    norm = norms[0]
-    if any((one.width, one.eps, one.plus_one) != (norm.width, norm.eps, False) for one in norms):
+    layer, norm = norms[0]
+    if any((one.width, one.eps, one.plus_one) != (norm.width, norm.eps, norm.plus_one) for _, one in norms):
         return False
-    if norm.width != power_of_two(norm.width):
+    if norm.width != power_of_two(norm.width) or norms[-1][0].weight.dtype != layer.weight.dtype:
         return False
-    if any(part.number != first.number for part in parts) or any(part.rotary is not first.rotary for part in normed):
+    rotary = normed[0].rotary
+    if any(part.rotary is not rotary for part in normed) or any(part.rotary is not None for part in plain):
         return False
-    if any(part.rotary is not None for part in plain):
+    if rotary is not None and not (rotary.cosines.is_contiguous() and rotary.sines.is_contiguous()):
         return False
-    return first.rotary is None or (not first.rotary.interleaved and first.rotary.cosines.dim() == 2)
+    batch, tokens, _ = projected.shape
+    return projected.stride(2) == 1 and (batch == 1 or projected.stride(0) == tokens * projected.stride(1))
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = ATTENTION.candidates[0]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of tokens in eight bits: of a layer norm, a GEGLU, and plain rows.
+"""Rows of tokens in eight bits: of norms, gated units, and plain rows. Norms with modulation come in 16 bits too.
 
 Rows of int8 are rounded by a RULE: OURS, for a weight that Low-bit rounded, once, from float32; or as a host rounds
 them, see hosts_rule.py.
@@ -11,6 +11,8 @@ import triton.language as tl
 from .hosts_rule import OURS, as_hosts_have, hosts_scale_of, store_as_hosts
 from .tokens import deferred_vector, gated, gelu, norm_of, normalized
 
+# Of rows of a residual: see norm_row.
+NO_NORM, LAYER, RMS = (tl.constexpr(norm) for norm in range(3))
 # A row of zeros has this for its largest value.
 SMALLEST = tl.constexpr(1e-12)
 
@@ -70,14 +72,14 @@ def store_nearest(values, place, ratio, valid):
 
 @triton.jit(do_not_specialize=["rows", "has_deferred", "has_addend", "has_update", "has_scales", "has_bias"])
 def layer_norm_rows(
-    tokens, update, update_scales, deferred_bias, addend, weight, bias, deferred_now, values, scales, rows, width,
-    has_deferred, has_addend, has_update, has_scales, has_bias, eps, farthest, largest, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, RULE: tl.constexpr,
+    tokens, update, update_scales, deferred_bias, addend, weight, bias, deferred_now, values, scales, plain, rows,
+    width, has_deferred, has_addend, has_update, has_scales, has_bias, eps, farthest, largest, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, RULE: tl.constexpr, PLAIN: tl.constexpr,
 ):
     """The layer norm of tokens + update * update_scales + deferred_bias + addend.
 
     Writes its first two summands into tokens, and deferred_bias + addend into deferred_now. farthest: see
-    bounded_scale."""
+    bounded_scale. PLAIN: by a host's rule, and as it is in plain."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
@@ -93,6 +95,8 @@ def layer_norm_rows(
     normed, factor, offset = norm_of(numbers, weight, bias, column, inside, width, has_bias, eps)
     if RULE != OURS:
         KIND: tl.constexpr = weight.dtype.element_ty
+        if PLAIN:
+            tl.store(plain + place, normed.to(KIND), valid)
         normed = as_hosts_have(normed, valid, KIND, RULE)
         scale = hosts_scale_of(normed)
         tl.store(scales + row, scale, row < rows)
@@ -108,16 +112,20 @@ def layer_norm_rows(
 
 
 @triton.jit
-def geglu_row(
-    tokens, values, scales, unit, width, largest, BLOCK: tl.constexpr, REST: tl.constexpr, RULE: tl.constexpr
+def gated_row(
+    numbers, gates, values, scales, unit, plain, width, numbers_stride, gates_stride, largest, BLOCK: tl.constexpr,
+    REST: tl.constexpr, RULE: tl.constexpr, PLAIN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):
     """One row in two pieces, BLOCK <= width < 2 * BLOCK: a piece has a power of two of columns, and the error function
-    of columns that are not there costs as much as of others."""
+    of columns that are not there costs as much as of others. PLAIN: by a host's rule, and as it is in plain."""
     row = tl.program_id(0).to(tl.int64)
-    source = tokens + row * 2 * width
+    numbers += row * numbers_stride
+    gates += row * gates_stride
+    KIND: tl.constexpr = numbers.dtype.element_ty
     first = tl.arange(0, BLOCK)[None, :]
-    number = gated(source, width, first, first < width)
-    KIND: tl.constexpr = tokens.dtype.element_ty
+    number = gated(numbers, gates, first, first < width, ACTIVATION)
+    if PLAIN:
+        tl.store(plain + row * width + first, number.to(KIND), first < width)
     if RULE != OURS:
         number = as_hosts_have(number, first < width, KIND, RULE)
         scale = hosts_scale_of(number)
@@ -125,7 +133,9 @@ def geglu_row(
         scale = scale_of(number, first < width, largest)
     if REST:
         second = BLOCK + tl.arange(0, REST)[None, :]
-        further = gated(source, width, second, second < width)
+        further = gated(numbers, gates, second, second < width, ACTIVATION)
+        if PLAIN:
+            tl.store(plain + row * width + second, further.to(KIND), second < width)
         if RULE != OURS:
             further = as_hosts_have(further, second < width, KIND, RULE)
             scale = tl.maximum(scale, hosts_scale_of(further), tl.PropagateNan.ALL)
@@ -183,50 +193,84 @@ def gelu_and_rounded_row(tokens, values, scales, width, BLOCK: tl.constexpr, RUL
     store_as_hosts(values, place, numbers, scale, column < width, KIND, RULE)
 
 
-@triton.jit(do_not_specialize=["images"])
-def adaptive_scale(factor, shift, scale, images, width, vector_stride, farthest, largest, BLOCK: tl.constexpr):
-    """One program: the scale of all rows that the adaptive norms of so many images may give, as bounded_scale."""
+@triton.jit(do_not_specialize=["images", "has_factor", "has_shift"])
+def scale_of_norms(
+    weight, factor, shift, scale, images, width, factor_stride, shift_stride, has_factor, has_shift, weight_offset,
+    farthest, largest, BLOCK: tl.constexpr, NORM: tl.constexpr,
+):
+    """One program: the scale of all rows that norm_row may give for so many images, as bounded_scale."""
     column = tl.arange(0, BLOCK)[None, :]
+    inside = column < width
     bound = tl.zeros((1,), tl.float32)
     for image in range(images):
-        place = image * vector_stride + column
-        further = farthest * tl.abs(tl.load(factor + place, column < width, 0.0).to(tl.float32))
-        further += tl.abs(tl.load(shift + place, column < width, 0.0).to(tl.float32))
-        bound = tl.maximum(bound, tl.max(further, 1))
+        size = tl.load(factor + image * factor_stride + column, inside & (has_factor != 0), 1.0).to(tl.float32)
+        if NORM == RMS:
+            size *= tl.load(weight + column, inside, 0.0).to(tl.float32) + weight_offset
+        further = farthest * tl.abs(size)
+        place = shift + image * shift_stride + column
+        further += tl.abs(tl.load(place, inside & (has_shift != 0), 0.0).to(tl.float32))
+        bound = tl.maximum(bound, tl.max(tl.where(inside, further, 0.0), 1))
     store_once(scale, power_of_two_scale(bound, largest)[:, None])
 
 
-@triton.jit(do_not_specialize=["tokens_of_image", "has_update", "has_scales"])
-def adaptive_norm_row(
-    tokens, update, update_scales, gate, factor, shift, values, scales, plain, width, tokens_of_image, vector_stride,
-    gate_stride, has_update, has_scales, eps, largest, BLOCK: tl.constexpr, RULE: tl.constexpr, PLAIN: tl.constexpr,
+@triton.jit
+def root_mean_squared(numbers, width, eps):
+    """Rows, (rows, columns), by their root mean square. Numbers that are not there are zeros."""
+    return numbers * tl.rsqrt(tl.sum(numbers * numbers, 1) / width + eps)[:, None]
+
+
+@triton.jit(do_not_specialize=[
+    "tokens_of_image", "has_update", "has_scales", "has_gate", "has_behind", "has_factor", "has_shift"
+])
+def norm_row(
+    tokens, update, update_scales, behind, gate, weight, factor, shift, values, scales, plain, width, tokens_of_image,
+    gate_stride, factor_stride, shift_stride, has_update, has_scales, has_gate, has_behind, has_factor, has_shift,
+    behind_eps, behind_offset, weight_offset, eps, largest, BLOCK: tl.constexpr, RULE: tl.constexpr,
+    PLAIN: tl.constexpr, NORM: tl.constexpr,
 ):
-    """The layer norm of tokens + update * update_scales * gate, which is written into tokens. gate, factor and shift
-    are the image's, each image's so many numbers after the last one's. In eight bits (float8: by the scale that is
-    there), or as it is. PLAIN: by a host's rule, and as it is in plain."""
-    row, column = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)[None, :]
-    inside, image = column < width, row // tokens_of_image
-    place, updated = row * width + column, inside & (has_update != 0)
+    """A row of tokens + update * update_scales * gate, which is written into tokens, and its NORM times factor plus
+    shift: a LAYER norm; the root mean square norm (RMS), times weight + weight_offset; or none (NO_NORM), without an
+    output.
+
+    But for a layer norm, the update may have a root mean square norm behind it, before its gate, with a weight of its
+    own: behind + behind_offset. gate, factor and shift are the image's, each image's so many numbers after the last
+    one's. The output is in eight bits (float8: by the scale that is there), or as it is. PLAIN: by a host's rule, and
+    as it is in plain, whose type is the model's."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = column < width
+    image = row // tokens_of_image
+    place = row * width + column
+    updated = inside & (has_update != 0)
     numbers = tl.load(tokens + place, inside, 0.0).to(tl.float32)
     further = tl.load(update + place, updated, 0.0).to(tl.float32) * tl.load(update_scales + row, has_scales != 0, 1.0)
-    numbers += further * tl.load(gate + image * gate_stride + column, updated, 0.0).to(tl.float32)
+    if NORM != LAYER:
+        factor_behind = tl.load(behind + column, inside & (has_behind != 0), 0.0).to(tl.float32) + behind_offset
+        if has_behind != 0:
+            further = root_mean_squared(further, width, behind_eps) * factor_behind
+    numbers += further * tl.load(gate + image * gate_stride + column, updated & (has_gate != 0), 1.0).to(tl.float32)
     tl.store(tokens + place, numbers.to(tokens.dtype.element_ty), updated)
-    vector = image * vector_stride + column
-    normed = normalized(numbers, inside, width, eps) * tl.load(factor + vector, inside, 0.0).to(tl.float32)
-    normed += tl.load(shift + vector, inside, 0.0).to(tl.float32)
-    if RULE != OURS:
-        KIND: tl.constexpr = factor.dtype.element_ty
-        if PLAIN:
-            tl.store(plain + place, normed.to(KIND), inside)
-        normed = as_hosts_have(normed, inside, KIND, RULE)
-        scale = hosts_scale_of(normed)
-        tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
-        store_as_hosts(values, place, normed, scale, inside, KIND, RULE)
-    elif values.dtype.element_ty == tl.int8:
-        scale = scale_of(normed, inside, largest)
-        tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
-        store_rounded(values, place, normed, scale, inside)
-    elif values.dtype.element_ty == tl.float8e4nv:
-        store_rounded(values, place, normed, tl.load(scales), inside)
-    else:
-        tl.store(values + place, normed.to(values.dtype.element_ty), inside)
+    if NORM != NO_NORM:
+        if NORM == RMS:
+            normed = root_mean_squared(numbers, width, eps)
+            normed *= tl.load(weight + column, inside, 0.0).to(tl.float32) + weight_offset
+        else:
+            normed = normalized(numbers, inside, width, eps)
+        normed *= tl.load(factor + image * factor_stride + column, inside & (has_factor != 0), 1.0).to(tl.float32)
+        normed += tl.load(shift + image * shift_stride + column, inside & (has_shift != 0), 0.0).to(tl.float32)
+        if RULE != OURS:
+            KIND: tl.constexpr = plain.dtype.element_ty
+            if PLAIN:
+                tl.store(plain + place, normed.to(KIND), inside)
+            normed = as_hosts_have(normed, inside, KIND, RULE)
+            scale = hosts_scale_of(normed)
+            tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+            store_as_hosts(values, place, normed, scale, inside, KIND, RULE)
+        elif values.dtype.element_ty == tl.int8:
+            scale = scale_of(normed, inside, largest)
+            tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
+            store_rounded(values, place, normed, scale, inside)
+        elif values.dtype.element_ty == tl.float8e4nv:
+            store_rounded(values, place, normed, tl.load(scales), inside)
+        else:
+            tl.store(values + place, normed.to(values.dtype.element_ty), inside)

@@ -1,8 +1,12 @@
-"""Layer norm of a residual stream with a deferred bias, and GEGLU, over rows of tokens."""
+"""Layer norm of a residual with a deferred bias, gated units, and norms of heads, over rows of tokens."""
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+# Of a gate.
+GELU, SILU, SIGMOID = (tl.constexpr(activation) for activation in range(3))
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -80,43 +84,87 @@ def gelu_block(numbers, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gated(source, width, column, inside):
-    """The first half of a row times the GELU (erf form) of the second, at these columns."""
-    value = tl.load(source + column, inside, 0.0).to(tl.float32)
-    gate = tl.load(source + width + column, inside, 0.0).to(tl.float32)
-    return value * gelu(gate)
+def activated(gate, ACTIVATION: tl.constexpr):
+    """GELU in its erf form, SiLU, or the sigmoid function."""
+    if ACTIVATION == GELU:
+        factor = gelu(gate)
+    else:
+        factor = 1.0 / (1.0 + tl.exp2(gate * -LOG2_E))
+        if ACTIVATION == SILU:
+            factor = gate * factor
+    return factor
 
 
 @triton.jit
-def geglu_row(tokens, output, width, BLOCK: tl.constexpr):
+def gated(numbers, gates, column, inside, ACTIVATION: tl.constexpr):
+    """The numbers of a row times the activation of its gates, at these columns."""
+    number = tl.load(numbers + column, inside, 0.0).to(tl.float32)
+    gate = tl.load(gates + column, inside, 0.0).to(tl.float32)
+    return number * activated(gate, ACTIVATION)
+
+
+@triton.jit
+def gated_row(
+    numbers, gates, output, width, numbers_stride, gates_stride, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):
     # Rows and their blocks on one axis: the other two end at 65535, and a batch of large images has more rows.
     blocks = tl.cdiv(width, BLOCK)
     row = (tl.program_id(0) // blocks).to(tl.int64)
     column = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
-    values = gated(tokens + row * 2 * width, width, column, inside)
-    tl.store(output + row * width + column, values.to(output.dtype.element_ty), inside)
+    product = gated(numbers + row * numbers_stride, gates + row * gates_stride, column, inside, ACTIVATION)
+    tl.store(output + row * width + column, product.to(output.dtype.element_ty), inside)
 
 
-@triton.jit(do_not_specialize=["tokens_of_image", "has_turns"])
+@triton.jit
+def weight_of_heads(first_weight, second_weight, column, is_second, offset):
+    """The weight of the norm of the first or of the second part's heads, at these columns."""
+    first = tl.load(first_weight + column).to(tl.float32)
+    second = tl.load(second_weight + column).to(tl.float32)
+    return tl.where(is_second, second, first) + offset
+
+
+@triton.jit(do_not_specialize=["angle_rows", "heads", "second_heads", "has_turns"])
 def normed_heads_row(
-    projected, first_weight, second_weight, cosines, sines, row_stride, tokens_of_image, heads, has_turns, eps,
-    PARTS: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr,
+    projected, first_weight, second_weight, cosines, sines, row_stride, angle_rows, heads, second_heads, has_turns, eps,
+    offset, HEADS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):
-    """The heads of the first parts of one token, in place: their root mean square norm, and turned by the token's
-    angles."""
-    row = tl.program_id(0).to(tl.int64)
-    head, column = tl.arange(0, HEADS)[:, None], tl.arange(0, HALF)[None, :]
-    inside, angle = head < heads, row % tokens_of_image * HALF + column
+    """Some heads of one token, in place: their root mean square norm, and turned by the token's angles. A row has the
+    first part's heads, and then the second's; a program has HEADS of either. offset: added to the weights. angle_rows:
+    so many rows of angles there are, for the rows in turn. INTERLEAVED: numbers 2 i and 2 i + 1 are turned, otherwise
+    i and i + HALF."""
+    blocks_of_first = tl.cdiv(heads, HEADS)
+    blocks = blocks_of_first + tl.cdiv(second_heads, HEADS)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    block = tl.program_id(0) % blocks
+    is_second = block >= blocks_of_first
+    head = tl.where(is_second, block - blocks_of_first, block) * HEADS + tl.arange(0, HEADS)[:, None]
+    inside = head < tl.where(is_second, second_heads, heads)
+    head += tl.where(is_second, heads, 0)
+    column = tl.arange(0, HALF)[None, :]
+    angle = row % angle_rows * HALF + column
     # Where nothing is turned, by nothing.
     cosine = tl.load(cosines + angle, has_turns != 0, 1.0)
     sine = tl.load(sines + angle, has_turns != 0, 0.0)
-    for part in tl.static_range(PARTS):
-        place = projected + row * row_stride + (part * heads + head) * 2 * HALF + column
-        first, second = tl.load(place, inside, 0.0).to(tl.float32), tl.load(place + HALF, inside, 0.0).to(tl.float32)
-        scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
-        weight = first_weight if part == 0 else second_weight
-        first *= scale * tl.load(weight + column).to(tl.float32)
-        second *= scale * tl.load(weight + HALF + column).to(tl.float32)
-        tl.store(place, (cosine * first - sine * second).to(projected.dtype.element_ty), inside)
-        tl.store(place + HALF, (sine * first + cosine * second).to(projected.dtype.element_ty), inside)
+    place = projected + row * row_stride + head * 2 * HALF
+    if INTERLEAVED:
+        whole = place + tl.arange(0, 2 * HALF)[None, :]
+        pairs = tl.reshape(tl.load(whole, inside, 0.0).to(tl.float32), (HEADS, HALF, 2))
+        first, second = tl.split(pairs)
+        first_column = 2 * column
+        second_column = 2 * column + 1
+    else:
+        first = tl.load(place + column, inside, 0.0).to(tl.float32)
+        second = tl.load(place + HALF + column, inside, 0.0).to(tl.float32)
+        first_column = column
+        second_column = HALF + column
+    scale = tl.rsqrt((tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF) + eps)[:, None]
+    first *= scale * weight_of_heads(first_weight, second_weight, first_column, is_second, offset)
+    second *= scale * weight_of_heads(first_weight, second_weight, second_column, is_second, offset)
+    turned_first = (cosine * first - sine * second).to(projected.dtype.element_ty)
+    turned_second = (sine * first + cosine * second).to(projected.dtype.element_ty)
+    if INTERLEAVED:
+        tl.store(whole, tl.reshape(tl.join(turned_first, turned_second), (HEADS, 2 * HALF)), inside)
+    else:
+        tl.store(place + column, turned_first, inside)
+        tl.store(place + HALF + column, turned_second, inside)

@@ -1,0 +1,250 @@
+"""What single-stream transformers launch, on a real GPU and at their widths: residuals that are added and normed in one
+pass, gated units, heads that share keys. Against torch's operators, by float64."""
+from __future__ import annotations
+
+from typing import Any
+
+import exact_operators as exact
+import pytest
+import torch
+from exact_operators import hosts_rows, relative_error
+from torch import Tensor
+
+from lib_onediff.core.card import TuningCache
+from lib_onediff.core.layer_weights import LayerWeights
+from lib_onediff.core.leaves import AdaptiveNorm, RMSNorm
+from lib_onediff.core.operators import (
+    SWIGLU,
+    Activation,
+    Heads,
+    Modulation,
+    QuantizedTokens,
+    Residual,
+    Rotary,
+)
+from lib_onediff.devices.cuda.kernels import rounding
+from lib_onediff.devices.cuda.kernels import tokens as native_tokens
+from lib_onediff.devices.cuda.kernels.launch_config import Launches
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators
+from lib_onediff.devices.cuda.low_bit.float8 import why_not
+from lib_onediff.devices.torch import operators as torch_ops
+from lib_onediff.devices.torch.attention import Attention
+from lib_onediff.devices.torch.quantized import hadamard
+from lib_onediff.weights.low_bit import FP8, INT8
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+WIDTHS = pytest.mark.parametrize("width", [2560, 3840, 6144])
+# Of our error to torch's, which rounds behind each operator.
+WORST_RATIO = 1.1
+# What float32 arithmetic in another order may cost beside torch's own error.
+FLOAT32_ROUNDING = 4 * torch.finfo(torch.float32).eps
+EPS = 1e-5
+BATCH, TOKENS = 2, 333
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def ops() -> NativeOperators:
+    return NativeOperators(Launches(TuningCache()), torch_ops.attention)
+
+
+def random(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
+    return (torch.randn(shape, device=GPU) + mean).to(dtype)
+
+
+def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
+    assert ours.dtype == torchs.dtype
+    assert relative_error(ours, expected) <= WORST_RATIO * relative_error(torchs, expected) + FLOAT32_ROUNDING
+
+
+def a_residual(width: int, dtype: torch.dtype, behind: Any, gate: Tensor | None) -> Residual:
+    tokens = random(BATCH, TOKENS, width, dtype=torch.float32 if dtype == torch.float16 else dtype)
+    return Residual(tokens, update=random(BATCH, TOKENS, width, dtype=dtype), gate=gate, norm=behind)
+
+
+def copied(residual: Residual) -> Residual:
+    return residual._replace(tokens=residual.tokens.clone())
+
+
+def wide(given: Any) -> Any:
+    """In float64."""
+    if isinstance(given, Tensor):
+        return given.double()
+    if isinstance(given, tuple) and hasattr(given, "_make"):
+        return given._make(map(wide, given))
+    return tuple(map(wide, given)) if isinstance(given, tuple) else given
+
+
+def exact_sum(residual: Residual) -> Tensor:
+    update = residual.update.double()
+    if residual.norm is not None:
+        layer, norm = residual.norm
+        update = exact.rms_norm(update, layer.weight.double() + norm.plus_one, norm.eps)
+    if residual.gate is not None:
+        update = update * residual.gate.double()[:, None]
+    return residual.tokens.double() + update
+
+
+@DTYPES
+@WIDTHS
+@pytest.mark.parametrize("plus_one", [True, False])
+@pytest.mark.parametrize("behind", [True, False])
+@pytest.mark.parametrize("vectors", [0, 1, 2])
+@pytest.mark.parametrize("weights", ["the model's", "float32"])
+def test_a_norm_of_a_residual(
+    ops: NativeOperators, width: int, dtype: torch.dtype, plus_one: bool, behind: bool, vectors: int, weights: str
+) -> None:
+    of_weights = torch.float32 if weights == "float32" else dtype
+    layer = LayerWeights(random(width, dtype=of_weights), None)
+    norm = RMSNorm("", width, EPS, plus_one)
+    scale, shift, gate = random(BATCH, 3 * width, dtype=dtype).chunk(3, dim=1)
+    modulation = [None, Modulation(scale), Modulation(scale, shift)][vectors]
+    residual = a_residual(width, dtype, (layer, norm) if behind else None, gate if vectors else None)
+    consumer = LayerWeights(random(16, width, dtype=dtype), None)
+    assert rounding.has_norm_kernel(residual, layer, norm, modulation, dtype)
+    standing, normed = ops.residual_norm(copied(residual), layer, norm, consumer, modulation)
+    torchs, rounded = torch_ops.residual_norm(copied(residual), layer, norm, consumer, modulation)
+    total = exact_sum(residual)
+    expected = exact.rms_norm(total, layer.weight.double() + plus_one, EPS)
+    if modulation is not None:
+        expected = expected * scale.double()[:, None]
+    if vectors == 2:
+        expected = expected + shift.double()[:, None]
+    assert_as_good(standing.tokens, torchs.tokens, total)
+    assert_as_good(normed, rounded, expected)
+    if behind:
+        assert_as_good(ops.materialize(copied(residual)), torch_ops.materialize(residual), total)
+
+
+@DTYPES
+def test_the_last_norm_has_a_scale_and_no_shift(ops: NativeOperators, dtype: torch.dtype) -> None:
+    width = 3840
+    norm = AdaptiveNorm(width, 1e-6)
+    behind = LayerWeights(random(width, dtype=dtype), None), RMSNorm("", width, EPS)
+    residual = a_residual(width, dtype, behind, random(BATCH, width, dtype=dtype))
+    modulation = Modulation(random(BATCH, width, dtype=dtype))
+    consumer = LayerWeights(random(16, width, dtype=dtype), None)
+    _, normed = ops.residual_norm(copied(residual), None, norm, consumer, modulation)
+    _, rounded = torch_ops.residual_norm(copied(residual), None, norm, consumer, modulation)
+    expected = exact.layer_norm(exact_sum(residual), torch.ones(width, device=GPU), None, 1e-6)
+    assert_as_good(normed, rounded, expected * modulation.scale.double()[:, None])
+
+
+@DTYPES
+@WIDTHS
+@pytest.mark.parametrize("rotation", [None, 0, 256], ids=["our rule", "the hosts'", "rotated"])
+def test_norms_in_int8(width: int, dtype: torch.dtype, rotation: int | None) -> None:
+    lack = why_not(INT8, GPU, dtype)
+    if lack:
+        pytest.skip(lack)
+    layer, norm = LayerWeights(random(width, dtype=dtype), None), RMSNorm("", width, EPS)
+    scale, gate = random(BATCH, 2 * width, dtype=dtype).chunk(2, dim=1)
+    residual = a_residual(width, dtype, (layer, norm), gate)
+    how = layer, norm, Modulation(scale), dtype
+    rule = rounding.Rule.OURS if rotation is None else rounding.hosts_rule(rotation, GPU)
+    standing, found = rounding.residual_norm(copied(residual), *how, INT8, rule)
+    expected, written = rounding.residual_norm(copied(residual), *how, None)
+    assert torch.equal(standing.tokens, expected.tokens)
+    assert_rows(found, written, rotation)
+    if rotation is not None:
+        _, both = rounding.residual_norm(copied(residual), *how, INT8, rule, is_plain_too=True)
+        assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+        assert_rows(both, written, rotation)
+
+
+@DTYPES
+@pytest.mark.parametrize(("width", "activation"), [
+    (6912, Activation.SILU), (10240, Activation.SILU), (16384, Activation.SILU), (2560, Activation.SIGMOID),
+    (6144, Activation.SIGMOID),
+])
+def test_gates(ops: NativeOperators, width: int, activation: Activation, dtype: torch.dtype) -> None:
+    product = random(BATCH, TOKENS, 2 * width + 512, dtype=dtype)
+    gates, numbers = product[..., :width], product[..., width:2 * width]
+    consumer = LayerWeights(random(16, width, dtype=dtype), None)
+    if activation is Activation.SILU:
+        whole = product[..., :2 * width].contiguous()
+        found, torchs = ops.gated(whole, SWIGLU, consumer), torch_ops.gated(whole, SWIGLU)
+        factor = gates.double() * gates.double().sigmoid()
+    else:
+        found, torchs = ops.sigmoid_gated(numbers, gates, consumer), torch_ops.sigmoid_gated(numbers, gates)
+        factor = gates.double().sigmoid()
+    assert_as_good(found, torchs, numbers.double() * factor)
+    if why_not(INT8, GPU, dtype) is None:
+        for rotation in (None, 0, 256):
+            rule = rounding.Rule.OURS if rotation is None else rounding.hosts_rule(rotation, GPU)
+            both = rotation is not None
+            rows = rounding.gated(numbers, gates, activation, INT8, rule, is_plain_too=both)
+            assert_rows(rows, found, rotation)
+            assert not both or torch.allclose(rows.plain, found, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    if why_not(FP8, GPU, dtype) is None:
+        rows = rounding.gated(numbers, gates, activation, FP8)
+        back = (rows.values.float() * rows.scales).view(found.shape)
+        assert relative_error(back, numbers.double() * factor) < 0.03
+
+
+def assert_rows(found: QuantizedTokens, written: Tensor, rotation: int | None) -> None:
+    """Rows of int8, by our rule (None) or by the hosts' of what is written."""
+    if rotation is None:
+        back = (found.values.float() * found.scales).view(written.shape)
+        assert float(((back - written.float()).abs() / found.scales.view(*found.shape, 1)).max()) < 1.1
+        return
+    values, scales = hosts_rows(written.flatten(0, -2), hadamard(rotation, GPU) if rotation else None)
+    assert torch.allclose(found.scales, scales, rtol=torch.finfo(written.dtype).eps, atol=0)
+    difference = (found.values.int() - values.int()).abs()
+    assert int(difference.max()) <= 2 and float(difference.double().mean()) <= 5e-3
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "key_heads"), [(30, 30), (48, 12), (20, 20)])
+@pytest.mark.parametrize("plus_one", [True, False])
+@pytest.mark.parametrize("turned", ["alike", "by row", "not"])
+@pytest.mark.parametrize("beside", [0, 6144])
+def test_heads(
+    ops: NativeOperators, heads: int, key_heads: int, plus_one: bool, turned: str, beside: int, dtype: torch.dtype
+) -> None:
+    """beside: how much wider than the heads the product is of which they are a part."""
+    head = 128
+    angles = random(*((BATCH,) if turned == "by row" else ()), TOKENS, head // 2, dtype=torch.float32)
+    rotary = None if turned == "not" else Rotary(angles.cos(), angles.sin(), interleaved=True)
+    kind = torch.float32 if plus_one else dtype
+    query_norm, key_norm = (
+        (LayerWeights(random(head, dtype=kind), None), RMSNorm("", head, EPS, plus_one)) for _ in range(2)
+    )
+    parts = Heads(heads, query_norm, rotary), Heads(key_heads, key_norm, rotary), Heads(key_heads)
+    product = random(BATCH, TOKENS, (heads + 2 * key_heads) * head + beside, dtype=dtype)
+    projected = product[..., :(heads + 2 * key_heads) * head]
+    assert native_tokens.has_heads_kernel(projected, parts)
+    torchs = torch_ops.split_heads(projected.clone(), parts)
+    expected = torch_ops.split_heads(projected.double(), wide(parts))
+    given = product.clone()
+    found = ops.split_heads(given[..., :projected.shape[-1]], parts)
+    for ours, theirs, reference in zip(found, torchs, expected, strict=True):
+        assert_as_good(ours, theirs, reference)
+    assert torch.equal(given[..., projected.shape[-1]:], product[..., projected.shape[-1]:]), "others are left alone"
+
+
+@DTYPES
+def test_attention_with_fewer_heads_of_keys_repeats_none(dtype: torch.dtype) -> None:
+    if not torch_ops.HAS_GQA:
+        pytest.skip("needs torch 2.5")
+    tokens = 4096
+    product = random(1, tokens, 72 * 128, dtype=dtype)
+    query, key, value = torch_ops.split_heads(product, (Heads(48), Heads(12), Heads(12)))
+    attention = Attention(Launches(TuningCache()))
+    attention(query, key, value)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output = attention(query, key, value)
+    torch.cuda.synchronize()
+    spent = torch.cuda.max_memory_allocated() - before
+    assert spent < 1.5 * output.nbytes, "keys and values would be repeated in as much memory, twice"
+    some = query[:, ::16, :64]
+    expected = exact.attention(some, key[:, ::4], value[:, ::4])
+    assert relative_error(output[:, ::16, :64], expected) < (2e-3 if dtype == torch.float16 else 1.6e-2)
