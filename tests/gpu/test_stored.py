@@ -82,7 +82,11 @@ def test_rows_behind_a_gelu_and_a_geglu(rotation: int, width: int, dtype: torch.
     assert torch.equal(both.plain, written)
     assert_same(both, written, rotation)
     if width != 8192:
-        assert_same(rounding.geglu(hidden, INT8, rule), native_tokens.geglu(hidden), rotation)
+        written = native_tokens.geglu(hidden)
+        assert_same(rounding.geglu(hidden, INT8, rule), written, rotation)
+        both = rounding.geglu(hidden, INT8, rule, is_plain_too=True)
+        assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+        assert_same(both, written, rotation)
 
 
 @ROTATIONS
@@ -94,6 +98,9 @@ def test_rows_of_a_layer_norm(rotation: int, width: int, dtype: torch.dtype) -> 
     expected, written = native_tokens.layer_norm(residual, weight, bias, EPS)
     assert torch.equal(standing.deferred_bias, expected.deferred_bias)
     assert_same(found, written, rotation)
+    _, both = rounding.layer_norm(residual, weight, bias, EPS, INT8, rule=rule_for(rotation), is_plain_too=True)
+    assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    assert_same(both, written, rotation)
 
 
 @ROTATIONS
