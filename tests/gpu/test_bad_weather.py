@@ -43,16 +43,16 @@ def use(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple[str, st
 def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = native_tokens.geglu
+    original = native_tokens.gated
 
-    def geglu(tokens: Tensor, *tuning: int) -> Tensor:
+    def gated(*given: Any) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
             torch.cuda.synchronize()
-        return original(tokens, *tuning)
+        return original(*given)
 
     use(unet, arguments(unet, 64, 64))
     with monkeypatch.context() as patch:
-        patch.setattr(native_tokens, "geglu", geglu)
+        patch.setattr(native_tokens, "gated", gated)
         assert use(unet, arguments(unet)) == ("native", "plain")
     [entry] = [entry for entry in runtime.table.entries() if entry.key.resolution == "128x128"]
     assert last_call()["reason"] == entry.no_graph and entry.no_graph.startswith("the graph could not be captured: ")

@@ -185,7 +185,7 @@ def test_gates(ops: NativeOperators, width: int, activation: Activation, dtype: 
     if why_not(FP8, GPU, dtype) is None:
         rows = rounding.gated(numbers, gates, activation, FP8)
         back = (rows.values.float() * rows.scales).view(found.shape)
-        assert relative_error(back, numbers.double() * factor) < 0.03
+        assert relative_error(back, numbers.double() * factor) < 0.04
 
 
 def assert_rows(found: QuantizedTokens, written: Tensor, rotation: int | None) -> None:
