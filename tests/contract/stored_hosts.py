@@ -9,7 +9,7 @@ import torch
 from builders import relative_error
 from contract_hosts import FamilyHost
 from torch import Tensor, nn
-from transformer_hosts import AnimaHost
+from transformer_hosts import AnimaHost, Krea2Host
 
 # The rotation's groups, in networks with layers of 48 and of 64 inputs.
 GROUP = 16
@@ -95,7 +95,7 @@ class StoredNeo(FamilyHost):
         return self.module("backend.operations_mixed_precision").mixed_precision_ops(disabled).Linear
 
 
-class StoredAnima(StoredNeo, AnimaHost):
+class Moved(StoredNeo):
     """moved: what the latents of its calls are multiplied by."""
 
     moved = 1.0
@@ -104,18 +104,20 @@ class StoredAnima(StoredNeo, AnimaHost):
         image, context = super().noise_and_prompts()
         return self.moved * image, context
 
+
+class StoredAnima(Moved, AnimaHost):
     def theirs(self, as_stored: bool = True) -> Tensor:
         """The output of one call by the host's own code, while OneDiff is on."""
         with self.as_stored() if as_stored else contextlib.nullcontext():
             return self.own_output()
 
 
-class StoredUNet(StoredNeo):
-    moved = 1.0
+class StoredKrea2(Moved, Krea2Host):
+    plain = ("first", "last.")
 
-    def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
-        image, context = super().noise_and_prompts()
-        return self.moved * image, context
+
+class StoredUNet(Moved):
+    pass
 
 
 def sensitivity(host: Any) -> float:

@@ -11,7 +11,18 @@ import pytest
 import torch
 from builders import relative_error
 from contract_hosts import Made, calls_of, random, running
-from stored_hosts import DISABLED, FORMATS, GROUP, StoredAnima, StoredUNet, sensitivity, stored_bits, tensors_of
+from stored_hosts import (
+    DISABLED,
+    FORMATS,
+    GROUP,
+    Moved,
+    StoredAnima,
+    StoredKrea2,
+    StoredUNet,
+    sensitivity,
+    stored_bits,
+    tensors_of,
+)
 from test_generations import BY_HOST, OURS, attributes, same
 from test_weight_functions import loha, lora, network
 from torch import Tensor, nn
@@ -38,7 +49,13 @@ def unet_host(fresh_runtime: None) -> Iterator[StoredUNet]:
         yield made
 
 
-def in_file(host: StoredAnima | StoredUNet) -> Made:
+@pytest.fixture
+def krea2_host(fresh_runtime: None) -> Iterator[StoredKrea2]:
+    with running("neo", StoredKrea2) as made:
+        yield made
+
+
+def in_file(host: Moved) -> Made:
     """What the host makes of the numbers in the file: INT8 as it multiplies them, else without rounding what layers
     read."""
     with host.as_stored():
@@ -50,7 +67,7 @@ def most_of(name: str) -> float:
     return 0.02 if name.startswith("INT8") else CLOSE
 
 
-def limit_of(host: StoredAnima | StoredUNet, name: str) -> float:
+def limit_of(host: Moved, name: str) -> float:
     """How far ours may be from that, before OneDiff has been started."""
     return max(CLOSE, 4 * sensitivity(host)) if name.startswith("INT8") else CLOSE
 
@@ -59,6 +76,7 @@ CASES = [
     *(("host", name, DISABLED) for name in FORMATS), ("host", "MXFP8", ()), ("host", "NVFP4", ()),
     ("unet_host", "INT8 (ConvRot)", DISABLED), ("unet_host", "FP8 (e4m3, scaled)", DISABLED),
     ("unet_host", "NVFP4", DISABLED), ("unet_host", "GGUF Q4_K", DISABLED),
+    *(("krea2_host", name, DISABLED) for name in ("INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4", "GGUF Q8_0")),
 ]
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from builders import randomise, relative_error
 from own_forward import own_forward
+from test_streaming import AWAY, Computer, Early, Late, computer
 from torch import Tensor, nn
 
 import lib_onediff
@@ -24,6 +25,7 @@ SMALL = {
     "text_num_attention_heads": 2, "text_num_key_value_heads": 1, "text_intermediate_size": 48,
     "axes_dims_rope": (8, 12, 12),
 }
+__all__ = ["computer"]
 IN_BLOCK = "block"
 IN_CALL = "call"
 
@@ -109,6 +111,20 @@ def test_norms_stay_in_float32_beside_a_half_type() -> None:
     output = lib_onediff.compile_unet(transformer)(**given).sample
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
     assert output.dtype == torch.bfloat16 and relative_error(output.float(), exact) < 1.1 * host
+
+
+@pytest.mark.parametrize("lane", [Early, Late])
+@torch.no_grad()
+def test_streamed_weights_are_there_when_they_are_read(computer: Computer, lane: type[Early]) -> None:
+    computer.lane = lane
+    computer.is_away = AWAY["half"]
+    transformer = network(num_layers=4)
+    computer.knows(transformer)
+    lib_onediff.compile_unet(transformer)
+    for size in ((3, 5), (3, 5), (3, 5), (4, 4)):
+        given = call(*size)
+        assert relative_error(transformer(**given).sample, own_forward(transformer)(**given).sample) < 1e-5
+    assert computer.alone == 0 and "of its weights are copied" in lib_onediff.status()["reason"]
 
 
 def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
