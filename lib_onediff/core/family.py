@@ -107,6 +107,10 @@ class Family(Protocol):
         """Of each kind of model."""
 
     @property
+    def schedule(self) -> str:
+        """The table in steps/schedules.json that says which steps of its samplings are whole under DeepCache."""
+
+    @property
     def readers(self) -> tuple[LayoutReader, ...]:
         """Of its networks in several hosts; a host hands in others (see families.registry)."""
 

@@ -90,11 +90,11 @@ class StepContext:
     the prompt's; None where nobody can. call_stats: the runtime.call_stats.CallStats that counts the steps of the
     image. memories: what each policy keeps for this network, by its name; the runtime drops it with the sampling, and
     where the memory is needed. position: see Sampling.position. deepest: the largest depth at which this network can be
-    cut in two, 0 where it cannot. cut_memory: the memory of a cut for a shape, the same as long as anybody holds it.
-    values: looks for edits of the weights now, and returns the version of their values (Epoch.values). ordered: makes a
-    context manager inside of which this thread alone launches work on the call's device, and may write memory that
-    calls share (Services.computing). is_warm_up: the call makes a shape ready, and belongs to no image. is_counted:
-    False for a part of a call that is counted as a whole.
+    cut in two, 0 where it cannot. schedule: of its family; see Family.schedule. cut_memory: the memory of a cut for a
+    shape, the same as long as anybody holds it. values: looks for edits of the weights now, and returns the version of
+    their values (Epoch.values). ordered: makes a context manager inside of which this thread alone launches work on the
+    call's device, and may write memory that calls share (Services.computing). is_warm_up: the call makes a shape ready,
+    and belongs to no image. is_counted: False for a part of a call that is counted as a whole.
     """
 
     call: Call
@@ -106,6 +106,7 @@ class StepContext:
     memories: dict[str, StepMemory]
     position: Callable[[], Position]
     deepest: Callable[[], int]
+    schedule: Callable[[], str]
     cut_memory: Callable[[Hashable], CutMemory]
     values: Callable[[], int]
     ordered: Callable[[], contextlib.AbstractContextManager[object]]

@@ -31,6 +31,8 @@ from ..core.operators import (
     WeightedNorm,
 )
 
+# See core.family.Family.schedule.
+SCHEDULE = "transformer"
 Block = TypeVar("Block")
 
 

@@ -240,6 +240,11 @@ class Network:
         layout = self.bound.layout if self.bound.has_binding else self.bound.layout_now()
         return self._families.of(layout).deepest(layout)
 
+    def schedule(self) -> str:
+        """See core.family.Family.schedule. Raises Refusal."""
+        layout = self.bound.layout if self.bound.has_binding else self.bound.layout_now()
+        return self._families.of(layout).schedule
+
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
         """Drop the graphs of these shapes. None: drop all, with the memories of step policies, 8-bit weights and copies
         of weights."""

@@ -175,7 +175,8 @@ class Stepping:
             bound = network.bound
             return StepContext(
                 call, host, settings, sampling, guidance, services.call_stats, network.step_memories,
-                cache(partial(sampling.position, call.timestep)), network.deepest, network.cut_memory,
+                cache(partial(sampling.position, call.timestep)), network.deepest, network.schedule,
+                network.cut_memory,
                 bound.values_now, partial(services.computing, call.latent.device), is_warm_up, is_counted,
             )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,49 +13,13 @@ from torch import Tensor
 from ..core.call import CACHED, FULL, PATCHED, Call, Cut, CutMemory
 from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
-from ..core.sampling import Step
 from ..core.settings import Settings
 from .prompts import Prompts
+from .schedules import last_whole, slope_of, whole_steps
 
 NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
-# The authors' exponent, and how their search for one that leaves as many different steps goes down.
-POWER = 1.4
-POWER_STEP = 0.02
-ROUNDING = 1e-6
-# How far a forecast goes along its line, of the whole way: the line misses more the farther it goes
-# (.readme/speed-and-quality.md).
-DAMPING = 0.5
 # The largest extrapolation that was measured, in multiples of the interval between the two features' steps.
 FARTHEST = 1.5
-
-
-def is_whole(interval: int, step: Step) -> bool:
-    """Whether this step computes the whole network: about one step in `interval` does, the first and the last always.
-    """
-    return last_whole(interval, step) == step.index
-
-
-def last_whole(interval: int, step: Step, before: bool = False) -> int:
-    """The index of the last step that computes the whole network, up to this one. before: without this one."""
-    if not before and (interval <= 1 or step.is_last):
-        return step.index
-    return max((index for index in early(step.total, interval) if index <= step.index - before), default=0)
-
-
-@lru_cache(maxsize=256)
-def early(total: int, interval: int) -> frozenset[int]:
-    """The whole steps of a sampling with total steps: as many as at equal distances, close together at the beginning
-    and ever rarer. It is the DeepCache authors' non-uniform schedule with its center at the first step.
-
-    Where the power would put two of them on one step, a smaller one is taken.
-    """
-    count = -(-total // interval)
-    power = POWER
-    while True:
-        chosen = frozenset(math.trunc(total * (index / count) ** power + ROUNDING) for index in range(count))
-        if len(chosen) == count:
-            return chosen
-        power = max(1.0, power - POWER_STEP)
 
 
 class Line:
@@ -126,11 +89,11 @@ class CacheSlot:
         feature.made_at = None
         feature.backup = None
 
-    def bring_back(self, feature: CachedFeature, step: int) -> None:
-        """Put this feature's values into the slot, forecast for a step if it has a line."""
+    def bring_back(self, feature: CachedFeature, step: int, slope: float) -> None:
+        """Put this feature's values into the slot, forecast for a step if it has a line. slope: see Passes."""
         content = None
         if feature.line.values == feature.values:
-            content = feature.line.at(step, DAMPING, FARTHEST)
+            content = feature.line.at(step, slope, FARTHEST)
         if content is None and self.current is not feature:
             content = feature.backup
             assert content is not None, "_take backs up the feature that it replaces"
@@ -199,13 +162,16 @@ class DeepCache:
         if key not in cached.slots:
             cached.slots[key] = CacheSlot(step_context.cut_memory(key))
         slot = cached.slots[key]
-        whole = is_whole(interval, position.step)
+        kind = step_context.schedule()
+        index = position.step.index
+        schedule = whole_steps(kind, position.step.total, interval)
+        whole = index in schedule
         # With added noise, or a sampler of a higher order, features do not lie on a line.
-        forecasts = not step_context.sampling.why_no_forecast()
+        slope = 0.0 if step_context.sampling.why_no_forecast() else slope_of(kind)
         # A line needs the feature of the whole step before this one.
-        slot.drop_older(last_whole(interval, position.step, before=whole and forecasts))
+        slot.drop_older(last_whole(schedule, index, before=whole and slope > 0))
         feature = slot.features.setdefault(prompt, CachedFeature())
-        passes = Passes(step_context, cached, depth, slot, feature, forecasts)
+        passes = Passes(step_context, cached, depth, slot, feature, slope)
 
         def answer(compute: Compute) -> Answer:
             answered = None if whole or feature.made_at is None else passes.cached(compute)
@@ -221,14 +187,14 @@ class DeepCache:
 
 @dataclass(frozen=True)
 class Passes:
-    """Both passes of one call."""
+    """Both passes of one call. slope: see schedules.Table; 0: the last feature is reused."""
 
     step_context: StepContext
     memory: Cached
     depth: int
     slot: CacheSlot
     feature: CachedFeature
-    forecasts: bool
+    slope: float
 
     def full(self, compute: Compute) -> Answer:
         """The whole network. Its feature can be used once the cached pass has shown that it repeats the output."""
@@ -243,7 +209,7 @@ class Passes:
         with step_context.ordered():
             feature.made_at = step_context.position().step.index
             feature.values = answer.served.epoch.values
-            if self.forecasts:
+            if self.slope:
                 feature.line.note(feature.made_at, slot.memory.read(), feature.values)
             else:
                 feature.line = Line()
@@ -261,7 +227,7 @@ class Passes:
         """The outer stages alone; None if the full pass is needed, because no checked shape serves the call, or the
         feature was computed from other weights."""
         with self.step_context.ordered():
-            self.slot.bring_back(self.feature, self.step_context.position().step.index)
+            self.slot.bring_back(self.feature, self.step_context.position().step.index, self.slope)
         try:
             return compute(self._cut(reads=True), None)
         except Refusal as refusal:

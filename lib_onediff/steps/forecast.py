@@ -18,11 +18,14 @@ from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Stopwatch
-from .deepcache import Line, is_whole
+from .deepcache import Line
 from .prompts import Prompts
+from .schedules import whole_steps
 
 # The first steps change direction: they are computed.
 FIRST_COMPUTED = 3
+# Of whole outputs there is no table.
+NO_TABLE = ""
 
 
 class Output:
@@ -72,7 +75,8 @@ class Forecast:
         outputs = step_context.memory_of(self.name, Outputs)
         known = outputs.by_prompt[outputs.prompts.identify(call, position.time)]
         index = position.step.index
-        computed = index < FIRST_COMPUTED or is_whole(step_context.settings.forecast_interval, position.step)
+        interval = step_context.settings.forecast_interval
+        computed = index < FIRST_COMPUTED or index in whole_steps(NO_TABLE, position.step.total, interval)
 
         def answer(compute: Compute) -> Answer:
             self.status["reason"] = ""

@@ -46,8 +46,9 @@ def few_steps_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def equal_distances(monkeypatch: pytest.MonkeyPatch) -> None:
     """For files that import it: whole steps are interval steps apart."""
-    whole = lambda total, interval: frozenset(range(0, total, interval))  # noqa: E731
-    monkeypatch.setattr("lib_onediff.steps.deepcache.early", whole)
+    whole = lambda kind, total, interval: frozenset(range(0, total, interval)) | {total - 1}  # noqa: E731
+    monkeypatch.setattr("lib_onediff.steps.deepcache.whole_steps", whole)
+    monkeypatch.setattr("lib_onediff.steps.forecast.whole_steps", whole)
 
 
 def counts(runtime: Any) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lib_onediff.core.sampling import Step, Timeline
 from lib_onediff.families.unet.call import Control, UNetCall
-from lib_onediff.steps.deepcache import early, is_whole, last_whole
+from lib_onediff.steps.schedules import early, last_whole, stretched, tables, whole_steps
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for depth in (1, 3, 8)]
@@ -88,16 +88,30 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_whole_steps_are_the_authors_with_the_center_at_the_first_step_and_the_last(case: tuple[int, int]) -> None:
+def test_without_a_table_whole_steps_are_the_authors_with_the_center_at_the_first_step_and_the_last(
+    case: tuple[int, int],
+) -> None:
     total, interval = case
     assert sorted(early(total, interval)) == PUBLISHED[case]
-    times = [1000 - 1000 * index / total for index in range(total)]
-    steps = steps_of(times, times)
-    whole = [step.index for step in steps if is_whole(interval, step)]
-    assert whole == sorted({*PUBLISHED[case], total - 1})
-    assert [last_whole(interval, step) for step in steps] == [
-        max(index for index in whole if index <= step.index) for step in steps
-    ]
+    whole = whole_steps("no table", total, interval)
+    assert sorted(whole) == sorted({*PUBLISHED[case], total - 1})
+    for index in range(total):
+        assert last_whole(whole, index) == max(one for one in whole if one <= index)
+        assert last_whole(whole, index, before=True) == max((one for one in whole if one < index), default=0)
+
+
+@pytest.mark.parametrize("kind", ["unet", "transformer"])
+def test_a_table_is_followed_and_stretched(kind: str) -> None:
+    """To as many whole steps as without a table, the first always among them, at most."""
+    for total, schedules in tables()[kind].whole.items():
+        for count, indices in schedules.items():
+            assert stretched(indices, total, total, count) == frozenset(indices)
+    for total in range(1, 61):
+        assert whole_steps(kind, total, 1) == frozenset(range(total))
+        for interval in range(2, 21):
+            whole = whole_steps(kind, total, interval)
+            assert 0 in whole and max(whole) < total
+            assert len(whole) <= min(total, math.ceil(total / interval) + 1)
 
 
 def test_there_are_as_many_as_at_equal_distances() -> None:

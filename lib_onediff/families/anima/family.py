@@ -12,7 +12,7 @@ from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
-from ..transformer import blocks_read, deepest_cut
+from ..transformer import SCHEDULE, blocks_read, deepest_cut
 from . import forward
 from .call import AnimaCall
 from .layout import AnimaLayout, is_anima, read_anima
@@ -27,6 +27,7 @@ class Animas:
     layout = AnimaLayout
     # The timestep is the share of noise.
     first_timestep = 1.0
+    schedule = SCHEDULE
     readers = ((is_anima, read_anima),)
     usual_sizes = (UsualSizes("Anima", ("Anima",), (
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",

@@ -11,7 +11,7 @@ from ...core.layer_weights import Weights
 from ...core.leaves import SelfAttention, names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
-from ..transformer import blocks_read, deepest_cut
+from ..transformer import SCHEDULE, blocks_read, deepest_cut
 from . import forward
 from .call import Krea2Call
 from .layout import Krea2Layout, is_krea2, read_krea2
@@ -23,6 +23,7 @@ class Krea2s:
     layout = Krea2Layout
     # The timestep is the share of noise.
     first_timestep = 1.0
+    schedule = SCHEDULE
     readers = ((is_krea2, read_krea2),)
     usual_sizes = (UsualSizes("Krea 2", ("Krea 2",), (
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",

@@ -26,6 +26,7 @@ class UNets:
 
     layout = UNetLayout
     first_timestep = 1000.0
+    schedule = "unet"
     readers = ((is_ldm_unet, read_ldm),)
     usual_sizes = (
         UsualSizes("SD 1.5", ("SD1", "SD 1.x"), (

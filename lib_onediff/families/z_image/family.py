@@ -12,7 +12,7 @@ from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
-from ..transformer import blocks_read, deepest_cut
+from ..transformer import SCHEDULE, blocks_read, deepest_cut
 from . import forward
 from .call import ZImageCall
 from .layout import ZImageLayout
@@ -26,6 +26,7 @@ class ZImages:
     layout = ZImageLayout
     # The timestep is the share of noise.
     first_timestep = 1.0
+    schedule = SCHEDULE
     # Hosts hand theirs in.
     readers = ()
     usual_sizes = (UsualSizes("Z-Image", ("Z-Image",), SIZES), UsualSizes("Lumina 2", ("Lumina 2",), SIZES))

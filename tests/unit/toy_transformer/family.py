@@ -11,7 +11,7 @@ from lib_onediff.core.layer_weights import Weights
 from lib_onediff.core.leaves import names_of
 from lib_onediff.core.operators import Operators
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.families.transformer import blocks_read, deepest_cut
+from lib_onediff.families.transformer import SCHEDULE, blocks_read, deepest_cut
 
 from . import forward
 from .call import ToyTransformerCall
@@ -25,6 +25,7 @@ class ToyTransformers:
     layout = ToyTransformerLayout
     # The timestep is the share of noise.
     first_timestep = 1.0
+    schedule = SCHEDULE
     readers = ((is_toy_transformer, read_toy_transformer),)
     usual_sizes = (UsualSizes("Toy transformer", ("Toy transformer",), ("64x64",)),)
 
