@@ -369,6 +369,24 @@ def in_unknown_layout(host: StoredAnima, layer: Any) -> None:
     layer.weight = nn.Parameter(type(weight)(weight._qdata, "OfTomorrowLayout", weight._params), requires_grad=False)
 
 
+def of_tomorrows_file(host: StoredAnima, layer: Any) -> None:
+    in_unknown_layout(host, layer)
+    layer.quant_format = "convrot_w4a4"
+
+
+def in_four_bits(host: StoredAnima, layer: Any) -> None:
+    """As bitsandbytes' parameters, which count their own shape."""
+    kind = type("ForgeParams4bit", (nn.Parameter,), {"quant_type": "nf4"})
+    weight = nn.Parameter(plain_of(layer), requires_grad=False)
+    weight.__class__ = kind
+    layer.weight = weight
+
+
+def by_older_operations(host: StoredAnima, layer: Any) -> None:
+    layer.__dict__["_is_quantized"] = True
+    layer.weight = nn.Parameter(layer.weight._qdata, requires_grad=False)
+
+
 def transposed(host: StoredAnima, layer: Any) -> None:
     made = host.tensors.QuantizedTensor.from_float(plain_of(layer).t().contiguous(), "TensorWiseINT8Layout")
     layer.weight = nn.Parameter(made.t(), requires_grad=False)
@@ -386,8 +404,11 @@ def unbaked(host: StoredAnima, layer: Any) -> None:
 
 
 UNKNOWN = {
-    "layout": ("INT8", in_unknown_layout, "stored as OfTomorrowLayout, which OneDiff does not know"),
-    "transposed": ("INT8", transposed, "stored as TensorWiseINT8Layout"),
+    "layout": ("INT8", in_unknown_layout, "stored as int8_tensorwise (OfTomorrowLayout), which"),
+    "a file's own name": ("INT8", of_tomorrows_file, "stored as convrot_w4a4 (OfTomorrowLayout), which OneDiff"),
+    "nf4": ("INT8", in_four_bits, "stored in nf4 (bitsandbytes), which OneDiff does not know"),
+    "older operations": ("INT8", by_older_operations, "stored in INT8 by operations of an earlier Forge Neo"),
+    "transposed": ("INT8", transposed, "stored as TensorWiseINT8Layout and transposed"),
     "somebody's": ("INT8", of_another_package, "somebodys.tensors.QuantizedTensor, which OneDiff does not know"),
     "no scale": ("INT8", lambda host, layer: with_params(layer, scale=None), "TensorWiseINT8Layout lacks its scale"),
     "no scales of blocks": ("NVFP4", lambda host, layer: with_params(layer, block_scale=None), "lacks its scale"),
@@ -436,6 +457,9 @@ def test_what_is_not_known_is_the_hosts_and_named(host: StoredAnima, case: str, 
             assert reason in runtime.status()["reason"], runtime.status()["reason"]
         # As it was: ours again.
         layer.weight = whole
+        layer.__dict__.pop("_is_quantized", None)
+        if hasattr(layer, "quant_format"):
+            layer.quant_format = FORMATS[name].kind
         for tensor, (_, bits) in zip(tensors_of(host), before.items(), strict=True):
             tensor[1].view(-1).view(torch.uint8).copy_(bits)
         if hasattr(whole, "baked"):
@@ -474,3 +498,18 @@ def test_a_scale_that_is_not_a_number_makes_the_hosts_image(host: StoredAnima) -
     assert calls == {"plain": 1} and relative_error(made, host.theirs()) < most_of("INT8")
     scale.mul_(torch.nan)
     assert host.output().isnan().all()
+
+
+@pytest.mark.parametrize(("dimensions", "is_rounded"), [(3, False), (5, True)])
+def test_the_mlps_of_anima_are_multiplied_in_fp8_where_the_hosts_release_rounds_their_inputs(
+    host: StoredAnima, dimensions: int, is_rounded: bool
+) -> None:
+    """These have five dimensions."""
+    mixed = host.module("backend.operations_mixed_precision").mixed_precision_ops
+    host.mixed = lambda disabled: mixed(disabled, dimensions).Linear
+    host.store("FP8 (e4m3, scaled)", ())
+    adapter = host.start()
+    reader = adapter.host_traits(host.unet).stored
+    for path, expected in (("blocks.1.mlp.layer2", is_rounded), ("blocks.0.self_attn.q_proj", True)):
+        stored = reader.weight(host.unet.get_submodule(path), path)
+        assert (stored.format.kind is not None) is expected, path

@@ -6,6 +6,8 @@ has a parameter of bytes, `gguf_cls` with the functions of its type, and `real_s
 """
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -45,6 +47,12 @@ STORED_TYPES = (torch.int8, torch.uint8, "gguf")
 DECODES_FIRST = "_full_precision_mm"
 WEIGHT_FUNCTION, *_ = APPLIED_AT_CALL
 ABSENT = object()
+# Classes of parameters by bitsandbytes, and by hosts that derive from them.
+FOUR_BITS = ("Params4bit", "ForgeParams4bit")
+UNKNOWN = "which OneDiff does not know"
+# So many numbers any format stores.
+BLOCK = 256
+log = logging.getLogger("onediff")
 read_layout = attrgetter("_layout_cls", "_params")
 
 
@@ -53,14 +61,27 @@ class StoredWeights:
 
     def __init__(self, unrounded: tuple[str, ...] = ()) -> None:
         """unrounded: what the paths of layers contain whose inputs have more than three dimensions. Neo 2.26 rounds
-        none such to FP8, and decodes the weight."""
+        none such to FP8, and decodes the weight; 2.29 rounds all."""
         self._unrounded = unrounded
+        self._rounds_all: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
     def weight(self, layer: nn.Module, path: str) -> StoredWeight | None:
         weight: Any = layer._parameters.get("weight")
         if is_quantized(weight):
-            return quantized_weight(layer, weight, not any(part in path for part in self._unrounded))
-        return gguf_weight(weight) if getattr(weight, "gguf_cls", None) is not None else None
+            return quantized_weight(layer, weight, self._rounds(layer, path))
+        if getattr(weight, "gguf_cls", None) is not None:
+            return gguf_weight(weight)
+        refuse_known_formats(layer, weight)
+        return None
+
+    def _rounds(self, layer: nn.Module, path: str) -> bool:
+        """Whether the host rounds the inputs of a layer in FP8, where the card has units for it."""
+        if not any(part in path for part in self._unrounded):
+            return True
+        kind = type(layer)
+        if kind not in self._rounds_all:
+            self._rounds_all[kind] = rounds_any_input(kind)
+        return self._rounds_all[kind]
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
         found: list[Tensor] = []
@@ -118,6 +139,48 @@ def unchanged(weight: Tensor) -> Tensor:
     return weight
 
 
+class Rounds(Exception):
+    """A host's layer rounds its input."""
+
+
+class StandIn:
+    """As a host's layer in FP8, as far as its forward reads it before it reads the weight: it asks for the scale of
+    its input where it rounds that."""
+
+    quant_format = "float8_e4m3fn"
+    layout_type = "TensorCoreFP8E4M3Layout"
+    weight_function = bias_function = ()
+    _full_precision_mm = False
+
+    @property
+    def input_scale(self) -> Tensor:
+        raise Rounds
+
+    @property
+    def weight(self) -> Tensor:
+        raise NotImplementedError("nothing is multiplied here")
+
+
+def rounds_any_input(kind: Any) -> bool:
+    """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8. False where it
+    does not say: its first call is compared with the host's."""
+    try:
+        kind.forward(StandIn(), torch.zeros(1, 1, 1, 1, BLOCK))
+    except Rounds:
+        return True
+    except Exception as reason:
+        log.debug("%s rounds no inputs of five dimensions: %r", kind, reason)
+    return False
+
+
+def refuse_known_formats(layer: nn.Module, weight: Any) -> None:
+    """Raise Refusal for a weight in few bits that is no tensor of the kinds above."""
+    if type(weight).__name__ in FOUR_BITS:
+        raise Refusal(f"its weights are stored in {getattr(weight, 'quant_type', 'nf4')} (bitsandbytes), {UNKNOWN}")
+    if vars(layer).get("_is_quantized") and getattr(weight, "dtype", None) == torch.int8:
+        raise Refusal(f"its weights are stored in INT8 by operations of an earlier Forge Neo, {UNKNOWN}")
+
+
 def is_quantized(parameter: Any) -> bool:
     """Whether a parameter is one of comfy-kitchen's quantized tensors."""
     return type(parameter).__qualname__ == QUANTIZED
@@ -132,11 +195,15 @@ def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> S
     """A quantized tensor. rounds_to_float8: whether the host rounds the layer's inputs, where a card has units for FP8.
     Raises Refusal for a layout that is not known, or a tensor that was transposed."""
     if type(weight).__module__ != ITS_MODULE:
-        raise Refusal(f"its weights are a {type(weight).__module__}.{QUANTIZED}, which OneDiff does not know")
+        raise Refusal(f"its weights are a {type(weight).__module__}.{QUANTIZED}, {UNKNOWN}")
     layout, params = read_layout(weight)
     names = SCALES.get(layout)
-    if names is None or getattr(params, "transposed", False):
-        raise Refusal(f"its weights are stored as {layout}, which OneDiff does not know")
+    if names is None:
+        in_file = vars(layer).get("quant_format")
+        told = f"{in_file} ({layout})" if isinstance(in_file, str) else layout
+        raise Refusal(f"its weights are stored as {told}, {UNKNOWN}")
+    if getattr(params, "transposed", False):
+        raise Refusal(f"its weights are stored as {layout} and transposed, {UNKNOWN}")
     scales = tuple(getattr(params, name) for name in names)
     if not all(isinstance(scale, Tensor) for scale in scales):
         raise Refusal(f"a weight stored as {layout} lacks its scale")

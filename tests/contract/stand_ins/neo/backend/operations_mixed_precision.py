@@ -18,9 +18,9 @@ FORMATS = {
 }
 
 
-def mixed_precision_ops(disabled: Collection[str] = ()) -> Any:
+def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> Any:
     """disabled: the formats that the card has no units for. Their layers decode the weight, and do not round what they
-    read."""
+    read. dimensions: the most that an input has which is rounded: any in later releases."""
 
     class MixedPrecisionOps(ForgeOperations):
         class Linear(nn.Module):
@@ -37,14 +37,13 @@ def mixed_precision_ops(disabled: Collection[str] = ()) -> Any:
 
             def forward(self, input: Tensor) -> Tensor:
                 layout, rows = getattr(self, "layout_type", None), input
-                if layout is not None and FORMATS[self.quant_format][1] and not self._decodes() and input.dim() < 4:
+                has_functions = len(self.weight_function) or len(self.bias_function)
+                is_rounded = layout is not None and FORMATS[self.quant_format][1]
+                if is_rounded and not self._full_precision_mm and not has_functions and input.dim() <= dimensions:
                     flat = input.flatten(0, -2)
                     rows = QuantizedTensor.from_float(flat, layout, scale=getattr(self, "input_scale", None))
                 output = functional.linear(rows, *self._parameters_for(input))
                 return output.unflatten(0, input.shape[:-1]) if rows is not input else output
-
-            def _decodes(self) -> bool:
-                return bool(self._full_precision_mm or len(self.weight_function) or len(self.bias_function))
 
             def _parameters_for(self, input: Tensor) -> list[Any]:
                 found: list[Any] = []
