@@ -219,16 +219,15 @@ class Parameters:
         else:
             parameters = self._reader.tensors(modules)
         with suppress(RuntimeError, TypeError):
-            if self._reader is not None and self._reader.facts(modules) != self._facts:
-                return None
             if self._addresses == list(map(Tensor.data_ptr, parameters)):
                 return parameters
         return None
 
     def are_same(self, parameters: Sequence[Any]) -> bool:
-        """Whether these are the same tensor objects that were noted, with the same shapes, dtypes and strides.
-        parameters: the result of in_place()."""
-        if not all(map(operator.is_, parameters, [reference() for reference in self._references])):
+        """Whether these are the same tensor objects that were noted, with the same shapes, dtypes and strides, and the
+        weights in few bits among them are decoded as before. parameters: the result of in_place()."""
+        known = [reference() for reference in self._references]
+        if not all(map(operator.is_, parameters, known)) or not self._have_same_facts():
             return False
         with suppress(RuntimeError, TypeError):
             return (
@@ -236,6 +235,13 @@ class Parameters:
                 and list(map(layout_of, parameters)) == self._layouts
             )
         return False
+
+    def _have_same_facts(self) -> bool:
+        """Whether the reader returns the same facts of the weights in few bits as when this was made."""
+        if self._reader is None:
+            return True
+        modules: list[Any] = [reference() for reference in self._modules]
+        return None not in modules and self._reader.facts(modules) == self._facts
 
     def were_edited(self, parameters: Sequence[Any]) -> bool:
         """Whether torch has counted an edit in place since the last call of this method. Each edit is reported once.

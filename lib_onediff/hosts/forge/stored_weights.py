@@ -6,11 +6,11 @@ has a parameter of bytes, `gguf_cls` with the functions of its type, and `real_s
 """
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from itertools import chain
+from dataclasses import fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -34,6 +34,7 @@ SCALES = {
     "TensorCoreMXFP8Layout": ("scale",),
     "TensorCoreNVFP4Layout": ("scale", "block_scale"),
 }
+TENSORS = frozenset(name for names in SCALES.values() for name in names)
 NAMES = {"TensorCoreMXFP8Layout": "MXFP8", "TensorCoreNVFP4Layout": "NVFP4"}
 # The classes of layers that hold such weights, by their qualified names: whatever is in them, they cast it to the type
 # of their input at each use.
@@ -85,23 +86,31 @@ class StoredWeights:
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
         found: list[Tensor] = []
-        parameters: Any = chain.from_iterable(layer._parameters.values() for layer in layers)
-        for parameter in parameters:
-            if parameter is None:
-                continue
-            if is_quantized(parameter):
-                found.append(parameter._qdata)
-                found += [getattr(parameter._params, name) for name in SCALES.get(parameter._layout_cls, ())]
-            else:
-                found.append(parameter)
+        for layer in layers:
+            parameters: Any = layer._parameters
+            for parameter in parameters.values():
+                kind = type(parameter)
+                # The most frequent case first: this runs at every call.
+                if kind is nn.Parameter:
+                    found.append(parameter)
+                elif kind.__qualname__ == QUANTIZED:
+                    params = parameter._params
+                    found.append(parameter._qdata)
+                    for name in SCALES.get(parameter._layout_cls, ()):
+                        found.append(getattr(params, name))
+                elif parameter is not None:
+                    found.append(parameter)
         return found
 
     def facts(self, layers: Sequence[nn.Module]) -> list[object]:
         found: list[object] = []
         for layer in layers:
             weight: Any = layer._parameters.get("weight")
-            if is_quantized(weight):
-                found.append((layer.__dict__.get(DECODES_FIRST), weight._layout_cls, *plain_fields(weight._params)))
+            kind = type(weight)
+            if kind is nn.Parameter:
+                continue
+            if kind.__qualname__ == QUANTIZED:
+                found.append((layer.__dict__.get(DECODES_FIRST), weight._layout_cls, plain_fields(weight._params)))
             elif hasattr(weight, "gguf_cls"):
                 found.append((weight.gguf_cls, tuple(weight.real_shape), weight.computation_dtype))
         return found
@@ -165,7 +174,7 @@ def rounds_any_input(kind: Any) -> bool:
     """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8. False where it
     does not say: its first call is compared with the host's."""
     try:
-        kind.forward(StandIn(), torch.zeros(1, 1, 1, 1, BLOCK))
+        kind.forward(StandIn(), torch.zeros((1, 1, 1, 1, BLOCK), dtype=torch.float32, device="cpu"))
     except Rounds:
         return True
     except Exception as reason:
@@ -188,7 +197,15 @@ def is_quantized(parameter: Any) -> bool:
 
 def plain_fields(params: Any) -> tuple[object, ...]:
     """The fields of a layout's parameters that are no tensors."""
-    return tuple(value for value in vars(params).values() if not isinstance(value, Tensor))
+    kind: Any = type(params)
+    found: tuple[object, ...] = plain_reader(kind)(params)
+    return found
+
+
+@functools.cache
+def plain_reader(kind: type) -> attrgetter[Any]:
+    """Reads these fields of a class of parameters, two or more."""
+    return attrgetter(*(field.name for field in fields(kind) if field.name not in TENSORS))
 
 
 def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> StoredWeight:
