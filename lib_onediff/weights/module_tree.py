@@ -227,21 +227,18 @@ class Parameters:
         """Whether these are the same tensor objects that were noted, with the same shapes, dtypes and strides, and the
         weights in few bits among them are decoded as before. parameters: the result of in_place()."""
         known = [reference() for reference in self._references]
-        if not all(map(operator.is_, parameters, known)) or not self._have_same_facts():
+        if not all(map(operator.is_, parameters, known)):
             return False
+        if self._reader is not None:
+            modules: list[Any] = [reference() for reference in self._modules]
+            if None in modules or self._reader.facts(modules) != self._facts:
+                return False
         with suppress(RuntimeError, TypeError):
             return (
                 list(map(Tensor.stride, parameters)) == self._strides
                 and list(map(layout_of, parameters)) == self._layouts
             )
         return False
-
-    def _have_same_facts(self) -> bool:
-        """Whether the reader returns the same facts of the weights in few bits as when this was made."""
-        if self._reader is None:
-            return True
-        modules: list[Any] = [reference() for reference in self._modules]
-        return None not in modules and self._reader.facts(modules) == self._facts
 
     def were_edited(self, parameters: Sequence[Any]) -> bool:
         """Whether torch has counted an edit in place since the last call of this method. Each edit is reported once.
