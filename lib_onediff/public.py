@@ -36,8 +36,8 @@ NETWORKS = ("unet", "transformer")
 
 
 def compile_unet(unet: Network, settings: Settings | None = None, **options: Any) -> Network:
-    """Run a diffusers UNet2DConditionModel or CosmosTransformer3DModel by our forward from now on. Returns the same
-    module.
+    """Run a UNet or transformer of diffusers by our forward from now on. Returns the same module. Its classes are
+    UNet2DConditionModel, CosmosTransformer3DModel and ZImageTransformer2DModel.
 
     options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what is no UNet
     at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. One that is not of

@@ -9,7 +9,7 @@ import torch
 from builders import relative_error
 from contract_hosts import FamilyHost
 from torch import Tensor, nn
-from transformer_hosts import AnimaHost, Krea2Host
+from transformer_hosts import AnimaHost, Krea2Host, ZImageHost
 
 # The rotation's groups, in networks with layers of 48 and of 64 inputs.
 GROUP = 16
@@ -114,6 +114,10 @@ class StoredAnima(Moved, AnimaHost):
 
 class StoredKrea2(Moved, Krea2Host):
     plain = ("first", "last.")
+
+
+class StoredZImage(Moved, ZImageHost):
+    pass
 
 
 class StoredUNet(Moved):

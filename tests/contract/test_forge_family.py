@@ -56,7 +56,7 @@ def test_beside_another_network_nothing_is_left_of_a_unet(host: Host, caplog: py
     named.__class__ = type("Lumina2", (type(named),), {})
     load(host, other)
     assert unet() is None and weight() is None and "forward" not in vars(host.unet)
-    models = "SD1, SD2, SDXL, Anima and Krea 2" if host.name == "neo" else "SD1, SD2 and SDXL"
+    models = "SD1, SD2, SDXL, Anima, Krea 2, Z-Image and Lumina 2" if host.name == "neo" else "SD1, SD2 and SDXL"
     reason = f"Lumina 2 is not accelerated: OneDiff serves {models}"
     assert [record.getMessage() for record in caplog.records if "Lumina 2" in record.getMessage()] == [f"{reason}."]
     told = status.current_status(adapter)

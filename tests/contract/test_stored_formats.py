@@ -19,6 +19,7 @@ from stored_hosts import (
     StoredAnima,
     StoredKrea2,
     StoredUNet,
+    StoredZImage,
     sensitivity,
     stored_bits,
     tensors_of,
@@ -55,6 +56,12 @@ def krea2_host(fresh_runtime: None) -> Iterator[StoredKrea2]:
         yield made
 
 
+@pytest.fixture
+def z_image_host(fresh_runtime: None) -> Iterator[StoredZImage]:
+    with running("neo", StoredZImage) as made:
+        yield made
+
+
 def in_file(host: Moved) -> Made:
     """What the host makes of the numbers in the file: INT8 as it multiplies them, else without rounding what layers
     read."""
@@ -76,7 +83,10 @@ CASES = [
     *(("host", name, DISABLED) for name in FORMATS), ("host", "MXFP8", ()), ("host", "NVFP4", ()),
     ("unet_host", "INT8 (ConvRot)", DISABLED), ("unet_host", "FP8 (e4m3, scaled)", DISABLED),
     ("unet_host", "NVFP4", DISABLED), ("unet_host", "GGUF Q4_K", DISABLED),
-    *(("krea2_host", name, DISABLED) for name in ("INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4", "GGUF Q8_0")),
+    *(
+        (host, name, DISABLED) for host in ("krea2_host", "z_image_host")
+        for name in ("INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4", "GGUF Q8_0")
+    ),
 ]
 
 

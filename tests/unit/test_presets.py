@@ -10,13 +10,14 @@ from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.store.history import History, HistoryRow
 
-ALL = ["SD 1.5", "SD 2", "SDXL", "Anima", "Krea 2"]
+ALL = ["SD 1.5", "SD 2", "SDXL", "Anima", "Krea 2", "Z-Image", "Lumina 2"]
 
 
 @pytest.mark.parametrize("model, names", [
     ("SD1", ["SD 1.5"]), ("SD1 inpainting", ["SD 1.5"]), ("SD2", ["SD 2"]), ("SDXL", ["SDXL"]),
     ("SDXL refiner", ["SDXL"]), ("SD 1.x UNet, small (prompt width 64)", ["SD 1.5"]),
     ("SDXL UNet, small (prompt width 64)", ["SDXL"]), ("Anima", ["Anima"]), ("Krea 2", ["Krea 2"]),
+    ("Z-Image", ["Z-Image"]), ("Lumina 2", ["Lumina 2"]),
     ("another", ALL), (None, ALL), ("", ALL),
 ])
 def test_those_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:

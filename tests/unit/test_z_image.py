@@ -83,6 +83,36 @@ def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
     assert torch.equal(torch.stack(unet(**call()).sample), torch.stack(expected))
 
 
+@torch.no_grad()
+def test_a_pipelines_images_are_the_hosts() -> None:
+    """With guidance, and prompts of several lengths. The VAE, which is Flux's, is ours too."""
+    diffusers = pytest.importorskip("diffusers")
+    blocks = 2
+    vae = randomise(diffusers.AutoencoderKL(
+        down_block_types=["DownEncoderBlock2D"] * blocks, up_block_types=["UpDecoderBlock2D"] * blocks,
+        block_out_channels=[32] * blocks, latent_channels=CHANNELS, norm_num_groups=8, use_quant_conv=False,
+        use_post_quant_conv=False, shift_factor=0.1,
+    ))
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=3.0)
+    pipe = diffusers.ZImagePipeline(scheduler, vae, None, None, network())
+    pipe.set_progress_bar_config(disable=True)
+    given = call(tokens=(40, 7, 33, 9))["cap_feats"]
+
+    def image() -> Tensor:
+        found: Tensor = pipe(
+            prompt_embeds=given[:2], negative_prompt_embeds=given[2:], num_inference_steps=3, guidance_scale=4.0,
+            height=64, width=96, output_type="pt", generator=torch.Generator().manual_seed(3),
+        ).images
+        return found
+
+    expected = image()
+    lib_onediff.compile_pipe(pipe)
+    assert (image() - expected).abs().max() < 1e-3
+    status = lib_onediff.status()
+    assert (status["route"], status["vae"]["route"]) == ("plain", "ours"), status["reason"]
+    lib_onediff.uncompile_pipe(pipe)
+
+
 def test_units_are_what_the_forward_reads() -> None:
     layout = FAMILIES.read(network())
     family = FAMILIES.of(layout)

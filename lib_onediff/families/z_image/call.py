@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from ...core.call import Call
 from ...core.fields import ANY_DTYPE
@@ -37,7 +36,9 @@ def joined_prompts(prompts: Sequence[Tensor], multiple: int) -> tuple[Tensor, Te
     lengths = [len(prompt) for prompt in prompts]
     filled = [length + -length % multiple for length in lengths]
     longest = max(filled)
-    context = torch.stack([functional.pad(prompt, (0, 0, 0, longest - len(prompt))) for prompt in prompts])
+    context = prompts[0].new_zeros((len(prompts), longest, prompts[0].shape[1]))
+    for row, prompt in zip(context, prompts, strict=True):
+        row[:len(prompt)] = prompt
     device = context.device
     if len(set(lengths)) == 1:
         return context, torch.full((len(lengths),), lengths[0], dtype=torch.int64, device=device), False

@@ -116,8 +116,11 @@ def through_block(
 
 
 def made_smaller(x: Tensor, norm: RMSNorm) -> tuple[Tensor, RMSNorm]:
-    """The input of a linear layer in float16, and the norm behind that layer, which undoes the factor."""
-    return (x * SMALLER).to(torch.float16), replace(norm, eps=norm.eps * SMALLER**2)
+    """The input of a linear layer in float16, and the norm behind that layer, which undoes the factor. What is too
+    large even then is cut off, as hosts cut it off."""
+    most = torch.finfo(torch.float16).max
+    smaller = (x * SMALLER).nan_to_num(nan=0.0).clamp(-most, most)
+    return smaller.to(torch.float16), replace(norm, eps=norm.eps * SMALLER**2)
 
 
 def patches_of(layout: ZImageLayout, layers: TransformerLayers, latent: Tensor) -> tuple[Tensor, int, int]:

@@ -17,7 +17,7 @@ def z_image_call(
 ) -> ZImageCall:
     """x: a list of latents, (channels, 1, height, width) each. cap_feats: a list of prompts, (tokens, width) each. t:
     the share of the image. Raises Refusal for what our forward does not take."""
-    passed = [name for name, value in others.items() if value is not None]
+    passed = [name for name, value in others.items() if value is not None and value != {}]
     if passed:
         raise Refusal(f"the pipeline passes {', '.join(passed)}")
     if (patch_size, f_patch_size) != (PATCH, 1):
