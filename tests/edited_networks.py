@@ -17,6 +17,7 @@ from edits_of_code import Addresses, Sites, addresses_of, sites_at, sites_of
 from graph_builders import PretendedGraphs
 from ladder_builders import NATIVE, Weather, pretend_a_gpu
 from torch import Tensor
+from transformer_hosts import ZImageHost
 
 import lib_onediff
 from lib_onediff.bench.models import CONFIGURATIONS, pooled_width
@@ -170,11 +171,18 @@ class ForgePair(WebuiPair):
         return {**given, "control": None, "transformer_options": {}}
 
 
-class AnimaPair(ForgePair):
+class FlowPair(ForgePair):
+    """Of a network whose timesteps are shares of noise."""
+
     def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
         given = super().inputs_of(size, batch, tokens, random)
-        times = torch.linspace(0.9, 0.2, batch, device=self.device, dtype=torch.float32)
-        return {**given, "x": given["x"].unsqueeze(2), "timesteps": times, "context": given["context"].unsqueeze(1)}
+        return {**given, "timesteps": torch.linspace(0.9, 0.2, batch, device=self.device, dtype=torch.float32)}
+
+
+class AnimaPair(FlowPair):
+    def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
+        given = super().inputs_of(size, batch, tokens, random)
+        return {**given, "x": given["x"].unsqueeze(2), "context": given["context"].unsqueeze(1)}
 
 
 class AnimaHost(FamilyHost):
@@ -234,4 +242,5 @@ NETWORKS: dict[str, Callable[[str, torch.dtype], Any]] = {
     "neo": lambda device, dtype: webui_pair("neo", ForgePair, device),
     "reforge": lambda device, dtype: webui_pair("reforge", ForgePair, device),
     "anima": lambda device, dtype: webui_pair("neo", AnimaPair, device, AnimaHost),
+    "z-image": lambda device, dtype: webui_pair("neo", FlowPair, device, ZImageHost),
 }

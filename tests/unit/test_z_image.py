@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 import torch
 from builders import CONTEXT_WIDTH, randomise, relative_error
+from graph_builders import PretendedGraphs
+from ladder_builders import NATIVE
 from own_forward import own_forward
 from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.core.leaves import names_of
 from lib_onediff.families.registry import FAMILIES
+from lib_onediff.runtime.runtime import runtime
 
 code = pytest.importorskip("diffusers.models.transformers.transformer_z_image", reason="needs diffusers 0.36")
 CHANNELS = 4
@@ -65,6 +68,19 @@ def test_the_forward_is_the_hosts_and_an_edit_counts_at_once() -> None:
         unet.layers[1].get_submodule(name).weight[::2].mul_(1.5)
         before, after = ours(unet, given), before
         assert relative_error(after, before) > 1e-3
+
+
+@torch.no_grad()
+def test_a_graph_replays_prompts_of_other_lengths(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as they are filled up to the same multiple."""
+    monkeypatch.setattr(runtime.two_gpus, "is_used", False)
+    unet = lib_onediff.compile_unet(network(), backend=NATIVE)
+    for tokens in ((9, 31), (20, 3), (32, 1), (5, 32)):
+        given = call(tokens=tokens)
+        output = unet(**given).sample
+        for made, theirs in zip(output, own_forward(unet)(**given).sample, strict=True):
+            assert relative_error(made, theirs) < 1e-5
+    assert lib_onediff.status()["route"] == "graph", lib_onediff.status()["reason"]
 
 
 def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
