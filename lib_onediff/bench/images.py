@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..core.quality import compare
 from ..core.sizes import Size
-from ..public import compile_pipe, load_folder, uncompile_pipe
+from ..demo import EMOJI_DIT, SHIPPED
+from ..public import compile_pipe, load_folder, network_of, uncompile_pipe
 from ..runtime.runtime import runtime
 from ..runtime.verify import relative_error
 from . import models
@@ -98,9 +99,15 @@ def random_prompt(unet: Any) -> dict[str, Any]:
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of a diffusers folder, with Euler. Raises Refusal."""
+    """The pipeline of a diffusers folder, or of emoji-dit, with Euler. Raises Refusal."""
     from diffusers import EulerDiscreteScheduler
 
+    if folder.name == EMOJI_DIT.name:
+        from ..demo.flow_pipeline import load_emoji_dit
+
+        flow = load_emoji_dit(dtype).to(device)
+        flow.set_progress_bar_config(disable=True)
+        return flow
     pipe = load_folder(folder, dtype).to(device)
     pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
     pipe.set_progress_bar_config(disable=True)
@@ -143,14 +150,14 @@ def by_onediff(
 
 # --- quality ----------------------------------------------------------------------------------------------------------
 
-# What emoji-sd was not trained on, and the emoji that it asks for.
+# What emoji-sd and emoji-dit were not trained on, and the emoji that it asks for.
 PROMPTS = Path(__file__).with_name("prompts.json")
-SHIPPED = Path(__file__).parents[1] / "demo" / "emoji-sd"
 JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
 HOST32 = "host, fp32"
 ANOTHER = "another prompt's image"
 SIDE = 256
 GUIDANCE = 4.0
+REDUCTION = 8
 IMAGES_AT_ONCE = 8
 # A fault shows in the worst images, and one image is an accident.
 LOWEST = 0.05
@@ -166,14 +173,15 @@ def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
     """(n, 3, SIDE, SIDE) of uint8, as a file would keep them. All calls are of one shape."""
     parts = []
     at_once = min(IMAGES_AT_ONCE, len(wanted))
-    shape = pipe.unet.config.in_channels, SIDE // pipe.vae_scale_factor, SIDE // pipe.vae_scale_factor
+    network: Any = network_of(pipe)
+    shape = network.config.in_channels, SIDE // REDUCTION, SIDE // REDUCTION
     for start in range(0, len(wanted), at_once):
         part = [wanted[min(start + at, len(wanted) - 1)] for at in range(at_once)]
         generators = [torch.Generator("cpu").manual_seed(each["seed"]) for each in part]
         noise = [torch.randn(shape, generator=one, dtype=torch.float32, device="cpu") for one in generators]
         images = pipe(
             [each["prompt"] for each in part], num_inference_steps=steps, guidance_scale=GUIDANCE, height=SIDE,
-            width=SIDE, output_type="pt", latents=torch.stack(noise).to(pipe.device, pipe.unet.dtype),
+            width=SIDE, output_type="pt", latents=torch.stack(noise).to(pipe.device, network.dtype),
         ).images
         parts.append((images.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu())
     return torch.cat(parts)[: len(wanted)]
@@ -189,6 +197,8 @@ def draw_ready(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """How far the images of the host, of OneDiff and of each --set are from the host's in float32. Raises Refusal."""
     folder = Path((options.model or [SHIPPED])[0])
+    if str(folder) == SHIPPED.name:
+        folder = SHIPPED
     steps = options.steps
     wanted = held_out(options.images)
     exact = draw_prompts(load_pipeline(folder, torch.float32, device), wanted, steps)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..core.call import Call, Cut, CutMemory
 from ..core.refusal import Refusal
+from ..demo import EMOJI_DIT, SHIPPED
 from ..devices.torch import operators
 from ..families.anima.call import AnimaCall
 from ..families.registry import FAMILIES
@@ -26,10 +27,10 @@ from ..families.unet.call import UNetCall
 from ..hosts.diffusers.model_folder import load_folder, load_network
 from ..steps.deepcache import FARTHEST
 from ..weights.binding import Binding
-from .images import GUIDANCE, LOWEST, PROMPTS, SHIPPED, SIDE, TOKENS
+from .images import GUIDANCE, LOWEST, PROMPTS, REDUCTION, SIDE, TOKENS
 from .steps import DTYPES, Row
 
-TRANSFORMER_FOLDER = SHIPPED.with_name("emoji-dit") / "transformer"
+TRANSFORMER_FOLDER = EMOJI_DIT / "transformer"
 UNET = "unet"
 TRANSFORMER = "transformer"
 KINDS = {"emoji-sd": UNET, "emoji-dit": TRANSFORMER}
@@ -38,7 +39,6 @@ SLOPES = {UNET: 0.5, TRANSFORMER: 1.0}
 INTERVALS = (2, 3, 4, 5)
 # Of flow matching, as Anima is used.
 SHIFT = 3.0
-REDUCTION = 8
 RUNS_BEFORE_CAPTURE = 2
 # The share of images, the worst ones, that count for half of a schedule's score.
 WORST = 0.25

@@ -3,5 +3,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# The model that ships; its README says how it was trained.
+# The models that ship; their README says how they were trained. The second is a transformer, with the first one's other
+# parts.
 SHIPPED = Path(__file__).with_name("emoji-sd")
+EMOJI_DIT = Path(__file__).with_name("emoji-dit")

@@ -33,7 +33,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", metavar="FILE_OR_FOLDER",
         help="a .safetensors checkpoint, or a folder in diffusers' layout, of Stable Diffusion 1.x, 2.x or "
-        "XL; without it the small emoji-sd",
+        "XL; or emoji-dit, a small transformer; without it the small emoji-sd",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only); for "
                         "one that others can reach, an account is made up where none is given")

@@ -20,12 +20,11 @@ from ..core.refusal import Refusal
 from .modules import paths, progress, script_callbacks, scripts, shared
 from .modules.call_queue import queue_lock
 from .modules.processing import (
-    SAMPLERS,
-    SIDE_STEP,
     Processed,
     StableDiffusionProcessingTxt2Img,
     connect_paste,
     process_images,
+    samplers_of,
 )
 from .modules.shared import OptionInfo
 
@@ -157,8 +156,9 @@ def build_parameters() -> Inputs:
             min_width=180,
         )
 
-    names = list(SAMPLERS)
-    side = min(shared.sd_model.side, LARGEST_SIDE)
+    model = shared.sd_model
+    names = list(samplers_of(model.pipeline.scheduler))
+    side = min(model.side, LARGEST_SIDE)
     inputs: Inputs = {}
     with gr.Row():
         inputs["sampler_name"] = gr.Dropdown(
@@ -166,8 +166,8 @@ def build_parameters() -> Inputs:
         )
         inputs["steps"] = slider("Sampling steps", "steps", 1, 150, 20)
     with gr.Row():
-        inputs["width"] = slider("Width", "width", 64, LARGEST_SIDE, side, SIDE_STEP)
-        inputs["height"] = slider("Height", "height", 64, LARGEST_SIDE, side, SIDE_STEP)
+        inputs["width"] = slider("Width", "width", 64, LARGEST_SIDE, side, model.side_step)
+        inputs["height"] = slider("Height", "height", 64, LARGEST_SIDE, side, model.side_step)
     with gr.Row():
         inputs["n_iter"] = slider("Batch count", "batch_count", 1, 100, 1)
         inputs["batch_size"] = slider("Batch size", "batch_size", 1, 8, 1)

@@ -55,7 +55,7 @@ def test_picture_is_the_pipelines_own(build: Any, sampler: str) -> None:
     """The host adds nothing to what diffusers makes of the same prompt, seed and scheduler."""
     pipeline = build()
     made = generate(LoadedModel(pipeline, "small"), negative_prompt="rain", sampler_name=sampler).images[0]
-    pipeline.scheduler = processing.make_scheduler(sampler, dict(build().scheduler.config), [3])
+    pipeline.scheduler = processing.make_scheduler(sampler, build().scheduler, [3])
     expected = pipeline(
         "a fox", negative_prompt="rain", width=64, height=72, num_inference_steps=3, guidance_scale=7.0,
         generator=torch.Generator().manual_seed(3),

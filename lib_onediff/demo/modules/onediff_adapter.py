@@ -87,8 +87,11 @@ class Standalone(WebUI):
             raise Refusal(self.why_not_served() or "no model is loaded yet")
         self.model_loaded(self.checkpoint())
         noise = lambda *shape: torch.randn(shape, device=unet.device, dtype=unet.dtype)  # noqa: E731
+        call = self.call_to_warm(width, height, batch, tokens, noise)
+        is_unet = self.checkpoint().is_unet
+        arguments = arguments_of(unet, call, noise) if is_unet else arguments_of_transformer(call, tokens)
         with random_state_kept(), torch.no_grad():
-            unet(**arguments_of(unet, self.call_to_warm(width, height, batch, tokens, noise), noise))
+            unet(**arguments)
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         model = self.checkpoint()
@@ -109,4 +112,12 @@ def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[st
     return {
         "sample": call.latent, "timestep": call.timestep[0].long(), "encoder_hidden_states": context,
         "added_cond_kwargs": conditions,
+    }
+
+
+def arguments_of_transformer(call: Call, tokens: int) -> dict[str, Any]:
+    """The arguments by which demo.flow_pipeline makes this call, with a prompt of so many tokens."""
+    [context] = call.prompt
+    return {
+        "hidden_states": call.latent, "timestep": call.timestep, "encoder_hidden_states": context[:, :tokens],
     }

@@ -23,7 +23,6 @@ from .scripts import ScriptRunner
 MOST_TOKENS = 77
 # A tokenizer compares all parts of a word with each other again and again.
 LONGEST_PROMPT = 2000
-SIDE_STEP = 8
 # Infotext of a prompt, of a negative one and of the parameters of many extensions.
 LONGEST_INFOTEXT = 20_000
 NAME = re.compile(r"\w[\w \-/]+")
@@ -72,7 +71,7 @@ class StableDiffusionProcessingTxt2Img:
         count = len(self.seeds)
         pipeline = self.sd_model.text_pipeline
         # The model's own pipeline keeps the scheduler that it came with.
-        pipeline.scheduler = make_scheduler(self.sampler_name, self.sd_model.pipeline.scheduler.config, self.seeds)
+        pipeline.scheduler = make_scheduler(self.sampler_name, self.sd_model.pipeline.scheduler, self.seeds)
         self.pipeline = pipeline
         self.sampler = pipeline.scheduler
         pipeline.set_progress_bar_config(disable=True)
@@ -121,12 +120,12 @@ def check_numbers(network: str, values: Tensor) -> None:
 def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     """Make the images of p. The caller holds call_queue.queue_lock. Without a model of its own, p takes the loaded one.
     Raises Refusal."""
+    p.sd_model = p.sd_model or shared.sd_model
     for name, side in (("width", p.width), ("height", p.height)):
-        if side % SIDE_STEP:
-            raise Refusal(f"{name} is {side}; it must be a multiple of {SIDE_STEP}.")
+        if side % p.sd_model.side_step:
+            raise Refusal(f"{name} is {side}; it must be a multiple of {p.sd_model.side_step}.")
     if max(len(p.prompt), len(p.negative_prompt)) > LONGEST_PROMPT:
         raise Refusal(f"A prompt must have {LONGEST_PROMPT} characters at most.")
-    p.sd_model = p.sd_model or shared.sd_model
     seed = random.SystemRandom().randrange(2**32) if p.seed == -1 else p.seed
     p.all_seeds = [seed + index for index in range(p.batch_size * p.n_iter)]
     p.scripts.in_generation("process", p)
@@ -140,7 +139,7 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
         p.seeds = p.all_seeds[batch * p.batch_size : (batch + 1) * p.batch_size]
         with torch.no_grad():
             samples = p.sample()
-            check_numbers("UNet", samples)
+            check_numbers("network", samples)
             pixels = p.sd_model.decode(samples)
             check_numbers("VAE", pixels)
         p.scripts.in_generation("postprocess_batch", p)
@@ -183,20 +182,30 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_scheduler(name: str, base_config: dict[str, Any], seeds: list[int]) -> Any:
+# Of models that were trained by flow matching.
+FLOW_SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {"Euler": ("FlowMatchEulerDiscreteScheduler", {})}
+
+
+def samplers_of(base: Any) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The samplers for a model that came with this scheduler."""
+    return FLOW_SAMPLERS if type(base).__name__.startswith("FlowMatch") else SAMPLERS
+
+
+def make_scheduler(name: str, base: Any, seeds: list[int]) -> Any:
     """A fresh diffusers scheduler for a sampler, with the model's own training schedule and prediction type. Raises
     Refusal when there is no such sampler.
 
-    base_config: the configuration of the scheduler that the model came with. seeds: one per image of the batch.
+    base: the scheduler that the model came with. seeds: one per image of the batch.
     """
     import diffusers
 
-    if name not in SAMPLERS:
-        raise Refusal(f"There is no sampler {name!r} here; there are {', '.join(SAMPLERS)}.")
-    scheduler, arguments = SAMPLERS[name]
+    known = samplers_of(base)
+    if name not in known:
+        raise Refusal(f"There is no sampler {name!r} for this model; there are {', '.join(known)}.")
+    scheduler, arguments = known[name]
     # What a scheduler does not know, from_config leaves out: DPM++ SDE alone draws its noise from seeds.
     arguments = {"use_karras_sigmas": False, "noise_sampler_seed": seeds, **arguments}
-    return getattr(diffusers, scheduler).from_config(base_config, **arguments)
+    return getattr(diffusers, scheduler).from_config(base.config, **arguments)
 
 
 # --- infotext ---------------------------------------------------------------------------------------------------------

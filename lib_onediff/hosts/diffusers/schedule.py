@@ -20,7 +20,7 @@ from .module_forward import stay_on
 
 BAR = "progress_bar"
 # These go on from one output, and add no noise between their steps as the pipelines call them (eta 0).
-FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler")
+FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
 class LoopAnnouncer:
@@ -126,7 +126,9 @@ def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = Non
 def is_first_order(scheduler: Any) -> bool:
     """Whether this is one of diffusers' own schedulers whose steps use one output and add no noise."""
     kind = type(scheduler)
-    return kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
+    adds_noise = getattr(getattr(scheduler, "config", None), "stochastic_sampling", False)
+    is_known = kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
+    return is_known and not adds_noise
 
 
 class Clock:

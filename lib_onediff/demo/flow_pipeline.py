@@ -1,0 +1,115 @@
+"""Text to image by a transformer that was trained by flow matching, such as emoji-dit, with CLIP's text encoder and
+Stable Diffusion's VAE. diffusers has no pipeline of these."""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers import CosmosTransformer3DModel, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from torch import Tensor
+
+from ..hosts.diffusers.model_files import read_json
+from ..hosts.diffusers.model_folder import load_folder, load_network
+from . import EMOJI_DIT, SHIPPED
+
+MOST_TOKENS = 77
+LATENT_PIXEL = 8
+
+
+class FlowPipeline(DiffusionPipeline):
+    """As diffusers' pipelines are called. Its scheduler's timesteps are the shares of noise that the transformer gets.
+
+    default_side: the side in pixels of the square images that the transformer was made for.
+    """
+
+    default_side = 256
+
+    def __init__(self, vae: Any, text_encoder: Any, tokenizer: Any, transformer: Any, scheduler: Any) -> None:
+        super().__init__()
+        self.register_modules(
+            vae=vae, text_encoder=text_encoder, tokenizer=tokenizer, transformer=transformer, scheduler=scheduler
+        )
+        self._guidance_scale = 1.0
+        self._interrupt = False
+        self.num_timesteps = 0
+
+    @property
+    def side_step(self) -> int:
+        """An image's sides are multiples of this."""
+        return LATENT_PIXEL * int(self.transformer.config.patch_size[-1])
+
+    @torch.no_grad()
+    def __call__(
+        self, prompt: Sequence[str], negative_prompt: Sequence[str] | None = None, *, width: int, height: int,
+        num_inference_steps: int, guidance_scale: float, generator: Sequence[torch.Generator] = (),
+        latents: Tensor | None = None, output_type: str = "pt", callback_on_step_end: Callable[..., Any] | None = None,
+    ) -> Any:
+        """An object with images, (prompts, 3, height, width) from 0 to 1; output_type "latent": latents. generator: one
+        for each image, on the CPU; latents: the noise in their place. Raises what the networks raise."""
+        device = self._execution_device
+        transformer = self.transformer
+        self._guidance_scale = guidance_scale
+        self._interrupt = False
+        if latents is None:
+            shape = transformer.config.in_channels, height // LATENT_PIXEL, width // LATENT_PIXEL
+            noise = [torch.randn(shape, generator=one, dtype=torch.float32, device="cpu") for one in generator]
+            latents = torch.stack(noise)
+        latents = latents.to(device, torch.float32)
+        is_guided = guidance_scale > 1
+        context = self.context(list(prompt), list(negative_prompt or [""] * len(prompt)) if is_guided else [])
+        # With as many steps as diffusers' pipelines of flow matching make: the first has noise alone.
+        shares = torch.linspace(1, 1 / num_inference_steps, num_inference_steps, dtype=torch.float64, device="cpu")
+        self.scheduler.set_timesteps(sigmas=shares.tolist(), device=device)
+        self.num_timesteps = num_inference_steps
+        with self.progress_bar(total=num_inference_steps) as bar:
+            for index, share in enumerate(self.scheduler.timesteps):
+                if self._interrupt:
+                    continue
+                velocity = self.velocity(latents, share, context, guidance_scale)
+                latents = self.scheduler.step(velocity, share, latents, return_dict=False)[0]
+                if callback_on_step_end is not None:
+                    callback_on_step_end(self, index, share, {})
+                bar.update()
+        return SimpleNamespace(images=latents if output_type == "latent" else self.decode(latents))
+
+    def velocity(self, latents: Tensor, share: Tensor, context: Tensor, guidance_scale: float) -> Tensor:
+        """What the transformer predicts, with guidance if context has negative prompts too: (batch, channels, height,
+        width) in float32."""
+        is_guided = len(context) > len(latents)
+        rows = torch.cat([latents, latents]) if is_guided else latents
+        output = self.transformer(
+            hidden_states=rows[:, :, None].to(self.transformer.dtype), timestep=share.expand(len(rows)),
+            encoder_hidden_states=context, return_dict=False,
+        )[0]
+        found = output[:, :, 0].float()
+        if not is_guided:
+            return found
+        negative, positive = found.chunk(2)
+        return negative + guidance_scale * (positive - negative)
+
+    def context(self, prompts: list[str], negative: list[str]) -> Tensor:
+        """(prompts, tokens, width): of the negative prompts, where there are any, and then of the prompts."""
+        tokens = self.tokenizer(
+            negative + prompts, padding="max_length", truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
+        )
+        encoded = self.text_encoder(tokens["input_ids"].to(self._execution_device)).last_hidden_state
+        context: Tensor = encoded.to(self.transformer.dtype)
+        return context
+
+    def decode(self, latents: Tensor) -> Tensor:
+        """(batch, 3, height, width) from 0 to 1."""
+        vae = self.vae
+        images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor).sample
+        return (images.float() / 2 + 0.5).clamp(0, 1)
+
+
+def load_emoji_dit(dtype: torch.dtype) -> FlowPipeline:
+    """The pipeline of emoji-dit, with emoji-sd's other parts, its weights in dtype on the CPU."""
+    parts = load_folder(SHIPPED, dtype)
+    transformer = load_network(EMOJI_DIT / "transformer", CosmosTransformer3DModel, dtype)
+    config = read_json(EMOJI_DIT / "scheduler" / "scheduler_config.json")
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(config)
+    return FlowPipeline(parts.vae, parts.text_encoder, parts.tokenizer, transformer, scheduler)
