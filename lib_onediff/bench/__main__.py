@@ -29,12 +29,12 @@ COMMANDS = {
 }
 EPILOG = """\
 commands:
-  step      one UNet call by backend, side by side: time, first call, and error against float32
-  image     whole images through diffusers: seconds, and difference from the host's
-  quality   how far images are from the host's in float32, on trained weights
-  schedules which steps DeepCache computes whole, searched on trained weights; --json FILE has the steps
-  webui     images of a running WebUI with OneDiff off and on, over its REST API; with --share off and by each preset,
-            for the table of cards
+  step      one UNet call by each backend, in turn: time, first call, and error against float32
+  image     whole images through diffusers: seconds, and difference from diffusers' own
+  quality   difference of images from diffusers' own in float32, with trained weights
+  schedules the steps that DeepCache should compute completely, searched with trained weights; --json FILE has them
+  webui     images of a running WebUI with OneDiff off and on, over its REST API; with --share, off and with each
+            preset, for the table of cards
 
 examples:
   python -m lib_onediff.bench step --model sdxl sd15 --batch 2 8 --runs 40
@@ -47,7 +47,7 @@ examples:
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
-    """OneDiff's options from words such as "low_bit=int8". Raises ValueError with a sentence."""
+    """Values of OneDiff's options, by name, from words such as "low_bit=int8". Raises ValueError with a sentence."""
     known = {option.name: option for option in fields(Settings)}
     chosen = {}
     for word in words:
@@ -58,6 +58,7 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's options. Ends the process with a sentence for a wrong one."""
     gpu = torch.cuda.is_available()
     everyone = [*HOSTS, *next(option.metadata["choices"] for option in fields(Settings) if option.name == "backend")]
     parser = argparse.ArgumentParser(
@@ -67,25 +68,26 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("command", choices=COMMANDS, metavar="|".join(COMMANDS))
     parser.add_argument("url", nargs="?", help="webui: its address, such as http://127.0.0.1:7860")
     parser.add_argument("--set", nargs="+", action="append", default=[], metavar="OPTION=VALUE",
-                        help="a row with these options of OneDiff; give it again for another row")
+                        help="add a row with these options of OneDiff; repeat it for more rows")
     parser.add_argument("--size", nargs="+", default=[], metavar="WxH", help="pixels (default: 1024x1024 or 512x512)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, with all times, into this file")
-    parser.add_argument("--share", nargs="?", type=Path, const=Path(), metavar="FOLDER", help="webui: write into this "
-                        "folder (default: the current one) what the table of cards takes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all rows, with all times, to this file")
+    parser.add_argument("--share", nargs="?", type=Path, const=Path(), metavar="FOLDER", help="webui: write the files "
+                        "for the table of cards to this folder (default: the current one)")
     parser.add_argument("--dtype", choices=list(steps.DTYPES), default="fp16" if gpu else "fp32")
-    parser.add_argument("--model", nargs="+", help=f"random weights of {', '.join(models.CONFIGURATIONS)}; or a "
+    parser.add_argument("--model", nargs="+", help=f"{', '.join(models.CONFIGURATIONS)} with random weights; or a "
                         "checkpoint's file or folder; for image and quality a diffusers folder")
     parser.add_argument("--backend", nargs="+", choices=everyone, metavar="NAME",
                         default=[*HOSTS, "native", "cudagraph", "eager"] if gpu else ["host", "eager"],
-                        help=f"step: a row for each of: {', '.join(everyone)}")
-    parser.add_argument("--batch", nargs="+", type=int, help="step: latents of a call, 2 is an image with "
-                        "guidance; image: images by one call")
+                        help=f"step: one row for each of these backends: {', '.join(everyone)}")
+    parser.add_argument("--batch", nargs="+", type=int, help="step: rows of a call (2: one image with CFG); image: "
+                        "images at once")
     parser.add_argument("--tokens", type=int, default=77, help="step: tokens of the prompt")
-    parser.add_argument("--offload", action="store_true", help="step: all weights are in main memory, from where "
-                        "diffusers' group offloading takes them, with streams")
-    parser.add_argument("--runs", type=int, help="timed calls of each row (default: step 40, else 5)")
-    parser.add_argument("--steps", type=int, help="all but step: of an image (default: 20, quality and schedules 30)")
-    parser.add_argument("--images", type=int, default=200, help="quality, schedules: how many")
+    parser.add_argument("--offload", action="store_true", help="step: keep all weights in main memory, with diffusers' "
+                        "group offloading and streams")
+    parser.add_argument("--runs", type=int, help="timed calls for each row (default: step 40, else 5)")
+    parser.add_argument("--steps", type=int, help="all but step: steps of an image (default: 20, quality and schedules "
+                        "30)")
+    parser.add_argument("--images", type=int, default=200, help="quality, schedules: number of images")
     options = parser.parse_args(arguments)
     options.runs = options.runs or (40 if options.command == "step" else 5)
     options.batch = options.batch or [1 if options.command == "image" else 2]
@@ -93,23 +95,23 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.model is None and options.command not in ("quality", "schedules"):
         options.model = ["sdxl", "sd15"] if gpu else ["tiny-sdxl", "tiny-sd15"]
     if (options.url is not None) != (options.command == "webui"):
-        parser.error("webui takes an address, and the other commands none")
+        parser.error("webui needs an address, and the other commands take none")
     if options.share and (options.command != "webui" or options.set):
-        parser.error("--share goes with webui, and without --set")
+        parser.error("--share works with webui only, and not with --set")
     if options.share and not options.share.is_dir():
-        parser.error(f"--share: {options.share} is no folder")
+        parser.error(f"--share: {options.share} is not a folder")
     try:
         options.set = [options_of(words) for words in options.set]
         options.size = [parse_size(text) for text in options.size]
         if any(size.batch > 1 for size in options.size):
-            raise ValueError("--size takes pixels alone, such as 768x512; images at once are --batch's")
+            raise ValueError("--size takes pixels alone, such as 768x512; use --batch for several images at once")
     except ValueError as problem:
         parser.error(str(problem))
     return options
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on."""
+    """The facts about this machine that the numbers depend on."""
     facts = {**asdict(Fingerprint.of()), "python": platform.python_version(), "threads": torch.get_num_threads()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["diffusers"] = importlib.metadata.version("diffusers")
@@ -117,19 +119,19 @@ def machine() -> dict[str, Any]:
 
 
 def cells(row: Row) -> dict[str, str]:
-    """What is printed of a row: not the lists of all times."""
+    """The values of a row as printed, without the lists of all times."""
     return {name: shown(value) for name, value in row.items() if not name.startswith("all_")}
 
 
 def shown(value: Any) -> str:
-    """A value of a row, as it is printed."""
+    """A value of a row as printed."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table of all that any row has."""
+    """A Markdown table of the rows, with a column for every name that any row has."""
     printed = [cells(row) for row in rows]
     names = sorted(dict.fromkeys(name for row in printed for name in row), key=("served_by", "note").__contains__)
     heads = [name.replace("_", " ") for name in names]
@@ -139,11 +141,12 @@ def table(rows: Sequence[Row]) -> str:
 
 @torch.no_grad()
 def main() -> int:
+    """Run the command, print its rows, and return the exit code."""
     options = parse()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    # Where Windows redirects this to a file, that takes the letters of one region alone.
+    # On Windows, output that is redirected to a file only supports the letters of one code page.
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    # A WebUI needs the card's memory for itself.
+    # With --share, the GPU's memory is left to the WebUI.
     here = torch.cuda.is_available() and not options.share
     device = torch.device("cuda", torch.cuda.current_device()) if here else torch.device("cpu")
     facts = {} if options.share else machine()
@@ -152,7 +155,7 @@ def main() -> int:
     try:
         for row in (share if options.share else COMMANDS[options.command])(options, device):
             rows.append(row)
-            # A run that is stopped has printed and written what it measured.
+            # Print and write each row at once, so that a run that is stopped keeps its results.
             print(", ".join(f"{name} {value}" for name, value in cells(row).items()), file=sys.stderr)
             if options.json:
                 document = {"command": sys.argv[1:], "machine": facts, "rows": rows}

@@ -1,4 +1,4 @@
-"""On a GPU, the calls of tests belong to no image: kernels are measured before their first use, as pre-warming does."""
+"""On a GPU, the calls of tests are a warm-up: kernels are measured before their first use, as in a pre-warm."""
 from __future__ import annotations
 
 import sys
@@ -11,7 +11,7 @@ import pytest
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import KINDS_OF
 
-# The toy transformer is there.
+# For the toy transformer.
 sys.path.append(str(Path(__file__).parent.with_name("unit")))
 
 
@@ -40,7 +40,7 @@ def tiny() -> Any:
 
 @pytest.fixture
 def unet() -> Iterator[Any]:
-    """SD1.5's UNet in float16, served by the runtime's settings."""
+    """SD1.5's UNet in float16, served with the runtime's settings."""
     import torch
 
     from lib_onediff.bench.models import random_unet
@@ -59,14 +59,14 @@ def unet() -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What matrix libraries keep since other tests, and by which attention these have computed, changes what graphs
-    take."""
+    """Tests of memory come first: workspaces that matrix libraries keep since other tests, and the attention that these
+    have chosen, change how much memory graphs take."""
     items.sort(key=lambda item: item.path.name != "test_budget.py")
 
 
 @pytest.fixture(params=list(KINDS_OF))
 def option(request: pytest.FixtureRequest) -> Any:
-    """A value of Low-bit that this GPU has."""
+    """A value of Low-bit that this GPU supports."""
     import torch
 
     lack = runtime.devices.lossy.low_bit.why_not(request.param, torch.device("cuda"), torch.float16)

@@ -1,4 +1,4 @@
-"""Calls of a UNet on a GPU, as a pipeline makes them, and what its own forward answers."""
+"""Calls of a UNet on a GPU, as a pipeline makes them, and the output of its own forward."""
 from __future__ import annotations
 
 from typing import Any
@@ -13,12 +13,12 @@ from lib_onediff.runtime.runtime import runtime
 
 
 def arguments(unet: nn.Module, width: int = 128, height: int = 128, batch: int = 2, tokens: int = 77) -> dict[str, Any]:
-    """Random inputs for a UNet, in its type; sizes in pixels."""
+    """Random inputs for a UNet, in its dtype. Sizes are in pixels."""
     return inputs(unet, width, height, batch, tokens, next(unet.parameters()).dtype)
 
 
 def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
-    """Those of a ControlNet's residuals; the middle block's is the last."""
+    """The shapes of a ControlNet's residuals; the middle block's is the last."""
     shapes: list[torch.Size] = []
     hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
     for block in unet.down_blocks:
@@ -31,7 +31,7 @@ def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
 
 
 def last_call() -> dict[str, Any]:
-    """A status in which the last call stands in the place of the last image: calls of these tests belong to none."""
+    """The status with the last call in place of the last image, because calls of these tests belong to no image."""
     last = runtime.call_stats.last_call
     entry = last.entry
     found = {**status(), "route": last.route, "reason": last.reason, "backend": last.backend}

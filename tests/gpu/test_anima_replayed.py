@@ -20,7 +20,7 @@ from lib_onediff.runtime.runtime import runtime
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime", "exact_products")]
 STAND_INS = Path(__file__).parents[1] / "contract" / "stand_ins"
 GPU = torch.device("cuda")
-# Of our error to the host's own. FP8 and INT8: of the output.
+# The largest ratio of our error to the host's own. FP8 and INT8: the error of the output.
 WORST_RATIO = 1.1
 NEAR = {"fp8": 0.12, "int8": 0.05}
 SIZES = [(64, 64, 2, 512), (33, 50, 1, 601)]
@@ -28,7 +28,7 @@ SIZES = [(64, 64, 2, 512), (33, 50, 1, 601)]
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes a network of the real width with two blocks, in a type."""
+    """Make a network of the real width with two blocks, in a dtype."""
     for folder in ("webui", "forge", "neo"):
         monkeypatch.syspath_prepend(str(STAND_INS / folder))
     anima = import_module("backend.nn.anima").Anima
@@ -56,7 +56,7 @@ def inputs(dtype: torch.dtype, height: int, width: int, batch: int, tokens: int)
 
 @torch.inference_mode()
 def served(network: nn.Module, given: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
-    """The last of three calls, which is replayed."""
+    """The output of the third call, which is replayed."""
     runtime.configure(Settings(**options))
     runtime.adopt(network)
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""torch's implementations of attention, called by themselves on a real GPU, against torch's own way to them."""
+"""torch's attention kernels, called directly on a real GPU, against scaled_dot_product_attention."""
 from __future__ import annotations
 
 import pytest
@@ -17,7 +17,7 @@ SHAPES = {
     "SDXL": ((2, 10, 4096, 64), (2, 10, 4096, 64)), "SDXL context": ((2, 10, 4096, 64), (2, 10, 77, 64)),
     "SD1.5": ((2, 8, 1024, 80), (2, 8, 1024, 80)), "odd": ((2, 8, 45, 40), (2, 8, 154, 40)),
 }
-# What holds all scores at once refuses more of them than that.
+# MATH stores all scores, and is refused for the larger shapes.
 CASES = [(backend, name) for backend in FUSED for name in SHAPES if backend != MATH or name == "odd"]
 CLOSE = {torch.float16: 1e-2, torch.bfloat16: 2e-2}
 

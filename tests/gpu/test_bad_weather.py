@@ -1,5 +1,4 @@
-"""Bad weather on a real GPU: what fails or finds too little memory is served by the next step of the ladder, and the
-entry says why."""
+"""Failures and lack of memory on a real GPU: the next backend serves, and the entry has the reason."""
 from __future__ import annotations
 
 import gc
@@ -33,7 +32,8 @@ def unet() -> Iterator[nn.Module]:
 
 @torch.no_grad()
 def use(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple[str, str]:
-    """Several calls, each of which must have the right output: what fails is tried twice. Returns who served."""
+    """Make several calls, each of which must have the right output; a failed backend is tried twice. Returns who
+    served."""
     for _ in range(calls):
         output = unet(**given, return_dict=False)[0]
         assert relative_error(output, host(unet, given)) < CLOSE, last_call()

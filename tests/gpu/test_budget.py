@@ -1,4 +1,4 @@
-"""The memory of graphs on a real GPU: within the budget whatever is used, as rows say, and given up in time."""
+"""The memory of graphs on a real GPU stays within the budget, is as large as rows show, and is freed in time."""
 from __future__ import annotations
 
 import gc
@@ -24,7 +24,7 @@ from lib_onediff.runtime.verify import relative_error
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20
-# What matrix libraries allocate for a stream when it is first used, and torch may have given back since.
+# Workspaces that matrix libraries allocate at the first use of a stream, and that torch may have freed since.
 WORKSPACE = 9 * MIB
 CLOSE = 1e-2
 SMALL = (512, 512)
@@ -35,7 +35,7 @@ SIDES = {"512x512": SMALL, "768x512": MIDDLE}
 
 @torch.no_grad()
 def use(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
-    """Several calls; the last must have the right output."""
+    """Make several calls; the last one must have the right output."""
     given = inputs(unet, *size, 2, 77, torch.float16)
     for _ in range(calls):
         output = unet(**given).sample
@@ -70,7 +70,7 @@ def test_purging_a_row_frees_what_it_said(unet: nn.Module, order: tuple[tuple[in
         assert set(states()) == set(rest)
         for width, height in map(SIDES.__getitem__, rest):
             use(unet, (width, height), 2)
-            # What stays is replayed and right, captured again where it had to be.
+            # The remaining shapes are replayed with the right output, after another capture if necessary.
             assert last_call()["route"] == "graph", last_call()["reason"]
         fell = before - reserved()
         assert abs(fell - said) <= 0.1 * said + WORKSPACE, f"{said / MIB:.1f} MiB said, {fell / MIB:.1f} fell"
@@ -79,7 +79,7 @@ def test_purging_a_row_frees_what_it_said(unet: nn.Module, order: tuple[tuple[in
 
 @torch.no_grad()
 def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
-    """As ADetailer inpaints faces: a new size for each, which is hardly ever met again."""
+    """As ADetailer inpaints faces: each has a new size that is hardly ever used again."""
     use(unet, LARGE)
     needs = row(LARGE).needs
     runtime.purge()
@@ -121,7 +121,7 @@ def test_what_a_call_needs_is_measured_without_touching_torchs_peak(unet: nn.Mod
 
 
 def test_our_memory_is_not_given_back_while_somebody_captures(unet: nn.Module) -> None:
-    """Another extension's capture in another thread goes on, and so does OneDiff."""
+    """Another extension's capture in another thread continues, and so does OneDiff."""
     use(unet, SMALL)
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""Graphs on a real GPU, by the backend cudagraph or what auto takes here, against the model's own forward."""
+"""Graphs on a real GPU, by the backend cudagraph or the automatic choice, against the model's own forward."""
 from __future__ import annotations
 
 import gc
@@ -25,7 +25,7 @@ MIB = 2**20
 
 
 def ours(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
-    """The output of the last of several calls: plain, plain and then captured, replayed."""
+    """The output of the last of several calls: without a graph, without one and then captured, replayed."""
     with torch.no_grad():
         for _ in range(calls):
             output = unet(**given, return_dict=False)[0]
@@ -55,7 +55,7 @@ def test_everything_of_a_call_is_an_input_and_an_output_is_the_callers(tiny: nn.
 
 @torch.no_grad()
 def change_by_moving(unet: nn.Module) -> None:
-    """To other addresses, with other values."""
+    """Move the weights to other addresses, with other values."""
     unet.cpu()
     occupied = [torch.randn_like(parameter, device="cuda") for parameter in unet.parameters()]
     unet.cuda()
@@ -76,7 +76,8 @@ def test_moved_weights_are_never_replayed_stale(tiny: nn.Module) -> None:
 
 
 def settle_workspaces() -> None:
-    """Let cuBLAS allocate what it keeps for the capture stream as long as the process lives (32 MiB on Hopper)."""
+    """Let cuBLAS allocate its workspace for the capture stream, which it keeps until the process ends (32 MiB on
+    Hopper)."""
     unet = random_unet("tiny-sdxl", torch.device("cuda")).half()
     compile_unet(unet)
     ours(unet, arguments(unet))
@@ -85,7 +86,7 @@ def settle_workspaces() -> None:
 
 
 def requested_bytes() -> int:
-    """What is asked of the allocator now, without what it adds to fill its blocks."""
+    """The bytes requested from the allocator, without its rounding."""
     gc.collect()
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 

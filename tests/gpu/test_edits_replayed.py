@@ -1,4 +1,4 @@
-"""Random edits under a compiled UNet with graphs, and what low-bit weights and a second card's copy make of them."""
+"""Random edits of a compiled UNet with graphs, with low-bit weights, and with a copy on a second GPU."""
 from __future__ import annotations
 
 import contextlib
@@ -17,7 +17,7 @@ from lib_onediff.bench.models import random_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
-# What rounding explains in float16 is a tenth of it; what was stale on d78e1ae was 0.02 to 1.
+# Rounding in float16 explains a tenth of this; stale results on d78e1ae had errors of 0.02 to 1.
 CLOSE = 1e-2
 NEAR = 0.15
 TRIALS = 1000
@@ -26,7 +26,7 @@ EDITS_OF_A_UNET = 2 * len(EDITS)
 
 @contextlib.contextmanager
 def as_in_images() -> Iterator[None]:
-    """Calls that wait for kernels are no images' calls, and get no plan."""
+    """The calls are not a warm-up, because warm-ups get no plan."""
     with runtime.warming_up(False):
         yield
 
@@ -72,7 +72,7 @@ def test_a_thousand_edits_count_at_the_next_call() -> None:
     assert routes["graph"] > done / 4
 
 
-# Their edits are of a size that eight bits cannot hide.
+# Edits that are large enough to show in eight bits.
 @pytest.mark.gpu
 def test_low_bit_weights_follow(option: str) -> None:
     unet, given = compiled("sdxl", 1024, low_bit=option, low_bit_budget=0.12)

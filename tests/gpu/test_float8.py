@@ -1,5 +1,5 @@
-"""FP8 on a real GPU: by one scale for each factor as near as with one for every row and column; and our own products,
-a feed-forward's first with its GEGLU, and convolutions, those of other types too, by every launch config."""
+"""FP8 on a real GPU: one scale for each factor is as exact as one for every row and column; and our own products, a
+feed-forward's first one with its GEGLU, and convolutions, also in other dtypes, with every launch config."""
 from __future__ import annotations
 
 import pytest
@@ -31,8 +31,8 @@ from lib_onediff.weights.low_bit import FP8, KINDS, Product, as_rows, gated_scal
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 COPIES = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-# What three bits after the point make of normal numbers, and how a GPU sums products of float8: in 22 bits, the more of
-# them the farther off (2.5e-3 of 11,520).
+# The error of three bits of mantissa for normally distributed numbers, and of a GPU's float8 sums, which have 22 bits
+# and lose more of them with more terms (2.5e-3 at 11,520).
 ROUNDED = 3e-2
 SUMMED = 5e-3
 
@@ -79,7 +79,7 @@ def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, h
 def test_a_convolution(
     kind: torch.dtype, config: LaunchConfig, batch: int, channels: int, out: int, size: tuple[int, int]
 ) -> None:
-    """In eight bits, of the rounded factors; in float16, summed in it."""
+    """In eight bits, against the rounded factors; in float16, with float16 sums."""
     image = torch.randn(batch, channels, *size, device=GPU, dtype=torch.float16)
     image, weight = (
         tensor.to(memory_format=torch.channels_last)
@@ -104,9 +104,9 @@ def test_a_convolution(
 # --- one scale for each factor ----------------------------------------------------------------------------------------
 
 EPS = 1e-5
-# Than by scales of rows.
+# Compared with scales for rows.
 WORSE = 1.1
-# SDXL's at 1024x1024 with guidance, and rows that are no multiple of anything.
+# SDXL's shapes at 1024x1024 with CFG, and numbers of rows that are not multiples of anything.
 PRODUCTS = [
     Product(2048, 1280, 10240, NORMED), Product(2048, 1280, 3840, NORMED), Product(2048, 1280, 1280, NORMED),
     Product(8192, 640, 5120, NORMED), Product(2048, 5120, 1280, GATED), Product(8192, 2560, 640, GATED),
@@ -134,7 +134,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
-    """The product of both in float8, each row by its own scale."""
+    """The product of both in float8, with a scale for each row."""
     (values, scales), (others, columns) = (rounded_rows(rows, FP8) for rows in (tokens, weight))
     return (values.double() * scales) @ (others.double() * columns).t()
 

@@ -1,4 +1,4 @@
-"""Low-bit's error budget on a real GPU: what SDXL-sized random weights bear."""
+"""Low-bit's error budget on a real GPU, with random weights of SDXL's size."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -26,14 +26,15 @@ BUDGET = 0.02
 
 @pytest.fixture(autouse=True)
 def warming_up() -> Iterator[None]:
-    """Not in all calls: what makes a shape ready measures nothing."""
+    """The calls are not a warm-up, because warm-ups measure no errors."""
     yield
 
 
 @pytest.fixture
 def sdxl() -> Iterator[nn.Module]:
     runtime.purge()
-    # What other tests have measured of these norms and biases is none of this one's; what gains on this card is.
+    # Errors that other tests have measured for these norms and biases are not used here; the products that are faster
+    # on this GPU are.
     cache = runtime.tuning_cache
     cache._values = {name: value for name, value in cache._values.items() if " errors, " not in name}
     unet = random_unet("sdxl", torch.device("cuda")).half()

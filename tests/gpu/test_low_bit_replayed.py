@@ -1,5 +1,5 @@
-"""Low-bit on a real GPU: whole UNets by graphs; and Low-bit only, what SDXL's weights take there, and that everybody
-else finds them where they were."""
+"""Low-bit on a real GPU: whole UNets by graphs; and Low-bit only, with the memory of SDXL's weights, which the host
+gets back unchanged."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -32,11 +32,11 @@ def nothing_known() -> Iterator[None]:
 
 @pytest.fixture
 def every_product(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The networks are small, and all of their products are done in eight bits nevertheless."""
+    """All products are computed in eight bits, although the networks are small."""
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
     ours = runtime.devices.lossy.low_bit
     ours.forget()
-    # By turns, where there are several kinds.
+    # In turn, if there are several formats.
     monkeypatch.setattr(ours, "_best", lambda product, dtype, kinds: kinds[product.out // 32 % len(kinds)])
     monkeypatch.setattr(ours, "gains", lambda product, dtype, kind: 1.0)
     yield

@@ -24,7 +24,7 @@ GIB = 2**30
 
 @torch.no_grad()
 def ours(unet: nn.Module, given: dict[str, Any], backend: str = "native") -> Tensor:
-    """The output of the last of three calls: plain, plain and captured afterwards, replayed."""
+    """The output of the last of three calls: without a graph, without one and captured afterwards, replayed."""
     for _ in range(3):
         output = unet(**given, return_dict=False)[0]
     assert last_call()["backend"] == backend, last_call()["reason"]
@@ -52,7 +52,7 @@ def needs_memory(gibibytes: int) -> None:
 def test_no_farther_from_float32_than_the_host(name: str, backend: str, dtype: torch.dtype) -> None:
     needs_memory(20)
     unet = random_unet(name, torch.device("cuda")).to(dtype)
-    # One small picture's rounding errors happen to add up or not: many of them do not.
+    # The rounding errors of one small image may add up by chance; those of many do not.
     calls = [arguments(unet, *size, batch=2 if min(size) > 100 else 16) for size in SIZES]
     hosts = [host(unet, given) for given in calls]
     compile_unet(unet, backend=backend)

@@ -15,7 +15,8 @@ from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 WORST_RATIO = 1.1
-# What float32 arithmetic in another order may cost beside torch's own error; half types round a thousand times more.
+# How much larger than torch's own error ours may be in float32, because of the order of sums; half types round a
+# thousand times more.
 FLOAT32_ROUNDING = 4 * torch.finfo(torch.float32).eps
 GIB = 2**30
 
@@ -64,7 +65,7 @@ def much_memory() -> None:
 
 
 def same_in_every_tile(image: Tensor, tile: Tensor) -> bool:
-    """Whether an image is this tile, over and over."""
+    """Whether an image consists of copies of this tile."""
     height, width = tile.shape[2:]
     repeated = channels_last(tile.repeat(1, 1, 1, image.shape[3] // width))
     return all(torch.equal(image[:, :, row:row + height], repeated) for row in range(0, image.shape[2], height))
@@ -78,7 +79,7 @@ def test_an_image_of_more_than_two_to_the_31_elements() -> None:
     image = channels_last(tile.repeat(1, 1, 100, 100))
     assert image.numel() > 2**31
     output = native_images.group_norm(image, None, weight, bias, 32, 1e-5, True, None)
-    # Repeating a picture changes neither its mean nor its variance.
+    # Repeating an image changes neither its mean nor its variance.
     expected = exact.group_norm(tile, weight, bias, 32, 1e-5, True)
     for corner in (output[..., :26, :26], output[..., -26:, -26:]):
         assert relative_error(corner, expected) < 1e-3

@@ -1,4 +1,5 @@
-"""LoRAs on the fly and weights in float8 on a real GPU: in graphs, as exact as the host, and without a second UNet."""
+"""LoRAs on the fly and weights in float8 on a real GPU: in graphs, as exact as the host, and without a second copy of
+the UNet."""
 from __future__ import annotations
 
 import copy
@@ -32,7 +33,7 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 class LowVramPatch:
-    """ComfyUI's function for a list of patches: the whole product is added to the weight, at every call."""
+    """ComfyUI's function for a list of patches: the whole product is added to the weight at every call."""
 
     def __init__(self, key: str, patches: dict[str, list[Any]]) -> None:
         self.key = key
@@ -98,7 +99,7 @@ def host_unet(name: str, stored: torch.dtype) -> nn.Module:
 
 
 def put_on(unet: nn.Module, strength: float, rank: int = 16) -> dict[str, list[Any]]:
-    """A LoRA on every linear layer of every attention."""
+    """Add a LoRA to every linear layer of every attention."""
     generator = torch.Generator("cuda").manual_seed(0)
     patches = {}
     random = lambda *shape: torch.randn(shape, generator=generator, device="cuda", dtype=torch.float16)  # noqa: E731
@@ -150,7 +151,7 @@ def host_traits() -> HostTraits:
 def served(
     unet: nn.Module, call: UNetCall, backend: str, calls: int = 3, traits: HostTraits | None = None
 ) -> Tensor:
-    """The output of the last of several calls: plain, plain and captured afterwards, replayed."""
+    """The output of the last of several calls: without a graph, without one and then captured, replayed."""
     runtime.adopt(unet, Settings(backend=backend), traits or host_traits())
     with torch.no_grad():
         for _ in range(calls):
@@ -163,7 +164,7 @@ def served(
 
 @torch.no_grad()
 def exact_output(unet: Any, call: UNetCall) -> Tensor:
-    """By the same parameters, in float32."""
+    """The output with the same parameters in float32."""
     wide = lambda tensor: None if tensor is None else tensor.float()  # noqa: E731
     return forward(unet, UNetCall(wide(call.latent), call.timestep, wide(call.context), wide(call.y)))()
 
@@ -195,7 +196,7 @@ def test_no_farther_from_float32_than_the_host(name: str, side: int, stored: tor
 
 
 def peak(work: Callable[[], object]) -> int:
-    """Bytes that torch held at most during work(), beside what it held before."""
+    """The peak bytes that torch allocated during work(), minus those allocated before."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -207,7 +208,7 @@ def peak(work: Callable[[], object]) -> int:
 
 
 def test_no_second_unet() -> None:
-    """Of plain launches; a graph's memory is budgeted."""
+    """In calls without a graph; a graph's memory is within a budget."""
     unet = host_unet("sdxl", torch.float8_e4m3fn)
     call = call_for(unet, 1024)
     put_on(unet, 0.5)
@@ -219,12 +220,12 @@ def test_no_second_unet() -> None:
     network = runtime.services.networks.get(unet)
     assert network is not None
     mine = peak(lambda: served(unet, call, "eager", calls=1)) + held
-    # Beside the LoRAs and small parameters.
+    # Besides the LoRAs and small parameters.
     assert mine - network.bound.on_the_fly.bytes <= host + MOST_MORE
 
 
 def autocast_unet(name: str) -> nn.Module:
-    """As A1111's option "FP8 weight": linear layers and convolutions in float8, norms in float16."""
+    """As with A1111's option "FP8 weight": linear layers and convolutions in float8, norms in float16."""
     unet = random_unet(name, torch.device("cuda")).half()
     for module in unet.modules():
         if isinstance(module, (nn.Linear, nn.Conv2d)):
@@ -247,7 +248,7 @@ def test_weights_that_torch_autocast_casts(name: str, side: int, backend: str) -
         assert relative_error(mine, exact) <= WORST_RATIO * relative_error(host, exact)
 
     check()
-    # A LoRA that is merged in place, biases too: the graph reads the weights where they lie.
+    # A LoRA that is merged in place, biases too: the graph reads the weights at the same addresses.
     with torch.no_grad():
         for parameter in unet.parameters():
             if parameter.dtype == FLOAT8[0]:

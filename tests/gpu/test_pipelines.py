@@ -1,4 +1,4 @@
-"""Whole pictures on a GPU in half precision, through pipelines of diffusers that are given embeddings."""
+"""Whole images on a GPU in half precision, by diffusers pipelines that get embeddings."""
 from __future__ import annotations
 
 from typing import Any
@@ -23,11 +23,11 @@ NAMES = ["StableDiffusionPipeline", "StableDiffusionXLPipeline"]
 
 @pytest.fixture(autouse=True)
 def warming_up() -> None:
-    """Not for whole tests: a call that belongs to no image makes every step whole."""
+    """The calls are not a warm-up, in which every step would compute the whole UNet."""
 
 
 def pipeline(name: str, dtype: torch.dtype) -> Any:
-    """A random pipeline without text encoders, the same weights at every call."""
+    """A random pipeline without text encoders, with the same weights each time."""
     import diffusers
 
     xl = "XL" in name
@@ -45,7 +45,7 @@ def pipeline(name: str, dtype: torch.dtype) -> Any:
 
 
 def latents(pipe: Any, **arguments: Any) -> torch.Tensor:
-    """What the sampler ends with, (1, 4, height, width) in float32."""
+    """The final latents of the sampler, (1, 4, height, width) in float32."""
     generator = torch.Generator().manual_seed(1)
     embed = lambda *shape: torch.randn(shape, generator=generator).to("cuda", pipe.unet.dtype)  # noqa: E731
     given = {"prompt_embeds": embed(1, 77, CONTEXT_WIDTH), "negative_prompt_embeds": embed(1, 77, CONTEXT_WIDTH)}
@@ -81,7 +81,7 @@ DEEPCACHE = {"deepcache_interval": 3, "deepcache_depth": 2}
 
 
 def with_kernels(pipe: Any) -> Any:
-    """The pipe, once its kernels are compiled."""
+    """The pipeline, after its kernels were compiled."""
     with runtime.warming_up():
         latents(pipe, **PICTURE)
     return pipe
@@ -105,7 +105,7 @@ def test_every_call_of_the_second_picture_is_replayed(backend: str) -> None:
 
 
 def test_new_weights_and_freed_memory_between_pictures() -> None:
-    """The graphs and the feature that they share come and go together."""
+    """The graphs and the deep feature that they share are made and dropped together."""
     pipe = pipeline(NAMES[0], torch.float16)
     with_kernels(compile_pipe(pipe, ignores=("vae",), **DEEPCACHE))
     first = [latents(pipe, **PICTURE) for _ in range(2)][-1]

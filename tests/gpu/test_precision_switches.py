@@ -1,4 +1,4 @@
-"""On a real GPU: the switches of precision do what we say of them."""
+"""On a real GPU, the switches for precision have the effects that we document."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""On a real GPU: what was pre-warmed is replayed by the very first call of a picture."""
+"""On a real GPU, the first call of an image at a pre-warmed size is replayed."""
 from __future__ import annotations
 
 import threading
@@ -73,7 +73,7 @@ def test_the_first_call_afterwards_replays_a_graph(host: Host) -> None:
         time.sleep(0.01)
     assert [(job.state, job.share, job.reason) for job in host.queue.jobs()] == [("done", 1.0, "")] * len(jobs)
     assert {CHECKING, CAPTURING} <= host.told
-    # Pictures come from other threads than the worker that has captured.
+    # Images come from other threads than the worker that has captured the graphs.
     for size in SIZES:
         for latents in (2 * size.batch, size.batch):
             before = runtime.call_stats.calls["graph"]

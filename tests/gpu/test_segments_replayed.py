@@ -1,4 +1,4 @@
-"""Graphs between functions of other extensions, on a real GPU: the memory of their parts lies over each other."""
+"""Graphs between functions of other extensions, on a real GPU: the tensors of their segments overlap in memory."""
 from __future__ import annotations
 
 import contextlib
@@ -29,7 +29,7 @@ def unet() -> Any:
 
 
 def call(unet: Any, width: int = 256, height: int = 256, seed: int = 0, **wanted: str) -> float:
-    """How far our output of a call is from the host's, which has the same random numbers to draw."""
+    """The error of our output of a call against the host's, with the same random numbers."""
     given = inputs(unet, width, height, 2, 77, torch.float16)
     torch.manual_seed(seed)
     given["sample"] = torch.randn_like(given["sample"])
@@ -43,7 +43,7 @@ def call(unet: Any, width: int = 256, height: int = 256, seed: int = 0, **wanted
 
 
 class ScaledContext:
-    """An attention processor that OneDiff does not know: diffusers' own, with a stronger prompt."""
+    """An attention processor that OneDiff does not know: diffusers' own with a stronger prompt."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
@@ -64,7 +64,7 @@ def put(unet: Any, make: Any, names: Any = None) -> None:
 
 @contextlib.contextmanager
 def scaled_context(unet: Any) -> Iterator[None]:
-    """An unknown processor in every cross attention."""
+    """An unknown processor in every cross-attention."""
     before = unet.attn_processors
     put(unet, ScaledContext)
     yield
@@ -72,7 +72,7 @@ def scaled_context(unet: Any) -> Iterator[None]:
 
 
 class Keeping:
-    """Keeps what it is given, draws random numbers on the GPU, and writes to its input."""
+    """Keeps its arguments, draws random numbers on the GPU, and writes to its input."""
 
     kept: list[tuple[Tensor, Tensor]] = []
 
@@ -121,7 +121,7 @@ def test_sizes_with_functions_and_without_share_a_pool(unet: Any) -> None:
             for size in sizes:
                 assert call(unet, *size, seed=seed, route="graph") < 5e-3
     for size in sizes:
-        # Its processors are others: what was recorded before is of no use.
+        # It has other processors, so earlier graphs do not fit.
         call(unet, *size)
         assert call(unet, *size, route="graph") < 5e-3
 
@@ -140,7 +140,7 @@ def test_a_function_that_fails_while_it_is_recorded_harms_nobody(unet: Any) -> N
     call(unet, 128, 128)
     put(unet, Failing)
     count = len(cross_attentions(unet))
-    # Twice by us and once by the host at the first use, once each at the second, and then while it is recorded.
+    # Twice by us and once by the host at the first use, once each at the second, and then during the capture.
     Failing.after = 0
     call(unet, seed=0)
     Failing.after = count + count // 2

@@ -1,5 +1,5 @@
 """Layers that a file stores in INT8, rotated INT8 or FP8, on a real GPU: the rows that norms, gated units and
-activations make, integer by integer; and layers of each kind, with LoRAs beside them, as wide as Anima's and SDXL's."""
+activations quantize, integer by integer; and layers of each format, with LoRAs, as wide as Anima's and SDXL's."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,7 +29,8 @@ GPU = torch.device("cuda")
 EPS = 1e-6
 FLOAT8, INTEGERS = torch.float8_e4m3fn, torch.int8
 ROTATIONS = pytest.mark.parametrize("rotation", [0, 256])
-# Of integers: sums in another order, and numbers in the middle between two of bfloat16.
+# The part of integers that may differ: because of sums in another order, and of numbers in the middle between two of
+# bfloat16.
 MOVED = 5e-3
 
 
@@ -52,10 +53,10 @@ def rule_for(rotation: int) -> Rule:
 
 def assert_same(found: QuantizedTokens, rows: Tensor, rotation: int) -> None:
     values, scales = hosts_rows(rows.flatten(0, -2), hadamard(rotation, GPU) if rotation else None)
-    # The largest number of a row may lie in the middle between two of its type.
+    # The largest number of a row may be in the middle between two of its dtype.
     assert torch.allclose(found.scales, scales, rtol=torch.finfo(rows.dtype).eps, atol=0)
     difference = (found.values.int() - values.int()).abs()
-    # In bfloat16, a sum in another order may move a number and its quotient: by one each.
+    # In bfloat16, sums in another order may change a number and its quotient by one step each.
     assert int(difference.max()) <= 2
     assert float(difference.double().mean()) <= MOVED
 
@@ -119,7 +120,7 @@ def test_rows_of_an_adaptive_norm(rotation: int, dtype: torch.dtype) -> None:
     assert torch.equal(standing.tokens, expected.tokens)
     assert_same(found, written, rotation)
     _, both = rounding.residual_norm(given(), *how, INT8, rule, is_plain_too=True)
-    # The same numbers, to the last digit: two kernels may contract products and sums in other ways.
+    # The same numbers, except the last digit: two kernels may contract products and sums differently.
     assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
     assert_same(both, written, rotation)
 
@@ -140,7 +141,7 @@ def test_what_is_no_number_is_not_hidden(rotation: int, strange: float, dtype: t
 def test_a_product_with_one_scale_for_all_columns_and_with_loras(
     config: Any, one_scale: bool, layers: int, ranks: int, dtype: torch.dtype
 ) -> None:
-    """layers: of equal sizes, in one; each with LoRAs of its own."""
+    """layers: of equal sizes, fused into one; each with LoRAs of its own."""
     values, scales = hosts_rows(random(333, 512, dtype=dtype))
     weight = torch.randint(-128, 128, (336, 512), device=GPU).to(torch.int8)
     columns = torch.rand(1, 1 if one_scale else 336, device=GPU) / 1000
@@ -172,7 +173,7 @@ def operators(dtype: torch.dtype) -> NativeOperators:
 
 
 def stored(out: int, width: int, values: torch.dtype, rotation: int, dtype: torch.dtype, lora: bool) -> LayerWeights:
-    """A layer in eight bits alone. Its products are of the size of its input."""
+    """A layer whose weight exists in eight bits alone. Its products are as large as its input."""
     if values == INTEGERS:
         weight = torch.randint(-128, 128, (out, width), device=GPU).to(values)
         scales = (torch.rand(1, out, device=GPU) + 0.5) / 74 / width**0.5
@@ -189,9 +190,9 @@ def stored(out: int, width: int, values: torch.dtype, rotation: int, dtype: torc
 
 
 def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights) -> None:
-    """work: a function of operators, layers, and the dtype of its tensors. INT8 errs as torch's operators do, by the
-    hosts' rule, without LoRAs: beside these, they round no input. FP8 errs as three bits after the point make it, in
-    two layers."""
+    """work: a function of operators, layers, and the dtype of its tensors. INT8's error is that of torch's operators,
+    which follow the hosts' rule, without LoRAs: with LoRAs, they do not round the input. FP8's error is that of three
+    bits of mantissa in two layers."""
     torch.manual_seed(1)
     with torch.no_grad():
         ours = work(operators(dtype), dtype, *layers)
@@ -207,7 +208,7 @@ def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights
 
 
 def made(dtype: torch.dtype, of: torch.dtype, *shape: int) -> Tensor:
-    """Numbers of a type, in another one."""
+    """Numbers of one dtype in another one."""
     return torch.randn(shape, device=GPU).to(of).to(dtype)
 
 
@@ -245,7 +246,7 @@ def test_behind_an_adaptive_norm(
         # In float16, residuals are in float32.
         residual = Residual(tokens.float() if of == torch.float16 else tokens)
         shift, factor, gate = made(of, dtype, 2, 3 * 2048).chunk(3, dim=1)
-        # In place: the kernel reads vectors that lie side by side.
+        # In place: the kernel reads vectors that are adjacent in memory.
         factor += 3
         norm, modulation = AdaptiveNorm(2048, EPS), Modulation(factor, shift)
         for _ in range(2):

@@ -1,4 +1,4 @@
-"""Weights that a host keeps in main memory: copied beside the computing, and never stale."""
+"""Weights that a host keeps in main memory are copied while the GPU computes, and are never stale."""
 from __future__ import annotations
 
 import random
@@ -33,7 +33,7 @@ def to_main_memory(layer: nn.Module, given: Any, output: Any) -> None:
 
 
 def moved(unet: nn.Module, share: float) -> nn.Module:
-    """As a host that has no room for this share of a UNet's layers: each is brought for its own forward."""
+    """As in a host that has no room for this part of a UNet's layers: each is moved to the GPU for its own forward."""
     chance = random.Random(0)
     for layer in unet.modules():
         if layer._parameters and chance.random() < share:
@@ -42,7 +42,7 @@ def moved(unet: nn.Module, share: float) -> nn.Module:
 
 
 def brought(unet: nn.Module) -> nn.Module:
-    """Whatever lies in main memory by now is brought for its own forward."""
+    """All layers in main memory are moved to the GPU for their own forward."""
     for layer in unet.modules():
         is_away = any(one is not None and one.device == MAIN for one in layer._parameters.values())
         if is_away and to_gpu not in layer._forward_pre_hooks.values():
@@ -131,7 +131,7 @@ def test_what_is_kept_in_eight_bits_is_not_copied(option: Any) -> None:
     assert "only" in status["lossy"] and status["route"] == "graph", status["reason"]
     assert 1e-3 < relative_error(output, expected) < 0.12
     whole = network.bound.streaming.copied()
-    # The convolutions of SD1.5 are three quarters of it.
+    # SD1.5's convolutions are three quarters of its weights.
     assert network.bound.streaming.copied(network.low_bit.names()) < 0.8 * whole
 
 

@@ -1,4 +1,4 @@
-"""Threads with CUDA streams of their own: graphs and their inputs are shared."""
+"""Threads with CUDA streams of their own share graphs and their inputs."""
 from __future__ import annotations
 
 import threading

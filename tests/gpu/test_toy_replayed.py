@@ -13,7 +13,7 @@ from lib_onediff.runtime.runtime import Runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exact_products")]
 GPU = torch.device("cuda")
-# Of our error to the network's own.
+# The largest ratio of our error to the network's own.
 WORST_RATIO = 1.2
 
 

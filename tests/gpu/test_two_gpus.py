@@ -1,5 +1,5 @@
-"""Two real GPUs: calls that both compute, and models on the one that is not torch's current, exact, by graph, timed and
-tuned under its own card's name, with the current device as the caller had it."""
+"""Two real GPUs: calls that both compute, and models on the GPU that is not torch's current one: exact, by graphs,
+timed, and tuned under its own card's name, with the caller's current device unchanged."""
 from __future__ import annotations
 
 import gc
@@ -32,7 +32,7 @@ MIB = 2**20
 
 @pytest.fixture(autouse=True)
 def warming_up() -> Iterator[None]:
-    """Not for whole tests: calls that belong to no image are found out anew each time."""
+    """The calls are not a warm-up, because calls of a warm-up get no plan."""
     torch.cuda.set_device(0)
     yield
     runtime.release_all()
@@ -44,7 +44,7 @@ def second() -> dict[str, Any]:
 
 
 def ready(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int = 4) -> Tensor:
-    """The output of a call that both cards replay."""
+    """The output of a call that both GPUs replay."""
     with runtime.warming_up():
         for _ in range(2):
             called(unet, given)
@@ -91,7 +91,7 @@ def test_a_replay_waits_for_no_gpu_and_reads_each_call_s_inputs(tiny: nn.Module)
 
 
 def change_one_row(unet: nn.Module) -> None:
-    """It counts no edit."""
+    """An edit that torch does not count."""
     unet.mid_block.resnets[0].conv1.weight.data[3] *= 2
 
 
@@ -136,7 +136,7 @@ def test_another_checkpoint_and_unloading_leave_nothing_on_the_second_card(tiny:
     assert second()["bytes"] == weights and allocated() >= weights
     for unet in (tiny, other):
         uncompile_unet(unet)
-    # What the matrix libraries keep for a stream stays.
+    # The matrix libraries keep their workspaces for a stream.
     assert second()["bytes"] == 0 and allocated() < weights + 160 * MIB
     before = allocated()
     compile_unet(tiny, second_gpu="auto")
@@ -150,7 +150,7 @@ def test_another_checkpoint_and_unloading_leave_nothing_on_the_second_card(tiny:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Cards of different names, where the machine's are of one kind."""
+    """Cards of different names, although the machine's are of one model."""
     monkeypatch.setattr(
         torch.cuda, "get_device_name",
         lambda device=None: f"card {torch.cuda.current_device() if device is None else torch.device(device).index}",

@@ -1,4 +1,4 @@
-"""The kernels that give rows of tokens in eight bits against float64, and what a residual owes after such a product."""
+"""The kernels that produce 8-bit rows of tokens, against float64, and residuals after 8-bit products."""
 from __future__ import annotations
 
 from itertools import product
@@ -29,9 +29,10 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind, empty_like
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Half a step of float8's, relative to a value.
+# Half a step of float8, relative to a value.
 HALF_A_STEP = 2.0**-4
-# Triton's interpreter halves what it should round up to a power of two; over many values it is off by this.
+# Triton's interpreter halves values that should be rounded up to a power of two; the mean over many values is off by
+# this.
 INTERPRETED = 0.16
 
 
@@ -44,13 +45,12 @@ def given_back(rows: QuantizedTokens) -> Tensor:
 
 
 def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
-    """Every value is at most half a step off. float8: what is small beside the largest of its row, 2**-10 of a scale.
-    """
+    """Every value is at most half a step off. In float8, small values may be off by 2**-10 of the scale."""
     back = given_back(rows)
     one_scale = rows.scales.numel() == 1
     scales = rows.scales.double() if one_scale else rows.scales.double().view(*rows.shape, 1)
     if rows.values.dtype == INT8.dtype:
-        # float32's own rounding beside the half step.
+        # Rounding of float32 itself, besides the half step.
         assert bool(((back - exact).abs() <= 0.5 * scales + 1e-4 * exact.abs().amax(-1, keepdim=True)).all())
     elif DEVICE.type == "cuda":
         allowed = (HALF_A_STEP + 1e-3) * exact.abs() + 2.0**-10 * scales
@@ -69,10 +69,10 @@ def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
 def test_a_layer_norm_comes_in_eight_bits(
     shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind, scaled: bool
 ) -> None:
-    dtype, whole = stream_of  # whole: with everything that can be owed
+    dtype, whole = stream_of  # whole: with every field of the residual
     tokens = random(*shape, dtype=dtype)
     weight = random(shape[-1], dtype=dtype)
-    # As float8's products come out: in bfloat16, their rows not scaled yet.
+    # As after float8 products: in bfloat16, with rows that are not scaled yet.
     update = random(*shape, dtype=torch.bfloat16 if scaled else dtype)
     scales = random(*shape[:-1], 1, dtype=torch.float32) if scaled else None
     deferred_bias = random(shape[-1], dtype=torch.float32)
@@ -199,7 +199,7 @@ def test_every_launch_config_gives_the_same_rows(config: tuple[int, int], kind: 
     _, normed = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind, config)
     _, first = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind)
     assert torch.allclose(normed.scales, first.scales, rtol=1e-5)
-    # Sums in another order may move a value over the middle between two of these.
+    # Sums in another order may move a value across the middle between two steps.
     assert float((normed.values.float() == first.values.float()).double().mean()) > 0.99
 
 
@@ -216,7 +216,7 @@ def test_geglu_and_plain_rows_come_in_eight_bits(dtype: torch.dtype, kind: Kind)
     units = [given.unit if given.unit is None else given.unit.item() for given in (rounded, gated)]
     assert units == ([1.0, 1.0] if kind is FP8 else [None, None])
     if kind is INT8:
-        # A value in the middle between two may go either way.
+        # A value in the middle between two steps may be rounded either way.
         assert int((rounded.values.int() - values.int()).abs().max()) <= 1
 
 
@@ -244,7 +244,7 @@ def test_zeros_stay_zeros_and_a_nan_is_not_hidden(kind: Kind) -> None:
     back = given_back(rounding.rounded(rows, kind))
     assert bool((back[0] == 0).all())
     if DEVICE.type == "cuda" or kind is INT8:
-        # The interpreter makes a number of float8's.
+        # The interpreter's own rounding to float8.
         assert bool(back[1].isnan().any())
 
 
@@ -287,8 +287,8 @@ def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOper
 def test_norms_behind_layers_and_swiglu_in_eight_bits(
     operators: NativeOperators, kind: Kind, residual_dtype: torch.dtype
 ) -> None:
-    """RMS norms before and behind a layer, SwiGLU, and a bias that a gate multiplies. A residual in float16 has no
-    kernel: its norm is rounded behind torch's operators."""
+    """RMS norms before and after a layer, SwiGLU, and a bias that is multiplied by a gate. A residual in float16 has no
+    kernel: its norm is quantized after torch's operators have computed it."""
     into = torch.randn(2 * WIDTH, WIDTH).half() / 8
     out = torch.randn(WIDTH, WIDTH).half() / 8
     bias = torch.randn(WIDTH).half()

@@ -1,5 +1,8 @@
-"""The kernels that a network launches: measured at its shapes, for the best launch configs on this GPU and for whether
-products in eight bits gain; and loaded by a launch on a few numbers, before its first call."""
+"""Measures and loads the kernels that a network launches.
+
+Measured are, at the network's shapes, the fastest launch configs on this GPU, and which products are faster in eight
+bits. A kernel is loaded by a launch on small inputs, before the network's first call.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -53,17 +56,19 @@ from .low_bit import float8
 
 GROUPS = 32
 EPS = 1e-5
-# Of random numbers in int8.
+# The standard deviation of random int8 numbers.
 SPREAD = 32.0
 # The widest tokens of UNets and of Anima.
 WIDEST_USUAL = 2048
-# What takes the most time in its class: sides of an image, rows of tokens, queries and keys of a cross attention.
+# The sizes that are measured, for each class those that take the most time in a network: sides of a feature map, rows
+# of tokens, queries and keys of a cross-attention.
 BATCH = 2
 SIDES = {configs.SMALL: 32, configs.LARGE: 64}
 ROWS = 4096
 QUERIES = 1024
 KEYS = 77
-# Rows of tokens, and sides of an image, that kernels are loaded with: of one for small images, and of each class.
+# The sizes of the inputs with which kernels are loaded: rows of tokens; and sides of a feature map, one for the kernel
+# for small ones and one for each class.
 FEW = 4
 LOADED_SIDES = FEW, 32, 48
 
@@ -71,16 +76,17 @@ LOADED_SIDES = FEW, 32, 48
 def tune_kernels(
     launches: Launches, users: Iterable[Any], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> int:
-    """Measure every kernel and class of a network with these layers (its layout's kernel_users), where that was not
-    done on this GPU.
+    """Measure every kernel and class of shapes of a network that was not measured on this GPU before. Returns their
+    number.
 
-    Returns how many there were. Each loads a few variants: seconds, once on a machine. Raises what a launch raises.
+    users: the layout's kernel_users. Takes seconds, once on a machine, because several variants of each kernel are
+    loaded. Raises what a launch raises.
     """
     return sum(tuned(launches, trial, dtype, time_ms) for trial in trials(list(users), random_on(device, dtype)))
 
 
 def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
-    """What can be measured for a network with these layers. make: a tensor of a shape, in the network's type."""
+    """The measurements for a network with these layers. make: make(*shape) returns a tensor of the network's dtype."""
     widest = max((leaf.channels for leaf in users if isinstance(leaf, GroupNorm)), default=0)
     vector = make(widest)
     for shape_class, side in SIDES.items() if widest else ():
@@ -112,7 +118,8 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
 def launches_of(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches
 ) -> list[Callable[[], object]]:
-    """One launch of each kernel: it is there for block sizes, not for sizes of images or layers."""
+    """For each kernel, a function that launches it once on small inputs, and so loads it. Kernels are compiled for
+    block sizes, not for sizes of images or layers."""
     make = partial(torch.zeros, dtype=dtype, device=device)
     ops = NativeOperators(launches)
 
@@ -165,7 +172,7 @@ def launches_of(
 
 
 def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[AttentionShapes]:
-    """Of queries and of keys, for every width of heads that there is a kernel for."""
+    """The shapes of queries and keys of cross-attentions, for every head width that has a kernel."""
     heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
     widths = native_tokens.ATTENTION_WIDTHS if dtype in native_tokens.ATTENTION_DTYPES else ()
     return [
@@ -175,25 +182,26 @@ def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[Attention
 
 
 def norms_of(users: Iterable[Any], kind: Any) -> Iterable[Any]:
-    """One for each class of rows."""
+    """The layers of this kind, one for each class of rows."""
     return {row_class(leaf.width): leaf for leaf in users if isinstance(leaf, kind)}.values()
 
 
 def norms_in_one_pass(users: Iterable[Any]) -> list[AdaptiveNorm | RMSNorm]:
-    """The norms of residuals, one for each class of rows, that one kernel computes with all that belongs to them."""
+    """The norms of residuals, one for each class of rows, that one kernel computes with their update, gate and
+    modulation."""
     return [*norms_of(users, AdaptiveNorm), *norms_of(users, RMSNorm)]
 
 
 def gelu_widths(users: Sequence[Any]) -> list[int]:
-    """The widths of rows behind a GELU: a network with adaptive norms has one in its feed-forward layers, if it has no
-    SwiGLU there."""
+    """The widths of the outputs of GELUs: the feed-forward layers of networks with adaptive norms have one, unless they
+    have a SwiGLU."""
     if any(isinstance(user, SwiGLU) for user in users):
         return []
     return [configs.FEED_FORWARD * norm.width for norm in norms_of(users, AdaptiveNorm)]
 
 
 def weights_of(norm: AdaptiveNorm | RMSNorm, make: Callable[..., Tensor]) -> list[LayerWeights | None]:
-    """The weights that such a norm may have, in each type; [None] for one without weights."""
+    """A weight for this norm in each dtype that it may have; [None] for a norm without weights."""
     if isinstance(norm, AdaptiveNorm):
         return [None]
     weight = make(norm.width)
@@ -201,7 +209,7 @@ def weights_of(norm: AdaptiveNorm | RMSNorm, make: Callable[..., Tensor]) -> lis
 
 
 def vector_types(dtype: torch.dtype) -> list[torch.dtype]:
-    """The types of an RMS norm's weight in a network of this dtype."""
+    """The dtypes of an RMS norm's weight in a network of this dtype."""
     return list(dict.fromkeys((dtype, torch.float32)))
 
 
@@ -209,8 +217,9 @@ def residual_of(
     make: Callable[..., Tensor], norm: AdaptiveNorm | RMSNorm, rows: int, weight: LayerWeights | None,
     of: torch.dtype | None = None,
 ) -> tuple[Residual, Modulation]:
-    """A residual as it comes to a norm, and the norm's modulation. weight: the norm's, and of the one behind the last
-    layer. of: the type of its update, if it is another than what make gives."""
+    """The inputs of a norm: a residual and a modulation. weight: that of the norm, and of the norm after the layer that
+    has computed the residual's update. of: the dtype of that update, if it is not that of
+    make's tensors."""
     update = make(BATCH, rows // BATCH, norm.width)
     shift, factor, gate = make(BATCH, 3 * norm.width).chunk(3, dim=1)
     tokens = update.float() if update.dtype == torch.float16 else torch.empty_like(update)
@@ -220,7 +229,7 @@ def residual_of(
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
-    """By our kernel, or by torch's, as the configuration says."""
+    """Attention by our kernel with this launch config; by torch for configs.LIBRARY."""
     if config == configs.LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
     return native_tokens.attention(query, key, value, config)
@@ -233,8 +242,11 @@ def trial_of(
     product: Product, make: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, kind: Kind,
     result: torch.dtype,
 ) -> Trial | None:
-    """The launch configs of a product, to measure; None where a library computes it. make: a tensor of a shape; a GPU
-    multiplies zeros faster than random numbers. result: see float8.product."""
+    """The measurement of a product's launch configs; None if a library computes it, so that there are none.
+
+    make: make(*shape) returns a tensor of random numbers, because a GPU multiplies zeros faster. result: see
+    float8.product.
+    """
     rows, width, out = product[:3]
     one = torch.ones((1, 1), dtype=torch.float32, device=device)
     columns = one.expand(1, out).contiguous()
@@ -259,7 +271,7 @@ def trial_of(
         return Trial(configs.INT8_PRODUCT, shape_class, run)
     if product.source != GATED or is_of_stream(out):
         return None
-    # What a feed-forward's second product reads is made in float8, by its first one and a GEGLU.
+    # The input of a feed-forward's second product is made in float8 by its first product and the GEGLU.
     tokens = QuantizedTokens(values(rows, out), one, (rows,))
     weight = QuantizedWeight(values(2 * width, out), one)
     bias = make(2 * width)
@@ -275,9 +287,12 @@ def trial_of(
 def way_of(
     product: Product, dtype: torch.dtype, device: torch.device, kind: Kind
 ) -> Callable[[Operators], object]:
-    """What computes a product by any operators, with what makes its tokens and the norm after it; the weights are there
-    in this kind too. Of a GEGLU's consumer, what makes its tokens begins at the norm before; of a convolution, the
-    group norm comes with it."""
+    """A function of operators that computes a product together with the operators before and after it that depend on
+    its format, to measure what the format gains. The weights also exist in this format.
+
+    A product after a norm comes with this norm; a convolution with its group norm; a feed-forward's second product with
+    the whole feed-forward, from norm to norm; any other with the norm after it.
+    """
     random = random_on(device, dtype)
     if product.size is not None:
         return way_of_convolution(product, product.size, random, kind)
@@ -293,7 +308,7 @@ def way_of(
     residual = Residual(random(product.rows, product.out))
     vector = random(product.out)
     if product.source == GATED:
-        # A feed-forward from norm to norm: its first product may make what this one reads.
+        # From norm to norm, because the first product may produce the second one's input in eight bits.
         parameters = LayerWeights(vector, None)
         norm = LayerNorm("norm", product.out, EPS)
         matrix = random(2 * product.width, product.out)
@@ -361,6 +376,7 @@ def way_of_stream(
 def way_of_convolution(
     product: Product, size: tuple[int, int], random: Callable[..., Tensor], kind: Kind
 ) -> Callable[[Operators], object]:
+    """way_of() for a convolution. size: (height, width) of its feature map."""
     channels = product.width // KERNEL**2
     batch = product.rows // (size[0] * size[1])
     image = random(batch, channels, *size).to(memory_format=torch.channels_last)
@@ -375,7 +391,7 @@ def way_of_convolution(
 def low_bit_launches(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kind: Kind
 ) -> list[Callable[[], object]]:
-    """As launches_of: for what makes tokens of a kind of eight bits, and the images of its convolutions."""
+    """launches_of() for the kernels that produce 8-bit tokens and feature maps in this format."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def tokens_of(width: int) -> None:
@@ -412,7 +428,7 @@ def low_bit_launches(
                 residual, modulation = residual_of(make, norm, FEW, weight, of)
                 rounding.residual_norm(residual, weight, norm, modulation, dtype, kind)
             if kind is FP8:
-                # Behind a layer in float8, of one that is not.
+                # The norm between a layer in float8 and one that is not.
                 residual, modulation = residual_of(make, norm, FEW, weight, torch.bfloat16)
                 rounding.residual_norm(residual, weight, norm, modulation, dtype, None)
                 if weight is not None:
@@ -436,14 +452,17 @@ def low_bit_launches(
 def stored_launches(
     users: list[Any], dtype: torch.dtype, device: torch.device, rule: Rule
 ) -> list[Callable[[], object]]:
-    """As launches_of: for the rows that are multiplied with weights that are stored in INT8, and for the product."""
+    """launches_of() for layers whose weights are stored in INT8: the kernels that quantize their input by this rule,
+    and the product."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def fits(width: int) -> bool:
+        """Whether rows of this width can be rotated by the rule."""
         return rule == Rule.HOSTS or width % rounding.GROUP == 0
 
     def tokens_of(width: int) -> None:
-        tokens, weight = make(FEW, width), make(width)
+        tokens = make(FEW, width)
+        weight = make(width)
         hidden = configs.FEED_FORWARD * width
         for both in (False, True):
             for update in (make(FEW, width), tokens.to(torch.bfloat16)):
@@ -497,8 +516,8 @@ def stored_launches(
 def tune_stored(
     launches: Launches, product: tuple[int, int, int, torch.dtype], device: torch.device, time_ms: TimeMs
 ) -> bool:
-    """Choose how a product of rows with a weight that is stored in INT8 is launched, where that was not measured on
-    this GPU; whether it was now. product: (rows, out, width, dtype)."""
+    """Measure the launch config of a product with a weight stored in INT8, if it is unknown on this GPU. Returns
+    whether it was measured. product: (rows, out, width, dtype)."""
     rows, out, width, dtype = product
     if launches.chosen(configs.INT8_PRODUCT, products.product_class(rows, out, width), dtype) is not None:
         return False
@@ -510,7 +529,7 @@ def tune_stored(
 def tune_down(
     launches: Launches, product: tuple[int, int, int, torch.dtype], device: torch.device, time_ms: TimeMs
 ) -> bool:
-    """As tune_stored, for the product with LoRAs' downs. product: (rows, ranks, width, dtype)."""
+    """tune_stored() for the product with the LoRAs' down matrices. product: (rows, ranks, width, dtype)."""
     rows, ranks, width, dtype = product
     if launches.chosen(configs.DOWN_PRODUCT, products.product_class(rows, ranks, width), dtype) is not None:
         return False
@@ -518,6 +537,7 @@ def tune_down(
 
 
 def down_trial(make: Callable[..., Tensor], rows: int, ranks: int, width: int) -> Trial:
+    """The measurement of tune_down."""
     run = partial(products.down_product, make(rows, width), make(ranks, width))
     return Trial(configs.DOWN_PRODUCT, products.product_class(rows, ranks, width), run)
 
@@ -527,8 +547,8 @@ def down_trial(make: Callable[..., Tensor], rows: int, ranks: int, width: int) -
 
 def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> bool:
-    """Choose whether a product of so many tokens with a weight (8 width, width) has its GEGLU in it, where that was not
-    measured on this GPU; whether it was now."""
+    """Measure whether the product of tokens (rows, width) with a weight (8 width, width) is faster with its GEGLU in
+    the same kernel, if that is unknown on this GPU. Returns whether it was measured."""
     make = random_on(device, dtype)
     shape_class = products.product_class(rows, 2 * configs.FEED_FORWARD * width, width)
     if launches.chosen(configs.EXACT_GATED_PRODUCT, shape_class, dtype) is not None:
@@ -539,6 +559,7 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
 def gated_trial(
     make: Callable[..., Tensor], rows: int, width: int, device: torch.device, shape_class: str = ""
 ) -> Trial:
+    """The measurement of tune_gated."""
     tokens = make(rows, width)
     weight = make(2 * configs.FEED_FORWARD * width, width)
     bias = make(8 * width)
@@ -555,8 +576,8 @@ def gated_trial(
 
 
 def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device, time_ms: TimeMs) -> bool:
-    """Choose whether a convolution has float16 sums, where that was not measured on this GPU; whether it was now. size:
-    of its image, (batch, height, width, channels), and how many channels come out."""
+    """Measure whether a convolution is faster with float16 sums, if that is unknown on this GPU. Returns whether it was
+    measured. size: (batch, height, width, input channels, output channels)."""
     kernel = configs.CONVOLUTIONS[torch.float16]
     shape_class = "x".join(map(str, size))
     if launches.chosen(kernel, shape_class, torch.float16) is not None:
@@ -565,6 +586,7 @@ def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device
 
 
 def half_sums_trial(make: Callable[..., Tensor], size: Sequence[int], device: torch.device) -> Trial:
+    """The measurement of tune_half_sums."""
     batch, height, width, channels, out = size
     image, weight = (
         make(*shape).to(memory_format=torch.channels_last)
@@ -584,16 +606,17 @@ def half_sums_trial(make: Callable[..., Tensor], size: Sequence[int], device: to
     return Trial(kernel, products.convolution_class(image.permute(0, 2, 3, 1), out), run, agrees)
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def load_kernels(
     users: Sequence[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kinds: Collection[Kind] = (),
     rules: Collection[Rule] = (),
 ) -> None:
-    """Launch every kernel that a network with these layers (kernel_users of its layout) needs once, on a few numbers.
+    """Load every kernel that a network needs, by launching it once on small inputs.
 
-    kinds: of eight bits, also those for these. rules: for weights that are stored in INT8. Raises what a launch raises.
+    users: the layout's kernel_users. kinds: 8-bit formats in use. rules: those of weights stored in INT8. Raises what a
+    launch raises.
     """
     works = launches_of(list(users), dtype, device, launches)
     for kind in kinds:
@@ -601,17 +624,17 @@ def load_kernels(
     for rule in rules:
         works += stored_launches(list(users), dtype, device, rule)
     with torch.inference_mode(False), torch.no_grad():
-        # A thread that has done nothing on this card yet has no context there, and loading needs one.
+        # Loading needs a CUDA context, which a thread only has after its first use of the GPU.
         torch.cuda.current_stream().synchronize()
-        # One after the other: the driver translates no two at a time.
+        # One after the other, because the driver compiles PTX in one thread at a time.
         for work in works:
             work()
         torch.cuda.current_stream().synchronize()
 
 
 def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
-    """Have loaded what is going to be measured, so that no call waits for the driver's translation. Raises what a
-    launch raises."""
+    """Load the kernel variants that will be measured, so that no call waits for the driver to compile them. Raises what
+    a launch raises."""
     with on_card(device), torch.inference_mode(False), torch.no_grad():
         trial = gated_trial(partial(torch.zeros, dtype=dtype, device=device), FEW, low_bit.ALIGNED, device)
         for config in trial.kernel.candidates:
