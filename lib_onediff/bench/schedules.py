@@ -1,8 +1,9 @@
-"""Searches which steps of a sampling are whole under DeepCache, on trained weights: what steps/schedules.json holds.
+"""Searches the steps of a sampling that DeepCache should compute completely (whole steps), with trained weights. The
+results are in steps/schedules.json.
 
-From all steps whole, the step is left out again and again without which the images change least; then whole steps are
-moved by one where that is nearer. The search imitates the step policy, with passes that are CUDA graphs on a GPU: a
-sampling of a batch takes a tenth of a second there.
+A greedy search: it begins with all steps whole, and repeatedly makes the step cached that changes the images least.
+Then it moves single whole steps by one if the images are closer to the exact ones. It imitates the step policy, by CUDA
+graphs of both passes on a GPU, where sampling a batch takes a tenth of a second.
 """
 from __future__ import annotations
 
@@ -34,22 +35,25 @@ TRANSFORMER_FOLDER = EMOJI_DIT / "transformer"
 UNET = "unet"
 TRANSFORMER = "transformer"
 KINDS = {"emoji-sd": UNET, "emoji-dit": TRANSFORMER}
-# Of the line through the last two whole passes, as measured (.readme/developing.md).
+# The best factors on the line through the last two full passes, as measured (.readme/developing.md).
 SLOPES = {UNET: 0.5, TRANSFORMER: 1.0}
 INTERVALS = (2, 3, 4, 5)
-# Of flow matching, as Anima is used.
+# The shift of flow matching that Anima uses.
 SHIFT = 3.0
 RUNS_BEFORE_CAPTURE = 2
-# The share of images, the worst ones, that count for half of a schedule's score.
+# The part of the images, the worst ones, that counts for half of a schedule's score.
 WORST = 0.25
 
 
-# --- how a sampler goes from step to step -----------------------------------------------------------------------------
+# --- noise schedules and samplers -------------------------------------------------------------------------------------
 
 
 class Track(NamedTuple):
-    """The noise of a sampling: a latent is alpha * image + sigma * noise. times: as the network gets them; the last of
-    alphas and sigmas are the image's."""
+    """The noise schedule of a sampling: the latent of a step is alpha * image + sigma * noise.
+
+    alphas, sigmas: one for each step, and those of the final image.
+    times: the timestep of each step, as the network gets it.
+    """
 
     alphas: list[float]
     sigmas: list[float]
@@ -57,14 +61,14 @@ class Track(NamedTuple):
 
 
 def flow_track(steps: int, shift: float = SHIFT) -> Track:
-    """Of flow matching, with the sigmas of one line, shifted."""
+    """The schedule of flow matching: sigmas at equal distances, shifted."""
     line = [1 - index / steps for index in range(steps + 1)]
     sigmas = [shift * one / (1 + (shift - 1) * one) for one in line]
     return Track([1 - sigma for sigma in sigmas], sigmas, sigmas[:-1])
 
 
 def diffusion_track(steps: int, karras: bool = False) -> Track:
-    """Of Stable Diffusion's noise, at the timesteps of diffusers' Euler; karras: at those of Karras et al. 2022."""
+    """The schedule of Stable Diffusion at the timesteps of diffusers' Euler. karras: at those of Karras et al. 2022."""
     line = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64, device="cpu")
     shares = (1 - line**2).cumprod(0)
     ratios = ((1 - shares) / shares).sqrt()
@@ -80,7 +84,7 @@ def diffusion_track(steps: int, karras: bool = False) -> Track:
 
 
 def time_of_ratio(ratio: float, ratios: Tensor) -> float:
-    """The timestep, not a whole one, at which noise and image have this ratio."""
+    """The timestep, a fraction, at which sigma / alpha has this value."""
     after = min(int(torch.searchsorted(ratios, ratio)), len(ratios) - 1)
     before = max(after - 1, 0)
     low, high = (math.log(float(ratios[index])) for index in (before, after))
@@ -88,8 +92,12 @@ def time_of_ratio(ratio: float, ratios: Tensor) -> float:
 
 
 class Step(NamedTuple):
-    """A step of a sampler. number: from 0. image, noise: what the network predicts of both. last_image: that of the
-    step before."""
+    """A step of a sampler.
+
+    number: from 0.
+    image, noise: the network's predictions.
+    last_image: the image predicted at the step before.
+    """
 
     number: int
     latent: Tensor
@@ -100,12 +108,12 @@ class Step(NamedTuple):
 
 
 def euler(step: Step) -> Tensor:
-    """Euler's method, which is DDIM's."""
+    """The next latent by Euler's method, which equals DDIM."""
     return step.track.alphas[step.number + 1] * step.image + step.track.sigmas[step.number + 1] * step.noise
 
 
 def dpm_2m(step: Step) -> Tensor:
-    """DPM++ 2M (Lu et al. 2022, arXiv 2211.01095)."""
+    """The next latent by DPM++ 2M (Lu et al. 2022, arXiv 2211.01095)."""
     index = step.number
     alphas, sigmas, _ = step.track
     if step.last_image is None or sigmas[index + 1] == 0 or alphas[index - 1] == 0 or alphas[index] == 0:
@@ -117,8 +125,8 @@ def dpm_2m(step: Step) -> Tensor:
 
 
 def er_sde(step: Step) -> Tensor:
-    """The first-order solver of the extended reverse-time SDE (Cui et al. 2023, arXiv 2309.06169), the same noise for
-    the same step."""
+    """The next latent by the first-order solver of the extended reverse-time SDE (Cui et al. 2023, arXiv 2309.06169).
+    The noise that it adds is the same for the same step."""
     index = step.number
     alphas, sigmas, _ = step.track
     if sigmas[index + 1] == 0:
@@ -129,7 +137,7 @@ def er_sde(step: Step) -> Tensor:
     )
     after = sigmas[index + 1] / alphas[index + 1]
     if alphas[index] == 0:
-        # From pure noise the ratio of noise and image is without bounds.
+        # For pure noise, sigma / alpha is infinite.
         return alphas[index + 1] * step.image + sigmas[index + 1] * step.noise
     now = sigmas[index] / alphas[index]
     scaled = [one * (math.exp(one**0.3) + 10) for one in (now, after)]
@@ -142,7 +150,7 @@ def er_sde(step: Step) -> Tensor:
 SAMPLERS: dict[str, Callable[[Step], Tensor]] = {"euler": euler, "dpm_2m": dpm_2m, "er_sde": er_sde}
 
 
-# --- the network's two passes -----------------------------------------------------------------------------------------
+# --- full and cached passes -------------------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -191,26 +199,26 @@ class Model:
         return UNetCall(latent, time, context, cut=cut)
 
     def predicted(self, output: Tensor, latent: Tensor, alpha: float, sigma: float) -> tuple[Tensor, Tensor]:
-        """Image and noise by the velocity that the network predicts."""
+        """The image and the noise that follow from a velocity, the network's output."""
         if self.kind == TRANSFORMER:
             return latent - sigma * output, latent + alpha * output
         return alpha * latent - sigma * output, alpha * output + sigma * latent
 
     def context(self, prompts: Sequence[str]) -> Tensor:
-        """(2 * prompts, tokens, width): of the empty prompt, and of these."""
+        """The text encoder's output, (2 * prompts, tokens, width): first of the empty prompt, then of these prompts."""
         words = [""] * len(prompts) + list(prompts)
         tokens = self.tokenizer(words, padding="max_length", truncation=True, max_length=TOKENS, return_tensors="pt")
         context: Tensor = self.text_encoder(tokens["input_ids"].to(self.device)).last_hidden_state
         return context.to(self.dtype)
 
     def decode(self, latent: Tensor) -> Tensor:
-        """(n, 3, height, width), from 0 to 1."""
+        """The images of latents, (n, 3, height, width), from 0 to 1."""
         images: Tensor = self.vae.decode(latent / self.vae.config.scaling_factor).sample
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
 class Passes:
-    """Both passes of a model that is cut at a depth, for so many images with guidance."""
+    """The full and the cached pass of a model that is cut at a depth, for this number of images with CFG."""
 
     def __init__(self, model: Model, depth: int, images: int) -> None:
         self.model = model
@@ -227,7 +235,8 @@ class Passes:
                 self._graphs[reads] = self._captured(reads)
 
     def run(self, latent: Tensor, time: float, reads: bool) -> Tensor:
-        """The guided output, (images, channels, height, width) in float32. reads: of the cached pass, by the memory."""
+        """The output after CFG, (images, channels, height, width) in float32. reads: by the cached pass, which
+        reads the memory; otherwise by the full pass."""
         self._latent.copy_(latent)
         self._time.fill_(time)
         if reads not in self._graphs:
@@ -258,11 +267,11 @@ class Passes:
         return without + GUIDANCE * (with_prompt - without)
 
 
-# --- a sampling with some steps whole ---------------------------------------------------------------------------------
+# --- samplings with cached steps --------------------------------------------------------------------------------------
 
 
 class State(NamedTuple):
-    """A sampling before a step. points: the steps of the last three whole passes, and what they wrote."""
+    """A sampling before a step. points: (step, written feature) of the last three full passes."""
 
     latent: Tensor
     last_image: Tensor | None = None
@@ -271,8 +280,8 @@ class State(NamedTuple):
 
 @dataclass(frozen=True)
 class Imitation:
-    """Samplings as the step policy has them. slope: factor on the line through the last two whole passes; 0: the last
-    one is reused."""
+    """Makes samplings as the step policy does. slope: a factor on the slope of the line through the features of the
+    last two full passes; 0 reuses the last feature."""
 
     passes: Passes
     track: Track
@@ -284,7 +293,8 @@ class Imitation:
         return len(self.track.times)
 
     def run(self, whole: frozenset[int], state: State, start: int = 0, kept: list[State] | None = None) -> Tensor:
-        """The latent at the end, from the state before a step. kept: takes the state before each step."""
+        """The last latent of a sampling. whole: the indices of the steps with a full pass. state: that before the step
+        `start`. kept: a list to which the state before each step is appended."""
         for index in range(start, self.steps):
             if kept is not None:
                 kept.append(state)
@@ -306,7 +316,7 @@ class Imitation:
 
 
 def forecast(points: tuple[tuple[int, Tensor], ...], index: int, slope: float) -> Tensor:
-    """As steps.deepcache.Line.at."""
+    """The feature at a step, from those of full passes. The same as steps.deepcache.Line.at."""
     step_last, last = points[-1]
     if len(points) < 2 or not slope:
         return last
@@ -317,7 +327,7 @@ def forecast(points: tuple[tuple[int, Tensor], ...], index: int, slope: float) -
 
 @dataclass(frozen=True)
 class Images:
-    """The images of a batch of prompts by one imitation, and what they are with every step whole."""
+    """Compares the images of a batch of prompts with the exact ones, which have a full pass at every step."""
 
     imitation: Imitation
     context: Tensor
@@ -337,7 +347,7 @@ class Images:
         return cls(imitation, context, begin, exact)
 
     def psnr(self, whole: frozenset[int], state: State | None = None, start: int = 0) -> Tensor:
-        """Decibels of each image, with these steps whole."""
+        """The PSNR of each image in decibels, with these steps whole. state: that before the step `start`."""
         self.imitation.passes.context.copy_(self.context)
         latent = self.imitation.run(whole, self.begin if state is None else state, start)
         return self.psnr_of(latent)
@@ -347,7 +357,7 @@ class Images:
         return -10 * (images - self.exact).square().flatten(1).mean(1).clamp_min(1e-8).log10()
 
     def states(self, whole: frozenset[int]) -> list[State]:
-        """Before each step."""
+        """The states before each step, with these steps whole."""
         self.imitation.passes.context.copy_(self.context)
         kept: list[State] = []
         self.imitation.run(whole, self.begin, 0, kept)
@@ -358,13 +368,13 @@ class Images:
 
 
 def score(psnr: Tensor) -> float:
-    """Half of it is the mean of the worst images."""
+    """The mean of two means of the PSNR: that of all images, and that of the worst ones (WORST)."""
     worst = psnr.sort().values[:max(1, int(WORST * len(psnr)))]
     return float((psnr.mean() + worst.mean()) / 2)
 
 
 def searched(images: Images, counts: Sequence[int]) -> Iterator[tuple[int, frozenset[int]]]:
-    """For each of these numbers of whole steps, the most first, which steps are whole."""
+    """(number, whole steps) for each of these numbers of whole steps, the largest first."""
     steps = images.imitation.steps
     whole = frozenset(range(steps))
     for count in sorted(counts, reverse=True):
@@ -375,7 +385,7 @@ def searched(images: Images, counts: Sequence[int]) -> Iterator[tuple[int, froze
 
 
 def without_one(images: Images, whole: frozenset[int]) -> frozenset[int]:
-    """Without the step that changes the images least. The first step is always whole."""
+    """The whole steps without the one whose loss changes the images least. The first step always remains."""
     states = images.states(whole)
     found: dict[int, float] = {}
     for index in sorted(whole - {0}):
@@ -384,7 +394,7 @@ def without_one(images: Images, whole: frozenset[int]) -> frozenset[int]:
 
 
 def moved(images: Images, whole: frozenset[int], rounds: int = 2) -> frozenset[int]:
-    """With single steps moved by one where that is nearer."""
+    """The whole steps, after single ones were moved by one if that raises the score."""
     best = score(images.psnr(whole))
     for _ in range(rounds):
         before = whole
@@ -406,20 +416,21 @@ def moved(images: Images, whole: frozenset[int], rounds: int = 2) -> frozenset[i
 
 
 def cases(count: int, of: int = 0) -> tuple[list[str], list[int]]:
-    """So many held-out prompts, with seeds. of: 0 for the search, 1 for the trial: other prompts and other seeds."""
+    """This number of held-out prompts, and their seeds. of: 0 for the search; 1 for the trial, which has other prompts
+    and seeds."""
     known = [one["prompt"] for one in json.loads(PROMPTS.read_text(encoding="utf-8"))][of::2]
     return [known[number % len(known)] for number in range(count)], [1000 * of + number for number in range(count)]
 
 
 def tried(images: Sequence[Images], whole: frozenset[int]) -> Row:
-    """PSNR of many images with these steps whole."""
+    """The PSNR of many images with these steps whole, as a part of a row."""
     psnr = torch.cat([one.psnr(whole) for one in images]).sort().values.tolist()
     return {"psnr_db": psnr[len(psnr) // 2], "psnr_lowest_5": psnr[int(LOWEST * len(psnr))]}
 
 
 def schedules(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """Which steps of --steps are whole at each interval, searched with the Euler sampler and --images prompts, and
-    tried with as many others. Raises Refusal."""
+    """The rows with the whole steps of a sampling of --steps steps, one for each interval: searched with the Euler
+    sampler on --images prompts, and tried on as many others. Raises Refusal."""
     for name in options.model or KINDS:
         if name not in KINDS:
             raise Refusal(f"schedules are searched on {' and '.join(KINDS)}, not on {name}")
