@@ -150,7 +150,9 @@ def test_norms_in_int8(width: int, dtype: torch.dtype, rotation: int | None) -> 
     rule = rounding.Rule.OURS if rotation is None else rounding.hosts_rule(rotation, GPU)
     standing, found = rounding.residual_norm(copied(residual), *how, INT8, rule)
     expected, written = rounding.residual_norm(copied(residual), *how, None)
-    assert torch.equal(standing.tokens, expected.tokens)
+    # Each variant of the kernel sums a row in an order of its own.
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(standing.tokens, expected.tokens, rtol=unit, atol=unit)
     assert_rows(found, written, rotation)
     if rotation is not None:
         _, both = rounding.residual_norm(copied(residual), *how, INT8, rule, is_plain_too=True)
