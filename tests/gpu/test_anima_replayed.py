@@ -13,6 +13,7 @@ from exact_operators import relative_error
 from gpu_calls import last_call
 from torch import Tensor, nn
 
+import lib_onediff.hosts.forge.anima  # noqa: F401 (it hands in the reader)
 from lib_onediff.core.settings import Settings
 from lib_onediff.families.anima.call import AnimaCall
 from lib_onediff.runtime.runtime import runtime

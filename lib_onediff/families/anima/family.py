@@ -15,7 +15,7 @@ from ...core.refusal import Refusal
 from ..transformer import SCHEDULE, blocks_read, deepest_cut
 from . import forward
 from .call import AnimaCall
-from .layout import AnimaLayout, is_anima, read_anima
+from .layout import AnimaLayout
 
 # To how many tokens the host fills shorter prompts up.
 FEWEST_TOKENS = 512
@@ -28,7 +28,8 @@ class Animas:
     # The timestep is the share of noise.
     first_timestep = 1.0
     schedule = SCHEDULE
-    readers = ((is_anima, read_anima),)
+    # Hosts hand theirs in.
+    readers = ()
     usual_sizes = (UsualSizes("Anima", ("Anima",), (
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
     )),)

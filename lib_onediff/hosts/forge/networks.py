@@ -16,6 +16,7 @@ from ...core.refusal import Refusal
 from ...families.anima.call import AnimaCall
 from ...families.krea2.call import Krea2Call
 from ..contract import UNETS, Need, lack_of
+from .anima import refuse_references
 from .call import UNET_PARAMETERS, names_read_by, transformer_call, unet_call
 from .lumina import z_image_call
 
@@ -142,12 +143,6 @@ class HostNetwork:
             if origin(function) != owner:
                 raise Refusal(f"{name} of the WebUI's model was replaced by {author(function)}")
         self.refuse()
-
-
-def refuse_references() -> None:
-    """Anima's forward looks for other images by itself, beside its arguments."""
-    if importlib.import_module("backend.args").dynamic_args.ref_latents:
-        raise Refusal("the image is made after another one ([Anima] Enable Reference)")
 
 
 # Of Forge and Forge Neo.

@@ -1,0 +1,99 @@
+"""Forge Neo's Anima (backend.nn.anima): its layout, and what a call depends on beside its arguments."""
+from __future__ import annotations
+
+import importlib
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...core.leaves import TimeEmbedding
+from ...core.refusal import Refusal
+from ...families.anima.layout import AdaptiveBlock, AnimaLayout, read_attentions, refuse_biases, rotary_axes
+from ...families.leaf_reader import LeafReader, is_genuine
+from ...families.registry import FAMILIES
+from ...families.rotary import RotaryAxes
+
+PLACES = ("self_attn", "cross_attn", "mlp")
+# Of an attention: see read_attentions.
+PARTS = attrgetter("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "output_proj", "n_heads")
+
+
+def is_anima(network: nn.Module) -> bool:
+    return type(network).__name__ == "Anima" and is_genuine(type(network)) and hasattr(network, "x_embedder")
+
+
+def read_anima(network: Any) -> AnimaLayout:
+    """The layout of an Anima module. Raises Refusal with the reason."""
+    leaves = LeafReader(network)
+    width = network.t_embedding_norm.normalized_shape[0]
+    if network.patch_temporal != 1:
+        raise Refusal(f"its patches take {network.patch_temporal} images of a video")
+    embedder = network.t_embedder[1]
+    final = network.final_layer
+    patches = leaves.linear(network.x_embedder.proj[1])
+    area = network.patch_spatial**2
+    if patches.in_features != area * (network.in_channels + 1):
+        raise Refusal("it takes no padding mask")
+    pairs = [getattr(block, f"adaln_modulation_{place}") for block in network.blocks for place in PLACES]
+    leaves.expect("SiLU", embedder.activation, *(pair[0] for pair in (*pairs, final.adaln_modulation)))
+    layout = AnimaLayout(
+        in_channels=network.in_channels, out_channels=network.out_channels, patch=network.patch_spatial, width=width,
+        context_width=network.blocks[0].cross_attn.k_proj.weight.shape[1], patches=patches,
+        time=TimeEmbedding(
+            channels=network.t_embedder[0].num_channels, cosine_first=True, frequency_shift=0.0, scale=1.0,
+            condition=None, first=leaves.linear(embedder.linear_1), second=leaves.linear(embedder.linear_2),
+        ),
+        time_norm=leaves.rms_norm(network.t_embedding_norm),
+        downs=leaves.fused("modulation.down", *(pair[1] for pair in (*pairs, final.adaln_modulation))),
+        ups=leaves.fused("modulation.up", *(pair[2] for pair in pairs)),
+        out_up=leaves.linear(final.adaln_modulation[2]),
+        axes=read_axes(network.pos_embedder),
+        blocks=tuple(read_block(block, leaves) for block in network.blocks),
+        out_norm=leaves.adaptive_norm(final.layer_norm, width), out=leaves.linear(final.linear),
+    )
+    leaves.refuse_unclaimed()
+    refuse_biases(network)
+    return layout
+
+
+def read_axes(embedder: Any) -> RotaryAxes:
+    """The axes of a module's rotary embedding. The exponents are buffers, which may have been rounded with the
+    weights."""
+    time = embedder.dim_temporal_range
+    space = embedder.dim_spatial_range
+    widths = 2 * len(time), 2 * len(space), 2 * len(space)
+    for rounded in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
+        if all(is_range(buffer, rounded) for buffer in (time, space)):
+            return rotary_axes(embedder, widths, rounded, torch.float16)
+    raise Refusal("its positions have frequencies that OneDiff does not know")
+
+
+def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
+    """Whether a buffer has the even numbers below a width, divided by the width, rounded to this type."""
+    width = 2 * len(buffer)
+    exact = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
+    return torch.equal(buffer.float().cpu(), exact.to(rounded).float())
+
+
+def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
+    width = block.self_attn.output_proj.weight.shape[0]
+    norms = {leaves.adaptive_norm(getattr(block, f"layer_norm_{place}"), width) for place in PLACES}
+    if leaves.kind(block) != "Block" or len(norms) != 1 or not isinstance(block.mlp.activation, nn.GELU):
+        raise leaves.unknown(block)
+    if block.mlp.activation.approximate != "none":
+        raise leaves.unknown(block.mlp.activation)
+    return AdaptiveBlock(
+        *read_attentions(block.self_attn, block.cross_attn, PARTS, leaves),
+        leaves.linear(block.mlp.layer1), leaves.linear(block.mlp.layer2), norms.pop(),
+    )
+
+
+def refuse_references() -> None:
+    """Anima's forward looks for other images by itself, beside its arguments."""
+    if importlib.import_module("backend.args").dynamic_args.ref_latents:
+        raise Refusal("the image is made after another one ([Anima] Enable Reference)")
+
+
+FAMILIES.take_reader((is_anima, read_anima))
