@@ -13,16 +13,17 @@ window.onediff = (() => {
     // The id of its root and of the hidden button that asks for what is new.
     const PAGES = [["onediff_cache", "onediff_look"], ["onediff_compare", "onediff_compare_look"]];
     const JOB_BUTTONS = "[data-onediff-job], [data-onediff-show], [data-onediff-clear]";
+    const BUTTONS = `${JOB_BUTTONS}, [data-onediff-sort], [data-onediff-size]`;
     const askedAt = {}, wasSeen = {};
-    let focused = null, cancelled = [], clear = false, shown = 0, server;
+    let focused = null, cancelled = [], clear = false, shown = 0, sizes = [], sort = "", descending = false, server;
 
     // --- what is kept when a part is drawn anew ---
 
     function keyOf(element) {
         if (!element || !element.matches) return null;
-        if (element.matches(JOB_BUTTONS)) {
-            const {onediffJob: job, onediffShow: show} = element.dataset;
-            return job ? `[data-onediff-job="${job}"]` : show ? `[data-onediff-show="${show}"]` : "[data-onediff-clear]";
+        for (const name of element.matches(BUTTONS) ? ["job", "show", "clear", "sort", "size"] : []) {
+            const value = element.getAttribute(`data-onediff-${name}`);
+            if (value !== null) return `[data-onediff-${name}="${CSS.escape(value)}"]`;
         }
         if (element.matches("input[data-onediff-every]")) return "input[data-onediff-every]";
         if (element.matches(".onediff-table input")) return `.onediff-table input[value="${CSS.escape(element.value)}"]`;
@@ -40,6 +41,7 @@ window.onediff = (() => {
         for (const details of all("details[data-onediff-key]")) details.open = openKeys.has(details.dataset.onediffKey);
         // What an empty table has no use for, style.css hides.
         document.getElementById("onediff_cache").toggleAttribute("data-onediff-empty", !shown.length);
+        document.getElementById("onediff_cache").toggleAttribute("data-onediff-no-gpu", Boolean(find(".onediff-no-gpu")));
         // Buttons that have nothing to work on.
         const none = selectedKeys.size === 0;
         const idle = {
@@ -86,12 +88,16 @@ window.onediff = (() => {
         if (!event.target.closest) return;
         // The newest is what somebody wants to see who begins one.
         if (event.target.closest("#onediff_compare_start")) shown = 0;
-        const button = event.target.closest(JOB_BUTTONS.replaceAll("[", "#tab_onediff ["));
+        const button = event.target.closest(BUTTONS.replaceAll("[", "#tab_onediff ["));
         if (!button) return;
-        const {onediffJob: job, onediffShow: show} = button.dataset;
+        const {onediffJob: job, onediffShow: show, onediffSize: size, onediffSort: column} = button.dataset;
         if (job) cancelled.push(Number(job));
         else if (show) showComparison(Number(show));
-        else clear = true;
+        else if (size) sizes.push(size);
+        else if (column) {
+            descending = sort === column && !descending;
+            sort = column;
+        } else clear = true;
         for (const [root] of PAGES) askedAt[root] = 0;
     });
 
@@ -173,9 +179,12 @@ window.onediff = (() => {
     }, BETWEEN_LOOKS);
 
     return {
-        // What was clicked in the list of jobs since the last time, and the selected rows, as JSON.
+        // What was clicked since the last time, and the selected rows, as JSON.
         clicks() {
-            const clicked = {cancelled: cancelled.splice(0), clear, shown};
+            const {width, height} = txt2img();
+            const clicked = {
+                cancelled: cancelled.splice(0), clear, shown, sizes: sizes.splice(0), sort, descending, asked: `${width}x${height}`,
+            };
             clear = false;
             return JSON.stringify(clicked);
         },

@@ -14,7 +14,7 @@ from ..core.image import GRAPH, PLAIN
 from ..core.jobs import DONE, PREWARM, QUEUED, RUNNING, Job, JobQueue
 from ..core.refusal import Refusal
 from ..core.settings import OFF_IN_SETTINGS
-from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, parse_prewarm
+from ..core.sizes import TOKEN_CHOICES, TOKENS, Size, parse_prewarm, parse_size
 from ..core.table import State
 from ..runtime.rows import ResolutionRow
 from ..runtime.runtime import Runtime
@@ -30,6 +30,9 @@ CAPTURING = "capturing a graph"
 MEASURING = "measuring"
 # The duration of each piece of work, in plain calls: used until this process has measured it.
 WEIGHTS = {CHECKING: 6.0, CAPTURING: 3.0, MEASURING: 1.0, DECODING: 6.0}
+# A call of twice the pixels takes 2 ** (1 + GROWTH) times as long, because of attention. Of emoji-sd on a CPU, 768x768
+# took 21 times as long as 256x256.
+GROWTH = 0.35
 # The work of the calls of a shape, in their order.
 WORK_OF_A_SHAPE = (CHECKING, CAPTURING, MEASURING)
 LOADING = "The WebUI is loading its checkpoint."
@@ -60,13 +63,19 @@ class WorkTimes:
         """Note the duration of a piece of work for so many pixels."""
         self._measured[what] = seconds / pixels
 
-    def estimate(self, what: str, pixels: int) -> float:
-        """Seconds that a piece of work will take; before anything was measured, in an arbitrary unit."""
+    def estimate(self, what: str, pixels: int, plain: float = 1.0) -> float:
+        """Seconds that a piece of work will take. plain: seconds of a plain call for one pixel, used before anything
+        was measured."""
         known = self._measured.get(what)
         if known is not None:
             return known * pixels
         units = [seconds / WEIGHTS[one] for one, seconds in self._measured.items()]
-        return WEIGHTS[what] * pixels * (sum(units) / len(units) if units else 1.0)
+        return WEIGHTS[what] * pixels * (sum(units) / len(units) if units else plain)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return bool(self._measured)
 
 
 def check_tokens(tokens: int) -> None:
@@ -112,6 +121,18 @@ def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
     return replace(row, prewarm_s=job.seconds, saved_s=None if steps is None else max(0.0, job.of_calls - steps))
 
 
+def plain_seconds(rows: Iterable[ResolutionRow], model: str | None) -> tuple[float, int] | None:
+    """Seconds of a model's UNet call for one pixel of one latent, from its last image with guidance, and the number of
+    pixels of that image; None before."""
+    timed = [row for row in rows if is_meant(row, model) and row.step_ms is not None]
+    if not timed:
+        return None
+    last = max(timed, key=lambda row: row.last_used)
+    size = parse_size(last.resolution)
+    pixels = size.width * size.height
+    return (last.step_ms or 0.0) / 1e3 / (2 * pixels), pixels
+
+
 def is_meant(row: ResolutionRow, model: str | None) -> bool:
     """Whether jobs for this model make this row ready."""
     return not row.is_decode and model in (None, row.model)
@@ -154,6 +175,26 @@ class WarmUp:
         )
         job.work = partial(self._run, job)
         return job
+
+    def seconds_for(self, sizes: Iterable[Size]) -> dict[Size, float]:
+        """An estimate for pre-warming each size, from what was measured of others; of none where nothing was. Attention
+        takes longer than in proportion, so it may be low for a larger size."""
+        known = plain_seconds(self._runtime.rows(), self.model)
+        if known is None and not self._times.is_known:
+            return {}
+        found = {}
+        for size in sizes:
+            pixels = size.width * size.height
+            plain = None
+            if known is not None:
+                seconds_of_a_pixel, of_pixels = known
+                plain = seconds_of_a_pixel * max(1.0, pixels / of_pixels) ** GROWTH
+            seconds = self._times.estimate(DECODING, size.batch * pixels, plain or 1.0)
+            for batch, _ in self._webui.call_shapes(size.batch, TOKENS):
+                for work in WORK_OF_A_SHAPE:
+                    seconds += self._times.estimate(work, batch * pixels, plain or 1.0)
+            found[size] = seconds
+        return found
 
     def jobs(self) -> list[SizeJob]:
         """Copies of the jobs of sizes, in the order of the list."""

@@ -24,6 +24,11 @@ def seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
+def minutes(value: float) -> str:
+    """A number of seconds in minutes, for example "4 min"."""
+    return f"{max(1, round(value / MINUTE))} min"
+
+
 def times(ratio: float | None) -> str:
     """How much faster something is, for example "1.6x faster"."""
     if ratio is None:

@@ -18,12 +18,16 @@ LEAST_SECONDS_LEFT = 2.0
 
 
 class Clicks(NamedTuple):
-    """What somebody has clicked in the list since the last look. cancelled: ids of jobs. clear: whether to take those
-    that are over out of it. shown: the id of the comparison to show; 0: the newest."""
+    """What somebody has clicked on a page since the last look. cancelled: ids of jobs. clear: whether to take those
+    that are over out of their list. shown: the id of the comparison to show; 0: the newest. sizes: to pre-warm. sort:
+    the column by which the table is sorted, and whether the largest comes first. asked: the size in the txt2img tab."""
 
     cancelled: Sequence[int] = ()
     clear: bool = False
     shown: int = 0
+    sizes: Sequence[str] = ()
+    sort: tuple[str, bool] = ("", False)
+    asked: str = ""
 
 
 def read_clicks(text: Any) -> Clicks:
@@ -32,10 +36,19 @@ def read_clicks(text: Any) -> Clicks:
         sent = dict(json.loads(text))
     except (TypeError, ValueError):
         return Clicks()
-    cancelled = sent.get("cancelled")
-    ids = [one for one in cancelled if type(one) is int] if isinstance(cancelled, list) else []
     shown = sent.get("shown")
-    return Clicks(ids, sent.get("clear") is True, shown if type(shown) is int else 0)
+    column = sent.get("sort")
+    asked = sent.get("asked")
+    return Clicks(
+        values_of(int, sent.get("cancelled")), sent.get("clear") is True, shown if type(shown) is int else 0,
+        values_of(str, sent.get("sizes")), (column if isinstance(column, str) else "", sent.get("descending") is True),
+        asked if isinstance(asked, str) else "",
+    )
+
+
+def values_of(kind: type, sent: Any) -> tuple[Any, ...]:
+    """The values of this type in a list that a page has sent; none in anything else."""
+    return tuple(value for value in sent if type(value) is kind) if isinstance(sent, list) else ()
 
 
 def do(clicks: Clicks, queue: JobQueue) -> None:

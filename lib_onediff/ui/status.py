@@ -7,7 +7,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from ..core.image import FAILED, INTERRUPTED
+from ..core.image import DONE, FAILED, INTERRUPTED
 from ..core.settings import OFF_IN_SETTINGS
 from ..runtime.cache import Fingerprint
 from ..runtime.call_stats import CallStats
@@ -125,15 +125,6 @@ def largest_beside_steps(status: dict[str, Any]) -> str:
     return f", {seconds(found[1])} of it {SPENT[found[0]]}"
 
 
-def spent_sentence(status: dict[str, Any]) -> str:
-    """What the last image's time went into: "steps 14 s, first use 10 s, VAE 1.0 s"; "" where steps explain it."""
-    beside_steps = spent_beside_steps(status)
-    if not beside_steps:
-        return ""
-    spent = {"unet": status["image"]["spent"]["unet"], **beside_steps}
-    return ", ".join(f"{SPENT[name]} {seconds(took)}" for name, took in spent.items())
-
-
 def parts_sentence(status: dict[str, Any]) -> str:
     """The steps of an image by size and model, where it has several: "512x512: 20 steps, 30 ms; 1024x1024: ..."."""
     parts = (status.get("image") or {}).get("parts") or []
@@ -191,7 +182,41 @@ def status_html(status: dict[str, Any]) -> str:
         # As the user wants it.
         route = "off"
     return (
-        f'<div class="onediff-status onediff-route-{route}"><div class="onediff-facts">{facts}</div>{reason}</div>'
+        f'<div class="onediff-status onediff-route-{route}"><div class="onediff-facts">{facts}</div>'
+        f"{spent_html(status)}{reason}</div>"
+    )
+
+
+def spent_html(status: dict[str, Any]) -> str:
+    """A bar of where the seconds of the last image went, and one of the WebUI's own seconds for one like it, where that
+    is known; "" before an image."""
+    image = status.get("image") or {}
+    took = image.get("seconds")
+    spent = {name: seconds_of for name, seconds_of in (image.get("spent") or {}).items() if seconds_of}
+    if not took or image.get("state") != DONE or not spent:
+        return ""
+    alone = image.get("host_seconds") if status["route"] != "host" else None
+    longest = max(took, sum(spent.values()), alone or 0.0)
+    ours = {SPENT[name]: (name.replace("_", "-"), spent[name]) for name in SPENT if name in spent}
+    bars = one_bar_html("OneDiff" if status["route"] != "host" else "WebUI", ours, longest)
+    if alone:
+        bars += one_bar_html("WebUI", {"whole image": ("webui", alone)}, longest)
+    return f'<div class="onediff-spent">{bars}</div>'
+
+
+def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float) -> str:
+    """A bar with its parts, whose names and seconds stand below it. parts: the kind and the seconds of each."""
+    total = seconds(sum(took for _, took in parts.values()))
+    pieces = "".join(
+        f'<i class="onediff-of-{kind}" style="width: {100 * took / longest:.1f}%"></i>' for kind, took in parts.values()
+    )
+    legend = "".join(
+        f'<span><i class="onediff-of-{kind}"></i>{part} {seconds(took)}</span>' for part, (kind, took) in parts.items()
+        if took >= LEAST_SECONDS
+    )
+    return (
+        f'<b>{name}, {total}</b><div class="onediff-spent-bar" aria-hidden="true">{pieces}</div>'
+        f'<p class="onediff-spent-parts">{legend}</p>'
     )
 
 
@@ -216,7 +241,6 @@ def described(status: dict[str, Any]) -> list[tuple[str, str]]:
     return [
         ("Route", route_sentence(status)),
         ("Image", image_sentence(status)),
-        ("Time", spent_sentence(status)),
         ("Step", f"{milliseconds(status['step_ms'])}{beside_step(status)}{mixed}"),
         ("Sizes", parts_sentence(status)),
         ("Images inside it", inside_sentence(status)),

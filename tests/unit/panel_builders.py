@@ -64,10 +64,10 @@ class Seen:
 
     def look(self, *cancelled: int) -> None:
         shown = self.panel.view(json.dumps({"cancelled": cancelled}), ALL_MODELS, self.waiting)
-        below, waiting, totals, jobs, models, table, *_ = shown
+        below, waiting, totals, jobs, models, table, sizes, told = shown
         if waiting != gradio.update():
             self.waiting = waiting
-        self._show(below=below, totals=totals, jobs=jobs, models=models, table=table)
+        self._show(below=below, totals=totals, jobs=jobs, models=models, table=table, sizes=sizes, told=told)
 
     def _show(self, **values: Any) -> None:
         self.parts.update({name: value for name, value in values.items() if value != gradio.update()})

@@ -44,7 +44,7 @@ def test_a_look_that_was_begun_before_a_click_does_not_undo_it(seen: Seen) -> No
 def test_what_is_no_message_does_nothing(seen: Seen, text: Any) -> None:
     seen.panel.view(text, "All models", None)
     assert seen.warmup.jobs() == [] and read_list(text, int) == [] and read_clicks(text) == Clicks()
-    assert read_clicks('{"cancelled": [true, "1", 2], "clear": 1, "shown": "x"}') == Clicks([2])
+    assert read_clicks('{"cancelled": [true, "1", 2], "clear": 1, "shown": "x"}') == Clicks((2,))
 
 
 def test_a_size_that_runs_or_waits_is_not_queued_again_and_that_is_said(seen: Seen) -> None:
@@ -54,6 +54,13 @@ def test_a_size_that_runs_or_waits_is_not_queued_again_and_that_is_said(seen: Se
         assert "72x64, 64x64: run or wait already, not queued again." in seen.text("told")
         assert [job.title for job in seen.warmup.jobs()] == ["64x64", "72x64", "80x64"]
         seen.warmup.stop()
+
+
+def test_a_click_on_a_size_queues_it(seen: Seen) -> None:
+    shown = seen.panel.view('{"sizes": ["64x64"], "asked": "72x64"}', "All models", None)
+    assert [job.title for job in seen.warmup.jobs()] == ["64x64"]
+    assert '"72x64" title="as in the txt2img tab"' in shown[6]
+    assert "is not a size" in seen.panel.view('{"sizes": ["x"], "asked": "undefinedxundefined"}', "", None)[7]
 
 
 def test_the_most_used_sizes(seen: Seen) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 from panel_builders import ROW, SHAPE, TOTALS, text_of
 
+from lib_onediff.core.family import UsualSizes
 from lib_onediff.core.jobs import PREWARM, Job
+from lib_onediff.core.sizes import Size
 from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.ui.cache import table as cache_table
 from lib_onediff.ui.jobs import jobs_html
@@ -34,7 +36,7 @@ def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
     rows = [ROW, replace(ROW, resolution="64x64", shapes=(SHAPE, replace(SHAPE, batch=1)))]
     markup = cache_table.resolutions_html(rows)
     text = text_of(markup)
-    assert "512x768 ready SD1 12.3 ms 24.7 ms 2.0x faster 5 MiB frees 3 MiB 1.2 s saved 0.9 s 3" in text
+    assert "512x768 ready 12.3 ms 24.7 ms 2.0x faster 5 MiB frees 3 MiB SD1 1.2 s saved 0.9 s 3" in text
     assert "1 shape" in text and "2 shapes" in text
     assert "2 77 float16 – ready 12.3 ms 24.7 ms 2.0x faster 5 MiB frees 3 MiB 7 1.5e-03" in text
     assert 'value="512x768 SD1" aria-label="Select 512x768 of SD1"' in markup
@@ -46,6 +48,43 @@ def test_what_others_name_is_escaped() -> None:
     job = Job(PREWARM, evil, evil, state="failed", reason=evil)
     markup = cache_table.resolutions_html([row]) + jobs_html([job])
     assert "<script" not in markup and markup.count("&lt;script&gt;") > 5 and "alert('x')" not in markup
+
+
+def test_a_machine_without_a_gpu_shows_nothing_of_one() -> None:
+    totals = replace(TOTALS, vram=0)
+    line = text_of(cache_table.totals_html(totals, [], [], None))
+    assert "Graph memory" not in line and "Served by a graph" not in line and not cache_table.has_gpu(totals)
+    text = text_of(cache_table.resolutions_html([ROW], has_gpu=False))
+    assert "VRAM" not in text and "MiB" not in text and "512x768 ready 12.3 ms 24.7 ms 2.0x faster SD1" in text
+
+
+def test_a_heading_sorts_and_what_is_not_known_comes_last() -> None:
+    rows = [
+        replace(ROW, resolution=name, step_ms=step, last_used=used)
+        for name, step, used in (("64x64", 2.0, 1.0), ("512x512", None, 3.0), ("72x64", 1.0, 2.0))
+    ]
+    for sort, order in (
+        (("", False), ["512x512", "72x64", "64x64"]), (("Step", False), ["72x64", "64x64", "512x512"]),
+        (("Step", True), ["64x64", "72x64", "512x512"]), (("Resolution", True), ["512x512", "72x64", "64x64"]),
+        (("nothing", True), ["512x512", "72x64", "64x64"]),
+    ):
+        assert [row.resolution for row in cache_table.selected(rows, None, sort)] == order
+    markup = cache_table.resolutions_html(rows, sort=("Step", True))
+    assert 'aria-sort="descending" class="onediff-number"' in markup and "Step ▼" in markup
+
+
+def test_a_queued_row_is_cancelled_beside_its_size() -> None:
+    queued = replace(ROW, state="queued")
+    markup = cache_table.resolutions_html([queued, replace(ROW, resolution="64x64")], jobs={"512x768 SD1": 7})
+    assert markup.count('data-onediff-job="7" aria-label="Cancel: 512x768 of SD1"') == 1 == markup.count(">Cancel<")
+
+
+def test_sizes_of_the_user_come_first_and_what_takes_minutes_says_so() -> None:
+    usual = [UsualSizes("SD 1.5", ("SD1",), ("512x512", "256x256", "1024x1024"))]
+    estimates = {Size(512, 512): 59.0, Size(1024, 1024): 245.0}
+    markup = cache_table.sizes_html({"256x256": "used"}, usual, estimates)
+    assert text_of(markup) == "Yours 256x256 SD 1.5 512x512 1024x1024 4 min"
+    assert 'title="about 4 min or more on this machine"' in markup
 
 
 def test_only_so_many_rows_are_shown() -> None:

@@ -74,3 +74,15 @@ def test_where_onediff_is_switched_off_nothing_is_shown_of_the_last_image(monkey
 def test_an_image_says_how_fast_it_was_where_steps_cannot() -> None:
     made = {**STATUS, "ratio": None, "image": {"seconds": 2.0, "host_seconds": 5.0, "steps": {"whole": 20}}}
     assert "2.0 s/image (WebUI 5.0 s), 12.3 ms/step (WebUI 24.7 ms), 2.5x faster" in status.summary_html(made)
+
+
+def test_a_bar_shows_where_the_seconds_of_an_image_went_beside_the_webuis() -> None:
+    image = {"seconds": 2.0, "host_seconds": 5.0, "state": "done", "steps": {"whole": 20},
+             "spent": {"unet": 1.2, "first_use": 0.0, "vae": 0.5, "rest": 0.3}}
+    shown = status.spent_html({**STATUS, "image": image})
+    assert "OneDiff, 2.0 s" in shown and "WebUI, 5.0 s" in shown and "first use" not in shown
+    for part in ('onediff-of-unet" style="width: 24.0%"', 'onediff-of-webui" style="width: 100.0%"', "VAE 0.5 s"):
+        assert part in shown
+    assert "WebUI" not in status.spent_html({**STATUS, "image": {**image, "host_seconds": None}})
+    for other in ({**image, "state": "interrupted"}, {**image, "spent": {}}, {}):
+        assert status.spent_html({**STATUS, "image": other}) == ""

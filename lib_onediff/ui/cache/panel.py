@@ -5,16 +5,16 @@ timers. No handler waits for an image that is being made.
 """
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import gradio as gr
 
-from ...core.family import UsualSizes
 from ...core.jobs import Exclusively, JobQueue
 from ...core.refusal import NotKept
-from ...core.sizes import PrewarmList, parse_prewarm
+from ...core.sizes import PrewarmList, parse_prewarm, parse_size
 from ...prewarm.worker import SizeJob, WarmUp, rows_with_jobs
 from ...runtime.runtime import Runtime
 from ..amounts import counted, memory
@@ -36,12 +36,27 @@ from ..events import (
 )
 from ..jobs import do, jobs_html, read_clicks
 from ..markup import sentence
-from .table import ALL_MODELS, key_of, legend_html, models_of, resolutions_html, selected, totals_html
+from .table import (
+    ALL_MODELS,
+    IN_TXT2IMG,
+    MOST_USED,
+    MUCH_SECONDS,
+    has_gpu,
+    key_of,
+    legend_html,
+    models_of,
+    resolutions_html,
+    selected,
+    sizes_html,
+    totals_html,
+)
 
 SOURCE = "panel"
 # How long a request waits for what it has begun; the page hears later of what takes longer.
 SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
+# How many of the most used sizes are there to choose from.
+MOST_YOURS = 4
 NOTHING_PURGED = "Nothing was purged."
 GONE = "What was selected is no longer in the table: nothing was changed."
 NONE_USED = "No size was used with this model yet: make an image first, or type sizes."
@@ -88,9 +103,15 @@ class Panel:
         for size, tokens in used:
             queued += self.warmup.add([size], SOURCE, tokens=tokens)
         known = [job.title for job in queued if job.id in before]
-        if not known:
-            return ""
-        return f"{', '.join(known)}: {'runs or waits' if len(known) == 1 else 'run or wait'} already, not queued again."
+        said = []
+        if known:
+            verb = "runs or waits" if len(known) == 1 else "run or wait"
+            said.append(f"{', '.join(known)}: {verb} already, not queued again.")
+        estimates = self.warmup.seconds_for(job.size for job in queued if job.id not in before)
+        long = [str(size) for size, took in estimates.items() if took >= MUCH_SECONDS]
+        if long:
+            said.append(f"{', '.join(long)}: this takes minutes on this machine; Cancel stops it.")
+        return " ".join(said)
 
     def cancel_all(self, waiting: Chore | None) -> Answer:
         sizes = self.warmup.stop()
@@ -164,7 +185,11 @@ class Panel:
     def view(self, clicks: Any, model: str, waiting: Chore | None) -> tuple[Any, ...]:
         """The value of every component that shows what is so; gradio draws what has changed. clicks: see read_clicks.
         """
-        do(read_clicks(clicks), self.queue)
+        clicked = read_clicks(clicks)
+        do(clicked, self.queue)
+        told: Any = UNCHANGED
+        if clicked.sizes:
+            told = self.prewarm(", ".join(clicked.sizes), waiting)[0]
         # Somebody may have clicked on something since this look was begun: what the page waits for stays as it is.
         below = UNCHANGED
         waits_now = UNCHANGED
@@ -177,14 +202,33 @@ class Panel:
         rows = rows_with_jobs(known, sizes, self.warmup.model)
         models = models_of(rows)
         model = model if model in models else ALL_MODELS
-        families = self.runtime.services.families
-        fitting = families.usual_sizes(self.warmup.model)
-        return (
-            below, waits_now, totals_html(self.runtime.totals(), known, sizes, self.runtime.history.folder),
-            jobs_html(jobs),
-            gr.update(choices=models, value=model), resolutions_html(selected(rows, model)),
-            *(gr.update(visible=one in fitting) for one in families.usual_sizes()),
+        totals = self.runtime.totals()
+        table = resolutions_html(
+            selected(rows, model, clicked.sort), has_gpu(totals), clicked.sort, self.jobs_of_rows(sizes),
         )
+        return (
+            below, waits_now, totals_html(totals, known, sizes, self.runtime.history.folder), jobs_html(jobs),
+            gr.update(choices=models, value=model), table, self.sizes(clicked.asked), told,
+        )
+
+    def jobs_of_rows(self, jobs: Iterable[SizeJob]) -> dict[str, int]:
+        """The ids of the jobs that are to be cancelled beside their rows, by the keys of the rows."""
+        return {f"{job.size.resolution} {self.warmup.model or ''}": job.id for job in jobs if job.pending}
+
+    def sizes(self, asked: str) -> str:
+        """The sizes to choose from: the txt2img tab's and the most used, then the usual ones of the loaded model.
+
+        asked: the txt2img tab's.
+        """
+        model = self.warmup.model
+        usual = self.runtime.services.families.usual_sizes(model)
+        yours = {}
+        with contextlib.suppress(ValueError):
+            yours[str(parse_size(asked))] = IN_TXT2IMG
+        for used in self.runtime.history.most_used(model, MOST_YOURS):
+            yours.setdefault(used.size.resolution, MOST_USED)
+        every = {*yours, *(size for row in usual for size in row.sizes)}
+        return sizes_html(yours, usual, self.warmup.seconds_for(map(parse_size, every)))
 
 
 def if_confirmed(question: str, value: str = "'yes'") -> str:
@@ -212,10 +256,11 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusive
         look = a_button("", "look", elem_classes=HIDDEN)
         totals = live_html("cache_totals")
         gr.HTML("<h2>Pre-warm sizes</h2>")
-        rows, presets = build_presets(runtime.services.families.usual_sizes())
+        chips = live_html("cache_sizes")
         with gr.Row(elem_classes=CONTROLS):
             label = "Sizes (add x2 for a batch of two)"
-            sizes = a_text(label, "prewarm_sizes", placeholder="1024x1024, 832x1216 x2", scale=4, min_width=200)
+            example = "1024x1024, 832x1216 x2, most used 4"
+            sizes = a_text(label, "prewarm_sizes", placeholder=example, scale=4, min_width=200)
         message = live_html("cache_result")
         with gr.Row(elem_classes=ACTIONS):
             prewarm = a_button("Pre-warm", "prewarm", variant="primary")
@@ -239,7 +284,7 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusive
 
     shown = {
         "inputs": [clicks, model, waiting], "queue": False, **QUIET,
-        "outputs": [below, waiting, totals, jobs, model, table, *rows],
+        "outputs": [below, waiting, totals, jobs, model, table, chips, message],
         **in_the_browser("(...values) => [window.onediff.clicks(), ...values.slice(1, 3)]"),
     }
     for event in (look.click, model.input):
@@ -255,8 +300,6 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusive
 
     for asked in (prewarm.click, sizes.submit):
         on(asked, panel.prewarm, sizes)
-    for button, size in presets:
-        on(button.click, lambda waiting, size=size: panel.prewarm(size, waiting))
     on(cancel.click, panel.cancel_all)
     on(pin.click, panel.pin, keys, first=SELECTED)
     on(unpin.click, lambda keys, waiting: panel.pin(keys, waiting, False), keys, first=SELECTED)
@@ -265,17 +308,3 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusive
     on(purge_all.click, panel.purge_all, keys, first=if_confirmed(PURGE_ALL))
     on(purge_disk.click, panel.purge_disk, keys, first=if_confirmed(PURGE_DISK))
     forget_when_changed([sizes], message)
-
-
-def build_presets(families: Iterable[UsualSizes]) -> tuple[list[Any], list[tuple[Any, str]]]:
-    """A row of buttons for each kind of model; the rows, and each button with its size."""
-    rows = []
-    buttons = []
-    for name, (model, *_), sizes in families:
-        with gr.Row(elem_classes="onediff-presets", elem_id=f"onediff_presets_{model}") as row:
-            gr.HTML(f"<b>{name}</b>", elem_classes="onediff-presets-of")
-            for size in sizes:
-                button = a_button(size, f"preset_{model}_{size}", size="sm", min_width=20)
-                buttons.append((button, size))
-        rows.append(row)
-    return rows, buttons

@@ -4,23 +4,44 @@ from __future__ import annotations
 import html
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+from ...core.family import UsualSizes
 from ...core.jobs import Job
+from ...core.sizes import Size
 from ...core.table import ENOUGH
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
-from ..amounts import NOTHING, ago, counted, memory, milliseconds, seconds, times
-from ..markup import bar_html, cells_html, fact_html, head_html
+from ..amounts import NOTHING, ago, counted, memory, milliseconds, minutes, seconds, times
+from ..jobs import small_button
+from ..markup import bar_html, fact_html
 from ..status import ROUTES
 
 MOST_ROWS = 200
 ALL_MODELS = "All models"
-COLUMNS = ("Resolution", "State", "Model", "Step", "WebUI", "Speed", "VRAM", "Pre-warming", "Images", "Last used")
+WEBUI_STEP = "WebUI step"
+VRAM = "VRAM"
+# In the order in which a phone shows them.
+COLUMNS = ("Resolution", "State", "Step", WEBUI_STEP, "Speed", VRAM, "Model", "Pre-warming", "Images", "Last used")
 SHAPE_COLUMNS = (
-    "Batch", "Tokens", "Type", "Computed by", "State", "Step", "WebUI", "Speed", "VRAM", "Calls", "Error",
+    "Batch", "Tokens", "Type", "Computed by", "State", "Step", WEBUI_STEP, "Speed", VRAM, "Calls", "Error",
 )
+NUMBERS = {"Batch", "Tokens", "Step", WEBUI_STEP, "Speed", VRAM, "Pre-warming", "Images", "Calls", "Error"}
+# What a row is sorted by; None comes last.
+SORTED_BY: Mapping[str, Callable[[ResolutionRow], Any]] = {
+    "Resolution": lambda row: [int(side) for side in row.resolution.split("x") if side.isdigit()],
+    "State": lambda row: row.state, "Step": lambda row: row.step_ms, WEBUI_STEP: lambda row: row.host_ms,
+    "Speed": lambda row: row.ratio, VRAM: lambda row: row.needs or None, "Model": lambda row: row.model,
+    "Pre-warming": lambda row: row.prewarm_s, "Images": lambda row: row.images or None,
+    "Last used": lambda row: row.last_used or None,
+}
+# Why a size is among the first to choose from.
+IN_TXT2IMG = "as in the txt2img tab"
+MOST_USED = "used with this model"
+# Of pre-warming that takes longer, the page warns.
+MUCH_SECONDS = 60.0
 # By what a shape's state is called in the API: what users read, where it is another word, and what it means.
 STATE_NAMES = {"cold": "not checked yet", "proved": "checked"}
 STATES = {
@@ -36,9 +57,9 @@ MEANINGS = {
     "Computed by": "the backend and, where steps are cached, the kind of step: full or cached",
     "pinned": "its graph stays when another model needs memory",
     "Step": "mean over all steps of the last image that OneDiff has made at this size; of a shape, its own calls",
-    "WebUI": "the same by the WebUI alone, timed when the size is first used",
+    WEBUI_STEP: "the same by the WebUI alone, timed when the size is first used",
     "Speed": f"compared with the WebUI, after {ENOUGH} calls of each",
-    "VRAM": "what its graphs need; all graphs share one pool: below, what purging this row frees",
+    VRAM: "what its graphs need; all graphs share one pool: below, what purging this row frees",
     "Pre-warming": "how long it took; below, how much longer the first image would have taken without it",
     "Images": "made at this size since the WebUI was started, without interrupted ones",
     "Error": "relative difference from the WebUI's output when it was checked",
@@ -58,11 +79,23 @@ def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
     return [ALL_MODELS, *sorted({row.model for row in rows if row.model and not (row.shapes and row.is_decode)})]
 
 
-def selected(rows: Iterable[ResolutionRow], model: str | None) -> list[ResolutionRow]:
-    """The rows of a model, or of all, the last used first. What is in the queue for the first time has not been used,
-    and is what the user looks for."""
+def selected(
+    rows: Iterable[ResolutionRow], model: str | None, sort: tuple[str, bool] = ("", False),
+) -> list[ResolutionRow]:
+    """The rows of a model, or of all. sort: a column, and whether the largest comes first; without one, the last used
+    comes first. What is in the queue for the first time has not been used, and is what the user looks for."""
     shown = [row for row in rows if model in (None, "", ALL_MODELS, row.model)]
-    return sorted(shown, key=lambda row: -row.last_used or -math.inf)
+    column, descending = sort
+    value = SORTED_BY.get(column)
+    if value is None:
+        return sorted(shown, key=lambda row: -row.last_used or -math.inf)
+    known = [row for row in shown if value(row) is not None]
+    return sorted(known, key=value, reverse=descending) + [row for row in shown if value(row) is None]
+
+
+def has_gpu(totals: Totals) -> bool:
+    """Whether there are graphs, and GPU memory that they take."""
+    return bool(totals.budget or totals.vram)
 
 
 def key_of(row: ResolutionRow) -> str:
@@ -70,18 +103,74 @@ def key_of(row: ResolutionRow) -> str:
     return f"{row.resolution} {row.model}"
 
 
-def resolutions_html(rows: list[ResolutionRow]) -> str:
-    """The first of the rows, each with its shapes below it in an element that opens."""
+def resolutions_html(
+    rows: list[ResolutionRow], has_gpu: bool = True, sort: tuple[str, bool] = ("", False),
+    jobs: Mapping[str, int] = MappingProxyType({}),
+) -> str:
+    """The first of the rows, each with its shapes below it in an element that opens. sort: see selected. jobs: the ids
+    of those to cancel, by the keys of rows."""
     if not rows:
         return '<p class="onediff-reason">Nothing yet. Generate an image, or pre-warm a size: click one above.</p>'
     hidden = len(rows) - MOST_ROWS
     more = f'<p class="onediff-reason">{hidden} more: choose a model above to see fewer.</p>' if hidden > 0 else ""
     every = choice_html('data-onediff-every aria-label="Select all rows that are shown"')
+    columns = columns_shown(COLUMNS, has_gpu)
+    shown = "".join(resolution_html(row, columns, jobs.get(key_of(row), 0)) for row in rows[:MOST_ROWS])
     return (
         '<p class="onediff-reason onediff-scrolls">The table scrolls sideways.</p>'
         '<div class="onediff-table" tabindex="0" role="region" aria-label="Resolutions">'
-        f"<table><thead><tr><td>{every}</td>{head_html(COLUMNS, MEANINGS)}</tr></thead>"
-        f'{"".join(map(resolution_html, rows[:MOST_ROWS]))}</table></div>{more}'
+        f"<table><thead><tr><td>{every}</td>{''.join(sorting_head(column, sort) for column in columns)}</tr></thead>"
+        f"{shown}</table></div>{more}"
+    )
+
+
+def columns_shown(columns: Sequence[str], has_gpu: bool) -> list[str]:
+    """The columns without those that a machine without a GPU has nothing for."""
+    return [column for column in columns if has_gpu or column != VRAM]
+
+
+def sorting_head(column: str, sort: tuple[str, bool]) -> str:
+    """A heading that sorts the table, by javascript/onediff.js."""
+    is_sorted = sort[0] == column
+    order = ("descending" if sort[1] else "ascending") if is_sorted else "none"
+    mark = {"descending": " ▼", "ascending": " ▲"}.get(order, "")
+    return (
+        f'<th scope="col" aria-sort="{order}"{number_class(column)} title="{html.escape(MEANINGS.get(column, ""))}">'
+        f'<button type="button" data-onediff-sort="{column}">{column}{mark}</button></th>'
+    )
+
+
+def number_class(column: str) -> str:
+    return ' class="onediff-number"' if column in NUMBERS else ""
+
+
+def row_html(cells: Mapping[str, str], columns: Iterable[str]) -> str:
+    """The cells of these columns. cells: markup by column."""
+    return "".join(f"<td{number_class(column)}>{cells[column]}</td>" for column in columns if column in cells)
+
+
+def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates: Mapping[Size, float]) -> str:
+    """A row of buttons for the user's own sizes, and for those of each kind of model. yours: why each is there.
+    estimates: how many seconds each takes, where that is known."""
+    much = {str(size): took for size, took in estimates.items() if took >= MUCH_SECONDS}
+    rows = [("yours", "Yours", yours)]
+    for name, (model, *_), sizes in usual:
+        rows.append((model, name, {size: "" for size in sizes if size not in yours}))
+    return "".join(
+        f'<div class="onediff-presets" id="onediff_presets_{kind}"><b>{name}</b>'
+        f'{"".join(size_html(kind, size, why, much.get(size, 0.0)) for size, why in sizes.items())}</div>'
+        for kind, name, sizes in rows if sizes
+    )
+
+
+def size_html(kind: str, size: str, why: str, much: float) -> str:
+    """A button that pre-warms a size, by javascript/onediff.js."""
+    slow = f"about {minutes(much)} or more on this machine" if much else ""
+    title = ", ".join(filter(None, (why, slow)))
+    mark = f" <small>{minutes(much)}</small>" if much else ""
+    return (
+        f'<button type="button" class="onediff-small onediff-size" id="onediff_preset_{kind}_{size}" '
+        f'data-onediff-size="{size}" title="{title}">{size}{mark}</button>'
     )
 
 
@@ -92,28 +181,36 @@ def legend_html() -> str:
     return f'<details class="onediff-legend"><summary>Legend</summary><dl>{words}</dl></details>'
 
 
-def resolution_html(row: ResolutionRow) -> str:
-    cells = (
-        state_html(row.state), html.escape(row.model or NOTHING), *times_html(row), prewarm_html(row),
-        str(row.images or NOTHING), ago(row.last_used) if row.last_used else NOTHING,
-    )
-    key = html.escape(key_of(row))
+def resolution_html(row: ResolutionRow, columns: Sequence[str], job: int = 0) -> str:
+    """A row. job: the id of the one that makes it ready, to cancel it here; 0 for none."""
     name = html.escape(f"{row.resolution} of {row.model}")
+    cancel = f" {small_button('job', job, 'Cancel', f'Cancel: {name}')}" if job else ""
+    cells = {
+        "State": state_html(row.state) + cancel, "Model": html.escape(row.model or NOTHING), **times_html(row),
+        "Pre-warming": prewarm_html(row), "Images": str(row.images or NOTHING),
+        "Last used": ago(row.last_used) if row.last_used else NOTHING,
+    }
+    key = html.escape(key_of(row))
     # Why the row is not better, and its shapes.
     below = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
     if row.shapes:
+        of_shapes = columns_shown(SHAPE_COLUMNS, VRAM in columns)
+        head = "".join(
+            f'<th scope="col"{number_class(column)} title="{html.escape(MEANINGS.get(column, ""))}">{column}</th>'
+            for column in of_shapes
+        )
         below += (
             f'<details data-onediff-key="{key}"><summary>{counted(len(row.shapes), "shape")}</summary>'
-            f"<table><thead><tr>{head_html(SHAPE_COLUMNS, MEANINGS)}</tr></thead>"
-            f'<tbody>{"".join(map(shape_html, row.shapes))}</tbody></table></details>'
+            f"<table><thead><tr>{head}</tr></thead>"
+            f'<tbody>{"".join(shape_html(shape, of_shapes) for shape in row.shapes)}</tbody></table></details>'
         )
     if below:
-        below = f'<tr class="onediff-shapes"><td></td><td colspan="{len(COLUMNS)}">{below}</td></tr>'
+        below = f'<tr class="onediff-shapes"><td></td><td colspan="{len(columns)}">{below}</td></tr>'
     choose = choice_html(f'value="{key}" aria-label="Select {name}"')
     pinned = f' <span class="onediff-pin" title="{MEANINGS["pinned"]}">pinned</span>' if row.pinned else ""
     return (
-        f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>{cells_html(cells)}'
-        f"</tr>{below}</tbody>"
+        f'<tbody><tr><td>{choose}</td><th scope="row">{html.escape(row.resolution)}{pinned}</th>'
+        f"{row_html(cells, columns)}</tr>{below}</tbody>"
     )
 
 
@@ -130,19 +227,19 @@ def prewarm_html(row: ResolutionRow) -> str:
     return f"{seconds(row.prewarm_s)}{saved}"
 
 
-def shape_html(shape: ShapeRow) -> str:
-    cells = (
-        f"{shape.batch}{shape.label and ' ' + shape.label}", str(shape.tokens) if shape.tokens else "VAE",
-        html.escape(shape.dtype),
-        html.escape(", ".join(filter(None, (shape.backend, shape.lossy, shape.part)))) or NOTHING,
-        state_html(shape.state), *times_html(shape), str(shape.uses),
-        NOTHING if shape.relative_error is None else f"{shape.relative_error:.1e}",
-    )
+def shape_html(shape: ShapeRow, columns: Sequence[str]) -> str:
+    error = NOTHING if shape.relative_error is None else f"{shape.relative_error:.1e}"
+    cells = {
+        "Batch": f"{shape.batch}{shape.label and ' ' + shape.label}", "Tokens": str(shape.tokens or "VAE"),
+        "Type": html.escape(shape.dtype),
+        "Computed by": html.escape(", ".join(filter(None, (shape.backend, shape.lossy, shape.part)))) or NOTHING,
+        "State": state_html(shape.state), **times_html(shape), "Calls": str(shape.uses), "Error": error,
+    }
     reason = (
-        f'<tr><td class="onediff-reason" colspan="{len(SHAPE_COLUMNS)}">{html.escape(shape.reason)}</td></tr>'
+        f'<tr><td class="onediff-reason" colspan="{len(columns)}">{html.escape(shape.reason)}</td></tr>'
         if shape.reason else ""
     )
-    return f"<tr>{cells_html(cells)}</tr>{reason}"
+    return f"<tr>{row_html(cells, columns)}</tr>{reason}"
 
 
 def state_html(state: str) -> str:
@@ -154,12 +251,14 @@ def state_html(state: str) -> str:
     return f'<span class="onediff-state onediff-state-{name}" title="{meaning}">{words}</span>'
 
 
-def times_html(row: Any) -> tuple[str, str, str, str]:
+def times_html(row: Any) -> dict[str, str]:
     """The cells from Step to VRAM, of a resolution or a shape. There is no speed before both sides were timed often
     enough."""
     frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
-    needs = f"{memory(row.needs)}{frees}" if row.needs or row.bytes else NOTHING
-    return milliseconds(row.step_ms), milliseconds(row.host_ms), times(row.ratio), needs
+    return {
+        "Step": milliseconds(row.step_ms), WEBUI_STEP: milliseconds(row.host_ms), "Speed": times(row.ratio),
+        VRAM: f"{memory(row.needs)}{frees}" if row.needs or row.bytes else NOTHING,
+    }
 
 
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], folder: Path | None) -> str:
@@ -172,15 +271,14 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
     pending = sum(job.pending for job in jobs)
     calls = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in totals.calls.items() if count)
     budget = totals.budget
-    held = memory(totals.vram)
+    held = f"{memory(totals.vram)} of {memory(budget)}" if budget else memory(totals.vram)
+    hit_rate = NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %"
     low_bit = ""
-    if budget or not totals.vram:
-        held = f"{held} of {memory(budget)}" if budget else "none (no GPU)"
     if totals.low_bit:
         low_bit = f"{memory(totals.low_bit)}, {counted(totals.low_bit_layers, 'layer')}"
     facts = {
-        "Graph memory": held, "Disk": memory(totals.disk),
-        "Served by a graph": NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %",
+        "Graph memory": held if has_gpu(totals) else "", "Disk": memory(totals.disk),
+        "Served by a graph": hit_rate if has_gpu(totals) else "",
         "Queue": counted(pending, "size") if pending else "empty", "Low-bit weights": low_bit,
         "Weights in main memory": memory(totals.offloaded) if totals.offloaded else "",
         "Resolutions": f"{len(rows)}{f' ({kinds})' if kinds else ''}", "Calls": calls or "none yet",
@@ -191,7 +289,8 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
         fact_html(label, value, below.get(label, ""), TOTALS.get(label, "")) for label, value in facts.items() if value
     )
     errors = "".join(map(error_html, totals.low_bit_errors))
-    return f'<div class="onediff-status onediff-totals"><div class="onediff-facts">{cells}</div>{errors}</div>'
+    kind = "" if has_gpu(totals) else " onediff-no-gpu"
+    return f'<div class="onediff-status onediff-totals{kind}"><div class="onediff-facts">{cells}</div>{errors}</div>'
 
 
 def error_html(measured: LowBitErrors) -> str:
