@@ -11,8 +11,6 @@ from .layer_weights import Weights
 from .leaves import LEAVES, FusedLinear, descriptions
 from .operators import Operators
 
-# Shapes, (batch, heads, tokens, width), of an attention's queries and of its keys.
-AttentionShapes = tuple[tuple[int, ...], tuple[int, ...]]
 # A pair of functions: matches(module) returns whether a module is a network of some kind, by its class and the package
 # of that; read(module) returns its layout, and raises Refusal with the reason for anything unknown in the module.
 LayoutReader = tuple[Callable[[Any], bool], Callable[[Any], Any]]
@@ -50,6 +48,15 @@ class Layout:
     def kernel_users(self) -> list[Any]:
         """The descriptions that decide which kernels are needed."""
         return self.leaves()
+
+
+class AttentionShapes(NamedTuple):
+    """Shapes, (batch, heads, tokens, width), of an attention's queries and of its keys. is_filled: whether its rows are
+    filled up (core.operators.Filled)."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    is_filled: bool = False
 
 
 class UsualSizes(NamedTuple):

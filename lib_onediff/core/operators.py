@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from .layer_weights import LayerWeights
@@ -73,6 +74,33 @@ class Heads(NamedTuple):
     number: int
     norm: WeightedNorm | None = None
     rotary: Rotary | None = None
+
+
+class Filled(NamedTuple):
+    """Rows of tokens that are filled up to one length. Those that count come first in each row; the others are seen by
+    none of them, and what an operator computes for them has no meaning, but is finite.
+
+    used: (batch,), integers: how many count. ends: (2 * batch + 1,), int32: with all rows one after the other, where
+    the tokens that count begin and end in each, and the end of the last row. Both are read on their device: their
+    numbers may change between replays of a graph.
+    """
+
+    used: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, used: Tensor, tokens: int) -> Filled:
+        """tokens: the length of every row."""
+        begins = tokens * torch.arange(len(used) + 1, dtype=torch.int32, device=used.device)
+        inner = torch.stack([begins[:-1], begins[:-1] + used.to(torch.int32)], dim=1)
+        return cls(used, torch.cat([inner.flatten(), begins[-1:]]))
+
+    def mask(self, tokens: int) -> Tensor:
+        """Which keys every query sees, as a mask of Operators.attention."""
+        places = torch.arange(tokens, dtype=torch.int64, device=self.used.device)
+        # The softmax over no key at all is not a number.
+        seen = torch.where(self.used > 0, self.used, tokens)
+        return (places < seen[:, None])[:, None, None]
 
 
 class Activation(Enum):
@@ -179,13 +207,13 @@ class Operators(Protocol):
         """The residual's tokens, with everything added to them."""
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
         """Softmax attention over (batch, heads, tokens, head width), in float32 if upcast.
 
         Keys and values may have fewer heads than queries (grouped-query attention): each serves as many heads of
         queries, which lie one after the other. mask: bool, of a shape that broadcasts to (batch, heads, queries, keys),
-        True where a query sees a key. A query that sees no key gives zeros.
+        True where a query sees a key; a query that sees no key gives zeros. Or Filled, of queries and keys alike.
         """
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:

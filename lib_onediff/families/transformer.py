@@ -21,6 +21,7 @@ from ..core.layer_weights import LayerWeights, Weights
 from ..core.leaves import AdaptiveNorm, CrossAttention, FusedLinear, LayerNorm, Linear, RMSNorm, SelfAttention
 from ..core.operators import (
     Activation,
+    Filled,
     GatedUnit,
     Heads,
     Modulation,
@@ -121,7 +122,7 @@ class TransformerLayers:
         return self.ops.sigmoid_gated(x, gate, self._weights_of(consumer))
 
     def self_attention(
-        self, attention: SelfAttention, normed: Rows, rotary: Rotary | None = None, mask: Tensor | None = None
+        self, attention: SelfAttention, normed: Rows, rotary: Rotary | None = None, mask: Tensor | Filled | None = None
     ) -> Rows:
         """The mix of values, (batch, tokens, heads * head width), as the output layer reads it. mask: see
         Operators.attention."""
@@ -155,7 +156,7 @@ class TransformerLayers:
         [heads] = self.ops.split_heads(projected, (Heads(number),))
         return heads
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Filled | None = None) -> Tensor:
         """The mix of values, (batch, tokens, heads * head width), of (batch, heads, tokens, head width) each."""
         mixed = self.ops.attention(query, key, value, self.upcast_attention, mask)
         return mixed.transpose(1, 2).flatten(2)

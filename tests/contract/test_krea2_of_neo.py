@@ -4,6 +4,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,16 +31,16 @@ def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
     family = Krea2s()
     layout = FAMILIES.read(host.unet)
     call = family.example(layout, (7, 8), 2, 20, torch.randn)
-    mask = torch.ones(2, 20, dtype=torch.bool)
-    positions = torch.zeros(1, 20 + 16, 3)
-    for given in (call, replace(call, mask=mask, positions=positions), replace(call, latent=call.latent[:, :, 0])):
+    mask = torch.ones(2, 64, dtype=torch.bool)
+    positions = torch.zeros(1, 64 + 16, 3)
+    for given in (call, replace(call, mask=None, positions=positions), replace(call, latent=call.latent[:, :, 0])):
         family.refuse_call(layout, given)
     for change, reason in (
         ({"latent": call.latent[:, :2]}, "the latent is"), ({"latent": call.latent[0]}, "the latent is"),
         ({"latent": call.latent.expand(-1, -1, 2, -1, -1)}, "one image"),
         ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batches"),
         ({"mask": mask[:, :5]}, "mask is"), ({"mask": mask.float()}, "mask is"),
-        ({"positions": positions[:, 1:]}, "there are 36 tokens"),
+        ({"positions": positions[:, 1:]}, "there are 80 tokens"),
     ):
         with pytest.raises(Refusal, match=reason):
             family.refuse_call(layout, replace(call, **change))
@@ -51,6 +52,17 @@ def test_a_latent_may_lack_the_dimension_of_images(host: Krea2Host) -> None:
     host.begin()
     ours, calls = calls_of(lambda: host.output(x=latent))
     assert calls == {"plain": 1} and ours.shape == latent.shape and relative_error(ours, expected) < 1e-5
+
+
+def test_prompts_of_several_lengths_are_calls_of_one_shape(host: Krea2Host) -> None:
+    lengths = (64, 1, 20, 63)
+    expected = [host.output(tokens=length) for length in lengths]
+    host.begin()
+    for length, theirs in zip(lengths, expected, strict=True):
+        ours, calls = calls_of(partial(host.output, tokens=length))
+        assert calls == {"plain": 1} and relative_error(ours, theirs) < 1e-5
+    entry, = runtime.table.entries()
+    assert entry.uses == len(lengths) and entry.key.tokens == 64
 
 
 def test_tables_and_norms_of_another_type_are_read_as_the_host_reads_them(host: Krea2Host) -> None:

@@ -150,7 +150,7 @@ def test_nothing_is_left_of_us(host: TransformerHost) -> None:
 def test_warming_makes_the_shape_of_the_call_to_come(host: TransformerHost, tokens: int) -> None:
     host.start().warm(96, 64, 2, tokens)
     warmed, = runtime.table.entries()
-    assert calls_of(lambda: host.output((8, 12), 2, max(tokens, host.fewest_tokens)))[1] == {"plain": 1}
+    assert calls_of(lambda: host.output((8, 12), 2, host.warmed_for(tokens)))[1] == {"plain": 1}
     assert runtime.table.entries() == [warmed] and warmed.uses == 2
 
 
@@ -211,7 +211,8 @@ def test_our_kernels_compute_the_same_and_leave_the_inputs_alone(host: Transform
     layout = binding.layout
     family = FAMILIES.of(layout)
     call = family.example(layout, (5, 6), 2, 77, torch.randn)
-    call = replace(call, context=call.context[:, :20].contiguous())  # type: ignore[call-arg, attr-defined]
+    inputs = {name: getattr(call, name) for name in ("context", "mask") if getattr(call, name, None) is not None}
+    call = replace(call, **{name: tensor[:, :20].contiguous() for name, tensor in inputs.items()})
     kept = replace(call, context=call.context.clone(), latent=call.latent.clone())  # type: ignore[call-arg, attr-defined]
     ours: Tensor = family.output(layout, binding.weights(), NativeOperators(), call)
     expected = family.output(layout, binding.weights(), operators, kept)

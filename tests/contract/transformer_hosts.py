@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import lib_onediff.hosts.forge.adapter  # noqa: F401 (it hands in the readers of its networks)
+from lib_onediff.core.sizes import TOKENS
 from lib_onediff.families.anima.family import FEWEST_TOKENS
+from lib_onediff.families.krea2.call import MULTIPLE
 from lib_onediff.hosts.contract import WebUI
 
 
@@ -38,6 +40,10 @@ class TransformerHost(FamilyHost):
 
     def new_network(self) -> nn.Module:
         raise NotImplementedError
+
+    def warmed_for(self, tokens: int) -> int:
+        """The length of a prompt for which pre-warming of so many tokens is."""
+        return max(tokens, self.fewest_tokens)
 
     def latent(self, batch: int, size: tuple[int, int], seed: int) -> Tensor:
         raise NotImplementedError
@@ -151,6 +157,9 @@ class Krea2Host(TransformerHost):
         found = random(batch, tokens, self.text_layers * self.text_width, seed=seed)
         # The host takes away a dimension of one; of one token it would be that of tokens.
         return found[:, None] if tokens == 1 else found
+
+    def warmed_for(self, tokens: int) -> int:
+        return tokens // TOKENS * MULTIPLE - 3
 
 
 class ZImageHost(TransformerHost):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.core.settings import Settings
-from lib_onediff.families.krea2.call import Krea2Call
+from lib_onediff.families.krea2.call import Krea2Call, filled_prompt
 from lib_onediff.runtime.runtime import runtime
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime", "exact_products")]
@@ -72,8 +72,10 @@ def served(network: nn.Module, given: tuple[Tensor, Tensor, Tensor], **options: 
     """The last of three calls, which is replayed."""
     runtime.configure(Settings(**options))
     runtime.adopt(network)
+    latent, timestep, context = given
     for _ in range(3):
-        output = runtime.run(network, Krea2Call(*given), lambda: network(*given))
+        call = Krea2Call(latent, timestep, *filled_prompt(context))
+        output = runtime.run(network, call, lambda: network(*given))
     assert (last_call()["backend"], last_call()["route"]) == ("native", "graph"), last_call()["reason"]
     return output
 

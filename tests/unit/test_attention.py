@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.backends import cuda as switches
 
 from lib_onediff.core.card import TuningCache
+from lib_onediff.core.family import AttentionShapes
+from lib_onediff.core.operators import Filled
 from lib_onediff.devices.cuda.kernels.launch_config import Launches, random_on
 from lib_onediff.devices.torch import attention as module
 from lib_onediff.devices.torch import operators as torch_ops
@@ -134,7 +136,7 @@ class Watched:
         return getattr(torch_ops, name)
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
         self._watch(query, key, value)
         return torch_ops.attention(query, key, value, upcast, mask)
@@ -147,12 +149,75 @@ class Watched:
 def test_attention_shapes_are_those_of_the_forward(kind: str, size: tuple[int, int, int, int]) -> None:
     height, width, batch, tokens = size
     unet = shared_ldm_unet() if kind == "ldm" else shared_unet(kind)
-    seen: dict[tuple[tuple[int, ...], ...], None] = {}
+    seen: dict[AttentionShapes, None] = {}
 
     def watch(query: Tensor, key: Tensor, value: Tensor) -> None:
-        seen[tuple(query.shape), tuple(key.shape)] = None
+        seen[AttentionShapes(tuple(query.shape), tuple(key.shape))] = None
 
     call = a_call(unet, height, width, batch, tokens)
     our_output(unet, call, Watched(watch))
     layout = FAMILIES.read(unet)
     assert FAMILIES.of(layout).attentions(layout, call) == list(seen)
+
+
+@pytest.mark.parametrize("key_heads", [6, 2])
+@pytest.mark.parametrize("used", [(9, 30), (30, 30), (1, 7)], ids=str)
+def test_rows_that_are_filled_up_see_the_tokens_that_count_alone(used: tuple[int, int], key_heads: int) -> None:
+    query, key, value = inputs_of(random_on(CPU, torch.float32), (2, 6, 30, 8), (2, key_heads, 30, 8))
+    filled = Filled.of(torch.tensor(used), 30)
+    assert filled.ends.tolist() == [0, used[0], 30, 30 + used[1], 60]
+    for attention in (torch_ops.attention, Attention(Launches(TuningCache()))):
+        output = attention(query, key, value, False, filled)
+        for row, count in enumerate(used):
+            own = [one[row:row + 1, :, :count] for one in (query, key, value)]
+            assert relative_error(output[row:row + 1, :, :count].double(), exact_attention(*own)) < 1e-6
+        assert output.isfinite().all()
+
+
+def sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor:
+    """As torch's attention of sequences of several lengths, one after the other."""
+    output = torch.full_like(query, math.nan)
+    for start, end in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
+        if end > start:
+            own = [one[start:end].transpose(0, 1)[None] for one in (query, key, value)]
+            output[start:end] = exact_attention(*own)[0].transpose(0, 1).to(query.dtype)
+    return output
+
+
+@pytest.mark.parametrize("name", [FLASH, CUDNN])
+@pytest.mark.parametrize("used", [(9, 30), (30, 30)], ids=str)
+def test_each_row_is_two_sequences(name: str, used: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "may_use", lambda name: True)
+    monkeypatch.setattr(module, "flash_of_sequences", lambda query, key, value, ends, longest: sequences(
+        query, key, value, ends
+    ))
+    monkeypatch.setattr(module, "cudnn_of_sequences", lambda query, key, value, ends, longest: sequences(
+        query, key, value, ends
+    ))
+    query, key, value = inputs_of(random_on(CPU, torch.bfloat16), (2, 6, 30, 8), (2, 2, 30, 8))
+    filled = Filled.of(torch.tensor(used), 30)
+    output = module.attend_filled(name, query, key, value, filled)
+    expected = torch_ops.attention(query, key, value, False, filled)
+    assert output.shape == query.shape and output.transpose(1, 2).is_contiguous()
+    for row, count in enumerate(used):
+        assert relative_error(output[row, :, :count].double(), expected[row, :, :count].double()) < 1e-2
+
+
+@pytest.mark.parametrize(("wrong", "best"), [(False, FLASH), (True, TORCH)])
+def test_what_takes_sequences_is_chosen_where_it_is_right(
+    wrong: bool, best: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """wrong: for rows of which all tokens count."""
+
+    def flash(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
+        output = sequences(query, key, value, ends)
+        return torch.zeros_like(output) if wrong and ends[0] == ends[1] - longest else output
+
+    monkeypatch.setattr(module, "may_use", lambda name: name == FLASH)
+    monkeypatch.setattr(module, "flash_of_sequences", flash)
+    attention = Attention(Launches(TuningCache()))
+    shapes = (2, 6, 30, 8), (2, 2, 30, 8)
+    assert attention.pick(*shapes, torch.bfloat16, is_filled=True) == TORCH
+    assert attention.measure(*shapes, torch.bfloat16, CPU, Clock(flash=0.5), is_filled=True)
+    assert attention.pick(*shapes, torch.bfloat16, is_filled=True) == best
+    assert attention.pick(*shapes, torch.bfloat16) == TORCH, "other rows are another class"

@@ -170,10 +170,13 @@ class Native(Device):
         device = call.latent.device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False
-        measured = [self.attention.measure(*pair, dtype, device, time_ms) for pair in attentions]
+        measured = [
+            self.attention.measure(one.queries, one.keys, dtype, device, time_ms, one.is_filled) for one in attentions
+        ]
         if call.latent.dtype in DTYPES and any(isinstance(user, LayerNorm) for user in use.users):
             # A self attention of several heads has a feed-forward beside it, and behind such a norm a GEGLU in it.
-            sizes = {(q[0] * q[2], q[1] * q[3]) for q, k in attentions if q == k and q[1] > 1}
+            own = [one.queries for one in attentions if one.queries == one.keys and one.queries[1] > 1]
+            sizes = {(q[0] * q[2], q[1] * q[3]) for q in own}
             measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_ms) for size in sizes]
         # No UNet convolves more pixels than the latent has: others are a VAE's, and may find no memory here.
         met = [size for size in self._launches.convolutions if size[1] * size[2] <= call.latent[0, 0].numel()]

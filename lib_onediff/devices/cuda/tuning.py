@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ...core.card import on_card
 from ...core.device import TimeMs
-from ...core.family import AttentionShapes
 from ...core.layer_weights import LayerWeights, QuantizedWeight
 from ...core.leaves import (
     GATED,
@@ -45,7 +44,7 @@ from ...core.operators import (
 )
 from ...weights import low_bit
 from ...weights.low_bit import FP8, INT8, KERNEL, Kind, Product
-from ..torch.attention import inputs_of
+from ..torch.attention import Shape, inputs_of
 from .kernels import images, products, rounding
 from .kernels import launch_config as configs
 from .kernels import tokens as native_tokens
@@ -171,7 +170,7 @@ def launches_of(
     ]
 
 
-def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[AttentionShapes]:
+def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[tuple[Shape, Shape]]:
     """The shapes of queries and keys of cross-attentions, for every head width that has a kernel."""
     heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
     widths = native_tokens.ATTENTION_WIDTHS if dtype in native_tokens.ATTENTION_DTYPES else ()

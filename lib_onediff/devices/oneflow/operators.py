@@ -17,7 +17,7 @@ from oneflow.utils.tensor import from_torch, to_torch
 
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.leaves import Convolution, GroupNorm, LayerNorm, TimeEmbedding
-from ...core.operators import Activation, GatedUnit, Heads, Modulation, Residual, WeightedNorm
+from ...core.operators import Activation, Filled, GatedUnit, Heads, Modulation, Residual, WeightedNorm
 from ..torch import operators as torch_ops
 
 # The value of masked scores before the softmax: finite in float16, and far below any real score.
@@ -97,8 +97,9 @@ class OneFlowOperators:
         return residual._replace(tokens=residual.tokens + self.linear(x, layer))
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
+        assert not isinstance(mask, Filled), "no UNet has rows that are filled up"
         dtype, (batch, heads, queries, width) = query.dtype, query.shape
         if upcast:
             query, key, value = (part.to(flow.float32) for part in (query, key, value))

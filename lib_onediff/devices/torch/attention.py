@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.backends import cuda as switches
 
 from ...core.device import TimeMs
+from ...core.operators import Filled
 from ...core.precision import our_modes, switch_of
-from ..cuda.kernels.launch_config import Kernel, Launches, Trial, random_on, tuned
+from ..cuda.kernels.launch_config import Kernel, LaunchConfig, Launches, Trial, random_on, tuned
 from .operators import HAS_GQA, repeated, scaled_dot_product_attention
 
 log = logging.getLogger("onediff")
@@ -54,8 +55,13 @@ MATH_SCORES_BYTES = 4 << 20
 # The candidates by head width; the first is used without a measurement.
 NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)))
 WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
+# Of rows that are filled up. torch: with a mask of keys.
+FILLED = Kernel("attention of filled rows", ((TORCH,), (CUDNN,), (FLASH,)))
+# Rows that are filled up count all of their tokens but so many when they are measured.
+NOT_USED = 9
 # The largest relative difference between two correct implementations at random inputs. A wrong one differs by about 1.
 WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
+HALF_TYPES = (torch.float16, torch.bfloat16)
 Shape = tuple[int, ...]
 
 
@@ -70,29 +76,32 @@ class Attention:
         self._launches = launches
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False, mask: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False, mask: Tensor | Filled | None = None
     ) -> Tensor:
         """The output, in query's dtype and shape. See Operators.attention."""
         if upcast and query.dtype != torch.float32:
             return self(query.float(), key.float(), value.float(), mask=mask).to(query.dtype)
-        if query.device.type != "cuda" or mask is not None:
+        if query.device.type != "cuda" or isinstance(mask, Tensor):
             return scaled_dot_product_attention(query, key, value, mask)
+        name = self.pick(query.shape, key.shape, query.dtype, mask is not None)
         try:
-            return attend(self.pick(query.shape, key.shape, query.dtype), query, key, value)
+            return attend(name, query, key, value) if mask is None else attend_filled(name, query, key, value, mask)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError:
             # The chosen implementation may not support all shapes of the class.
             log.debug("the chosen attention does not support %s", tuple(query.shape), exc_info=True)
-            return scaled_dot_product_attention(query, key, value)
+            return scaled_dot_product_attention(query, key, value, mask)
 
-    def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype) -> str:
-        """The name of the implementation for these shapes on the current GPU."""
-        [picked] = self._launches.of(kernel_of(query_shape), class_of(query_shape, key_shape), dtype)
+    def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, is_filled: bool = False) -> str:
+        """The name of the implementation for these shapes on the current GPU. is_filled: see AttentionShapes."""
+        kernel = FILLED if is_filled else kernel_of(query_shape)
+        [picked] = self._launches.of(kernel, class_of(query_shape, key_shape), dtype)
         return str(picked)
 
     def measure(
-        self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
+        self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs,
+        is_filled: bool = False,
     ) -> bool:
         """Time every implementation for shapes of this class, and choose the fastest. Returns False, and does nothing,
         if that was done before.
@@ -100,7 +109,7 @@ class Attention:
         Takes tens of milliseconds and three times the memory of the attention itself. Does not change the user's random
         generators. Raises torch.cuda.OutOfMemoryError.
         """
-        kernel = kernel_of(query_shape)
+        kernel = FILLED if is_filled else kernel_of(query_shape)
         shape_class = class_of(query_shape, key_shape)
         if self._launches.chosen(kernel, shape_class, dtype) is not None:
             return False
@@ -108,6 +117,8 @@ class Attention:
         with our_modes(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             query, key, value = inputs_of(random_on(device, dtype), query_shape, key_shape)
+            if is_filled:
+                return tuned(self._launches, filled_trial(shape_class, query, key, value), dtype, time_ms)
             # Computed in float32, so that the same implementation in half precision is checked too.
             expected = attend(GEMM, query.float(), key.float(), value.float())
 
@@ -151,6 +162,70 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         raise RuntimeError(f"flash attention takes heads whose width is a multiple of {FLASH_WIDTHS}")
     output: Tensor = getattr(torch, FUSED[name])(query, key, value, *GIVEN[name])[0]
     return output
+
+
+def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: Filled) -> Tensor:
+    """Attention of rows that are filled up, by the implementation of this name. Raises as attend.
+
+    What takes sequences of several lengths (varlen) gets two of each row: the tokens that count, and the others.
+    """
+    if name == TORCH:
+        return scaled_dot_product_attention(query, key, value, filled)
+    if not may_use(name) or query.dtype not in HALF_TYPES:
+        raise RuntimeError(f"{name} is missing, switched off, or computes no {query.dtype}")
+    batch, heads, tokens, _ = query.shape
+    if key.shape[1] != heads and not HAS_GQA:
+        key = repeated(key, heads)
+        value = repeated(value, heads)
+    queries, keys, values = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
+    if name == CUDNN:
+        # It takes heads that lie one after the other in memory.
+        mixed = cudnn_of_sequences(queries.contiguous(), keys.contiguous(), values.contiguous(), filled.ends, tokens)
+    else:
+        mixed = flash_of_sequences(queries, keys, values, filled.ends, tokens)
+    output: Tensor = mixed.unflatten(0, (batch, tokens)).transpose(1, 2)
+    return output
+
+
+def cudnn_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
+    """Attention of sequences, one after the other: (tokens of all, heads, width) each. ends: where each sequence begins
+    and the last one ends. longest: the most tokens that one may have."""
+    output: Tensor = torch.ops.aten._cudnn_attention_forward(
+        query, key, value, None, ends, ends, longest, longest, False
+    )[0]
+    return output
+
+
+def flash_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
+    """As cudnn_of_sequences."""
+    output: Tensor = torch.ops.aten._flash_attention_forward(
+        query, key, value, ends, ends, longest, longest, 0.0, False, False
+    )[0]
+    return output
+
+
+def filled_trial(shape_class: str, query: Tensor, key: Tensor, value: Tensor) -> Trial:
+    """Times attention of rows that are filled up. It must be right where some tokens do not count, and where all do."""
+    tokens = query.shape[2]
+    counts = [tokens, max(1, tokens - NOT_USED)]
+    used = [torch.full((len(query),), count, dtype=torch.int64, device=query.device) for count in counts]
+    every = [Filled.of(one, tokens) for one in used]
+    expected = [attend(GEMM, *(one[:, :, :count].float() for one in (query, key, value))) for count in counts]
+
+    def run(config: LaunchConfig) -> tuple[str, Tensor]:
+        return config[0], attend_filled(config[0], query, key, value, every[1])
+
+    def agrees(made: tuple[str, Tensor]) -> bool:
+        name, output = made
+        outputs = attend_filled(name, query, key, value, every[0]), output
+        for found, exact, count in zip(outputs, expected, counts, strict=True):
+            # Also False for NaN.
+            error = (found[:, :, :count].float() - exact).norm() / exact.norm()
+            if not float(error) <= WORST_ERROR[query.dtype] or not found.isfinite().all():
+                return False
+        return True
+
+    return Trial(FILLED, shape_class, run, agrees)
 
 
 def may_use(backend: str) -> bool:

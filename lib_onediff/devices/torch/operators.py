@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.layer_weights import LayerWeights, LowRank, merged
 from ...core.leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
-from ...core.operators import Activation, GatedUnit, Heads, Modulation, Residual, Rotary, WeightedNorm
+from ...core.operators import Activation, Filled, GatedUnit, Heads, Modulation, Residual, Rotary, WeightedNorm
 from .quantized import decoded, is_decoded, quantized_linear
 
 # Whether torch supports attention with fewer heads of keys than of queries: torch 2.5 and newer.
@@ -218,15 +218,21 @@ def materialize(residual: Residual) -> Tensor:
     return tokens
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None) -> Tensor:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
+) -> Tensor:
     if not upcast:
         return scaled_dot_product_attention(query, key, value, mask)
     wide = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask)
     return wide.to(query.dtype)
 
 
-def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Filled | None = None
+) -> Tensor:
     """Attention by torch's choice of kernel. See Operators.attention."""
+    if isinstance(mask, Filled):
+        return grouped_attention(query, key, value, mask.mask(key.shape[2]))
     if mask is None:
         return grouped_attention(query, key, value, None)
     # The softmax of a query without keys is NaN or zero, depending on torch's version and kernel.

@@ -73,4 +73,4 @@ class Animas:
         head_width = layout.width // heads
         of_image = (batch, heads, tokens, head_width)
         of_prompt = (batch, heads, call.context.shape[1], head_width)
-        return [(of_image, of_image), (of_image, of_prompt)]
+        return [AttentionShapes(of_image, of_image), AttentionShapes(of_image, of_prompt)]

@@ -11,9 +11,10 @@ from ...core.layer_weights import Weights
 from ...core.leaves import SelfAttention, names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
+from ...core.sizes import TOKENS
 from ..transformer import SCHEDULE, blocks_read, deepest_cut
 from . import forward
-from .call import Krea2Call
+from .call import MULTIPLE, Krea2Call, filled_prompt
 from .layout import Krea2Layout, is_krea2, read_krea2
 
 
@@ -53,9 +54,11 @@ class Krea2s:
         self, layout: Krea2Layout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> Krea2Call:
         latent = noise(batch, layout.channels, 1, *size)
-        context = noise(batch, tokens, layout.text_layers * layout.text_width)
+        # A prompt of ordinary length is shorter than one of CLIP's pieces.
+        length = max(1, tokens // TOKENS) * MULTIPLE
+        context, mask = filled_prompt(noise(batch, length, layout.text_layers * layout.text_width))
         timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
-        return Krea2Call(latent, timestep, context)
+        return Krea2Call(latent, timestep, context, mask)
 
     def output(self, layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Call) -> Tensor:
         return forward.output(layout, weights, ops, call)
@@ -77,14 +80,16 @@ class Krea2s:
         height, width = call.latent.shape[-2:]
         together = tokens + -(-height // layout.patch) * -(-width // layout.patch)
         text = layout.text
+        is_filled = call.mask is not None
         return [
-            shapes_of(layout.blocks[0].layers.attention, batch, together),
-            shapes_of(text.across_tokens[0].attention, batch, tokens),
-            shapes_of(text.across_layers[0].attention, batch * tokens, layout.text_layers),
+            shapes_of(layout.blocks[0].layers.attention, batch, together, is_filled),
+            shapes_of(text.across_tokens[0].attention, batch, tokens, is_filled),
+            shapes_of(text.across_layers[0].attention, batch * tokens, layout.text_layers, False),
         ]
 
 
-def shapes_of(attention: SelfAttention, rows: int, tokens: int) -> AttentionShapes:
+def shapes_of(attention: SelfAttention, rows: int, tokens: int, is_filled: bool) -> AttentionShapes:
     """See core.family.AttentionShapes."""
-    keys = rows, attention.key_heads, tokens, attention.head_width
-    return (rows, attention.heads, tokens, attention.head_width), keys
+    width = attention.head_width
+    queries = rows, attention.heads, tokens, width
+    return AttentionShapes(queries, (rows, attention.key_heads, tokens, width), is_filled)

@@ -6,13 +6,14 @@ smaller: what an attention makes of the same tokens, its gate too, comes from on
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
 from ...core.layer_weights import Weights
-from ...core.operators import SWIGLU, Activation, Modulation, Operators, Residual, Rotary
+from ...core.operators import SWIGLU, Activation, Filled, Modulation, Operators, Residual, Rotary
 from ..rotary import image_positions, rotary_of
 from ..transformer import TransformerLayers, blocks_read, through_blocks
 from .call import Krea2Call
@@ -22,6 +23,15 @@ from .layout import TIME_SCALE, GatedLayers, Krea2Layout, StreamBlock, TextFusio
 VECTORS = 6
 
 
+class Prompt(NamedTuple):
+    """The prompt of a call, in which the tokens that belong to it come first. order: (batch, tokens), the place that
+    each had in the call. used: (batch,), how many belong to it. None for both if all do."""
+
+    context: Tensor
+    order: Tensor | None
+    used: Tensor | None
+
+
 def output(layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Call) -> Tensor:
     """The network's output, of the latent's shape."""
     layers = TransformerLayers(weights, ops, call.upcast_attention)
@@ -29,35 +39,36 @@ def output(layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Cal
     image, rows, columns = patches_of(layers, layout, call.latent.to(dtype))
     computed = blocks_read(layout.blocks, call.cut)
     modulations, out_modulation = modulations_of(layers, layout, computed, call.timestep, dtype)
-    # Operators may write into a residual, and the call's inputs are not ours.
-    prompt = fused_prompt(layers, layout, call.context.to(dtype, copy=True), of_keys(call.mask))
-    text = prompt.shape[1]
-    rotary = rotary_of(layout.axes, positions_of(call, text, rows, columns))
-    mask = of_keys(None if call.mask is None else functional.pad(call.mask, (0, image.shape[1]), value=True))
+    tokens = prompt_of(call, dtype)
+    prompt = fused_prompt(layers, layout, tokens)
+    patches = image.shape[1]
+    rotary = rotary_of(layout.axes, positions_of(call, tokens, rows, columns))
+    filled = None if tokens.used is None else Filled.of(tokens.used + patches, patches + prompt.shape[1])
 
     def through(residual: Residual, index: int, block: StreamBlock) -> Residual:
-        return through_layers(layers, block.layers, residual, rotary, mask, modulations[index])
+        return through_layers(layers, block.layers, residual, rotary, filled, modulations[index])
 
-    residual = residual_of(torch.cat([prompt, image], dim=1))
+    # The prompt behind the image, where the host has it in front: no layer depends on the order of tokens.
+    residual = residual_of(torch.cat([image, prompt], dim=1))
     residual = through_blocks(ops, residual, layout.blocks, call.cut, through)
-    residual = Residual(ops.materialize(residual)[:, text:])
+    residual = Residual(ops.materialize(residual)[:, :patches])
     _, normed = layers.norm(residual, layout.out_norm, layout.out, out_modulation)
     return image_of(layout, layers.linear(normed, layout.out), rows, columns, call.latent)
 
 
 def through_layers(
     layers: TransformerLayers, block: GatedLayers, residual: Residual, rotary: Rotary | None = None,
-    mask: Tensor | None = None, modulation: Tensor | None = None,
+    filled: Filled | None = None, modulation: Tensor | None = None,
 ) -> Residual:
-    """The residual behind attention and feed-forward layers. modulation: (batch, 6 * width), or None for the prompt's
-    own layers."""
+    """The residual behind attention and feed-forward layers. filled: None if all tokens count. modulation: (batch,
+    6 * width), or None for the prompt's own layers."""
     before, gate, feed_forward_before, feed_forward_gate = vectors_of(modulation)
     attention = block.attention
     into = block.feed_forward_in
     out = block.feed_forward_out
 
     residual, normed = layers.norm(residual, block.norm, attention.query_key_value, before)
-    residual = layers.add(residual, layers.self_attention(attention, normed, rotary, mask), attention.out, gate)
+    residual = layers.add(residual, layers.self_attention(attention, normed, rotary, filled), attention.out, gate)
 
     residual, normed = layers.norm(residual, block.feed_forward_norm, into, feed_forward_before)
     return layers.add(residual, layers.gated_linear(normed, into, SWIGLU, out), out, feed_forward_gate)
@@ -111,17 +122,29 @@ def modulations_of(
     return sums.to(dtype).flatten(2), Modulation((1 + (wide + scale)).to(dtype), (wide + shift).to(dtype))
 
 
-def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, context: Tensor, mask: Tensor | None) -> Tensor:
-    """The prompt's tokens, (batch, tokens, width). context: see Krea2Call; it is written into. mask: as Operators'."""
+def prompt_of(call: Krea2Call, dtype: torch.dtype) -> Prompt:
+    """A call's prompt, in a type."""
+    if call.mask is None:
+        # Operators may write into a residual, and the call's inputs are not ours.
+        return Prompt(call.context.to(dtype, copy=True), None, None)
+    order = call.mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    context = call.context.gather(1, order[:, :, None].expand(-1, -1, call.context.shape[2]))
+    return Prompt(context.to(dtype), order, call.mask.sum(dim=1))
+
+
+def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, prompt: Prompt) -> Tensor:
+    """The prompt's tokens, (batch, tokens, width). The prompt's context is written into."""
     text = layout.text
+    context = prompt.context
     batch, tokens, _ = context.shape
+    filled = None if prompt.used is None else Filled.of(prompt.used, tokens)
     residual = residual_of(context.reshape(batch * tokens, layout.text_layers, layout.text_width))
     for block in text.across_layers:
         residual = through_layers(layers, block, residual)
     each = layers.ops.materialize(residual).view(batch, tokens, layout.text_layers, layout.text_width)
     residual = residual_of(layers.linear(each.transpose(2, 3).to(context.dtype), text.sum).squeeze(3))
     for block in text.across_tokens:
-        residual = through_layers(layers, block, residual, mask=mask)
+        residual = through_layers(layers, block, residual, filled=filled)
     return projected(layers, text, residual)
 
 
@@ -137,16 +160,20 @@ def projected(layers: TransformerLayers, text: TextFusion, residual: Residual) -
     return layers.linear(hidden, text.out)
 
 
-def positions_of(call: Krea2Call, text: int, rows: int, columns: int) -> Tensor:
-    """The positions of all tokens, (tokens, 3)."""
-    if call.positions is not None:
-        return call.positions[0]
-    return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, text, 0))
-
-
-def of_keys(mask: Tensor | None) -> Tensor | None:
-    """A mask of tokens, (batch, tokens), as Operators.attention takes it: of the keys that every query sees."""
-    return None if mask is None else mask[:, None, None]
+def positions_of(call: Krea2Call, prompt: Prompt, rows: int, columns: int) -> Tensor:
+    """The positions of the image's tokens and the prompt's, (tokens, 3), or (batch, tokens, 3) where the order of the
+    prompt's differs."""
+    text = prompt.context.shape[1]
+    if call.positions is None:
+        return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, 0, text))
+    of_text = call.positions[:, :text]
+    of_image = call.positions[:, text:]
+    if prompt.order is None:
+        return torch.cat([of_image, of_text], dim=1)[0]
+    batch = len(prompt.order)
+    axes = of_text.shape[2]
+    ordered = of_text.expand(batch, -1, -1).gather(1, prompt.order[:, :, None].expand(-1, -1, axes))
+    return torch.cat([of_image.expand(batch, -1, -1), ordered], dim=1)
 
 
 def gelu(x: Tensor) -> Tensor:

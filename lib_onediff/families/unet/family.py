@@ -104,9 +104,9 @@ class UNets:
                 pixels = size[0] * size[1]
                 own = block.self_attention
                 queries = (batch, own.heads, pixels, own.out.in_features // own.heads)
-                found[queries, queries] = None
+                found[AttentionShapes(queries, queries)] = None
                 cross = block.cross_attention
                 queries = (batch, cross.heads, pixels, cross.head_width)
                 keys = (batch, cross.heads, tokens, cross.head_width)
-                found[queries, keys] = None
+                found[AttentionShapes(queries, keys)] = None
         return list(found)

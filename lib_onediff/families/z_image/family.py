@@ -74,5 +74,5 @@ class ZImages:
             query, key = ((len(call.latent), heads, tokens, attention.head_width) for heads in (
                 attention.heads, attention.key_heads,
             ))
-            shapes.append((query, key))
+            shapes.append(AttentionShapes(query, key))
         return shapes

@@ -14,10 +14,10 @@ from ...core.call import Call
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
 from ...families.anima.call import AnimaCall
-from ...families.krea2.call import Krea2Call
 from ..contract import UNETS, Need, lack_of
 from .anima import refuse_references
 from .call import UNET_PARAMETERS, names_read_by, transformer_call, unet_call
+from .krea import krea2_call
 from .lumina import z_image_call
 
 UNET = "backend.nn.unet"
@@ -162,7 +162,7 @@ NETWORKS = (
         KREA2, "SingleStreamDiT", ("x", "timesteps", "context", "attention_mask", "transformer_options"),
         HostAttention("backend.attention", KREA2, "attention_function"),
         {"pad_to_patch_size": "backend.utils", "timestep_embedding": "backend.nn.flux"},
-        ("Krea 2",), call_of=partial(transformer_call, Krea2Call), unrounded=("txtfusion.projector",),
+        ("Krea 2",), call_of=krea2_call, prompt=("context",), unrounded=("txtfusion.projector",),
     ),
     HostNetwork(
         LUMINA, "NextDiT", ("x", "timesteps", "context", "num_tokens", "attention_mask", "transformer_options"),

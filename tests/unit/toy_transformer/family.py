@@ -67,4 +67,4 @@ class ToyTransformers:
         head_width = attention.out.in_features // attention.heads
         pixels = len(call.latent), attention.heads, height * width // PATCH**2, head_width
         prompt = len(call.latent), attention.heads, call.tokens, head_width
-        return [(pixels, pixels), (pixels, prompt)]
+        return [AttentionShapes(pixels, pixels), AttentionShapes(pixels, prompt)]

@@ -16,6 +16,7 @@ from ....core.leaves import GATED, NORMED, PLAIN_INPUT, AdaptiveNorm, Convolutio
 from ....core.operators import (
     GEGLU,
     Activation,
+    Filled,
     GatedUnit,
     Heads,
     Modulation,
@@ -294,7 +295,7 @@ class NativeOperators:
         return native_tokens.materialize(updated(residual), config)
 
     def attention(
-        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | None = None
+        self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
         width = query.shape[3]
         few = key.shape[2] <= FEW_KEYS and query.dtype in native_tokens.ATTENTION_DTYPES and not upcast

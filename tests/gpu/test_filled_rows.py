@@ -1,0 +1,48 @@
+"""Attention of rows that are filled up, by torch's kernels for sequences of several lengths, on a real GPU."""
+from __future__ import annotations
+
+import pytest
+import torch
+from exact_operators import attention as exact_attention
+from exact_operators import relative_error
+from torch import Tensor
+
+from lib_onediff.core.operators import Filled
+from lib_onediff.devices.cuda.kernels.launch_config import random_on
+from lib_onediff.devices.torch.attention import CUDNN, FLASH, WORST_ERROR, attend_filled, inputs_of
+
+pytestmark = pytest.mark.gpu
+GPU = torch.device("cuda")
+TOKENS = 1088
+
+
+def attended(name: str, inputs: tuple[Tensor, ...], filled: Filled) -> Tensor:
+    """Skips the test where this torch or card has no such kernel: others are measured to be right, and chosen."""
+    try:
+        return attend_filled(name, *inputs, filled)
+    except RuntimeError as error:
+        pytest.skip(f"{name}: {error}")
+
+
+@pytest.mark.parametrize("name", [FLASH, CUDNN])
+@pytest.mark.parametrize("key_heads", [12, 3])
+def test_a_graph_reads_how_many_tokens_count_at_each_replay(name: str, key_heads: int) -> None:
+    inputs = inputs_of(random_on(GPU, torch.bfloat16), (2, 12, TOKENS, 128), (2, key_heads, TOKENS, 128))
+    used = torch.tensor([TOKENS, TOKENS - 9], device=GPU)
+
+    def run() -> Tensor:
+        return attend_filled(name, *inputs, Filled.of(used, TOKENS))
+
+    attended(name, inputs, Filled.of(used, TOKENS))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    for counts in ((TOKENS, TOKENS - 9), (1025, TOKENS), (TOKENS, TOKENS), (1, 64)):
+        used.copy_(torch.tensor(counts))
+        graph.replay()
+        assert output.isfinite().all()
+        for row, count in enumerate(counts):
+            own = [one[row:row + 1, :, :count] for one in inputs]
+            error = relative_error(output[row:row + 1, :, :count].double(), exact_attention(*own))
+            assert error < WORST_ERROR[torch.bfloat16]
