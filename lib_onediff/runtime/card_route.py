@@ -193,7 +193,7 @@ class OneCard:
             return
         plan = Plan(
             served.entry, runner, served.reason, self.settings, autocast_dtype(device.type), device, served.epoch,
-            self._services.computing(device),
+            self._services.computing(device), network.bound.part_of(call),
         )
         network.keep_plan(call.signature, plan)
 

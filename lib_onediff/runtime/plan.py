@@ -16,6 +16,7 @@ from ..core.policy import Served
 from ..core.precision import autocast_dtype, flags_for, is_autocast_on
 from ..core.settings import Settings
 from ..core.table import Entry, State
+from ..weights.module_tree import Part
 from .call_stats import GRAPH
 from .network import Network
 from .services import Services
@@ -29,6 +30,7 @@ class Plan(NamedTuple):
     settings, autocast, device: the conditions under which the plan was made; autocast is the dtype of torch.autocast,
     None if it was off. epoch: of the network when the plan was made.
     computing: the context in which this thread alone launches work on the device; see Services.computing.
+    part: what a cached pass reads, which alone is compared before and while it is replayed; None: the whole network is.
     """
 
     entry: Entry
@@ -39,6 +41,7 @@ class Plan(NamedTuple):
     device: torch.device
     epoch: Epoch
     computing: AbstractContextManager[object]
+    part: Part | None = None
 
     def replay(self, call: Call) -> Tensor:
         """The output of a call, by the runner. Adds its time to the shape's stopwatch."""
@@ -104,7 +107,7 @@ def replayed(services: Services, network: Network, call: Call, settings: Setting
         now = baseline.epoch
         is_same = None
         if made_at.structure == now.structure and made_at.addresses == now.addresses:
-            is_same = baseline.begin()
+            is_same = baseline.begin() if plan.part is None else baseline.begin_part(plan.part)
         output = None
         if is_same is not None:
             launched = plan.replay(call)

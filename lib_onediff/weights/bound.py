@@ -18,7 +18,7 @@ from .binding import Binding
 from .contents import PART, Contents, ContentsReader, MemorySpan
 from .digests import WeightsDigest, digest_of_values
 from .main_memory import MainMemory
-from .module_tree import Baseline, Parameters, Tree
+from .module_tree import Baseline, Parameters, Part, Tree
 from .on_the_fly import OnTheFly
 from .reached import Reached
 from .scan import (
@@ -193,6 +193,7 @@ class BoundUNet:
         binding = self.binding
         self.baseline.parameters = Parameters(binding.layers(), binding.reader if binding.formats else None)
         self.baseline.contents = None
+        self.baseline.parts.clear()
         if self._part:
             spans: list[MemorySpan] = []
             for name in binding.groups:
@@ -278,6 +279,7 @@ class BoundUNet:
             tree = self.baseline.tree
             if tree is not None and not tree.stands(self.module):
                 self.baseline.tree = self._tree_now()
+                self.baseline.parts.clear()
         if traits.wanted_lora is not None:
             self.baseline.lora = traits.wanted_lora()
         cast_before = binding.cast_to
@@ -351,6 +353,20 @@ class BoundUNet:
         """Note that some weights have moved."""
         self.baseline.advance(addresses=1, values=1)
 
+    def part_of(self, call: Call) -> Part | None:
+        """What the cached pass of a call reads, for Baseline.begin_part; None where every call has to compare the whole
+        network."""
+        if self._units_of is None or call.cut is None or not call.cut.reads:
+            return None
+        modules = self.binding.modules()
+        read: dict[str, nn.Module] = {}
+        for unit in self._units_of(self.binding.layout, call):
+            for name in unit:
+                for path in self.binding.groups.get(name, [name]):
+                    path = path if path in modules else path.rpartition(".")[0]
+                    read[path] = modules[path]
+        return self.baseline.part(list(read.values()))
+
     def unmoved(self) -> bool:
         """Whether the parameters are the same objects that were bound, at the same addresses and in the same layout.
         Takes a millisecond."""
@@ -378,6 +394,7 @@ class BoundUNet:
         Raises a fault of ours once: the same modules are not read again in this image, and later calls are refused.
         """
         self.baseline.advance(structure=1)
+        self.baseline.parts.clear()
         tree = self._tree_now()
         self.baseline.tree = None
         self._refusal = None

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import chain, compress
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -44,6 +44,71 @@ layout_of = operator.attrgetter("shape", "dtype")
 State = dict[str, Any]
 
 
+class ModuleStates:
+    """Modules at the time when this was made, to find out later whether they still compute the same: their classes,
+    attributes, hooks and children. Keeps none of them alive."""
+
+    def __init__(self, modules: Sequence[nn.Module], ignored: Collection[str], foreign: Mapping[int, Any]) -> None:
+        """ignored: names of attributes that are not compared here. foreign: the processors that are compared by
+        identity alone, each as same of it, by the index of its module."""
+        states: list[State] = list(map(state_of, modules))
+        self.foreign = dict(foreign)
+        self.classes = list(map(type, modules))
+        self.attributes = Names(states, [
+            [name for name in state.copy() if name not in ignored and not (name == PROCESSOR and place in foreign)]
+            for place, state in enumerate(states)
+        ])
+        self._count = len(modules)
+        self._sizes = list(map(len, states))
+        # The indices of the modules with children, and of all children, among these modules, and then their other
+        # children. A child that is None has the last index.
+        children = members_of(of_children, states)
+        known = set(map(id, modules))
+        others = {id(child): child for child in children if child is not None and id(child) not in known}
+        every = [*modules, *others.values()]
+        self._modules = list(map(weakref.ref, every))
+        places = {id(one): place for place, one in enumerate((*every, None))}
+        self._parents = places_with(of_children, states)
+        self._children = [places[id(child)] for child in children]
+        self._hooked = [places_with(hooks, states) for hooks in of_hooks]
+        self._hooks: list[tuple[int, str, Any]] = []
+        for place, state in enumerate(states):
+            for name in HOOKS:
+                if state[name]:
+                    self._hooks.append((place, name, snapshot(state[name])))
+
+    def modules(self) -> list[Any]:
+        """The modules; None for one that is gone."""
+        return [reference() for reference in self._modules[:self._count]]
+
+    def stand(self, root: nn.Module) -> bool:
+        """Whether they compute as they did. root: the first of them. A millisecond for all of SDXL's UNet."""
+        every: list[Any] = [reference() for reference in self._modules]
+        if every[0] is not root or None in every:
+            return False
+        try:
+            return self._stand(every)
+        except KeyError:  # an attribute is gone
+            return False
+
+    def _stand(self, every: list[Any]) -> bool:
+        modules = every[:self._count]
+        states: list[State] = list(map(state_of, modules))
+        children = members_of(of_children, states)
+        known_children = map([*every, None].__getitem__, self._children)
+        return (
+            list(map(type, modules)) == self.classes
+            and places_with(of_children, states) == self._parents
+            and len(children) == len(self._children)
+            and all(map(operator.is_, children, known_children))
+            and list(map(len, states)) == self._sizes
+            and [places_with(hooks, states) for hooks in of_hooks] == self._hooked
+            and all(snapshot(states[place][name]) == known for place, name, known in self._hooks)
+            and self.attributes.stand(states)
+            and all(same(states[place][PROCESSOR]) == known for place, known in self.foreign.items())
+        )
+
+
 class Tree:
     """A module tree at the time when this was made, to find out later whether it still computes the same. Keeps no
     module alive.
@@ -61,16 +126,15 @@ class Tree:
         root, whose code is reused if it is unchanged. synced: see HostTraits."""
         modules = list(root.modules())
         states: list[State] = list(map(state_of, modules))
-        self._modules = list(map(weakref.ref, modules))
-        self._classes = list(map(type, modules))
         self._ignored = BOOKKEEPING.union(ignored)
         self._placed = placed
         self._synced = synced
         self._tokens = tokens or Tokens()
         # diffusers' attention processors are not modules. A processor of another package is compared by identity alone:
         # each call runs it as it is, so a proof does not depend on its code or state.
-        packages = {package(kind.__module__) for kind in self._classes}
-        self._foreign: dict[int, Any] = {}
+        classes = list(map(type, modules))
+        packages = {package(kind.__module__) for kind in classes}
+        foreign: dict[int, Any] = {}
         processors: list[type] = []
         for place, state in enumerate(states):
             if PROCESSOR in state:
@@ -78,26 +142,10 @@ class Tree:
                 if package(kind.__module__) in packages:
                     processors.append(kind)
                 else:
-                    self._foreign[place] = same(state[PROCESSOR])
-        self._attributes = Names(states, [self._compared(place, state) for place, state in enumerate(states)])
-        self._sizes = list(map(len, states))
-        # The indices of the modules with children, and of all children. A child that is None has the index after the
-        # last module's.
-        places = {id(one): place for place, one in enumerate((*modules, None))}
-        self._parents = places_with(of_children, states)
-        self._children = [places[id(child)] for child in members_of(of_children, states)]
-        self._hooked = [places_with(hooks, states) for hooks in of_hooks]
-        self._hooks: list[tuple[int, str, Any]] = []
-        for place, state in enumerate(states):
-            for name in HOOKS:
-                if state[name]:
-                    self._hooks.append((place, name, snapshot(state[name])))
-        self.hosts = frozenset(package(kind.__module__) for kind in (*self._classes, *processors))
+                    foreign[place] = same(state[PROCESSOR])
+        self._states = ModuleStates(modules, self._ignored, foreign)
+        self.hosts = frozenset(package(kind.__module__) for kind in (*classes, *processors))
         self.reached: Reached = self._read_code(states, processors, before)
-
-    def _compared(self, place: int, state: State) -> list[str]:
-        """The names of a module's attributes that are compared."""
-        return [name for name in state.copy() if name not in self._ignored and not self._is_foreign(place, name)]
 
     def _read_code(self, states: Sequence[State], processors: Sequence[type], before: Tree | None) -> Reached:
         """The code of all classes, of the objects that modules hold, and of functions set on modules."""
@@ -113,44 +161,32 @@ class Tree:
                         functions.append(one)
                     else:
                         classes.append(type(one))
-        sources = list(dict.fromkeys((*self._classes, *processors, *classes)))
+        sources = list(dict.fromkeys((*self._states.classes, *processors, *classes)))
         known = None if before is None or functions else before.reached
         if known is not None and known.sources == sources and known.stands():
             return known
         return Reached(sources, functions, self._tokens, self._synced)
 
     def stands(self, root: nn.Module) -> bool:
-        """Whether the modules compute the same as when this was made. Takes a millisecond for SDXL's UNet."""
-        modules: list[Any] = [reference() for reference in self._modules]
-        if modules[0] is not root or None in modules:
-            return False
-        try:
-            return self._stands(modules)
-        except KeyError:  # an attribute is gone
-            return False
+        """Whether it computes as it did. A millisecond for SDXL's UNet."""
+        return self._states.stand(root) and self.reached.stands()
 
-    def _stands(self, modules: list[Any]) -> bool:
-        states: list[State] = list(map(state_of, modules))
-        children = members_of(of_children, states)
-        known_children = map([*modules, None].__getitem__, self._children)
-        return (
-            list(map(type, modules)) == self._classes
-            and places_with(of_children, states) == self._parents
-            and len(children) == len(self._children)
-            and all(map(operator.is_, children, known_children))
-            and list(map(len, states)) == self._sizes
-            and [places_with(hooks, states) for hooks in of_hooks] == self._hooked
-            and all(snapshot(states[place][name]) == known for place, name, known in self._hooks)
-            and self._attributes.stand(states)
-            and all(same(states[place][PROCESSOR]) == known for place, known in self._foreign.items())
-            and self.reached.stands()
-        )
+    def part(self, chosen: Collection[int]) -> ModuleStates:
+        """The modules whose id is in chosen, the root among them, as they are now."""
+        modules: list[Any] = []
+        foreign: dict[int, Any] = {}
+        for place, module in enumerate(self._states.modules()):
+            if id(module) in chosen:
+                if place in self._states.foreign:
+                    foreign[len(modules)] = self._states.foreign[place]
+                modules.append(module)
+        return ModuleStates(modules, self._ignored, foreign)
 
     @cached_property
     def digest(self) -> str:
         """A digest, equal in any process, of the classes, all code that they reach, and the plain attributes that are
         not in placed. Valid as long as stands() is true."""
-        modules = [reference() for reference in self._modules]
+        modules = self._states.modules()
         paths = {id(module): str(place) for place, module in enumerate(modules)}
         digests = Digests(self._tokens, paths)
         attributes: list[tuple[int, str, str]] = []
@@ -160,12 +196,12 @@ class Tree:
                     continue
                 if self._is_read(name, value):
                     attributes.append((place, name, digests.of_data(value)))
-        classes = list(map(name_of, self._classes))
-        return short(repr((self.reached.digest, self._attributes.digest(self._placed), classes, attributes)))
+        classes = list(map(name_of, self._states.classes))
+        return short(repr((self.reached.digest, self._states.attributes.digest(self._placed), classes, attributes)))
 
     def _is_foreign(self, place: int, name: str) -> bool:
         """Whether an attribute is a processor of another package. place: the index of the module."""
-        return name == PROCESSOR and place in self._foreign
+        return name == PROCESSOR and place in self._states.foreign
 
     def _is_read(self, name: str, value: Any) -> bool:
         """Whether an attribute that is not a plain value is part of the digest: a function, an object or a built-in
@@ -186,6 +222,7 @@ class Parameters:
         """reader: for weights in few bits: their values and scales are noted instead of parameters."""
         self._modules = list(map(weakref.ref, modules))
         self._reader = reader
+        self.has_reader = reader is not None
         self._facts: list[object] = []
         parameters: list[Tensor]
         if reader is None:
@@ -253,10 +290,24 @@ class Parameters:
         self._edits = self._edits or edit_counts(parameters)
         return self._edits != before
 
+    def note_edits(self) -> None:
+        """Take the edits until now as known: were_edited does not report them."""
+        present = self.in_place()
+        if present is not None:
+            self.were_edited(present)
+
     def stand(self) -> bool:
         """Whether the parameters are the same objects, at the same addresses and in the same layouts."""
         found = self.in_place()
         return found is not None and self.are_same(found)
+
+
+class Part(NamedTuple):
+    """What a cached pass of a network reads, as it was when this was made. states: of the modules whose parameters it
+    reads, of all above them, and of those without parameters beside them. parameters: those of these modules."""
+
+    states: ModuleStates
+    parameters: Parameters
 
 
 class Baseline:
@@ -268,6 +319,7 @@ class Baseline:
     contents: checksums of the weights' numbers; None if torch counts all edits that matter.
     wanted_lora: returns a key of the LoRAs that the host wants to merge; None for hosts that merge them by themselves.
     lora: its result when LoRAs were last merged.
+    parts: of the cached passes that are replayed, by what they read. They hold as long as tree and parameters.
     begin_applied: starts to compare the functions that the host applies to its weights at each use with those of the
         last refresh, and returns a function that ends the comparison and returns whether they are the same. None if
         the host applies nothing.
@@ -286,11 +338,60 @@ class Baseline:
         self.wanted_lora = wanted_lora
         self.lora: Hashable = None
         self.begin_applied: Callable[[], Callable[[], bool]] | None = None
+        self.parts: dict[Hashable, Part] = {}
 
     def advance(self, structure: int = 0, addresses: int = 0, values: int = 0) -> None:
         """Increase the versions of the epoch by these."""
         now = self.epoch
         self.epoch = Epoch(now.structure + structure, now.addresses + addresses, now.values + values)
+
+    def part(self, layers: Sequence[nn.Module]) -> Part | None:
+        """What a pass reads that reads the parameters of these layers alone. None where the network has to be compared
+        as a whole: its contents are read, the host applies functions to its weights, or it has not been read."""
+        tree = self.tree
+        root = self._root()
+        if tree is None or root is None or self._is_copy or self.parameters is None:
+            return None
+        if self.contents is not None or self.begin_applied is not None or self.parameters.has_reader:
+            return None
+        key = tuple(map(id, layers))
+        known = self.parts.get(key)
+        if known is None or not known.parameters.stand():
+            known = self.parts[key] = Part(tree.part(with_surroundings(root, layers)), Parameters(layers))
+        # An edit from before it was noted is found here.
+        self.look_for_edits()
+        return known
+
+    def begin_part(self, part: Part) -> Callable[[], bool] | None:
+        """As begin, for a replay that reads this part alone. The rest of the network is compared before the next replay
+        that reads it: until then its edits do not count."""
+        tree = self.tree
+        root = self._root()
+        if tree is None or root is None or self.contents is not None or self.begin_applied is not None:
+            return self.begin()
+        if self.wanted_lora is not None and self.wanted_lora() != self.lora:
+            return None
+        parameters = part.parameters
+        present = parameters.in_place()
+        if present is None:
+            return None
+
+        def is_same() -> bool:
+            if not (part.states.stand(root) and tree.reached.stands() and parameters.are_same(present)):
+                return False
+            # After the other checks, because each edit is reported once.
+            if parameters.were_edited(present):
+                self.advance(values=1)
+            return True
+
+        return is_same
+
+    def _note_edits(self, parameters: Parameters, present: Sequence[Any], have_changed: bool) -> None:
+        """Increase epoch.values if parameters were edited since the last look, or if have_changed."""
+        if parameters.were_edited(present) or have_changed:
+            self.advance(values=1)
+            for part in self.parts.values():
+                part.parameters.note_edits()
 
     def begin(self) -> Callable[[], bool] | None:
         """Start to compare the network with this baseline, before a replay. Returns a function to call after the replay
@@ -322,8 +423,7 @@ class Baseline:
             if not parameters.are_same(present):
                 return False
             # After the other checks, because each edit is reported once.
-            if parameters.were_edited(present) or have_changed:
-                self.advance(values=1)
+            self._note_edits(parameters, present, have_changed)
             return is_same_applied is None or is_same_applied()
 
         return is_same
@@ -340,9 +440,24 @@ class Baseline:
             return False
         have_changed = self.contents is not None and self.contents.begin(are_alive=True)()
         # After the other checks, because each edit is reported once.
-        if parameters.were_edited(present) or have_changed:
-            self.advance(values=1)
+        self._note_edits(parameters, present, have_changed)
         return True
+
+
+def with_surroundings(root: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
+    """The ids of these layers, of the modules above them, and of all without parameters below those."""
+    by_path = dict(root.named_modules())
+    wanted = set(map(id, layers))
+    above: set[str] = {""}
+    for path, module in by_path.items():
+        if id(module) in wanted:
+            names = path.split(".")
+            above.update(".".join(names[:count]) for count in range(1, len(names) + 1))
+    found = {id(by_path[path]) for path in above if path in by_path}
+    for path, module in by_path.items():
+        if path not in above and path.rpartition(".")[0] in above and next(module.parameters(), None) is None:
+            found.update(map(id, module.modules()))
+    return found
 
 
 def unchanged() -> bool:

@@ -1,9 +1,13 @@
 """Graphs of both halves: one address for the deep feature, whoever writes and reads it, and its memory counted."""
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from builders import SMALL_XL
+from builders import SMALL_XL, relative_error
 from graph_builders import PretendedGraphs
 from ladder_builders import NATIVE
 from samplings import (  # noqa: F401
@@ -13,11 +17,26 @@ from samplings import (  # noqa: F401
     equal_distances,
     few_steps_suffice,
 )
+from torch import nn
 
 from lib_onediff.core.call import CACHED, FULL
 from lib_onediff.core.table import Entry, State
 from lib_onediff.families.unet import forward as compute
 from lib_onediff.runtime.runtime import runtime
+
+
+def with_new_weight(layer: Any) -> None:
+    layer.weight = nn.Parameter(layer.weight * 1.1, requires_grad=False)
+
+
+def with_new_memory(layer: Any) -> None:
+    layer.weight.data = layer.weight.data * 0.9
+
+
+EDITS: dict[str, Callable[[Any], object]] = {
+    "in place": lambda layer: layer.weight.mul_(1.05), "another parameter": with_new_weight,
+    "another memory": with_new_memory, "its bias": lambda layer: layer.bias is not None and layer.bias.add_(0.05),
+}
 
 
 @pytest.fixture
@@ -52,23 +71,69 @@ def test_both_halves_are_captured_and_replayed(rig: Rig, pretended: PretendedGra
     assert len(pretended.captured) == 2
 
 
-def test_other_weights_in_mid_sampling_make_the_next_call_of_each_prompt_full(
-    rig: Rig, pretended: PretendedGraphs
+READ_BY_BOTH = "conv_in"
+READ_BY_WHOLE_PASSES = "mid_block.resnets.0.conv1"
+
+
+@pytest.mark.parametrize(("path", "halves"), [
+    (READ_BY_BOTH, [FULL, CACHED, FULL, FULL, CACHED]), (READ_BY_WHOLE_PASSES, [FULL, CACHED, CACHED, FULL, CACHED]),
+])
+def test_an_edit_counts_at_once_where_a_cached_pass_reads_it_and_at_the_next_whole_step_elsewhere(
+    rig: Rig, pretended: PretendedGraphs, path: str, halves: list[str]
 ) -> None:
-    """The first of them finds the change out; the other's feature is as old."""
+    """The first prompt's call finds it out; the other's feature is as old."""
     prompts = (("cat",), ("ugly",))
     for _ in range(2):
         sample(rig, prompts=prompts)
     assert len(pretended.captured) == 2, "prompts in calls of their own share the graphs"
     rig.begin(STEPS[:8])
-    for index, half in enumerate([FULL, CACHED, FULL, FULL, CACHED]):
+    for index, half in enumerate(halves):
         if index == 2:
             for unet in (rig.unet, rig.oracle.unet):
                 with torch.no_grad():
-                    unet.get_submodule("mid_block.resnets.0.conv1").weight.mul_(1.5)
+                    unet.get_submodule(path).weight.mul_(1.5)
         for names in prompts:
             rig.check(call_of(rig.unet, STEPS[index], names), names[0], half)
     assert runtime.call_stats.last_call.route == "graph"
+
+
+def test_random_edits_between_steps_count_where_they_are_read(rig: Rig) -> None:
+    """Of numbers, types, objects and code: at once in what a cached pass reads, elsewhere at the next whole step."""
+    chosen = random.Random(0)
+    sample(rig)
+    read = {
+        id(module) for name in ("conv_in", "conv_out", "conv_norm_out", "time_embedding")
+        for module in rig.unet.get_submodule(name).modules()
+    }
+    read |= {id(module) for module in rig.unet.up_blocks[-1].resnets[-1].modules()}
+    layers = [name for name, one in rig.unet.named_modules() if isinstance(one, (nn.Conv2d, nn.Linear, nn.GroupNorm))]
+    cached = 0
+    for _ in range(24):
+        rig.begin(STEPS[:8])
+        edited_at = chosen.randrange(1, 8)
+        path = chosen.choice(layers)
+        is_read = id(rig.unet.get_submodule(path)) in read or "time_emb" in path
+        way = chosen.choice(list(EDITS))
+        begun_at = 0
+        for index in range(8):
+            if index == edited_at:
+                with torch.no_grad():
+                    for unet in (rig.unet, rig.oracle.unet):
+                        EDITS[way](unet.get_submodule(path))
+            call = call_of(rig.unet, STEPS[index])
+            output = rig.run(call)
+            half = rig.log[-1]
+            whole, feature = rig.oracle.whole(call)
+            if half == FULL:
+                kept = feature
+                begun_at = index
+                assert relative_error(output, whole) < 1e-5, (path, way, index, edited_at)
+            else:
+                # It is not what was kept before an edit that this step reads.
+                assert begun_at >= edited_at or index < edited_at or not is_read, (path, way, index, edited_at)
+                assert relative_error(output, rig.oracle.shallow(call, kept)) < 1e-5, (path, way, index, edited_at)
+                cached += 1
+    assert cached > 24
 
 
 def test_pre_warming_makes_both_halves_ready(rig: Rig) -> None:
