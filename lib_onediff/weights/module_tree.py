@@ -386,12 +386,11 @@ class Baseline:
 
         return is_same
 
-    def _note_edits(self, parameters: Parameters, present: Sequence[Any], have_changed: bool) -> None:
-        """Increase epoch.values if parameters were edited since the last look, or if have_changed."""
-        if parameters.were_edited(present) or have_changed:
-            self.advance(values=1)
-            for part in self.parts.values():
-                part.parameters.note_edits()
+    def _note_edits(self) -> None:
+        """Increase epoch.values. The parts know these edits too."""
+        self.advance(values=1)
+        for part in self.parts.values():
+            part.parameters.note_edits()
 
     def begin(self) -> Callable[[], bool] | None:
         """Start to compare the network with this baseline, before a replay. Returns a function to call after the replay
@@ -423,7 +422,8 @@ class Baseline:
             if not parameters.are_same(present):
                 return False
             # After the other checks, because each edit is reported once.
-            self._note_edits(parameters, present, have_changed)
+            if parameters.were_edited(present) or have_changed:
+                self._note_edits()
             return is_same_applied is None or is_same_applied()
 
         return is_same
@@ -440,7 +440,8 @@ class Baseline:
             return False
         have_changed = self.contents is not None and self.contents.begin(are_alive=True)()
         # After the other checks, because each edit is reported once.
-        self._note_edits(parameters, present, have_changed)
+        if parameters.were_edited(present) or have_changed:
+            self._note_edits()
         return True
 
 
