@@ -24,8 +24,9 @@ class Layout:
     """The description of a network: a frozen dataclass, a tree of core.leaves without any parameter.
 
     It also has architecture, equal for networks that differ only in weights and names; model_name, for people; and
-    sized_layers(height, width of the latent), the parts that hold all blocks, each with the height and width of its
-    input.
+    sized_layers(height, width, tokens), the parts that hold all blocks, each with the height and width of its input.
+    Their product is its number of rows in each image. height, width: of the latent. tokens: of the prompt, which a
+    network of a single stream puts beside those of the image.
     foreign: parts of other extensions in the module, each in words for the user. The network is served only for calls
     that bring these parts, as Call.patches or as additions (Network.refuse_call).
     """

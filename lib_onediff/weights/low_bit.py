@@ -122,12 +122,12 @@ def prompt_layers(layout: Any) -> list[str]:
 
 
 def low_bit_products(
-    layout: Any, batch: int, height: int, width: int, fewest_weights: int | None, convolutions: bool
+    layout: Any, batch: int, height: int, width: int, tokens: int, fewest_weights: int | None, convolutions: bool
 ) -> dict[str, Product]:
     """The products of a call that may be in eight bits, by the layers' names. height, width: of the latent.
-    fewest_weights: see low_bit_layers. convolutions: whether to include convolutions."""
+    tokens: of the prompt. fewest_weights: see low_bit_layers. convolutions: whether to include convolutions."""
     found = {}
-    for part, size in layout.sized_layers(height, width):
+    for part, size in layout.sized_layers(height, width, tokens):
         pixels = size[0] * size[1]
         for block in descriptions(part, Block):
             for layer in low_bit_layers(block, fewest_weights):

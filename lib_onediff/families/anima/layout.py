@@ -86,7 +86,7 @@ class AnimaLayout(Layout):
         heads = self.blocks[0].self_attention.heads
         return [self.out_norm, NormedHeads(heads, self.width // heads)]
 
-    def sized_layers(self, height: int, width: int) -> list[tuple[Any, tuple[int, int]]]:
+    def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
         """See core.family.Layout."""
         size = -(-height // self.patch), -(-width // self.patch)
         return [(block, size) for block in self.blocks]

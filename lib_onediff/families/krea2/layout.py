@@ -117,10 +117,10 @@ class Krea2Layout(Layout):
             ]
         return users
 
-    def sized_layers(self, height: int, width: int) -> list[tuple[Any, tuple[int, int]]]:
+    def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
         """See core.family.Layout."""
-        size = -(-height // self.patch), -(-width // self.patch)
-        return [(block, size) for block in self.blocks]
+        image = -(-height // self.patch) * -(-width // self.patch)
+        return [(block, (1, tokens + image)) for block in self.blocks]
 
 
 # --- Forge Neo's ------------------------------------------------------------------------------------------------------

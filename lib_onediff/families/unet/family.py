@@ -99,7 +99,7 @@ class UNets:
         batch, _, height, width = call.latent.shape
         tokens = call.context.shape[1]
         found: dict[AttentionShapes, None] = {}
-        for layer, size in layout.sized_layers(height, width):
+        for layer, size in layout.sized_layers(height, width, tokens):
             for block in descriptions(layer, TransformerBlock):
                 pixels = size[0] * size[1]
                 own = block.self_attention

@@ -149,10 +149,10 @@ class UNetLayout(Layout):
         for name, value in derived.items():
             object.__setattr__(self, name, value)
 
-    def sized_layers(self, height: int, width: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
+    def sized_layers(self, height: int, width: int, tokens: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
         """Every layer of the stages in the order of a forward pass, and the size, (height, width), of what it takes.
 
-        height, width: of the latent.
+        height, width: of the latent. tokens: of the prompt; no size depends on them.
         """
         size = (height, width)
         skips: list[tuple[int, int]] = []

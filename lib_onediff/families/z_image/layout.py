@@ -91,7 +91,12 @@ class ZImageLayout(Layout):
         heads = NormedHeads(attention.heads, attention.head_width, interleaved=True)
         return [block.attention_norm, self.out_norm, heads, SwiGLU(block.feed_forward_out.in_features)]
 
-    def sized_layers(self, height: int, width: int) -> list[tuple[Any, tuple[int, int]]]:
+    def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
         """See core.family.Layout."""
-        size = -(-height // self.patch), -(-width // self.patch)
-        return [(block, size) for block in (*self.image_refiner, *self.text_refiner, *self.blocks)]
+        image = -(-height // self.patch) * -(-width // self.patch)
+        image += -image % self.multiple
+        return [
+            *((block, (1, image)) for block in self.image_refiner),
+            *((block, (1, tokens)) for block in self.text_refiner),
+            *((block, (1, image + tokens)) for block in self.blocks),
+        ]

@@ -48,7 +48,7 @@ class ToyTransformerLayout(Layout):
     def architecture(self) -> str:
         return digest_without(self, {"path", "name", "model_name"})
 
-    def sized_layers(self, height: int, width: int) -> Iterator[tuple[Any, tuple[int, int]]]:
+    def sized_layers(self, height: int, width: int, tokens: int) -> Iterator[tuple[Any, tuple[int, int]]]:
         for block in self.blocks:
             yield block, (height // PATCH, width // PATCH)
 

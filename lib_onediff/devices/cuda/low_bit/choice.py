@@ -157,7 +157,7 @@ class LowBit:
         height, width = call.latent.shape[-2:]
         # Only linear layers replace the host's weights.
         convolves = call.latent.is_cuda and not lossy.only
-        question = layout, batch, height, width, 0 if self.everywhere else None, convolves
+        question = layout, batch, height, width, call.tokens, 0 if self.everywhere else None, convolves
         # One call may be asked about with only and without.
         what = "products alone" if lossy.only else "products"
         return self._once(what, (question, self._changes), lambda: low_bit_products(*question))
