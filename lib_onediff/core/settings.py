@@ -32,6 +32,8 @@ MOST_LOW_BIT_ERROR = 0.12
 # Of DeepCache: beyond these, nothing was measured, and no UNet has more stages.
 MOST_INTERVAL = 20
 MOST_DEPTH = 11
+# Blocks of a transformer in the steps between: two were no nearer in the time that they take (.readme/developing.md).
+TRANSFORMER_DEPTH = 1
 # Beyond it, a line through two outputs misses the image.
 MOST_FORECAST = 4
 # The value of second_gpu with which one GPU computes.
@@ -139,6 +141,11 @@ class Settings:
         "Layers computed in the steps between. Higher is closer to exact; 0 extrapolates.",
         group=SPEED, per_run=True, bounds=(0, MOST_DEPTH),
     )
+    transformer_interval: int = option(
+        0, "DeepCache interval of transformers",
+        "For Anima and others, with one block in the steps between. 0: as DeepCache interval.",
+        group=EXPERT, per_run=True, bounds=(0, MOST_INTERVAL),
+    )
     vae_precision: str = option(
         "auto", "VAE precision", "auto: as the WebUI does, in fp32 where fp16 overflows.",
         group=SPEED, choices=("auto", "fp16", "bf16", "fp32"), per_run=True,
@@ -183,9 +190,15 @@ class Settings:
     )
 
     @property
-    def cache_interval(self) -> int:
-        """Every how many steps DeepCache computes the whole UNet; 1 where it is off."""
-        return self.deepcache_interval if self.deepcache_depth else 1
+    def has_cache(self) -> bool:
+        """Whether DeepCache is on, for some networks at least."""
+        return self.transformer_interval > 1 or (self.deepcache_interval > 1 and self.deepcache_depth > 0)
+
+    def cache(self, is_transformer: bool) -> tuple[int, int]:
+        """DeepCache's interval, 1 where it is off, and its depth, for a network of this kind."""
+        if is_transformer and self.transformer_interval:
+            return self.transformer_interval, TRANSFORMER_DEPTH
+        return self.deepcache_interval if self.deepcache_depth else 1, self.deepcache_depth
 
     @property
     def forecast_interval(self) -> int:

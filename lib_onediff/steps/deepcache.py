@@ -15,7 +15,7 @@ from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from .prompts import Prompts
-from .schedules import last_whole, slope_of, whole_steps
+from .schedules import TRANSFORMER, last_whole, slope_of, whole_steps
 
 NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
 # The largest extrapolation that was measured, in multiples of the interval between the two features' steps.
@@ -144,15 +144,19 @@ class DeepCache:
         self.status: dict[str, Any] = {FULL: 0, CACHED: 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
-        return settings.cache_interval > 1
+        return settings.has_cache
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
         """A cached pass if the schedule has one and the feature exists; otherwise a full pass, which computes it."""
         call = step_context.call
-        interval = step_context.settings.cache_interval
         if call.patches is not None:
             raise Refusal(PATCHED)
-        depth = min(step_context.settings.deepcache_depth, step_context.deepest())
+        kind = step_context.schedule()
+        interval, wanted_depth = step_context.settings.cache(kind == TRANSFORMER)
+        if interval <= 1:
+            # Only networks of the other kind have it.
+            raise Refusal("")
+        depth = min(wanted_depth, step_context.deepest())
         if depth < 1:
             raise Refusal(NO_CUT)
         position = step_context.position()
@@ -162,7 +166,6 @@ class DeepCache:
         if key not in cached.slots:
             cached.slots[key] = CacheSlot(step_context.cut_memory(key))
         slot = cached.slots[key]
-        kind = step_context.schedule()
         index = position.step.index
         schedule = whole_steps(kind, position.step.total, interval)
         whole = index in schedule

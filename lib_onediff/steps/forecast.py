@@ -20,7 +20,7 @@ from ..core.settings import Settings
 from ..core.table import Stopwatch
 from .deepcache import Line
 from .prompts import Prompts
-from .schedules import whole_steps
+from .schedules import TRANSFORMER, whole_steps
 
 # The first steps change direction: they are computed.
 FIRST_COMPUTED = 3
@@ -66,7 +66,9 @@ class Forecast:
         call = step_context.call
         if call.patches is not None:
             raise Refusal(PATCHED)
-        if step_context.is_warm_up:
+        settings = step_context.settings
+        has_own_interval = settings.transformer_interval > 0 and step_context.schedule() == TRANSFORMER
+        if step_context.is_warm_up or has_own_interval:
             raise Refusal("")
         position = step_context.position()
         no_line = step_context.sampling.why_no_forecast()
@@ -75,8 +77,8 @@ class Forecast:
         outputs = step_context.memory_of(self.name, Outputs)
         known = outputs.by_prompt[outputs.prompts.identify(call, position.time)]
         index = position.step.index
-        interval = step_context.settings.forecast_interval
-        computed = index < FIRST_COMPUTED or index in whole_steps(NO_TABLE, position.step.total, interval)
+        whole = whole_steps(NO_TABLE, position.step.total, settings.forecast_interval)
+        computed = index < FIRST_COMPUTED or index in whole
 
         def answer(compute: Compute) -> Answer:
             self.status["reason"] = ""

@@ -12,6 +12,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+# See core.family.Family.schedule.
+TRANSFORMER = "transformer"
 TABLES = Path(__file__).with_name("schedules.json")
 # The DeepCache authors' exponent, and how their search for one that leaves as many different steps goes down.
 POWER = 1.4

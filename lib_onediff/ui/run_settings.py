@@ -29,7 +29,7 @@ ONLY = str(Lossy("int8", only=True))
 # The kinds of steps that options make.
 MAKES = {
     "skip_negative_after": {PROMPT_ALONE},
-    **dict.fromkeys(("deepcache_interval", "deepcache_depth"), {CACHED, FORECAST}),
+    **dict.fromkeys(("deepcache_interval", "deepcache_depth", "transformer_interval"), {CACHED, FORECAST}),
 }
 # What the accordion's checkbox, preset and changes are.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")

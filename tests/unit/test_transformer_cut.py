@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from builders import relative_error
+from builders import CONTEXT_WIDTH, diffusers_unet, relative_error
 from own_forward import own_forward
 from test_cosmos import call, network
 from torch import Tensor, nn
@@ -200,6 +200,27 @@ def run_steps(unet: Any, host: HostCut) -> int:
 def test_deepcache_computes_the_first_blocks_of_a_transformer(unet: Any) -> None:
     assert run_steps(unet, HostCut(unet, 1)) == 5
     assert runtime.status()["deepcache"]["reason"] == ""
+
+
+@pytest.mark.parametrize(("options", "depth", "cached"), [
+    ({"deepcache_interval": 3, "deepcache_depth": 3, "transformer_interval": 2}, 1, 5),
+    ({"deepcache_depth": 0, "transformer_interval": 2}, 1, 5), ({"transformer_interval": 1}, 1, 0),
+    ({"deepcache_interval": 2, "deepcache_depth": 2}, 2, 5),
+    ({"deepcache_interval": 2, "transformer_interval": 1}, 1, 0),
+], ids=str)
+def test_transformers_have_an_interval_of_their_own(options: dict[str, int], depth: int, cached: int) -> None:
+    unet = lib_onediff.compile_unet(network(num_layers=BLOCKS), **options)
+    assert run_steps(unet, HostCut(unet, depth)) == cached
+    lib_onediff.uncompile_unet(unet)
+
+
+def test_it_says_nothing_of_unets() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(), transformer_interval=2)
+    with lib_onediff.sampling(unet, timesteps=range(1000, 0, -50)):
+        for time in range(1000, 800, -50):
+            unet(torch.randn(1, 4, 8, 8), time, torch.randn(1, 77, CONTEXT_WIDTH))
+    assert runtime.status()["deepcache"]["cached"] == 0
+    lib_onediff.uncompile_unet(unet)
 
 
 @pytest.mark.parametrize("path", ["transformer_blocks.0.attn1.to_q", "transformer_blocks.2.ff.net.2", "proj_out"])
