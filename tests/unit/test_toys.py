@@ -67,6 +67,7 @@ def read_toy(module: Any) -> ToyLayout:
 
 class Toys:
     layout = ToyLayout
+    schedule = "toy"
     readers = ((is_toy, read_toy),)
     usual_sizes = ()
 
