@@ -1,22 +1,22 @@
-"""Explains, installs and starts OneDiff. Needs nothing but Python 3.10 or newer.
+"""Installs and starts OneDiff's demo or tests. Needs nothing but Python 3.10 or newer.
 
     python install.py
-        Run by the WebUI at its start. Does nothing: a WebUI brings all that OneDiff needs.
+        Run by the WebUI when it starts. Does nothing: a WebUI has everything that OneDiff needs.
 
     python install.py --demo [--model FILE_OR_FOLDER] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
         [--gradio-auth USER:PASSWORD]
-        Makes .venv beside this file, installs what is missing and starts a small WebUI with OneDiff in it.
+        Makes .venv beside this file, installs missing packages and starts a small WebUI with OneDiff in it.
 
     python install.py --test [pytest arguments]
-        The same for the tests, in several processes at once; -n 0 runs them in one.
+        Does the same for the tests, and runs them in several processes; -n 0 runs them in one.
 """
-# No "from __future__ import annotations": Python 3.6 could not even read the sentence for it.
+# No "from __future__ import annotations", so that Python 3.6 can parse this file and print the sentence below.
 import sys
 
 if sys.version_info < (3, 10):  # noqa: UP036
-    told = "OneDiff needs Python 3.10 or newer, and this is {}.{}.{}: run it with a newer one, such as python3.11."
-    print(told.format(*sys.version_info[:3]))
-    # The WebUI must start whatever we find.
+    sentence = "OneDiff needs Python 3.10 or newer, and this is {}.{}.{}: run it with a newer one, such as python3.11."
+    print(sentence.format(*sys.version_info[:3]))
+    # Without arguments, the WebUI runs this, and must start in any case.
     sys.exit(1 if sys.argv[1:] else 0)
 
 import argparse
@@ -34,7 +34,7 @@ from pathlib import Path
 
 FULL_DISK_BYTES = 64 << 20
 LONGEST_PATH_SHOWN = 300
-# How many processes "auto" is, tests/conftest.py says. What the user gives comes behind it and counts.
+# tests/conftest.py decides how many processes "auto" is. The user's arguments follow these, and override them.
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 
 REPOSITORY = Path(__file__).resolve().parent
@@ -42,19 +42,21 @@ VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 STAMPS = VENV / "onediff-installed.json"
 LOCK = VENV / "onediff-install.lock"
-HELD = OSError if os.name == "nt" else BlockingIOError  # what is raised where another has locked it
+# The exception raised if another process has locked the file.
+HELD = OSError if os.name == "nt" else BlockingIOError
+
 
 class CannotInstall(Exception):
-    """What stands in the way, as a sentence for the user."""
+    """The installation is not possible. The message is the reason, as a sentence for the user."""
 
 
 def written(release: tuple[int, ...]) -> str:
-    """(3, 10) as 3.10."""
+    """The version (3, 10) as "3.10"."""
     return ".".join(map(str, release))
 
 
 def requirements_of(extra: str) -> tuple[list[str], list[str]]:
-    """What an extra asks pip for: requirements, and those that it installs without their dependencies."""
+    """The requirements of an extra, for pip: those to install as usual, and those to install without dependencies."""
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     usual = read_strings(text, "project", "dependencies")
     for requirement in read_strings(text, "project.optional-dependencies", extra):
@@ -64,27 +66,27 @@ def requirements_of(extra: str) -> tuple[list[str], list[str]]:
 
 
 def tested(which: str) -> list[str]:
-    """The "oldest" or "newest" versions that are tested, each as pip is told of it."""
+    """The requirements for the "oldest" or the "newest" versions that are tested."""
     return read_strings((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), "tool.onediff.tested", which)
 
 
 def within_tested(requirement: str) -> str:
-    """A requirement that asks for nothing newer than is tested."""
+    """The requirement, limited to the newest version that is tested."""
     name = re.match(r"[\w-]+", requirement)[0]
     bounds = [bound.removeprefix(name) for bound in tested("newest") if re.match(r"[\w-]+", bound)[0] == name]
     return ",".join([requirement, *bounds])
 
 
 def read_strings(toml: str, table: str, key: str) -> list[str]:
-    """The strings at a key of a TOML table, [] if there is none."""
-    # Python 3.10 has no TOML reader, and a TOML array of plain strings with comments is also a Python list.
+    """The array of strings at a key of a TOML table; [] if there is none."""
+    # Python 3.10 has no TOML parser, but a TOML array of plain strings with comments is also a Python list.
     section = re.search(rf"^\[{re.escape(table)}\]\n(.*?)(?=^\[|\Z)", toml, re.MULTILINE | re.DOTALL)
     array = section and re.search(rf'^{re.escape(key)} = (\[(?:"[^"\n]*"|#.*|[,\s])*\])', section[1], re.MULTILINE)
     return ast.literal_eval(array[1]) if array else []
 
 
 def prepare_venv(extra: str) -> None:
-    """Make .venv hold what the extra needs; nothing is done where it does. Raises CannotInstall with a sentence."""
+    """Install the extra's requirements into .venv, if they are missing. Raises CannotInstall with a sentence."""
     usual, without_dependencies = requirements_of(extra)
     usual = [within_tested(requirement) for requirement in usual]
     wanted = usual + without_dependencies
@@ -94,8 +96,8 @@ def prepare_venv(extra: str) -> None:
         refuse_full_disk()
         if not has_pip():
             make_venv()
-        print(f"Installing what --{extra} needs into .venv. The first time takes minutes and a few GB.", flush=True)
-        # What was cut short goes on, package by package.
+        print(f"Installing the packages for --{extra} into .venv: the first time minutes, and a few GB.", flush=True)
+        # An interrupted installation continues with the packages that are missing.
         run_pip(usual)
         if without_dependencies:
             run_pip(without_dependencies, "--no-deps")
@@ -103,7 +105,7 @@ def prepare_venv(extra: str) -> None:
 
 
 def read_stamps() -> dict[str, list[str]]:
-    """By extra: the requirements that were installed."""
+    """The requirements that were installed, by extra."""
     try:
         stamps = json.loads(STAMPS.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -121,7 +123,7 @@ def has_pip() -> bool:
 
 @contextlib.contextmanager
 def sole_installer():
-    """Hold the lock file."""
+    """A context that holds the lock file. Raises CannotInstall if another process holds it."""
     VENV.mkdir(exist_ok=True)
     with open(LOCK, "a") as lock:
         try:
@@ -132,19 +134,19 @@ def sole_installer():
                 import fcntl
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except HELD:
-            raise CannotInstall("Another install.py is at work in .venv. Wait until it has finished.") from None
+            raise CannotInstall("Another install.py is installing into .venv. Wait until it has finished.") from None
         yield
 
 
 def venv_bytes() -> int:
-    """Roughly what a finished .venv takes."""
+    """The approximate size of a complete .venv in bytes."""
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     sizes = read_strings(text, "tool.onediff.venv-gib", "linux" if sys.platform == "linux" else "other")
     return int(float(sizes[0]) * 2**30)
 
 
 def refuse_full_disk() -> None:
-    """Raise CannotInstall where there is no room for what is missing in .venv."""
+    """Raise CannotInstall if the disk has too little room for a complete .venv."""
     there = sum(path.lstat().st_size for path in VENV.rglob("*"))
     free = shutil.disk_usage(VENV).free
     missing = venv_bytes() - there
@@ -153,7 +155,7 @@ def refuse_full_disk() -> None:
 
 
 def empty_venv() -> None:
-    """Remove all of .venv but the lock file, which this process holds."""
+    """Delete everything in .venv except the lock file, which this process holds."""
     for path in VENV.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -162,7 +164,7 @@ def empty_venv() -> None:
 
 
 def make_venv() -> None:
-    """A new virtual environment with pip. Raises CannotInstall where this Python cannot make one."""
+    """Make a new virtual environment with pip. Raises CannotInstall if this Python cannot make one."""
     python = f"python{written(sys.version_info[:2])}"
     if find_spec("venv") is None or find_spec("ensurepip") is None:
         way = f"On Debian and Ubuntu: apt install {python}-venv" if os.name != "nt" else "Use an installed Python."
@@ -177,22 +179,22 @@ def make_venv() -> None:
 
 
 def own_environment() -> dict[str, str]:
-    """The environment without what would lead the Python of .venv, or its pip, to another place."""
+    """The environment variables, without those that would make .venv's Python or pip use other folders."""
     misleading = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
     return {**{name: value for name, value in os.environ.items() if name not in misleading}, "PIP_USER": "0"}
 
 
 def run_pip(requirements: list[str], *options: str) -> None:
-    """pip install into .venv, with pip's own progress on the screen. Raises CannotInstall with the reason."""
+    """Install requirements into .venv with pip, which prints its progress. Raises CannotInstall with the reason."""
     command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--prefer-binary", *options, *requirements]
-    # Where PYTHONIOENCODING is set, pip writes in another encoding than we read.
+    # errors="replace", because with PYTHONIOENCODING set, pip may write in another encoding.
     pip = subprocess.run(command, env=own_environment(), stderr=subprocess.PIPE, errors="replace")
     if pip.returncode:
         raise CannotInstall(why_failed(pip.stderr) or f"pip stopped with exit code {pip.returncode}:\n{pip.stderr}")
 
 
 def why_failed(output: str) -> str | None:
-    """The sentence for a failure that the output of pip or venv shows, None for one that we do not know."""
+    """The reason for a failure of pip or venv, as a sentence for the user, by its output; None if it is unknown."""
     missing = re.search(r"No matching distribution found for ([^\s(]+)", output)
     unbuilt = re.search(r"(?:Failed building wheel for|Failed to build) '?([\w.-]+)", output)
     wheels = "set PIP_FIND_LINKS to a folder of wheels, then run the same command again."
@@ -205,15 +207,18 @@ def why_failed(output: str) -> str | None:
     if re.search(r"NewConnectionError|NameResolutionError|ConnectTimeout|ReadTimeout|ProxyError", output):
         return f"pip cannot reach its package index: this machine seems to be offline. Connect it, or {wheels}"
     if missing and os.environ.get("PIP_NO_INDEX"):
-        return f"pip is kept offline by PIP_NO_INDEX and finds no {missing[1]}. Take that setting away, or {wheels}"
+        return f"pip cannot find {missing[1]}, because PIP_NO_INDEX keeps it offline. Remove that setting, or {wheels}"
     if unbuilt:
         return f"There is no wheel of {unbuilt[1]}, and building it failed, {here}"
     return f"There is no wheel of {missing[1]} {here}" if missing else None
 
 
 def demo_command(arguments: list[str]) -> list[str]:
-    """What starts the standalone host, which reads its arguments itself: --help names them. Ends the process with a
-    sentence where the model is not there or the port is taken: installing takes minutes."""
+    """The command that starts the demo, which parses its arguments itself (--help lists them).
+
+    Ends the process with a sentence now, before an installation of minutes, if the model does not exist or the port is
+    in use.
+    """
     parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False, add_help=False)
     parser.add_argument("--model", type=model_path)
     parser.add_argument("--host", default="127.0.0.1")
@@ -223,14 +228,14 @@ def demo_command(arguments: list[str]) -> list[str]:
         family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
         socket.create_server((chosen.host, chosen.port), family=family).close()
     except (OSError, OverflowError, ValueError) as error:
-        parser.error(f"port {chosen.port} on {chosen.host} is refused ({error}); choose another with --port")
+        parser.error(f"port {chosen.port} on {chosen.host} cannot be used ({error}); choose another with --port")
     model = [] if chosen.model is None else ["--model", str(chosen.model)]
     port = ["--port", str(chosen.port)] if chosen.port else []
     return [str(VENV_PYTHON), "-m", "lib_onediff.demo", *others, "--host", chosen.host, *port, *model]
 
 
 def model_path(text: str) -> Path:
-    """A model's absolute path: the host runs in another folder than the caller."""
+    """A model's absolute path, because the demo runs in another folder than the caller."""
     if not os.path.exists(text):
         shown = "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_PATH_SHOWN])
         raise argparse.ArgumentTypeError(f"there is no file or folder {shown}")
@@ -238,19 +243,19 @@ def model_path(text: str) -> Path:
 
 
 def hand_over(command: list[str]) -> int:
-    """Run the command in our folder and in this process's place: Ctrl-C and exit code are its own."""
+    """Replace this process by the command, run in OneDiff's folder, so that it gets Ctrl-C and sets the exit code."""
     os.chdir(REPOSITORY)
     sys.stdout.flush()
     if os.name != "nt":
         os.execve(command[0], command, own_environment())
     child = subprocess.Popen(command, env=own_environment())
     while True:
-        with contextlib.suppress(KeyboardInterrupt):  # The child gets it as well and decides what it means.
+        with contextlib.suppress(KeyboardInterrupt):  # The child gets Ctrl-C too, and decides.
             return child.wait()
 
 
 def install_and_run(extra: str, command: list[str]) -> int:
-    """Prepare .venv for the extra, then run the command. Returns an exit code; says why where it fails."""
+    """Prepare .venv for the extra, then run the command. Returns its exit code, or prints why it cannot run."""
     try:
         prepare_venv(extra)
     except CannotInstall as reason:
@@ -258,7 +263,7 @@ def install_and_run(extra: str, command: list[str]) -> int:
     except OSError as error:
         print(why_failed(str(error)) or f"Cannot work in {VENV}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("Stopped. Run the same command again to go on.", file=sys.stderr)
+        print("Stopped. Run the same command again to continue.", file=sys.stderr)
         return 130
     else:
         return hand_over(command)
@@ -266,7 +271,7 @@ def install_and_run(extra: str, command: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code."""
+    """Run the command line's command. Returns the exit code."""
     if not arguments:
         return 0
     if arguments[0] == "--demo":

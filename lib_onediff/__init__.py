@@ -1,7 +1,7 @@
-"""Make Stable Diffusion's UNet fast without changing its images.
+"""Makes Stable Diffusion's UNet fast without changing its images.
 
-compile_pipe(pipe) and compile_unet(unet) for users of diffusers, sampling(unet) for loops of their own, and
-quality.compare(image, other); the WebUI extension in scripts/ uses the same parts.
+For users of diffusers: compile_pipe(pipe), compile_unet(unet), sampling(unet) for their own loops, and
+quality.compare(image, other). The WebUI extension in scripts/ uses the same code.
 """
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What needs torch is imported when it is asked for: `python -m lib_onediff.demo` must first tell of a wrong
-    argument or a port in use, and be ready for Ctrl-C."""
+    """Imports public.py, and with it torch, at the first use of a name in __all__. So `python -m lib_onediff.demo` can
+    report a wrong argument or a port in use, and handle Ctrl-C, without waiting for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import public

@@ -29,21 +29,20 @@ log = logging.getLogger("onediff")
 
 Network = TypeVar("Network", bound=nn.Module)
 Pipe = TypeVar("Pipe", bound="DiffusionPipeline")
-# What of a pipeline is compiled, as ignores names it.
+# The parts of a pipeline that compile_pipe makes fast, as named in its argument `ignores`.
 PARTS = ("unet", "vae")
-# Where a pipeline has its network.
+# The attributes in which a pipeline has its network.
 NETWORKS = ("unet", "transformer")
 
 
 def compile_unet(unet: Network, settings: Settings | None = None, **options: Any) -> Network:
-    """Run a UNet or transformer of diffusers by our forward from now on. Returns the same module. Its classes are
-    UNet2DConditionModel, CosmosTransformer3DModel and ZImageTransformer2DModel.
+    """Serve a UNet2DConditionModel, CosmosTransformer3DModel or ZImageTransformer2DModel of diffusers by OneDiff's
+    forward from now on. Returns the same module.
 
-    options are those of Settings (deepcache_interval=3, ...); ValueError names a wrong one, TypeError what is no UNet
-    at all. A UNet that we cannot run keeps its own forward, and the log and status() say why. One that is not of
-    diffusers' own class, but has its name or is derived from it, is left alone, and they say so too. Safe to call
-    twice; the last options count. What is measured is remembered where the environment variable ONEDIFF_CACHE says,
-    else nowhere.
+    options: those of Settings, such as deepcache_interval=3. A UNet that OneDiff does not support, or of a class that
+    is derived from diffusers' or only has its name, keeps its own forward; the log and status() have the reason. Safe
+    to call twice; the last options count. Measurements are kept in the folder of the environment variable
+    ONEDIFF_CACHE, if it is set. Raises ValueError for a wrong option, and TypeError if unet is not a module.
     """
     must_be_network(unet, "compile_unet")
     chosen = settings_of(settings, options)
@@ -62,7 +61,7 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
 
 
 def uncompile_unet(unet: Network) -> Network:
-    """Undo compile_unet: the module is as it was, bit for bit. Returns the same module."""
+    """Undo compile_unet, so that the module is as before, bit for bit. Returns the same module."""
     must_be_network(unet, "uncompile_unet")
     runtime.leave_alone(unwrapped(unet), "")
     diffusers.detach(unwrapped(unet))
@@ -76,15 +75,16 @@ def compile_pipe(
 ) -> Pipe:
     """Make a pipeline of diffusers fast, whose networks OneDiff serves. Returns the same pipe.
 
-    That is its UNet, or the transformer in its place, and its VAE; ignores=("unet",) and ignores=("vae",) leave the
-    one or the other as it is. A VAE that is not an AutoencoderKL stays as it is too. fuse_qkv_projections is there for
-    callers of OneDiff's own compile_pipe: here the UNet's projections always share one GEMM, without a change of the
-    pipe. A pipe without either (Flux, SD3) is returned as it is, with a line in the log and in status()["left_alone"].
-    options as for compile_unet.
+    OneDiff serves its UNet or transformer, and its VAE if that is an AutoencoderKL. A pipe without a supported network
+    (Flux, SD3) is returned unchanged, with a line in the log and in status()["left_alone"].
+
+    ignores: parts to leave unchanged, ("unet",) or ("vae",). options: as for compile_unet. fuse_qkv_projections: has no
+    effect, because the projections always share one GEMM; it exists for code written for the compile_pipe of the
+    original OneDiff.
 
     cache_interval=3 is DeepCache: every third step computes the whole UNet, the others only its outer layers, down to
     residual block cache_block_id of down block cache_layer_id (both 0 by default). It is the same as the options
-    deepcache_interval and deepcache_depth. TypeError and ValueError say in a sentence what to pass.
+    deepcache_interval and deepcache_depth. Raises TypeError and ValueError with a sentence.
     """
     must_be_pipeline(pipe, "compile_pipe")
     left = parts_of(pipe, ignores)
@@ -106,11 +106,11 @@ def compile_pipe(
 
 @contextlib.contextmanager
 def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Iterator[None]:
-    """Say that the calls of a compiled UNet made inside are the steps of one sampling, for loops of one's own.
+    """A context in which the calls of a compiled UNet are the steps of one sampling, for your own denoising loops.
+    Pipelines need none.
 
-    DeepCache reuses what earlier steps of a sampling have computed; outside of one, nothing is remembered from call to
-    call. A pipeline says so by itself. timesteps: at which the steps begin, as the UNet gets them; without them every
-    step is computed whole.
+    Step policies such as DeepCache reuse results of earlier steps of a sampling, and are inactive outside of one.
+    timesteps: those at which the steps begin, as the UNet gets them; without them every step computes the whole UNet.
     """
     must_be_network(unet, "sampling")
     times = None if timesteps is None else [float(time) for time in timesteps]
@@ -123,7 +123,7 @@ def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Itera
 
 
 def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
-    """The settings that a caller asks for. Raises TypeError and ValueError with a sentence."""
+    """The settings with these options changed. Raises TypeError and ValueError with a sentence."""
     if not isinstance(settings, Settings | None):
         raise TypeError(
             f"settings is a lib_onediff.Settings, not a {type(settings).__name__}; options are given by name, such as "
@@ -133,7 +133,7 @@ def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
 
 
 def must_be_network(unet: Any, caller: str) -> None:
-    """Raise TypeError with a sentence for what is no network."""
+    """Raise TypeError, with a sentence, unless unet is a module. caller: the name of the calling function."""
     if not isinstance(unet, nn.Module):
         is_whole = "unet" in caller and is_pipeline(unet)
         hint = f"; for a whole pipeline there is {caller.replace('unet', 'pipe')}" if is_whole else ""
@@ -141,7 +141,7 @@ def must_be_network(unet: Any, caller: str) -> None:
 
 
 def must_be_pipeline(pipe: Any, caller: str) -> None:
-    """Raise TypeError with a sentence for what is no pipeline."""
+    """Raise TypeError, with a sentence, unless pipe is a pipeline. caller: the name of the calling function."""
     if not is_pipeline(pipe):
         hint = f"; for a UNet there is {caller.replace('pipe', 'unet')}" if isinstance(pipe, nn.Module) else ""
         raise TypeError(
@@ -151,24 +151,25 @@ def must_be_pipeline(pipe: Any, caller: str) -> None:
 
 
 def is_pipeline(pipe: Any) -> bool:
-    """Whether something holds networks and is none."""
+    """Whether an object has modules as attributes, and is not a module itself."""
     holds = any(isinstance(part, nn.Module) for part in getattr(pipe, "__dict__", {}).values())
     return holds and not isinstance(pipe, (nn.Module, type))
 
 
 def first_network(pipe: Any) -> nn.Module:
-    """Any network of a pipeline, always the same: a pipeline itself need not allow weak references."""
+    """The first module of a pipeline, which stands for the pipeline in weak tables: a pipeline itself may not support
+    weak references."""
     return next(part for part in vars(pipe).values() if isinstance(part, nn.Module))
 
 
 def network_of(pipe: Any) -> Any:
-    """A pipeline's UNet, or its transformer where it is of a kind that OneDiff knows; None where it has neither."""
+    """A pipeline's UNet, or else its transformer if OneDiff serves its class; None if it has neither."""
     unet, transformer = (unwrapped(getattr(pipe, name, None)) for name in NETWORKS)
     return transformer if unet is None and diffusers.is_served(transformer) else unet
 
 
 def parts_of(pipe: Any, names: Iterable[str]) -> frozenset[str]:
-    """The parts of a pipeline that ignores names. Raises TypeError and ValueError with a sentence."""
+    """The names in compile_pipe's argument `ignores`, checked. Raises TypeError and ValueError with a sentence."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f'ignores is a collection of names, such as ("vae",), not {names!r}.')
     left = list(names)
@@ -181,7 +182,8 @@ def parts_of(pipe: Any, names: Iterable[str]) -> frozenset[str]:
 def deepcache_options(
     unet: nn.Module, cache_interval: int | None, cache_layer_id: int | None, cache_block_id: int | None
 ) -> dict[str, int]:
-    """OneDiff's DeepCache arguments as our options; None where one is not given. Raises ValueError for a wrong one."""
+    """The DeepCache arguments of the original OneDiff's compile_pipe as options of Settings. None: the argument was
+    not given. Raises ValueError for a wrong one."""
     if cache_interval is cache_layer_id is cache_block_id is None:
         return {}
     layers = getattr(getattr(unet, "config", None), "layers_per_block", 2)
@@ -190,10 +192,10 @@ def deepcache_options(
 
 
 def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:
-    """OneDiff's cache_layer_id and cache_block_id as a depth.
+    """The deepcache_depth for cache_layer_id and cache_block_id.
 
-    They name the deepest layer that runs at every step: the down block (0: the outermost), and the residual block in
-    it, or its downsampler (cache_block_id = layers_per_block). Raises ValueError for what is none.
+    They identify the deepest layer that runs at every step: the down block (0: the outermost), and the residual block
+    in it, or its downsampler (cache_block_id = layers_per_block). Raises ValueError if they are out of range.
     """
     if cache_layer_id < 0 or not 0 <= cache_block_id <= layers_per_block:
         raise ValueError(
@@ -205,7 +207,7 @@ def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2
 
 
 def compile_half(half: nn.Module, settings: Settings) -> None:
-    """half: a VAE's decoder or encoder."""
+    """Serve a VAE's decoder or encoder, or note why it keeps its own forward."""
     try:
         runtime.vae.read(half)
         diffusers_decoder.attach(half, settings)
@@ -229,5 +231,6 @@ def uncompile_pipe(pipe: Pipe) -> Pipe:
 
 
 def status() -> dict[str, Any]:
-    """What the last UNet call and the last decode were, by which route they went and why; see Accelerator.status."""
+    """The route of the last UNet call and the last decode, with reasons and times, as plain values; see
+    Runtime.status."""
     return runtime.status()

@@ -1,4 +1,4 @@
-"""OneDiff in the WebUI: hooks the host's moments to the extension, and nothing else."""
+"""OneDiff's script for the WebUI: connects the WebUI's callbacks to the extension."""
 from __future__ import annotations
 
 import threading
@@ -24,7 +24,7 @@ CACHE_FOLDER = Path("cache", "onediff")
 SECONDS_FOR_THE_LAST_CALL = 5
 
 show_on_console()
-# Stands around everything that the WebUI calls.
+# Every function that the WebUI calls runs in it.
 guard = runtime.guard
 guard.forget()
 webui = this_webui()
@@ -34,11 +34,11 @@ warmup = WarmUp(webui, runtime, jobs)
 
 @guard.hook("following the settings")
 def follow_settings() -> None:
-    """Hook in or out, as the settings tab says."""
+    """Set or remove the hooks, by the setting `enabled`."""
     if runtime.settings.enabled:
         webui.serve()
     else:
-        # First, so that the hooks are out whatever else fails.
+        # webui.stop first, so that the hooks are removed even if the other fails.
         for step in (webui.stop, jobs.stop):
             guard.attempt("switching OneDiff off", step)
 
@@ -53,7 +53,7 @@ def model_loaded(sd_model: Any) -> None:
 
 
 def prepare(sd_model: Any) -> None:
-    """Serve a checkpoint, and queue what it wants ready."""
+    """Serve a checkpoint, and queue the sizes to pre-warm for it."""
     webui.model_loaded(sd_model)
     wanted = parse_prewarm(runtime.settings.prewarm)
     warmup.add(wanted.sizes, "settings")
@@ -89,7 +89,7 @@ def is_cut_short() -> bool:
 
 
 def standing_settings() -> Settings:
-    """The settings tab's, a generation's overrides included."""
+    """The settings of the settings tab, with a generation's overrides."""
     return settings_tab.settings_from(shared.opts)
 
 
@@ -102,7 +102,7 @@ paste_functions = infotext.paste_functions(lambda: runtime.settings, settings_ta
 
 
 class OneDiffScript(scripts.Script):
-    # Of the accordion, what is renewed after each generation.
+    # The accordion's components that are updated after each generation.
     built: tuple[Any, ...] = ()
 
     def title(self) -> str:
@@ -152,7 +152,7 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the infotext")
     def postprocess_batch(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """The images of a batch are computed, and their infotexts are about to be written."""
+        """Called when the images of a batch are done, before their infotexts are written."""
         generation = runtime.generations.innermost
         if generation is not None:
             generation.note_batch(p, is_cut_short())
@@ -187,7 +187,8 @@ def tabs() -> list[tuple[Any, str, str]]:
 
 @guard.hook("protecting the page and adding routes to the API")
 def start(page: Any, app: Any) -> None:
-    """The page is there: what only programs and other sites' pages need has kept nobody waiting until now."""
+    """Called once the page is ready. The protection against other sites' pages and the API are added now, so that the
+    page does not wait for their imports."""
     from lib_onediff.api import auth, routes
 
     auth.refuse_foreign_pages(page, shared.cmd_opts)
@@ -200,14 +201,15 @@ def open_cache() -> None:
     settings_tab.tell_of_trouble()
 
 
-# The page comes later, and with --nowebui never; a model may be loaded before it.
+# All of this runs now, because a model may be loaded before the page is built, and with --nowebui there is no page.
 guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.stored_settings(shared.opts)))
 guard.attempt("saying what serves", lambda: log.info(runtime.devices.start_line(runtime.settings)))
 open_cache()
 guard.attempt("looking for a checkpoint", warmup.look_around)
 follow_settings()
-# The WebUI looks at the stack of whoever registers, and for every frame of a script, which is no module, at all modules
-# of the process: 0.05 to 0.1 s each time. A thread's stack has no script in it.
+# Each callback is registered from a thread of its own. The WebUI inspects the stack of the caller, and for every frame
+# of a script (which is not a module) searches all modules of the process, which takes 0.05 to 0.1 s. A new thread's
+# stack has no frame of a script.
 for takes, ours in (
     (script_callbacks.on_model_loaded, model_loaded), (script_callbacks.on_script_unloaded, stop),
     (script_callbacks.on_before_ui, add_axes), (script_callbacks.on_ui_settings, add_options),

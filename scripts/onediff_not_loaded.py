@@ -1,4 +1,4 @@
-"""Says on the page why OneDiff could not be loaded: a script that fails to load shows nothing there."""
+"""Shows on the page why OneDiff could not be loaded. Without it, a script that fails to load shows nothing there."""
 from __future__ import annotations
 
 import html
@@ -13,12 +13,12 @@ log = logging.getLogger("onediff")
 
 
 def why_not_loaded() -> str | None:
-    """One sentence for the user; None where all of OneDiff can be imported."""
+    """Why OneDiff cannot be imported, as a sentence for the user; None if it can."""
     try:
         from lib_onediff import hosts, ui  # noqa: F401
         from lib_onediff.ui import accordion, infotext, onediff_tab, xyz  # noqa: F401
     except Exception as error:
-        # The WebUI has printed it for scripts/onediff.py.
+        # The WebUI has printed the traceback for scripts/onediff.py already.
         log.debug("OneDiff could not be loaded", exc_info=True)
         installed = f"torch {metadata.version('torch')}, gradio {gr.__version__}"
         lines = str(error).splitlines() or [type(error).__name__]

@@ -1,4 +1,5 @@
-"""Puts the folders of tests whose helpers others import on the path, for what is started by hand and not by pytest."""
+"""Puts the folders of tests whose helpers others import on the path, for programs that are started by hand instead of
+by pytest."""
 import sys
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Functions of ours that run during some work, found by running it, and each of them made to raise."""
+"""Finds the functions of ours that run during some work, and makes each of them raise."""
 from __future__ import annotations
 
 import gc
@@ -14,18 +14,18 @@ import lib_onediff
 
 LIBRARY = Path(lib_onediff.__file__).parent
 SCRIPT = LIBRARY.parent / "scripts" / "onediff.py"
-# Parts of functions, which raise where those do.
+# Parts of functions, which raise with them.
 PARTS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>")
 Name = tuple[str, str, int]
 
 
 def name_of(code: CodeType) -> Name:
-    """Where a function stands, what it is called, and its line, which tells two lambdas apart."""
+    """A function's file, name and line; the line distinguishes two lambdas."""
     return code.co_filename, code.co_qualname, code.co_firstlineno
 
 
 def is_ours(file: str) -> bool:
-    """The standalone host is a host: its own functions are not ours, its adapter's are."""
+    """Whether a function is ours. The demo counts as a host: its adapter's functions are ours, others are not."""
     path = Path(file)
     if path == SCRIPT or path.name == "onediff_adapter.py":
         return True
@@ -33,7 +33,7 @@ def is_ours(file: str) -> bool:
 
 
 def functions_called(work: Callable[[], Any]) -> list[Name]:
-    """Those of ours that work() calls, by name."""
+    """Our functions that work() calls, by name."""
     found: set[CodeType] = set()
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -51,7 +51,7 @@ def functions_called(work: Callable[[], Any]) -> list[Name]:
 
 
 class Broken(RuntimeError):
-    """What they raise."""
+    """The exception that broken functions raise."""
 
 
 def template(*args: Any, **kwargs: Any) -> Any:
@@ -60,13 +60,13 @@ def template(*args: Any, **kwargs: Any) -> Any:
 
 
 def raising(code: CodeType, fail: Callable[[], Any]) -> CodeType:
-    """Code that calls fail, in place of that of a function with the same free variables."""
+    """A code object whose calls raise, for a function with the same free variables."""
     constants = tuple(fail if constant == "fail" else constant for constant in template.__code__.co_consts)
     return template.__code__.replace(co_consts=constants, co_freevars=code.co_freevars)
 
 
 def exchanged(code: CodeType, name: Name, fail: Callable[[], Any]) -> CodeType:
-    """The same code, in which the function of this name raises: itself, or one that it makes."""
+    """A code object in which the function of this name raises: itself, or one that it makes."""
     if name_of(code) == name:
         return raising(code, fail)
     constants = tuple(
@@ -81,10 +81,11 @@ def ours_among_objects() -> list[FunctionType]:
 
 
 class Breaker:
-    """Makes functions raise. Knows those that there were at first; those made since it looks for, of all of a file."""
+    """Makes functions raise. It knows the functions that existed when it was made, and searches for those made
+    since."""
 
     def __init__(self) -> None:
-        # What is frozen is not among the objects.
+        # Objects frozen by gc.freeze() are not in gc.get_objects().
         gc.unfreeze()
         gc.collect()
         self._known = ours_among_objects()
@@ -92,7 +93,8 @@ class Breaker:
 
     @contextmanager
     def broken(self, name: Name, always: bool) -> Iterator[list[Name]]:
-        """The function of this name raises: at its first call, or always. Yields a list with an entry for each time."""
+        """A context in which the function of this name raises: at its first call, or always. Yields a list with an
+        entry for each time."""
         raised: list[Name] = []
         kept: list[tuple[FunctionType, CodeType]] = []
 

@@ -225,7 +225,7 @@ def sites_of(work: Callable[[], Tensor], root: type) -> Sites:
     )
 
 
-# --- what stands in a function's place ----------------------------------------------------------------------------
+# --- objects in place of functions --------------------------------------------------------------------------------
 
 def closure(below: Any, factor: float | None) -> Any:
     def replaced(*args: Any, **kwargs: Any) -> Any:

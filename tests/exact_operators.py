@@ -1,6 +1,6 @@
-"""The operators in float64, written out: what every implementation of them is held to.
+"""The operators in float64, written out, which every implementation is compared with.
 
-torch's own group norm is no yardstick: on a CPU it loses all digits of a channels-last image far from zero.
+torch's own group norm is not used: on a CPU, it loses all digits of a channels-last image whose mean is far from zero.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def layer_norm(tokens: Tensor, weight: Tensor, bias: Tensor | None, eps: float) 
 def geglu(tokens: Tensor) -> Tensor:
     """(..., 2 n) -> (..., n): the first half times the GELU (erf form) of the second."""
     value, gate = tokens.double().chunk(2, dim=-1)
-    # erfc and not 1 + erf: for gates far below zero the sum would have no digits left.
+    # erfc and not 1 + erf, because for gates far below zero the sum would have no correct digits.
     return value * gate * 0.5 * torch.special.erfc(-gate * 0.5**0.5)
 
 
@@ -47,8 +47,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotated(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) -> Tensor:
-    """Heads (batch, heads, tokens, width), rotated as complex numbers. cosines, sines: (batch or 1, tokens, width / 2).
-    """
+    """Heads (batch, heads, tokens, width), rotated as complex numbers. cosines, sines: (batch or 1, tokens, width /
+    2)."""
     wide = heads.double()
     pairs = wide.unflatten(-1, (-1, 2)) if interleaved else wide.unflatten(-1, (2, -1)).transpose(-1, -2)
     angles = torch.complex(cosines.double(), sines.double())[:, None]
@@ -57,7 +57,7 @@ def rotated(heads: Tensor, cosines: Tensor, sines: Tensor, interleaved: bool) ->
 
 
 def stored_layer(layer: LayerWeights) -> LayerWeights:
-    """A layer that is there in eight bits alone, as its file has it: decoded, with its LoRA, if it has one, added."""
+    """The decoded weight of a layer that exists in eight bits alone, with its LoRA added, if it has one."""
     [quantized] = layer.low_bit
     weight = quantized.values.double() * quantized.scales.double().t()
     group = quantized.rotation
@@ -70,7 +70,8 @@ def stored_layer(layer: LayerWeights) -> LayerWeights:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Of heads, (batch, heads, tokens, width); keys and values may have fewer heads. mask: see core.operators."""
+    """Attention of heads, (batch, heads, tokens, width); keys and values may have fewer heads. mask: see
+    core.operators."""
     shared_by = query.shape[1] // key.shape[1]
     key, value = (part.double().repeat_interleave(shared_by, dim=1) for part in (key, value))
     scores = query.double() @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
@@ -81,7 +82,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = N
 
 
 def worst_error(output: Tensor, exact: Tensor) -> float:
-    """The largest difference, in units of what rounding to output's dtype costs at the size of the exact value."""
+    """The largest difference, in units of the error of rounding the exact value to output's dtype."""
     assert output.shape == exact.shape
     unit = torch.finfo(output.dtype).eps * exact.abs().clamp_min(1.0)
     return float(((output.double() - exact).abs() / unit).max())
@@ -94,8 +95,8 @@ def relative_error(output: Tensor, exact: Tensor) -> float:
 
 
 def rounded_rows(rows: Tensor, kind: Any, one_scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(rows, width) as values of the same shape in eight bits, and the scales in float32 that give it back: (rows, 1),
-    each taken from its row's largest value, or the one that is given. kind: see weights.low_bit.Kind."""
+    """Rows (rows, width) as 8-bit values of the same shape, and their float32 scales: (rows, 1), each from its row's
+    largest value, or the given one. kind: see weights.low_bit.Kind."""
     wide = rows.float()
     scales = wide.abs().amax(1, keepdim=True).clamp_min(1e-12) / kind.largest if one_scale is None else one_scale
     ratio = wide / scales
@@ -103,19 +104,19 @@ def rounded_rows(rows: Tensor, kind: Any, one_scale: Tensor | None = None) -> tu
 
 
 def one_scale_of(rows: Tensor, kind: Any) -> Tensor:
-    """(1, 1), in float32: the scale for all rows that their largest value asks for."""
+    """One float32 scale for all rows, (1, 1), from their largest value."""
     return (rows.float().abs().amax().clamp_min(1e-12) / kind.largest).view(1, 1)
 
 
 def hosts_rows(rows: Tensor, matrix: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Rows (rows, width) as int8 and their scales (rows, 1) in float32, as the hosts' CUDA kernels round the input of
-    a layer that is stored in INT8. matrix: by which groups of the row are multiplied first; a rotated row is rounded to
-    its dtype behind its scale."""
+    """Rows (rows, width) as int8 and their float32 scales (rows, 1), as the hosts' CUDA kernels quantize the input of a
+    layer stored in INT8. matrix: groups of the row are multiplied by it first; a rotated row is then rounded to its
+    dtype, in which the scale is applied."""
     wide = rows.float()
     if matrix is not None:
         wide = (wide.unflatten(-1, (-1, len(matrix))) @ matrix).flatten(-2)
     scales = (wide.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-30)
-    # In float16 the scale of a small row may be too small for a byte: ours is larger then.
+    # In float16, the scale of a small row may be too small for its values to fit; ours is larger then.
     divisors = torch.maximum(scales.to(rows.dtype).float(), scales * (127 / 127.2))
     ratio = (wide.to(rows.dtype).float() / divisors).to(rows.dtype).float()
     return ratio.round().clamp(-128, 127).to(torch.int8), scales

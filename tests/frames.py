@@ -1,4 +1,4 @@
-"""Counts what of lib_onediff a piece of work runs: its frames, its files, and how often it goes from one to another."""
+"""Counts the functions of lib_onediff that a piece of work runs, their files, and calls between files."""
 from __future__ import annotations
 
 import sys
@@ -15,7 +15,7 @@ PACKAGE = str(Path(lib_onediff.__file__).parent)
 
 @dataclass
 class Frames:
-    """The functions of lib_onediff that were called, "file function" each, in their order.
+    """The functions of lib_onediff that were called, as "file function", in order.
 
     moves: those that were called from another file of lib_onediff, or from outside.
     """
@@ -34,8 +34,8 @@ class Frames:
 
 
 def frames_of(work: Callable[[], object], closed: Collection[CodeType] = ()) -> Frames:
-    """Count the frames of lib_onediff while work() runs. closed: functions that count as one frame each, with all that
-    they call. Comprehensions are no frames of their own, as in Python 3.12."""
+    """The frames of lib_onediff during work(). closed: functions that count as one frame each, with everything that
+    they call. Comprehensions do not count, as in Python 3.12."""
     found = Frames()
     outermost: FrameType | None = None
 

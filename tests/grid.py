@@ -1,7 +1,7 @@
-"""Cases of a test with several parameters: all of their combinations on a GPU and at night, on a CPU a few of them.
+"""Cases of a test with several parameters: all combinations on a GPU and at night, and a few on a CPU.
 
-Without a GPU Triton's interpreter runs our kernels, a thousand times slower. There each value of each parameter is
-tested once, which is one case for each property; all combinations are the GPU's, and those of ONEDIFF_TEST_GRID=full.
+Without a GPU, Triton's interpreter runs our kernels a thousand times slower. Then each value of each parameter is
+tested once, which is one case for each property. A GPU, or ONEDIFF_TEST_GRID=full, tests all combinations.
 """
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 
 def has_gpu() -> bool:
-    """Whether torch can use one; those that only ask a WebUI need no torch."""
+    """Whether torch can use a GPU; False without torch, as in tests that only send requests to a WebUI."""
     if find_spec("torch") is None:
         return False
     import torch
@@ -27,12 +27,13 @@ WHOLE = os.environ.get("ONEDIFF_TEST_GRID") == "full" or has_gpu()
 
 
 def name_of(value: Any) -> str:
-    """The same in every process: a function's str has its address."""
+    """A value's name, the same in every process, unlike the str of a function, which contains its address."""
     return getattr(value, "__name__", str(value))
 
 
 def grid(**axes: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize a test by all combinations of these values, or by as many as have every value of each axis."""
+    """Parametrize a test by all combinations of these values, or by the fewest cases that have every value of each
+    axis."""
     return pytest.mark.parametrize(list(axes), cases(*axes.values()), ids=name_of)
 
 
@@ -40,7 +41,7 @@ def cases(*axes: Sequence[Any], whole: bool = WHOLE) -> list[tuple[Any, ...]]:
     if whole:
         return list(product(*axes))
     count = max(map(len, axes))
-    # Shifted at each start from the beginning, so that two axes of one length do not go in step.
+    # Shifted at each restart, so that two axes of one length do not run in step.
     return [
         tuple(axis[(number + place * (number // len(axis))) % len(axis)] for place, axis in enumerate(axes))
         for number in range(count)
@@ -48,10 +49,10 @@ def cases(*axes: Sequence[Any], whole: bool = WHOLE) -> list[tuple[Any, ...]]:
 
 
 def ends(candidates: Sequence[Any]) -> Sequence[Any]:
-    """All candidates, or on a CPU the least and the greatest: blocks of both sizes, and of both numbers of warps."""
+    """All candidates, or on a CPU the first and the last: blocks of both sizes, and both numbers of warps."""
     return candidates if WHOLE else sorted({min(candidates), max(candidates)})
 
 
 def first(count: int, values: Sequence[Any]) -> Sequence[Any]:
-    """All values, or on a CPU the first ones: those that differ in what is tested."""
+    """All values, or on a CPU the first ones, which differ in the property that is tested."""
     return values if WHOLE else values[:count]

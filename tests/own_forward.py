@@ -1,4 +1,4 @@
-"""The oracle of all tests: what a network of the host computes, whatever OneDiff has put into its class."""
+"""The oracle of all tests: a host's network by its own code, whatever OneDiff has set on its class."""
 from __future__ import annotations
 
 import types

@@ -1,4 +1,4 @@
-"""Who runs which tests when there are several processes: files, so that what a file prepares is prepared once."""
+"""Distributes tests over processes by files, so that work that a file prepares is done once."""
 from __future__ import annotations
 
 import re
@@ -8,10 +8,10 @@ from pathlib import Path
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
-# These open the OneDiff tab. Other files open a page too, and as many minutes of them.
+# These open the OneDiff tab. Other files open a page too, and take as many minutes.
 IN_THE_TAB = ("test_panel", "test_compare_tab", "test_accessibility")
 TOGETHER = ("webui with a browser", "webui, its tab", "webui")
-# Each takes half a minute or more: none of them is to be begun when nothing is left for the other processes.
+# Each takes half a minute or more, so none of them may begin when nothing is left for the other processes.
 LONG = (
     "test_bench", "test_vae", "test_unet", "test_kernel", "test_native", "test_api", "test_deepcache",
     "test_standalone", "test_graph", "test_install", "test_every_function",
@@ -20,7 +20,8 @@ LONG = (
 
 class Sharing(LoadScopeScheduling):
     """Hands out files: first those in a browser, which mostly wait, those of the OneDiff tab and the others; then all
-    others of a WebUI. Each of these go to one process, and share a WebUI. Then what is long, and then the rest."""
+    others of a WebUI. Each of these groups goes to one process, which shares a WebUI. Then long tests, and then the
+    rest."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid.partition("::")[0])
@@ -28,7 +29,7 @@ class Sharing(LoadScopeScheduling):
 
 @cache
 def unit_of(file: str) -> str:
-    """What is handed out as one."""
+    """The unit that is handed out for a test."""
     name = file.rpartition("/")[2]
     if "/webui/" in f"/{file}":
         if name.startswith(IN_THE_TAB):
@@ -38,7 +39,7 @@ def unit_of(file: str) -> str:
 
 
 def turn(file: str) -> int:
-    """When a file's tests are handed out, lowest first."""
+    """The order in which a file's tests are handed out, lowest first."""
     unit = unit_of(file)
     if unit in TOGETHER:
         return TOGETHER.index(unit)

@@ -1,4 +1,4 @@
-"""Small random pipelines with the topology of real ones, made as code: no weights in git, no download."""
+"""Small random pipelines with the topology of real ones, made by code, without weights in git or downloads."""
 from __future__ import annotations
 
 import json
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from diffusers.schedulers import DDIMScheduler
     from transformers import CLIPTextConfig, CLIPTokenizer
 
-# The noise schedule of Stable Diffusion 1, 2 and XL. Our models predict v, as some of SD 2 do: a step's image follows
-# from that without a division by a small number, so that untrained networks make images too.
+# The noise schedule of Stable Diffusion 1, 2 and XL. Our models predict v, as some of SD 2 do, because then untrained
+# networks make images too: computing a step's image needs no division by a small number.
 TRAINING_SCHEDULE: dict[str, Any] = {
     "prediction_type": "v_prediction",
     "beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "clip_sample": False,
@@ -77,14 +77,14 @@ def tiny_sdxl_pipeline(seed: int = DEFAULT_SEED) -> Any:
 
 
 def random_unet(unet: Any, seed: int) -> Any:
-    """A UNet with random weights of which each step changes an image by a little, as a trained one does."""
+    """A UNet with random weights whose steps change an image a little, as a trained one's do."""
     with torch.no_grad():
         randomise(unet, seed).conv_out.weight.mul_(0.3)
     return unet
 
 
 def tiny_vae(scaling_factor: float) -> AutoencoderKL:
-    """A random AutoencoderKL that shrinks images eight times, as the real ones do."""
+    """A random AutoencoderKL that reduces images by a factor of eight, as the real ones do."""
     from diffusers import AutoencoderKL
 
     vae: Any = AutoencoderKL(
@@ -98,8 +98,8 @@ def tiny_vae(scaling_factor: float) -> AutoencoderKL:
 def text_config(width: int, activation: str = "quick_gelu", spread: float = 4.0) -> CLIPTextConfig:
     """The configuration of a two-layer CLIP text encoder over the byte vocabulary.
 
-    spread: how large its initial weights are. SDXL takes a hidden state that no norm follows, so there they must be
-    small: a context of large numbers saturates cross attention, and rounding errors grow into visible differences.
+    spread: the standard deviation of its initial weights. SDXL uses a hidden state without a norm after it, so it must
+    be small there: a context of large numbers saturates cross-attention, and rounding errors become visible.
     """
     from transformers import CLIPTextConfig
 
@@ -119,7 +119,7 @@ def training_schedule() -> DDIMScheduler:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Draw initial weights from this seed and leave the global random state as it was."""
+    """A context in which initial weights are drawn from this seed; restores the global random state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
@@ -137,7 +137,8 @@ def byte_tokenizer(pad_token: str = END) -> CLIPTokenizer:
 
 
 def write_byte_vocabulary(folder: Path) -> None:
-    """CLIP's two files without a merge: tokens are each byte inside a word, each at the end of one, start and end."""
+    """Write CLIP's two files without merges: the tokens are each byte inside of a word, each byte at its end, start and
+    end."""
     # How CLIP writes bytes: those that can be read as they are, first, and the others from the 256th letter on.
     readable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     symbols = [*map(chr, readable), *(chr(256 + number) for number in range(256 - len(readable)))]

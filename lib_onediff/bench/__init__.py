@@ -1,1 +1,1 @@
-"""Measures how fast and how exact OneDiff is beside the host: `python -m lib_onediff.bench --help`."""
+"""Measures OneDiff's speed and exactness against the host: `python -m lib_onediff.bench --help`."""

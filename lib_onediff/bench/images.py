@@ -1,4 +1,4 @@
-"""Whole images: time and difference through a pipeline, quality on trained weights, time in a WebUI."""
+"""Measures whole images: time and difference with a pipeline, quality with trained weights, and time in a WebUI."""
 from __future__ import annotations
 
 import argparse
@@ -25,22 +25,22 @@ from . import models
 from .judge import Judge, load_judge
 from .steps import DTYPES, HOST, Options, Row, free_memory, name_of_options, served_by, sizes_of, timed
 
-# Measuring, checking and capturing are over after so many images that nobody looks at, and so many as users make.
+# Measuring, checking and capturing are done after so many images as a warm-up, and then so many usual ones.
 WAITING_IMAGES = 2
 SETTLING_IMAGES = 1
 ONEDIFF = "onediff"
 TOKENS = 77
-# A prompt's embedding is quieter than an image's noise.
+# The standard deviation of random prompt embeddings, which is smaller than that of noise.
 PROMPT_NOISE = 0.1
 PROMPT = "a lighthouse at night"
 Drawn = TypeVar("Drawn")
 
 
 class Drawing:
-    """Draws images through a pipeline of diffusers, from the same numbers each time."""
+    """Makes images with a diffusers pipeline, with the same random numbers each time."""
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
-        """model: a configuration for random weights, or a diffusers folder. Raises Refusal."""
+        """model: the name of a configuration, for random weights, or a diffusers folder. Raises Refusal."""
         self.device = device
         if model not in models.CONFIGURATIONS:
             self.pipe = load_pipeline(Path(model), dtype, device)
@@ -51,14 +51,14 @@ class Drawing:
         self._prompt = random_prompt(unet)
 
     def draw(self, size: Size, steps: int, batch: int = 1) -> Tensor:
-        """(batch, 3, height, width), from 0 to 1."""
+        """A batch of images, (batch, 3, height, width), from 0 to 1."""
         return self.pipe(
             **self._prompt, width=size.width, height=size.height, num_inference_steps=steps, guidance_scale=5.0,
             generator=torch.Generator("cpu").manual_seed(0), output_type="pt", num_images_per_prompt=batch,
         ).images
 
     def times(self, size: Size, steps: int, batch: int, runs: int) -> tuple[list[float], Tensor]:
-        """Seconds an image of each call, after calls that nobody times, and the last images."""
+        """Seconds per image of each timed call, after calls that are not timed; and the last images."""
         with runtime.warming_up():
             for _ in range(WAITING_IMAGES):
                 self.draw(size, steps, batch)
@@ -69,7 +69,7 @@ class Drawing:
 
 
 def random_pipeline(unet: Any, vae: Any) -> Any:
-    """A text-to-image pipeline of these, which takes embeddings in place of a prompt."""
+    """A text-to-image pipeline with this UNet and VAE, which takes embeddings instead of a prompt."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 
     scheduler = EulerDiscreteScheduler(
@@ -88,7 +88,7 @@ def random_pipeline(unet: Any, vae: Any) -> Any:
 
 
 def random_prompt(unet: Any) -> dict[str, Any]:
-    """Embeddings of a prompt and a negative prompt."""
+    """Random embeddings of a prompt and a negative prompt, as arguments of the pipeline."""
     widths: dict[str, tuple[int, ...]] = {"prompt_embeds": (TOKENS, unet.config.cross_attention_dim)}
     if unet.config.addition_embed_type == "text_time":
         widths["pooled_prompt_embeds"] = (models.pooled_width(unet.config),)
@@ -99,7 +99,7 @@ def random_prompt(unet: Any) -> dict[str, Any]:
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of a diffusers folder, or of emoji-dit, with Euler. Raises Refusal."""
+    """The pipeline of a diffusers folder, with the Euler scheduler, or of emoji-dit. Raises Refusal."""
     from diffusers import EulerDiscreteScheduler
 
     if folder.name == EMOJI_DIT.name:
@@ -115,7 +115,8 @@ def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
 
 
 def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The host's image, OneDiff's with default options, and with each --set, on the same weights one after another."""
+    """The rows of diffusers' own image, of OneDiff's with default options, and with each --set, with the same weights,
+    one after the other."""
     for model in options.model:
         drawing = Drawing(model, DTYPES[options.dtype], device)
         for size in sizes_of(model, options):
@@ -138,8 +139,8 @@ def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 def by_onediff(
     pipe: Any, chosen: list[Options], draw: Callable[[], Drawn],
 ) -> Iterator[tuple[Row, Drawn]]:
-    """The results of draw with OneDiff's default options and with each of these, with what the row says of them. The
-    pipeline is as before in the end."""
+    """The results of draw() with OneDiff's default options and with each of the chosen ones, each with its part of the
+    row. The pipeline is restored after each."""
     for options in ({}, *chosen):
         compile_pipe(pipe, **options)
         drawn = draw()
@@ -150,7 +151,7 @@ def by_onediff(
 
 # --- quality ----------------------------------------------------------------------------------------------------------
 
-# What emoji-sd and emoji-dit were not trained on, and the emoji that it asks for.
+# Prompts that emoji-sd and emoji-dit were not trained on, each with the emoji to show.
 PROMPTS = Path(__file__).with_name("prompts.json")
 JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
 HOST32 = "host, fp32"
@@ -159,18 +160,18 @@ SIDE = 256
 GUIDANCE = 4.0
 REDUCTION = 8
 IMAGES_AT_ONCE = 8
-# A fault shows in the worst images, and one image is an accident.
+# psnr_lowest_5 is this quantile: a fault shows in the worst images, and a single one may be an accident.
 LOWEST = 0.05
 
 
 def held_out(count: int) -> list[Row]:
-    """Prompts that emoji-sd was not trained on, with the emoji that they show and a seed."""
+    """Prompts of PROMPTS, each with the emoji to show and a seed."""
     known = json.loads(PROMPTS.read_text(encoding="utf-8"))
     return [{**known[number % len(known)], "seed": number // len(known)} for number in range(count)]
 
 
 def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
-    """(n, 3, SIDE, SIDE) of uint8, as a file would keep them. All calls are of one shape."""
+    """The images of these prompts, (n, 3, SIDE, SIDE) of uint8, as in a file. All calls have the same shape."""
     parts = []
     at_once = min(IMAGES_AT_ONCE, len(wanted))
     network: Any = network_of(pipe)
@@ -188,14 +189,15 @@ def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
 
 
 def draw_ready(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
-    """As draw_prompts, once measuring, checking and capturing are over."""
+    """draw_prompts() after a warm-up, in which OneDiff measures, checks and captures."""
     with runtime.warming_up():
         draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps)
     return draw_prompts(pipe, wanted, steps)
 
 
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """How far the images of the host, of OneDiff and of each --set are from the host's in float32. Raises Refusal."""
+    """The rows of differences between diffusers' own images in float32, and those of diffusers, of OneDiff, and of
+    OneDiff with each --set in half precision. Raises Refusal."""
     folder = Path((options.model or [SHIPPED])[0])
     if str(folder) == SHIPPED.name:
         folder = SHIPPED
@@ -207,22 +209,23 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     yield {"options": ANOTHER, **judge(exact.roll(1, 0))}
     pipe = load_pipeline(folder, DTYPES[options.dtype], device)
     yield {"options": f"{HOST}, {options.dtype}", **judge(draw_prompts(pipe, wanted, steps))}
-    # This model is too small to gain by eight bits: what they do to its images is seen where every layer has them.
+    # This model is too small to be faster in eight bits. Its images show their effect if every layer uses them.
     with runtime.devices.lossy.low_bit.used_everywhere():
         for row, images in by_onediff(pipe, options.set, partial(draw_ready, pipe, wanted, steps)):
             yield {**row, **judge(images)}
 
 
 def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Row:
-    """The differences of images, (n, 3, height, width) of uint8, and the share whose emoji the judge names.
+    """The differences of images from the exact ones, both (n, 3, height, width) of uint8, and the part of images whose
+    emoji the judge recognises.
 
-    PSNR in decibels: the median, and what 5 % are below.
+    psnr_db: the median in decibels. psnr_lowest_5: the 5 % quantile.
     """
     found = list(map(compare, exact, images))
     psnr = sorted(each.psnr for each in found)
     distances = []
     hits = []
-    # One image at a time: so many together need gigabytes.
+    # One image at a time, because all together would need gigabytes.
     for image, other, case in zip(images[:, None], exact[:, None], wanted, strict=True):
         distances.append(float(judge.distance(image, other)))
         likely = judge(image)[0].topk(len(case["shows"])).indices[0].tolist()
@@ -242,15 +245,15 @@ STEPS_TO_SETTLE = 4
 
 
 class WebUI:
-    """A1111, Forge or the demo at url, with --api."""
+    """The REST API of A1111, Forge or the demo, started with --api."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        # A WebUI is on this machine or beside it, whatever proxy the environment names.
+        # Without the environment's proxy, because the WebUI is on this machine or in its network.
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def ask(self, path: str, body: Row | None = None) -> Any:
-        """The JSON that the WebUI answers. Raises ValueError with a sentence."""
+        """The WebUI's answer, as parsed JSON. Raises ValueError with a sentence. body: None for a GET request."""
         address = self.url + path
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
@@ -261,8 +264,8 @@ class WebUI:
             raise ValueError(f"{address}: {problem} (is it running, with --api, and with OneDiff?)") from problem
 
     def draw(self, size: Size, steps: int, arguments: list[Any], seed: int = 1) -> tuple[float, str, Counter[str]]:
-        """How long one image takes, its file in base64, and how many calls went by each route. arguments: of OneDiff's
-        script."""
+        """The seconds that one image takes, its file in base64, and the number of UNet calls by route. arguments: those
+        of OneDiff's script."""
         body = {
             "prompt": PROMPT, "seed": seed, "steps": steps, "width": size.width, "height": size.height,
             "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
@@ -276,9 +279,11 @@ class WebUI:
 
 
 def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """Images with OneDiff off, on, and on with each --set, in turn. Raises ValueError where the WebUI does not answer.
+    """The rows of a WebUI's images with OneDiff off, on, and on with each --set, in turn. Raises ValueError if the
+    WebUI does not answer.
 
-    A step's time is what twice as many steps take longer, each.
+    The time of a step is the difference between an image with twice the steps and one with the usual number, divided by
+    that number.
     """
     running = WebUI(options.url)
     steps = options.steps
@@ -290,7 +295,7 @@ def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
             running.draw(size, steps, [values])
         for _ in range(options.runs):
             for values, row in zip(chosen.values(), rows.values(), strict=True):
-                # A change lays the weights out anew and captures again: once, and not counted.
+                # The first image after a change moves weights and captures graphs again, so it is not timed.
                 running.draw(size, STEPS_TO_SETTLE, [values])
                 once, _, calls = running.draw(size, steps, [values])
                 twice, _, more = running.draw(size, 2 * steps, [values])
@@ -301,7 +306,7 @@ def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
         for name, row in rows.items():
             image_s = statistics.median(row["all_s"])
             row["x_off"] = statistics.median(rows["off"]["all_s"]) / image_s
-            # Where images differ by more than their steps cost, a step's time is unknown.
+            # If the times of images vary by more than the additional steps take, the time of a step is unknown.
             step_ms = statistics.median(row["all_step_ms"]) if min(row["all_step_ms"]) > 0 else None
             routes = ", ".join(f"{count} {route}" for route, count in row["all_calls"].items())
             yield {**case, "options": name, "image_s": image_s, "step_ms": step_ms, "served_by": routes, **row}

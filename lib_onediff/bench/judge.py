@@ -1,7 +1,7 @@
-"""A judge of emoji: which are in an image, on which background, and how far two images are apart in its eyes.
+"""A small classifier of emoji and backgrounds in images, whose features also give a distance between images.
 
-It is a small classifier. Its features make a distance like LPIPS (Zhang et al. 2018): normalised in each place over
-the channels, compared, averaged over places, added over depths; without weights learned from people.
+The distance is like LPIPS (Zhang et al. 2018), without weights learned from people: features are normalised over the
+channels at each position, and their squared differences averaged over positions and added over stages.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCALE = ".scale"
 
 
 class Residual(nn.Module):
-    """A depthwise convolution and a perceptron per place, added to the input."""
+    """A depthwise convolution and a two-layer perceptron at each position, added to the input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Residual(nn.Module):
 
 
 class Judge(nn.Module):
-    """names: of the emoji that it knows; backgrounds: of those it knows."""
+    """The classifier. names, backgrounds: the names of its classes."""
 
     def __init__(self, names: list[str], backgrounds: list[str]) -> None:
         super().__init__()
@@ -53,11 +53,11 @@ class Judge(nn.Module):
         self.ground = nn.Linear(before, len(backgrounds))
 
     def values(self, images: Tensor) -> Tensor:
-        """uint8 as the network takes it: from -1 to 1, on its device."""
+        """Images of uint8 as the network's input: from -1 to 1, on its device."""
         return images.to(self.emoji.weight.device) / 127.5 - 1
 
     def features(self, images: Tensor) -> list[Tensor]:
-        """images: (n, 3, height, width) from -1 to 1."""
+        """The output of each stage. images: (n, 3, height, width), from -1 to 1."""
         found = []
         for stage in self.stages:
             images = stage(images)
@@ -70,7 +70,7 @@ class Judge(nn.Module):
         return self.emoji(last.amax((2, 3))), self.ground(last.mean((2, 3)))
 
     def distance(self, first: Tensor, second: Tensor) -> Tensor:
-        """(n,): 0 for equal images. Both (n, 3, height, width) of uint8, of one size."""
+        """The distances, (n,), of pairs of images; 0 for equal ones. Both: (n, 3, height, width) of uint8."""
         pairs = zip(self.features(self.values(first)), self.features(self.values(second)), strict=True)
         return torch.stack([
             (unit(one.float()) - unit(other.float())).square().sum(1).mean((1, 2)) for one, other in pairs
@@ -78,7 +78,7 @@ class Judge(nn.Module):
 
 
 def load_judge(file: Path, device: Any = "cpu") -> Judge:
-    """A judge that was saved with a byte a weight and a scale for each row, in float32."""
+    """A judge in float32 from a file with int8 weights and a scale for each row."""
     from safetensors import safe_open
 
     with safe_open(file, "pt") as read:
@@ -96,9 +96,10 @@ def load_judge(file: Path, device: Any = "cpu") -> Judge:
 
 
 def at_its_size(images: Tensor) -> Tensor:
-    """The size that it was trained at, without aliasing."""
+    """Images resized, with antialiasing, to the size that the judge was trained at."""
     return functional.interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
 
 
 def unit(values: Tensor) -> Tensor:
+    """Features normalised over the channels."""
     return values / (values.norm(dim=1, keepdim=True) + 1e-6)

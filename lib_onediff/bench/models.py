@@ -1,4 +1,4 @@
-"""The networks that are measured, with random weights or a given file's."""
+"""The networks to measure, with random weights or from a file."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -42,7 +42,7 @@ TINY_VAE = {**SDXL_VAE, "block_out_channels": (32, 32, 64, 64), "layers_per_bloc
 
 
 def random_unet(name: str, device: torch.device) -> nn.Module:
-    """A UNet2DConditionModel of this configuration with random weights in float32, no layer of it idle."""
+    """A UNet2DConditionModel of this configuration with random float32 weights."""
     from diffusers import UNet2DConditionModel
 
     return random_model(UNet2DConditionModel, CONFIGURATIONS[name], device)
@@ -56,6 +56,7 @@ def random_vae(tiny: bool, device: torch.device) -> nn.Module:
 
 
 def random_model(kind: type[Any], configuration: dict[str, Any], device: torch.device) -> nn.Module:
+    """A model of this class and configuration with random float32 weights, the same each time."""
     torch.manual_seed(0)
     with torch.device(device):
         model: nn.Module = kind(**configuration)
@@ -63,16 +64,14 @@ def random_model(kind: type[Any], configuration: dict[str, Any], device: torch.d
 
 
 def pooled_width(config: Any) -> int:
-    """Of the text's vector that goes to SDXL's time embedding."""
+    """The width of SDXL's pooled text embedding."""
     width: int = config.projection_class_embeddings_input_dim - TIME_IDS * config.addition_time_embed_dim
     return width
 
 
 def unet_named(name: str, device: torch.device) -> nn.Module:
-    """A configuration's UNet with random weights, or that of a diffusers folder or checkpoint file, in float32.
-
-    Raises ValueError with a sentence.
-    """
+    """The UNet of a configuration, with random weights, or of a diffusers folder or checkpoint file; in float32. Raises
+    ValueError with a sentence."""
     if name in CONFIGURATIONS:
         return random_unet(name, device)
     path = Path(name)
@@ -84,7 +83,8 @@ def unet_named(name: str, device: torch.device) -> nn.Module:
 
 
 def inputs(unet: nn.Module, width: int, height: int, batch: int, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Random arguments of one call at width x height pixels, the same for every variant, as a pipeline passes them."""
+    """Random arguments of one UNet call, as a pipeline passes them; the same for every variant. width, height: in
+    pixels."""
     device = next(unet.parameters()).device
     generator = torch.Generator("cpu").manual_seed(width * 10000 + height)
 

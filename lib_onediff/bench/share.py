@@ -1,6 +1,7 @@
-"""A card's line for the table that users fill: a WebUI's images by each preset, timed and compared.
+"""Makes a row for the table of cards that users contribute to: times and differences of a WebUI's images by each
+preset.
 
-The files name the card, versions, sizes and numbers; no path, prompt, checkpoint or address.
+The files contain the card's name, versions, sizes and numbers, and no path, prompt, checkpoint or address.
 """
 from __future__ import annotations
 
@@ -27,19 +28,19 @@ OFF = "off"
 FILES = ("onediff-card.json", "onediff-card.md")
 MOST_IMAGES_UNTIL_READY = 5
 HINT = """
-Medians; in brackets how many times as fast as off, and how near: Exact to off, the others to Exact.
-To have it in OneDiff's table of cards, open an issue in its repository with {}."""
+Times are medians. In brackets: the speedup over off, and the difference of the images: Exact from off, the others from
+Exact. To add this to OneDiff's table of cards, open an issue in its repository with {}."""
 
 
 def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """Images with OneDiff off and with each preset, in turn; in the end FILES are in the folder options.share.
+    """The rows of images with OneDiff off and with each preset, in turn. Writes FILES to the folder options.share.
 
-    Raises ValueError with a sentence where the WebUI does not answer, or OneDiff does not serve it.
+    Raises ValueError with a sentence if the WebUI does not answer, or OneDiff does not serve it.
     """
     running = WebUI(options.url)
     if "machine" not in running.ask(STATUS):
-        raise ValueError("the WebUI runs an earlier OneDiff than this one: update it there, or restart the WebUI")
-    # Some WebUIs load their checkpoint with the first image. Without scikit-image, that is said now and not at the end.
+        raise ValueError("the WebUI runs an earlier version of OneDiff: update it there, or restart the WebUI")
+    # Some WebUIs load their checkpoint with the first image. compare() raises now if scikit-image is missing.
     image = pixels(running.draw((options.size or [Size(512, 512)])[0], STEPS_TO_SETTLE, [True])[1])
     compare(image, image)
     status = running.ask(STATUS)
@@ -65,14 +66,14 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
-    """The rows of a size. psnr_db (None: equal images) and ssim are medians: of the first preset, which is exact,
-    beside off, and of the others beside it."""
+    """The rows of one size. psnr_db (None: equal images) and ssim are medians of comparisons: of the first preset,
+    which is exact, with off, and of the other presets with the first."""
     exact = presets[0]
     chosen: dict[str, list[Any]] = {OFF: [False], **{name: [True, name] for name in presets}}
 
     for name, arguments in chosen.items():
         for _ in range(MOST_IMAGES_UNTIL_READY):
-            # Until all is compiled, checked and captured, the WebUI computes some calls alone.
+            # Until everything is compiled, checked and captured, the WebUI computes some of the calls.
             if not running.draw(size, options.steps, arguments)[2]["host"] or name == OFF:
                 break
     times: dict[str, list[float]] = {name: [] for name in chosen}
@@ -81,7 +82,7 @@ def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: S
     for seed in range(1, options.runs + 1):
         images = {}
         for name, arguments in chosen.items():
-            # A change lays the weights out anew and captures again: once, and not counted.
+            # The first image after a change moves weights and captures graphs again, so it is not timed.
             running.draw(size, options.steps, arguments, seed)
             seconds, file, served = running.draw(size, options.steps, arguments, seed)
             times[name].append(seconds)
@@ -94,7 +95,7 @@ def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: S
         row: Row = {"size": size.resolution, "options": name, "image_s": statistics.median(times[name])}
         row["x_off"] = off_s / row["image_s"]
         if name != OFF:
-            # Of two in the middle the worse: what is equal to one alone is not called equal.
+            # The lower median: with an even number of images, "identical" must hold for more than half.
             psnr = statistics.median_low(each.psnr for each in found[name])
             row["psnr_db"] = psnr if math.isfinite(psnr) else None
             row["ssim"] = statistics.median(each.ssim for each in found[name])
@@ -103,23 +104,24 @@ def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: S
 
 
 def pixels(file: str) -> Any:
-    """(height, width, 3) of uint8 from the base64 of a PNG file. Raises ValueError for what loses details."""
+    """An array of uint8, (height, width, 3), from the base64 of a PNG file. Raises ValueError for other formats, which
+    lose details."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(base64.b64decode(file)))
     if image.format != "PNG":
-        raise ValueError(f"the WebUI answers with {image.format} files: choose png in its settings for images")
+        raise ValueError(f"the WebUI sends {image.format} files: choose png in its settings for images")
     return np.asarray(image.convert("RGB"))
 
 
 def line(facts: Row, rows: Sequence[Row]) -> str:
-    """A size's line of the table."""
+    """The table's line for the rows of one size."""
     case = f"{facts['model']} {rows[0]['size']}, {facts['steps']} steps"
     return joined([*(facts[name] for name in ("gpu", "driver", "torch", "release")), case, *map(cell, rows)])
 
 
 def cell(row: Row) -> str:
-    """A row in short, such as "2.90 s (2.80x, 38.1 dB, SSIM 0.987)"."""
+    """The table's cell for a row, such as "2.90 s (2.80x, 38.1 dB, SSIM 0.987)"."""
     seconds = f"{row['image_s']:.2f} s"
     if row["options"] == OFF:
         return seconds
@@ -129,4 +131,5 @@ def cell(row: Row) -> str:
 
 
 def joined(cells: Sequence[str]) -> str:
+    """A line of a Markdown table."""
     return f"| {' | '.join(cells)} |"

@@ -1,4 +1,4 @@
-"""The time of one UNet call by backend, side by side in one process."""
+"""Measures the time of one UNet call by each backend, in turn in one process."""
 from __future__ import annotations
 
 import argparse
@@ -30,12 +30,13 @@ HOST_GRAPH = "host+graph"
 COMPILED = "compile"
 COMPILED_GRAPH = "compile+graph"
 HOSTS = (HOST, HOST_GRAPH, COMPILED, COMPILED_GRAPH)
-# Enough calls for kernels to be compiled, the first use to be checked, and graphs to be captured.
+# Enough calls to compile kernels, check the first output and capture graphs.
 CALLS_UNTIL_READY = 4
+# The number of calls of one variant before the next variant's turn.
 CALLS_IN_TURN = 5
-# An error budget of Low-bit is measured in the second half of an image too.
+# A timestep in the second half of an image, in which errors of Low-bit are measured too.
 LATE_TIMESTEP = 301.0
-# torch.compile gives up after eight shapes otherwise.
+# By default, torch.compile gives up after eight shapes.
 MOST_COMPILED_SHAPES = 256
 
 Arguments = dict[str, Any]
@@ -47,13 +48,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a UNet. options: of OneDiff; None for the host's own forward, as it is, compiled or in a graph."""
+    """A way to run a UNet. options: those of OneDiff; None for diffusers' own forward, one of HOSTS."""
 
     name: str
     options: dict[str, Any] | None = None
 
     def prepare(self, unet: nn.Module, arguments: Arguments) -> Call:
-        """A function that runs the UNet with these arguments. Raises RuntimeError where this machine has no such."""
+        """A function that runs the UNet with these arguments. Raises RuntimeError if this machine does not support the
+        variant."""
         if self.options is not None:
             compile_unet(unet, **self.options)
             return lambda: unet(**arguments, return_dict=False)[0]
@@ -70,12 +72,13 @@ class Variant:
 
 
 def name_of_options(options: Mapping[str, Any]) -> str:
-    """As they are written on the command line."""
+    """Options as they are written on the command line: "low_bit=int8 second_gpu=auto"."""
     return " ".join(f"{name}={format_value(value)}" for name, value in options.items())
 
 
 def captured(forward: Callable[..., Any], arguments: Arguments) -> Call:
-    """The forward in one CUDA graph. A replay copies the inputs in and the output out, as a pipeline needs it."""
+    """A function that replays the forward as a CUDA graph. It copies the inputs and the output, as a pipeline needs it.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError("CUDA graphs need an NVIDIA GPU")
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -100,7 +103,7 @@ def captured(forward: Callable[..., Any], arguments: Arguments) -> Call:
 
 
 def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """What a call returns, and the seconds until its work is done."""
+    """The result of a call, and the seconds until its work is done on the device."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     began = time.perf_counter()
@@ -110,13 +113,14 @@ def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, flo
 
 
 def free_memory() -> None:
+    """Collect garbage, and return unused GPU memory to the driver."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def served_by() -> str:
-    """Which backend and route served the last call of ours; why, where it was the host or not the fastest."""
+    """The backend and route of OneDiff's last call, with the reason if it was not the fastest."""
     now = status()
     cards = now["second_gpu"]["split"] or now["second_gpu"]["reason"]
     return ", ".join(part for part in (f"{now['backend']} {now['route']}", cards, now["reason"]) if part)
@@ -126,7 +130,8 @@ def served_by() -> str:
 
 
 def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """A row for every model, batch, size and variant. Raises ValueError with a sentence for a wrong model."""
+    """The rows of every model, batch size, image size and variant. Raises ValueError with a sentence for a wrong model.
+    """
     dtype = DTYPES[options.dtype]
     variants = [Variant(name, None if name in HOSTS else {"backend": name}) for name in options.backend]
     variants += [Variant(name_of_options(chosen), chosen) for chosen in options.set]
@@ -142,6 +147,7 @@ def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
+    """The sizes to measure: those of --size, or the usual one of the model."""
     side = 512
     if model.startswith("tiny"):
         side = 128
@@ -153,10 +159,10 @@ def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
 def side_by_side(
     unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int, offloads: bool = False
 ) -> Iterator[Row]:
-    """Time all variants in turn: what a machine lacks is a note, and the others' rows follow. offloads: diffusers keeps
-    all weights in main memory, and brings each layer's to the device ahead of it.
+    """The rows of all variants, timed in turn. A variant that this machine does not support gets a row with a note.
 
-    The host's share the UNet. Each of ours has a copy, because binding lays weights out anew in memory.
+    offloads: use diffusers' group offloading: all weights are in main memory, and are copied ahead of each layer.
+    Variants of diffusers' own forward share the UNet. Each of OneDiff's has a copy, because binding moves weights.
     """
     exact = exact_output(unet, arguments)
     device = arguments["sample"].device
@@ -179,7 +185,7 @@ def side_by_side(
         rows.append({"backend": variant.name, **measured, "ms": 0.0, "all_ms": []})
         calls.append(call)
         copies.append(module)
-    # A few calls at a time, so that a drift of the machine meets all alike.
+    # A few calls at a time, so that a drift of the machine's speed affects all variants alike.
     for _ in range(max(1, runs // CALLS_IN_TURN)):
         for row, call in zip(rows, calls, strict=True):
             _, seconds = timed(partial(repeated, call), device)
@@ -208,7 +214,7 @@ def repeated(call: Call) -> None:
 
 
 def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
-    """The host's output in float32 without TF32, from weights and inputs as they are rounded."""
+    """diffusers' output in float32 without TF32, for the weights and inputs as rounded to their dtype."""
     dtype = next(unet.parameters()).dtype
     with applied(((TF32_MATMUL, False), (TF32_CONVOLUTION, False))):
         output: Tensor = type(unet).forward(unet.float(), **tree_map(Tensor.float, arguments), return_dict=False)[0]
@@ -217,8 +223,8 @@ def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
 
 
 def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: Tensor) -> tuple[Call, Row]:
-    """A variant's function, called until nothing is left to compile, check or capture. Its error, its memory, and the
-    seconds of its first call, with what that compiles, measures and checks."""
+    """A variant's function, after enough calls to compile, check and capture everything; and its row with the error,
+    the peak memory, and the seconds of the first call, compilations, measurements and checks included."""
     free_memory()
     sample = arguments["sample"]
     timestep = arguments["timestep"]
@@ -228,7 +234,7 @@ def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: T
     with runtime.warming_up():
         call, preparing_s = timed(lambda: variant.prepare(unet, arguments), sample.device)
         _, calling_s = timed(call, sample.device)
-    # The last calls are at the timestep of the exact output.
+    # The last calls use the timestep of the exact output.
     for value in (float(timestep), LATE_TIMESTEP, float(timestep)):
         timestep.fill_(value)
         for _ in range(CALLS_UNTIL_READY):

@@ -1,1 +1,1 @@
-"""What all rooms speak: refusals, samplings, and the protocols of what can be added."""
+"""Types that all packages share: refusals, samplings, and the protocols of families, devices, policies and hosts."""

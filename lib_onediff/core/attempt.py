@@ -72,16 +72,20 @@ class HostFunction(partial):  # type: ignore[type-arg]
 def as_host(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, wrapped so that its exceptions become HostErrors.
 
-    A function of ours that calls a HostFunction has raises_host_errors = True, and is returned as it is: what it raises
-    besides HostErrors is a fault of ours.
+    A function of ours that calls a HostFunction has raises_host_errors = True, and is returned as it is: its
+    other exceptions are faults of ours.
     """
     return function if getattr(function, "raises_host_errors", False) else HostFunction(function)
 
 
 @dataclass
 class Attempt(Generic[Result]):
-    """The outcome of an attempt. answer: set if the outcome is OURS. reason: why there is no answer, for the user.
-    error: the Refusal or the fault; its traceback keeps no tensors alive."""
+    """The outcome of an attempt.
+
+    answer: set if the outcome is OURS.
+    reason: why there is no answer, for the user.
+    error: the Refusal or the fault; its traceback keeps no tensors alive.
+    """
 
     outcome: Outcome
     answer: Result | None = None

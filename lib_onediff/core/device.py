@@ -37,7 +37,8 @@ class Memory(Protocol):
 class Runner(Protocol):
     """A forward made ready for one shape with weights at fixed addresses, such as a captured CUDA graph.
 
-    inputs: static tensors, into which the inputs of each call are copied. output: the static tensor that run() writes.
+    inputs: static tensors, into which the inputs of each call are copied.
+    output: the static tensor that run() writes.
     own_bytes: GPU memory of this runner alone.
     """
 
@@ -89,8 +90,9 @@ class CachedRunner(NamedTuple):
 class KernelUse(NamedTuple):
     """Everything that decides which kernels a network needs.
 
-    users: Layout.kernel_users of the network, descriptions of layers with their sizes. low_bit: as Settings.low_bit; ""
-    for none. stored: (dtype, QuantizedWeight.rotation) of the layers that the host stores in eight bits.
+    users: Layout.kernel_users of the network, descriptions of layers with their sizes.
+    low_bit: as Settings.low_bit; "" for none.
+    stored: (dtype, QuantizedWeight.rotation) of the layers that the host stores in eight bits.
     """
 
     architecture: str
@@ -179,8 +181,8 @@ class Device(abc.ABC):
 class Candidates(NamedTuple):
     """The backends to try for a call, the fastest first.
 
-    reason: why a faster one, or the one chosen in the settings, is not among them. lossy: 8-bit variants of the first
-    backend, which are tried before all exact ones.
+    reason: why a faster one, or the one chosen in the settings, is not among them.
+    lossy: 8-bit variants of the first backend, which are tried before all exact ones.
     """
 
     devices: tuple[Device, ...]

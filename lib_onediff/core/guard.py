@@ -162,7 +162,7 @@ class Guard:
     def attempt(
         self, hook: str, work: Callable[[], Result], otherwise: Result | None = None, in_generation: bool = False
     ) -> Result | None:
-        """The result of work(), or otherwise if it fails.
+        """The result of work(), or `otherwise` if it fails.
 
         in_generation: a fault leaves the rest of the generation in progress to the host.
         """

@@ -49,9 +49,11 @@ MOST_PENDING = 64
 class CountedStep(NamedTuple):
     """One step in an image's log. Equal steps are counted together.
 
-    kind: one of STEP_KINDS. route: one of ROUTES; "" if no network was called (a forecast). own: the stopwatch of such
-    steps. host: the stopwatch of the host's own steps that it replaces. Both None if there is none. entry: the shape
-    that was computed; None if the host computed it.
+    kind: one of STEP_KINDS.
+    route: one of ROUTES; "" if no network was called (a forecast).
+    own: the stopwatch of such steps; None without one.
+    host: the stopwatch of the host's own steps that it replaces; None without one.
+    entry: the shape that was computed; None if the host computed it.
     """
 
     kind: str
@@ -96,10 +98,12 @@ class Duration:
 class Spent:
     """The seconds of one image, by what they were spent on. None: unknown.
 
-    unet: the number of steps times their median time, at most the time of all UNet calls. first_use, slower: the rest
-    of the UNet calls' time. It is first_use, together with the VAE's check, if the image had a first check, capture,
-    measurement or compilation; otherwise slower. vae: decodes and encodes without the check. inside: other images that
-    were made for this one. rest: everything else, such as the text encoder, other extensions, saving.
+    unet: the number of steps times their median time, at most the time of all UNet calls.
+    first_use, slower: the rest of the UNet calls' time. It is first_use, together with the VAE's check, if the image
+        had a first check, capture, measurement or compilation; otherwise slower.
+    vae: decodes and encodes without the check.
+    inside: other images that were made for this one.
+    rest: everything else, such as the text encoder, other extensions, saving.
     """
 
     unet: float | None = None
@@ -115,8 +119,9 @@ class ImagePart:
     """The steps of an image with one model at one resolution. A second pass, a refiner, or a face that an extension
     redraws is a part of its own.
 
-    steps: the number of steps by kind. calls: the number of UNet calls by route. step_ms, host_ms, ratio: see Times;
-    ratio is None also if the host computed all steps.
+    steps: the number of steps by kind.
+    calls: the number of UNet calls by route.
+    step_ms, host_ms, ratio: see Times; ratio is None also if the host computed all steps.
     """
 
     model: str | None
@@ -145,7 +150,8 @@ class Inactive:
 class ImageRecord:
     """The numbers of one image, or of a batch that was made at once. None: unknown.
 
-    state: OPEN, DONE, INTERRUPTED, FAILED or UNTOLD. images: the number of images; 0: unknown.
+    state: OPEN, DONE, INTERRUPTED, FAILED or UNTOLD.
+    images: the number of images; 0: unknown.
     seconds: for each image, everything included; of an interrupted one, until the interruption.
     host_seconds: for a similar image with OneDiff off.
     model, resolution, backend, lossy, route, reason, relative_error: of the last call; the route is "" before it.
@@ -155,7 +161,8 @@ class ImageRecord:
     by_host: the number of calls that the host computed, by the reason.
     first_uses: the number of calls with a first check, capture, measurement or compilation.
     backends: all pairs (backend, what it computed lossily) that computed a step.
-    policies: the counts of each step policy, by its name. inactive: each policy's last reason for being inactive.
+    policies: the counts of each step policy, by its name.
+    inactive: each policy's last reason for being inactive.
     vae: (route, reason) of the last decode.
     inside: the images that were made while this one was in progress.
     """
@@ -206,7 +213,8 @@ class ImageLog:
     """The counts of an image in progress. Times are read from stopwatches when a record is made.
 
     replays: how often each stopwatch's replay ran. A replay is timed by its stopwatch alone, and not by durations.
-    host: times the host's own calls in this image. is_timed: whether the time of every call is known.
+    host: times the host's own calls in this image.
+    is_timed: whether the time of every call is known.
     """
 
     def __init__(self, state: str = UNTOLD) -> None:

@@ -21,8 +21,8 @@ DECODE = "vae decode"
 class Lossy(NamedTuple):
     """The lossy computation that the user allows.
 
-    low_bit: as Settings.low_bit: the products that are computed in eight bits; "" for none. only: whether the GPU has
-    the weights of these products in eight bits alone.
+    low_bit: as Settings.low_bit: the products that are computed in eight bits; "" for none.
+    only: whether the GPU has the weights of these products in eight bits alone.
     """
 
     low_bit: str = ""
@@ -42,8 +42,10 @@ LOSSLESS = Lossy()
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward can serve a call, besides the weights.
 
-    height, width: in latent pixels. batch: rows. tokens: the context length; 0 for a decode. dtype: the dtype computed
-    in.
+    height, width: in latent pixels.
+    batch: rows.
+    tokens: the context length; 0 for a decode.
+    dtype: the dtype computed in.
     inputs: Call.unusual, in words; DECODE comes first for a decode.
     weights: Network.weight_marks, in words.
     own_inputs: shapes of inputs that only this family's calls have; see Call.own_inputs.

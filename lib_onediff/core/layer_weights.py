@@ -80,9 +80,10 @@ class LowRank(NamedTuple):
 class LayerWeights(NamedTuple):
     """The weights of one layer.
 
-    weight: (out, in), or (out, in, height, width) of a convolution. low_bit: the same weight in eight bits, once for
-    each format in use. low_rank: LoRAs to compute beside the layer, not yet merged into the weight. gated_scale: for a
-    feed-forward's first layer in float8, the scale of its GEGLU's output in float8, float32 (1, 1).
+    weight: (out, in), or (out, in, height, width) of a convolution.
+    low_bit: the same weight in eight bits, once for each format in use.
+    low_rank: LoRAs to compute beside the layer, not yet merged into the weight.
+    gated_scale: for a feed-forward's first layer in float8, the scale of its GEGLU's output in float8, float32 (1, 1).
     """
 
     weight: Tensor
@@ -127,8 +128,10 @@ def bias_of(weights: Weights, path: str) -> Tensor | None:
 class Source:
     """Everything that a forward reads from a network.
 
-    layout: the network's layout. dtype: the dtype to compute in. weights: returns every layer's weights by path, and
-    every fused layer's by its name. It is a function because its result must not be kept after the call.
+    layout: the network's layout.
+    dtype: the dtype to compute in.
+    weights: returns every layer's weights by path, and every fused layer's by its name. It is a function because its
+        result must not be kept after the call.
     """
 
     layout: Any

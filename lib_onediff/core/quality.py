@@ -49,11 +49,13 @@ SAME_SSIM = 0.6
 class ImageComparison:
     """The difference of a second image from a first.
 
-    psnr: in decibels; infinite for equal images. ssim: 1 for equal images (Wang et al. 2004). largest: the largest
-    difference of a channel, of 255. delta_e: the mean distance in CIELAB; people notice 2.3 between two patches (Mahy
-    et al. 1994). contrast, saturation: the relative change of the standard deviation of L*, and of the root mean square
-    of the chroma. washed_out: whether the second image has the same structure, and lost more contrast or saturation
-    than lightness.
+    psnr: in decibels; infinite for equal images.
+    ssim: 1 for equal images (Wang et al. 2004).
+    largest: the largest difference of a channel, of 255.
+    delta_e: the mean distance in CIELAB; people notice 2.3 between two patches (Mahy et al. 1994).
+    contrast, saturation: the relative change of the standard deviation of L*, and of the root mean square of the
+        chroma.
+    washed_out: whether the second image has the same structure, and lost more contrast or saturation than lightness.
     """
 
     psnr: float

@@ -5,8 +5,8 @@ from __future__ import annotations
 class Refusal(Exception):
     """OneDiff does not serve something. The message is the reason, in one line for the user.
 
-    It is an exception, because the reason is often found deep inside an attempt. The caller then lets another backend
-    or the host serve, and shows the reason.
+    It is an exception, because the reason is often found deep inside an attempt. The caller then tries another
+    backend or the host, and shows the reason.
     """
 
 

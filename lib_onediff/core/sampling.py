@@ -37,8 +37,13 @@ WARM_UP_TIMES = range(1000, 0, -1)
 
 @dataclass(frozen=True)
 class Step:
-    """A step of a sampling. index: from 0. total: the number of steps. fraction: index / total, the part of the
-    sampling that was done before it. is_last: whether it is the last step."""
+    """A step of a sampling.
+
+    index: from 0.
+    total: the number of steps.
+    fraction: index / total, the part of the sampling that was done before it.
+    is_last: whether it is the last step.
+    """
 
     index: int
     total: int
@@ -69,7 +74,7 @@ class Timeline:
         self._last: int = -1
 
     def step(self, time: float) -> tuple[Step, bool]:
-        """The step of a timestep, and whether it lies before the step of the last call (a jump back, as in restarts).
+        """The step of a timestep, and whether it precedes the step of the last call (a jump back, as in restarts).
 
         img2img begins in the middle of the timesteps: the first step that is called gets index 0.
         """
@@ -105,8 +110,9 @@ def time_of(timestep: Tensor) -> float | None:
 class Position(NamedTuple):
     """The position of a call in its sampling.
 
-    time: its timestep. sampling_run: an object that identifies one pass through the steps. A new object means another
-    sampling or a jump back in this one, so policies must not use what they kept from earlier calls.
+    time: its timestep.
+    sampling_run: an object that identifies one pass through the steps. A new object means another sampling or a jump
+        back in this one, so policies must not use what they kept from earlier calls.
     """
 
     step: Step

@@ -169,9 +169,12 @@ class State(str, Enum):
 class Verdict:
     """What checks found about a shape with one set of weights and one version of the code.
 
-    reason: why it is FAILED, for the user. no_graph: why it has no graph and gets none. relative_error: of the last
-    check. failures: how often our forward has failed in a row. failed_in: the sampling of the last failure. of_image:
-    whether a call of an image was checked, and not only the noise of a warm-up.
+    reason: why it is FAILED, for the user.
+    no_graph: why it has no graph and gets none.
+    relative_error: of the last check.
+    failures: how often our forward has failed in a row.
+    failed_in: the sampling of the last failure.
+    of_image: whether a call of an image was checked, and not only the noise of a warm-up.
     """
 
     state: State = State.COLD
@@ -207,9 +210,10 @@ class Entry:
     needs: bytes that its graph takes of the memory that all graphs share; measured in calls without a graph, 0 before.
     waits: why it has no graph yet, for users.
     misfits: how often functions of other extensions did not fit its graphs.
-    uses: the number of its calls. kept_uses: how many of these the store has.
-    own: the stopwatch of our forward. host: that of the host's own forward; a cached pass has the one of the full pass
-        that it replaces.
+    uses: the number of its calls.
+    kept_uses: how many of these the store has.
+    own: the stopwatch of our forward.
+    host: that of the host's own forward; a cached pass has the one of the full pass that it replaces.
     in_image: mean times in the last image, over all steps that replace the host's steps of this shape; None before it.
     state, reason, no_graph, relative_error: fields of the verdict.
     """

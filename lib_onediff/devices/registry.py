@@ -91,7 +91,7 @@ class Devices:
         return Candidates(tuple(launching), found.reason if device.type == "cuda" else "")
 
     def start_line(self, settings: Settings) -> str:
-        """The backend for float16 networks on this machine, and why not a faster one, in one line for the console."""
+        """One line for the console: the backend for float16 networks on this machine, and why no faster one."""
         kinds = ("cuda", torch.cuda), ("xpu", getattr(torch, "xpu", None)), ("mps", torch.backends.mps)
         device = torch.device(next((kind for kind, module in kinds if module and module.is_available()), "cpu"))
         is_newer = release(torch.__version__) > release(NEWEST_TORCH)

@@ -1,6 +1,6 @@
-"""How a host's call of its UNet becomes ours: one adapter for each kind of WebUI, and diffusers.
+"""Adapters, which turn a host's calls into ours: one for each kind of WebUI, and one for diffusers.
 
-this_webui() gives the adapter of the WebUI that we run in. Import the adapters' packages only inside their host.
+this_webui() returns the adapter of the WebUI that OneDiff runs in. Import an adapter's package only in its own host.
 """
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .contract import WebUI, offers
 
 log = logging.getLogger("onediff")
 
-# The kinds of host: a module that only this kind offers, and where its adapter is: a class, which raises Refusal for a
-# release that lacks something, beside a function `release` that names this one. reForge carries A1111's modules besides
-# its own, so it is asked for first. A host that is ours brings its adapter along.
+# The kinds of hosts: a Python module that identifies the kind, and the module and class of its adapter. The adapter's
+# module has a function `release`, which returns the host's name and version. The class raises Refusal if the release
+# lacks something. reForge also has A1111's modules, so it comes first. The demo contains its own adapter.
 HOSTS = {
     "backend.nn.unet": (".forge.adapter", "Forge"),
     "ldm_patched.ldm.modules.diffusionmodules.openaimodel": (".ldm_patched", "LdmPatched"),
@@ -25,7 +25,8 @@ HOSTS = {
 
 
 def this_webui() -> WebUI:
-    """The adapter of the WebUI that we run in: one for the life of the process, however often scripts are loaded."""
+    """The adapter of the WebUI that OneDiff runs in. It is the same object until the process ends, also after a reload
+    of scripts."""
     if runtime.webui is None:
         runtime.webui = runtime.guard.attempt("looking at the WebUI", adapter_of_host)
     if runtime.webui is None:
@@ -34,7 +35,7 @@ def this_webui() -> WebUI:
 
 
 def adapter_of_host() -> WebUI:
-    """Judged by what the host offers, not by what its folders are called."""
+    """A new adapter for the present host, which is identified by its modules, not by the names of folders."""
     module_path, name = next((adapter for mark, adapter in HOSTS.items() if offers(mark)), ("", ""))
     if not module_path:
         webui = WebUI(unmet="OneDiff does not know this WebUI, and changes nothing in it")

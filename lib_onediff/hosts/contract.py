@@ -44,8 +44,10 @@ class WebUI:
     in which OneDiff does nothing, for the reason `unmet`. The other methods are the same for all WebUIs, and may be
     overridden too.
 
-    name: for programs ("forge"). release: for users ("Forge Neo 2.26").
-    network_classes: the classes of networks that OneDiff serves. models: the names of these models, for users.
+    name: for programs ("forge").
+    release: for users ("Forge Neo 2.26").
+    network_classes: the classes of networks that OneDiff serves.
+    models: the names of these models, for users.
     checkpoint_paths: attributes that a checkpoint must have.
     unmet: a sentence on what this release or its checkpoint lacks; None if it lacks nothing.
     patches: the patches of the classes of its networks and VAEs.
@@ -227,7 +229,8 @@ def random_state_kept() -> AbstractContextManager[object]:
 class Need(NamedTuple):
     """An attribute that a module of the WebUI must have.
 
-    name: of the attribute, dotted for a member of a class. parameters: names of parameters that the function must take.
+    name: of the attribute, dotted for a member of a class.
+    parameters: names of parameters that the function must take.
     """
 
     module: str
@@ -251,7 +254,7 @@ def check_needs(release: str, needs: Iterable[Need]) -> None:
 
 
 def lack_of(need: Need) -> str:
-    """What the WebUI has instead of a need, to follow "has"; "" if it meets the need."""
+    """The end of a sentence that begins with "the WebUI has": a need that it does not meet; "" if it meets the need."""
     try:
         module = importlib.import_module(need.module)
     except Exception as error:

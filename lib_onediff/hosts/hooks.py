@@ -43,9 +43,9 @@ class Link:
     original: the function that it has replaced.
     active: whether it may serve; otherwise it passes every call on to original.
     is_in_chain: whether calls of the class may reach it, directly or through a function that an extension has put
-    above. function: the function that is set on the class. link_of recognises it by its closure, which contains this
-    link. untraced: does the work of function. Once the compiler is imported, it is replaced by one that torch.compile
-    does
+        above.
+    function: the function that is set on the class. link_of recognises it by its closure, which contains this link.
+    untraced: does the work of function. Once the compiler is imported, it is replaced by one that torch.compile does
         not trace.
     """
 
@@ -254,7 +254,7 @@ class TablePatch(ClassPatch):
 
 def nobody(*given: Any, **named: Any) -> Any:
     """The replacement of a TablePatch, which is never called: each object's StandIn has its own."""
-    raise LookupError("no object without a stand-in is served")
+    raise LookupError("called for an object that has no StandIn")
 
 
 class ForwardPatches:

@@ -1,5 +1,5 @@
-"""What every host needs to tell a sampling's schedule: following one call of one object, and naming the samplers whose
-outputs lie on a line. Which object and which samplers are facts of a host: sampler_schedule.py, diffusers/schedule.py.
+"""Functions for reading a sampling's schedule from any host: intercepting one call of one object, and the reason why
+outputs of a sampler cannot be extrapolated. sampler_schedule.py and diffusers/schedule.py use them.
 """
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ HostMethod = Callable[..., Any]
 
 
 def replace_next_call(target: Any, method: str, replacement: Callable[..., Any]) -> None:
-    """Replace the next call of one object's method; the object is left as it was, and is not kept alive.
+    """Replace a method of one object for its next call, after which the object is as before. Does not keep the object
+    alive.
 
-    replacement: called as replacement(original, *args, **kwargs), where original is the object's method, or does
-    nothing if the object is being deleted.
+    replacement: called as replacement(original, *args, **kwargs). original is the object's method; if the object is
+    being deleted, a function that does nothing.
     """
     known = weakref.ref(target)
     # Another extension may have replaced the method of this object too.
@@ -40,13 +41,13 @@ def replace_next_call(target: Any, method: str, replacement: Callable[..., Any])
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """The method of an object that is being deleted."""
+    """The original of an object that is being deleted."""
 
 
 def why_no_line(sampler: str, is_first_order: bool) -> str:
-    """Why outputs of a sampler do not lie on a line with those before, in one sentence for the user; "" if they do.
+    """Why an output of this sampler cannot be extrapolated from earlier ones, in one line for the user; "" if it can.
 
-    sampler: its name; "" if the host does not tell. is_first_order: whether a step uses one output and adds no noise.
+    sampler: its name; "" if unknown. is_first_order: whether each step uses one output and adds no noise.
     """
     if not sampler:
         return UNKNOWN_SAMPLER

@@ -47,8 +47,8 @@ class Candidate(Generic[Result]):
     """A backend, with its lossy products, that may serve a call or a decode. Both functions raise Refusal if the next
     candidate must be tried.
 
-    entry: returns the entry of the shape with this backend. serve: called with that entry and with the reason why the
-    candidate before did not serve; returns the result.
+    entry: returns the entry of the shape with this backend.
+    serve: called with that entry and with the reason why the candidate before did not serve; returns the result.
     """
 
     entry: Callable[[], Entry]

@@ -38,8 +38,11 @@ SECONDS_A_PAGE_WAITS = 0.05
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """The properties of a machine that verdicts, times and tuned choices depend on. gpu: the name of the GPU, or "cpu".
-    onediff: our version, and the digest of our sources."""
+    """The properties of a machine that verdicts, times and tuned choices depend on.
+
+    gpu: the name of the GPU, or "cpu".
+    onediff: our version, and the digest of our sources.
+    """
 
     gpu: str
     driver: str
@@ -104,7 +107,7 @@ class Cache:
         # Used if CallStats.status fails, so that readers find every key.
         self._unknown = CallStats().status()
 
-    # --- to see ---------------------------------------------------------------------------------------------------
+    # --- showing --------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[ResolutionRow]:
         """A row for every resolution of every model, the most recently used first."""
@@ -162,7 +165,7 @@ class Cache:
             "faults": part(lambda: self._services.guard.faults, []),
         }
 
-    # --- to keep --------------------------------------------------------------------------------------------------
+    # --- pinning and saving ---------------------------------------------------------------------------------------
 
     def open_cache(self, folder: Path | None = None) -> None:
         """Load the history from a folder, and write to it from now on. Safe to call again with the same folder.
@@ -197,7 +200,7 @@ class Cache:
         self._services.history.keep(entries)
         self._services.pressure.watch()
 
-    # --- to throw away --------------------------------------------------------------------------------------------
+    # --- purging --------------------------------------------------------------------------------------------------
 
     def purge(self, resolutions: Collection[str] | None = None, model: str | None = None) -> int:
         """Forget these resolutions ("512x512") of this model ("SD1"): graphs, verdicts, times, and their data on the

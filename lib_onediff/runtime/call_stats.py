@@ -57,8 +57,9 @@ NO_IMAGE = "no image has been made yet"
 class Generation:
     """A generation in progress: its settings, and the log of its images.
 
-    owner: the id of the host's processing object, not of its copies. why_off: why its settings switch OneDiff off, for
-    users. resolution: of the sampling in progress, in pixels ("512x768"); None if the host has not announced it.
+    owner: the id of the host's processing object, not of its copies.
+    why_off: why its settings switch OneDiff off, for users.
+    resolution: of the sampling in progress, in pixels ("512x768"); None if the host has not announced it.
     """
 
     def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
@@ -90,7 +91,8 @@ class Generations:
     """The generations in progress.
 
     running: weak references to them, the innermost last. A generation that has failed ends when the host drops its
-    object. this_thread: state of the thread that reads it.
+        object.
+    this_thread: state of the thread that reads it.
     """
 
     def __init__(self) -> None:
@@ -154,8 +156,12 @@ class Generations:
 
 
 class LastCall(NamedTuple):
-    """The last call of a network, in an image or a warm-up. route: None before the first call. reason: why not by a
-    faster route. entry: of its shape; None if the host computed it."""
+    """The last call of a network, in an image or a warm-up.
+
+    route: None before the first call.
+    reason: why it took no faster route, for users; "" if there is none.
+    entry: of its shape; None if the host computed it.
+    """
 
     route: str | None = None
     reason: str = NO_IMAGE
@@ -176,8 +182,9 @@ class Timing(threading.local):
 class CallStats:
     """Counts calls and images: the last call, the number of calls by route, and the record of the last image.
 
-    parts: for each place, the steps of the last image there that OneDiff has computed. images: the number of images at
-    each place. calls: the number of UNet calls by route.
+    parts: for each place, the steps of the last image there that OneDiff has computed.
+    images: the number of images at each place.
+    calls: the number of UNet calls by route.
     """
 
     def __init__(self) -> None:
@@ -316,7 +323,7 @@ class CallStats:
                 current.durations[CHECK].add(stop())
 
     def note_decode(self, route: str, reason: str) -> None:
-        """Note the route of a decode. reason: why not by a better one, for users."""
+        """Note the route of a decode. reason: why it took no better one, for users."""
         if (current := self._log()) is not None:
             current.vae = route, reason
 
@@ -345,7 +352,7 @@ class CallStats:
         """Count one step. Returns the host's stopwatch that it was counted with: that of standing_for inside of one.
 
         own: the stopwatch of such steps. host: the stopwatch of the host's steps that it replaces. route: of the call,
-        "" without one. reason: why not by a faster route; None keeps the last reason, as for a step without a call.
+        "" without one. reason: why it took no faster route; None keeps the last reason, as for a step without a call.
         """
         if self._stands_for is not None:
             host, stands = self._stands_for

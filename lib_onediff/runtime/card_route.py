@@ -59,7 +59,7 @@ class CardRoute:
 
     def card(self, network: Network, settings: Settings, times_host: bool = True) -> OneCard:
         """The Compute for a network's calls under these settings. times_host: False if the host's forward computes more
-        than the call at hand, so that its time means nothing."""
+        than these calls, so that its time cannot be compared."""
         return OneCard(self, network, settings, times_host)
 
     def answer(self, card: OneCard, call: Call, host: Host, is_counted: bool = True) -> Answer:
@@ -89,6 +89,7 @@ class OneCard:
         self.tried: Entry | None = None
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
+        """The answer to a call: by its plan, or on the slow path. Raises what CardRoute.answer raises."""
         served = replayed(self._services, self.network, call, self.settings)
         if served is None:
             served = self.serve_without_plan(call, host)

@@ -35,9 +35,9 @@ Group = tuple[str, ...]
 class ClassError:
     """A class of layers, such as "feed-forward in".
 
-    kinds: the 8-bit formats of its layers, with commas; "" if none is wanted at the size of the last call. error: the
-    relative error of the UNet's output with this class alone in eight bits; None if unknown. is_used: whether the class
-    is in eight bits.
+    kinds: the 8-bit formats of its layers, with commas; "" if none is wanted at the size of the last call.
+    error: the relative error of the UNet's output with this class alone in eight bits; None if unknown.
+    is_used: whether the class is in eight bits.
     """
 
     name: str
@@ -50,8 +50,9 @@ class ClassError:
 class Choice:
     """The classes of layers that are in eight bits on one checkpoint of a model ("SDXL"), by their measured errors.
 
-    wanted: the layers of a call that are faster in eight bits, with their formats. classes: the class of every layer,
-    in the order of a block. budget: the largest allowed error of the UNet's output.
+    wanted: the layers of a call that are faster in eight bits, with their formats.
+    classes: the class of every layer, in the order of a block.
+    budget: the largest allowed error of the UNet's output.
     found: measured errors as the store has them, {"a + b": [0.01, {"0c45": 3}]}: by the names of a group, the largest
         error at any size and step, and for each set of layers (digest_of_layers) the halves in which it was measured.
         It may be damaged. The same class has other layers at sizes where fewer of them are faster; each set of layers

@@ -41,7 +41,8 @@ class Network:
     runners: CachedRunner by shape; see runner.
     step_memories: the memories of step policies, by their names.
     sampling: the sampling in progress that was announced for this network alone; None if there is none.
-    samplings: the number of samplings that its host has announced. in_sampling: whether one is in progress.
+    samplings: the number of samplings that its host has announced.
+    in_sampling: whether one is in progress.
     weights: the digest of the weights of the last call; see identity.
     low_bit: its 8-bit weights; None if none are in use.
     low_bit_choice: the classes of layers that use them, once their errors were measured.

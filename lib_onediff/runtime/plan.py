@@ -25,10 +25,12 @@ from .services import Services
 class Plan(NamedTuple):
     """How a network's calls of one signature are computed.
 
-    entry: of their shape, with the backend, torch's switches for precision, and the verdict. runner: replays the graph.
+    entry: of their shape, with the backend, torch's switches for precision, and the verdict.
+    runner: replays the graph.
     reason: why they are not faster still, for users, such as streamed weights.
     settings, autocast, device: the conditions under which the plan was made; autocast is the dtype of torch.autocast,
-    None if it was off. epoch: of the network when the plan was made.
+        None if it was off.
+    epoch: of the network when the plan was made.
     computing: the context in which this thread alone launches work on the device; see Services.computing.
     part: what a cached pass reads, which alone is compared before and while it is replayed; None: the whole network is.
     """
@@ -87,8 +89,8 @@ def replayed(services: Services, network: Network, call: Call, settings: Setting
         return None
     entry = plan.entry
     key = entry.key
-    # torch's switches for precision may have been changed. If none were in the key, none are now: which of them matter
-    # follows from the key and from torch.
+    # torch's switches for precision may have been changed. If the key has none, none matter now either: the key and
+    # torch determine which of them matter.
     if key.precision and key.precision != flags_for(settings, key.dtype, device, key.upcast_attention):
         return None
     cut = call.cut

@@ -25,8 +25,11 @@ BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
 
 @dataclass(frozen=True)
 class LowBitErrors:
-    """The measured errors of Low-bit on a checkpoint of a model ("SDXL"). classes: each class of layers alone. error:
-    of the whole step with all classes in use, at most budget; None if none is in use."""
+    """The measured errors of Low-bit on a checkpoint of a model ("SDXL").
+
+    classes: each class of layers alone.
+    error: of the whole step with all classes in use, at most budget; None if none is in use.
+    """
 
     model: str
     budget: float
@@ -43,8 +46,8 @@ class Totals:
     disk: bytes of the cache folder.
     calls: the number of UNet calls by route.
     hit_rate: the part of them that a graph served; None before the first.
-    low_bit: bytes of the 8-bit weights, beside the WebUI's own or instead of them. low_bit_layers: the number of their
-    layers.
+    low_bit: bytes of the 8-bit weights, beside the WebUI's own or instead of them.
+    low_bit_layers: the number of their layers.
     offloaded: bytes of streamed weights, if the WebUI keeps a part of the weights in main memory.
     low_bit_errors: the measured errors of each checkpoint that uses Low-bit.
     """
@@ -66,14 +69,18 @@ class ShapeRow:
 
     batch: rows of one UNet call: twice the number of images if prompt and negative prompt are batched.
     tokens: the context length; 0 for a decode of the VAE.
-    state: a State's value, or ON_DISK. reason: why it is not a better one, for users.
-    step_ms, host_ms: medians in milliseconds. ratio: None until both have enough times.
-    bytes: GPU memory that dropping this graph alone would free. needs: bytes that it takes of the shared memory.
+    state: a State's value, or ON_DISK.
+    reason: why it is not a better one, for users.
+    step_ms, host_ms: medians in milliseconds.
+    ratio: None until both have enough times.
+    bytes: GPU memory that dropping this graph alone would free.
+    needs: bytes that it takes of the shared memory.
     last_used: time.time().
     relative_error: against the host's own output.
     label: see core.call.Call.label.
     part: the pass of a network that a step policy has cut; "" for the whole network.
-    backend: the backend's name; "" if unknown. lossy: words for what it computes lossily; see core.key.Lossy.
+    backend: the backend's name; "" if unknown.
+    lossy: words for what it computes lossily; see core.key.Lossy.
     """
 
     batch: int
@@ -101,16 +108,17 @@ class ResolutionRow:
     """All shapes of one model at one resolution ("512x512", in pixels).
 
     state, reason: of the best shape.
-    images: the number of images that this process has made here. uses: the number of calls, also by earlier processes
-    if this one made none.
-    prewarm_s: seconds of its last pre-warm. saved_s: seconds that this saved in the first image.
+    images: the number of images that this process has made here.
+    uses: the number of calls, also by earlier processes if this one made none.
+    prewarm_s: seconds of its last pre-warm.
+    saved_s: seconds that this saved in the first image.
     step_ms, host_ms, ratio: means over all steps of the last image that OneDiff has made here, with cached and
-    extrapolated ones; before the first image, those of the most used shape.
+        extrapolated ones; before the first image, those of the most used shape.
     bytes: GPU memory that purging this row would free. It is not the sum over the shapes, and rows do not add up,
-    because graphs overlap in one memory pool that shrinks only without its largest graph.
+        because graphs overlap in one memory pool that shrinks only without its largest graph.
     needs: bytes that its largest graph takes of that pool.
     shapes: the most recently used first. The VAE's shapes come last, in the row of each model with their resolution,
-    and do not count in the other fields.
+        and do not count in the other fields.
     """
 
     resolution: str

@@ -45,9 +45,11 @@ HOST_NEEDS = 1 << 30
 class Runtime:
     """Routes the calls of every network that a host has handed over. Every method may be called from any thread.
 
-    cache: the methods for pages and the API. vae: the route of decodes. webui: the adapter of the WebUI that OneDiff
-    runs in (a hosts.contract.WebUI), which must survive a reload of scripts. patches: the replaced methods of
-    diffusers' classes (hosts.hooks.TablePatch), by class and name.
+    cache: the methods for pages and the API.
+    vae: the route of decodes.
+    webui: the adapter of the WebUI that OneDiff runs in (a hosts.contract.WebUI), which must survive a reload of
+        scripts.
+    patches: the replaced methods of diffusers' classes (hosts.hooks.TablePatch), by class and name.
     """
 
     def __init__(
@@ -333,6 +335,7 @@ class Runtime:
         return Answer(output, host_times=host_times)
 
     def _give_up(self, hook: str, fault: Exception) -> None:
+        """Log a fault of ours in a call that the host has answered, and show it as the call's reason."""
         self.call_stats.explain(self.guard.give_up(hook, fault))
 
     def unread(self, unet: nn.Module, attempt: Attempt[Any], host: Host) -> Tensor:
@@ -385,6 +388,7 @@ class OursOrHosts:
         self._is_plain = is_plain
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
+        """The answer to a call, by OneDiff, or by the host if OneDiff refuses or fails."""
         assert host is not None, "policies for whole batches pass the host's own forward with each call"
         host = as_host(host)
         card = self._runtime.by_card.card(self._network, self._settings)
@@ -395,7 +399,7 @@ class OursOrHosts:
         return runtime.by_host(self._unet, made, "the UNet's forward", host, call.latent, card.tried)
 
     def _ours(self, card: OneCard, call: Call, host: Host) -> Answer:
-        """Raises what CardRoute.answer raises."""
+        """The answer by one GPU or two, counted. Raises what CardRoute.answer raises."""
         two_gpus = self._runtime.two_gpus
         settings = self._settings
         if settings.second_gpu != ONE_GPU:

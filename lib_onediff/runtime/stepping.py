@@ -18,8 +18,10 @@ from .services import Services
 class RecordingCompute:
     """The Compute that a policy gets for one call: passes calls to the next Compute, and records the results.
 
-    With these, the policy's own faults can be told from others, and an existing answer need not be computed again.
-    answer: the answer to the whole call; None if there is none yet. raised: the last exception of the next Compute.
+    They tell a fault of the policy from one of the next Compute, and an existing answer need not be computed again.
+
+    answer: the answer to the whole call; None if there is none yet.
+    raised: the last exception of the next Compute.
     """
 
     def __init__(self, compute: Compute, host: Host | None) -> None:
@@ -54,6 +56,7 @@ class RecordingCompute:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
+        """A context that sets `raised` to an exception of the code inside."""
         try:
             yield
         except Exception as error:

@@ -65,8 +65,11 @@ class SecondGpuFull(Refusal):
 class Pair:
     """A network's copy on the second GPU.
 
-    unet: the copy's module. network: its record. device: the second GPU. first: the GPU of the original. bytes: of the
-    copied weights.
+    unet: the copy's module.
+    network: its record.
+    device: the second GPU.
+    first: the GPU of the original.
+    bytes: of the copied weights.
     """
 
     unet: nn.Module

@@ -33,8 +33,12 @@ class Request:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest values that a request may have. letters: of both prompts together. waiting: the largest number of
-    requests that are not begun. tries: how often a request is begun if its replica dies."""
+    """The largest values that a request may have.
+
+    letters: of both prompts together.
+    waiting: the largest number of requests that are not begun.
+    tries: how often a request is begun if its replica dies.
+    """
 
     pixels: int = 1536 * 1536
     steps: int = 50
@@ -61,7 +65,11 @@ class Limits:
 
 
 class Queue:
-    """The queue of one event loop. waiting: the number of requests not begun. answered: the number that are over."""
+    """The queue of one event loop.
+
+    waiting: the number of requests not begun.
+    answered: the number that are over.
+    """
 
     def __init__(self, make: Callable[[Request], Awaitable[bytes | str]], limits: Limits, lanes: int) -> None:
         """make: returns the image of a request, or a sentence if it failed; raises if the replica has died, and is then

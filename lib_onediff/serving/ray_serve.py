@@ -36,10 +36,13 @@ log = logging.getLogger("onediff")
 class Config(BaseModel, extra="forbid"):
     """The arguments of the application.
 
-    model: a folder in diffusers' layout. gpus: for each replica; 0: it computes on the CPU. cache: the cache folder.
+    model: a folder in diffusers' layout.
+    gpus: for each replica; 0: it computes on the CPU.
+    cache: the cache folder.
     sizes: the sizes that a replica makes ready before it serves, as "1024x1024, 832x1216"; "": the most used ones.
-    guidance: the CFG scale of these. allowed_hosts: the Host names that requests may have besides IP addresses and
-    localhost, with commas; "*": any. options: keyword arguments of compile_pipe.
+    guidance: the CFG scale of these.
+    allowed_hosts: the Host names that requests may have besides IP addresses and localhost, with commas; "*": any.
+    options: keyword arguments of compile_pipe.
     """
 
     model: str = ""

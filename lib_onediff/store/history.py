@@ -60,9 +60,12 @@ ROWS = """
 class HistoryRow:
     """Uses of a shape, summed.
 
-    model: its name for users ("SD1"). resolution: in pixels, as "512x768". batch: the UNet's. last_used: time.time().
-    step_ms, host_ms: medians of our steps and of the host's. relative_error: of our output against the host's in the
-    first check. All three None if unknown.
+    model: its name for users ("SD1").
+    resolution: in pixels, as "512x768".
+    batch: the UNet's.
+    last_used: time.time().
+    step_ms, host_ms: medians of our steps and of the host's; None if unknown.
+    relative_error: of our output against the host's in the first check; None if unknown.
     """
 
     architecture: str
@@ -109,7 +112,7 @@ class History:
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the cache folder, as a sentence for the user; None if nothing is."""
+        """The fault of the cache folder, as a sentence for the user; None without one."""
         store = self._store
         return None if store is None else store.trouble
 

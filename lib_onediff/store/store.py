@@ -84,7 +84,7 @@ class Store:
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong with the store, as a sentence for the user; None if nothing is."""
+        """The fault of the store, as a sentence for the user; None without one."""
         if self._cause:
             return (
                 "Checks, measurements and pins of resolutions cannot be saved, and what OneDiff learns "

@@ -47,8 +47,11 @@ Space = dict[str, Any] | types.MappingProxyType[str, Any]
 
 
 class Named(NamedTuple):
-    """A name that code looks up. space: the namespace. owner: the module or class of the namespace, such as
-    "torch.nn.functional"."""
+    """A name that code looks up.
+
+    space: the namespace.
+    owner: the module or class of the namespace, such as "torch.nn.functional".
+    """
 
     space: Space
     owner: str
@@ -67,7 +70,8 @@ class Code:
     """Everything that some code, and OneDiff's own code in torch, reaches by name. Do not keep it, because it keeps all
     of that alive.
 
-    classes: the classes whose methods are called, with their bases. functions: all functions reached, by id.
+    classes: the classes whose methods are called, with their bases.
+    functions: all functions reached, by id.
     named: all look-ups of a name in a namespace, by the namespace's id and the name.
     absent: by a namespace's id, names that code looks up there and finds elsewhere: as a builtin, or through a module's
         __getattr__. If such a name is defined in the namespace later, the code calls something else.

@@ -35,8 +35,10 @@ class MemorySpan(NamedTuple):
     It has a weak reference to the storage, not to the tensor: torch cannot swap a tensor that has weak references, and
     peft swaps tensors to exchange LoRAs.
 
-    start, nbytes: the tensor's bytes in the storage. address: of the first byte. is_matrix: whether the tensor has two
-    dimensions or more. layout: its shape, stride, dtype and device.
+    start, nbytes: the tensor's bytes in the storage.
+    address: of the first byte.
+    is_matrix: whether the tensor has two dimensions or more.
+    layout: its shape, stride, dtype and device.
     """
 
     storage: StorageWeakRef

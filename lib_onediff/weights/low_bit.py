@@ -57,8 +57,12 @@ FEWEST_PIXELS = 32 * 32
 
 
 class LowBitLayer(NamedTuple):
-    """A layer whose weight, (rows, width), may be in eight bits. source: a TokenLinear's source, or GROUP_NORMED.
-    layer_class: a TokenLinear's role, or CONVOLUTIONS. norm: see TokenLinear."""
+    """A layer whose weight, (rows, width), may be in eight bits.
+
+    source: a TokenLinear's source, or GROUP_NORMED.
+    layer_class: a TokenLinear's role, or CONVOLUTIONS.
+    norm: see TokenLinear.
+    """
 
     name: str
     width: int
@@ -69,8 +73,11 @@ class LowBitLayer(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The product of an input (rows, width) and a weight (out, width). source: see LowBitLayer. size: (height, width)
-    of a convolution's feature map, whose pixels are the rows; None for a linear layer."""
+    """The product of an input (rows, width) and a weight (out, width).
+
+    source: see LowBitLayer.
+    size: (height, width) of a convolution's feature map, whose pixels are the rows; None for a linear layer.
+    """
 
     rows: int
     width: int
@@ -141,8 +148,9 @@ def low_bit_products(
 class LowBitWeights:
     """The 8-bit weights of one network. Their addresses stay the same, because captured graphs contain them.
 
-    left_out: classes of layers without 8-bit weights. are_alone: whether they replace weights in main memory, rather
-    than being kept beside weights on the GPU. fitted_to: the state of the weights from which all were quantized.
+    left_out: classes of layers without 8-bit weights.
+    are_alone: whether they replace weights in main memory, rather than being kept beside weights on the GPU.
+    fitted_to: the state of the weights from which all were quantized.
     gated_scales: LayerWeights.gated_scale by layer.
     """
 

@@ -50,8 +50,10 @@ CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_imp
 class LowRankUpdate:
     """A LoRA's update of a weight: scale * up @ down.
 
-    up: (out, rank). down: (rank, in), or (rank, in, height, width) of a convolution. in_own_type: whether the host
-    computes it in the dtype of up and down, and casts its input to that; otherwise it casts up and down to the layer's.
+    up: (out, rank).
+    down: (rank, in), or (rank, in, height, width) of a convolution.
+    in_own_type: whether the host computes it in the dtype of up and down, and casts its input to that; otherwise it
+        casts up and down to the layer's.
     """
 
     up: Tensor
@@ -64,8 +66,9 @@ class LowRankUpdate:
 class WeightFunctions:
     """The functions that a host applies to the parameters of one layer, in the dtype computed in.
 
-    updates: the LoRAs of its weight, if nothing else is applied to the weight; otherwise (). weight, bias: functions
-    that return the changed parameter, and may write to their argument; None if there is none, or only updates.
+    updates: the LoRAs of its weight, if nothing else is applied to the weight; otherwise ().
+    weight, bias: functions that return the changed parameter, and may write to their argument; None if there is none,
+        or only updates.
     lasting: whether the functions return the same result until their parts change.
     """
 
@@ -80,7 +83,8 @@ class Casts:
     """How a host casts the parameters of its layers at each use.
 
     to: to(layers, dtype) returns the dtype to which it casts their parameters for inputs of this dtype; None if it uses
-    them as they are stored. norms: whether it casts the parameters of norms too.
+        them as they are stored.
+    norms: whether it casts the parameters of norms too.
     """
 
     to: Callable[[Sequence[nn.Module], torch.dtype], torch.dtype | None]
@@ -92,8 +96,10 @@ class Parts:
     """Everything that a host's functions compute with at one moment. Drop it after the call, because it keeps all of it
     alive.
 
-    indices: of the layers with functions, in the list of layers. facts: plain data, such as a LoRA's strength. objects:
-    parts that are compared by identity. tensors: parts that are compared by their numbers.
+    indices: of the layers with functions, in the list of layers.
+    facts: plain data, such as a LoRA's strength.
+    objects: parts that are compared by identity.
+    tensors: parts that are compared by their numbers.
     """
 
     indices: list[int] = field(default_factory=list)
@@ -152,8 +158,7 @@ class HostTraits:
     placed: attributes that tell where a host keeps a module's weights, and do not affect the output.
     movers: Python modules whose hooks on a network's modules only move weights.
     make_room: make_room(network, size) asks the host to move at least `size` bytes of the network's weights off the
-    GPU.
-        Returns the number of bytes that it has moved.
+        GPU. Returns the number of bytes that it has moved.
     """
 
     trusted: Collection[str] = ()

@@ -64,8 +64,10 @@ class CopyStream:
 class Chunk(NamedTuple):
     """The matrices of consecutive units that are copied together.
 
-    last_unit: the last unit that reads it. start, size: its place in the ring, in bytes. waits: how many of the first
-    chunks must have been read before it is written, because it overwrites the last of them.
+    last_unit: the last unit that reads it.
+    start, size: its place in the ring, in bytes.
+    waits: how many of the first chunks must have been read before it is written, because it overwrites the last of
+        them.
     """
 
     last_unit: int
@@ -103,8 +105,13 @@ def reads_before(chunk: Chunk, earlier: Sequence[Chunk]) -> int:
 
 
 class CopySchedule(NamedTuple):
-    """The copies of a forward. units: the number of units. unit_of: the unit of each layer. copies: those of each
-    chunk. chunk_of, staged: for each layer whose matrix is streamed, its chunk and the tensor that it is copied to."""
+    """The copies of a forward.
+
+    units: the number of units.
+    unit_of: the unit of each layer.
+    copies: those of each chunk.
+    chunk_of, staged: for each layer whose matrix is streamed, its chunk and the tensor that it is copied to.
+    """
 
     units: int
     unit_of: dict[str, int]

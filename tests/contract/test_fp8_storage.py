@@ -115,4 +115,4 @@ def test_what_the_host_casts_itself_is_the_hosts(host: A1111Host, fp8: bool) -> 
     host.start()
     made, calls = calls_of(host.generate)
     assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
-    assert "the WebUI casts what every layer computes with itself" in runtime.status()["reason"]
+    assert "the WebUI casts inputs and weights of every layer itself" in runtime.status()["reason"]

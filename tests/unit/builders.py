@@ -1,4 +1,4 @@
-"""Small oracle UNets with full topology and random weights, and how to ask them and us the same question."""
+"""Small UNets with the full topology and random weights, and functions that call the host's forward and ours."""
 from __future__ import annotations
 
 import contextlib
@@ -23,13 +23,13 @@ from lib_onediff.hosts import a1111 as a1111
 from lib_onediff.hosts.diffusers import read_unet as read_unet
 from lib_onediff.weights.bound import BoundUNet
 
-# The output of a call, by the family that has read its layout.
+# The output of a call, by the family that reads the UNet's layout.
 compute = FAMILIES.output
 CONTEXT_WIDTH = 48
 POOLED_WIDTH = 40
 TIME_ID_WIDTH = 16
-# With the 32 groups of the real models, so few channels would leave one to a group: its norm would swallow every shift,
-# and neither the time embedding nor a convolution's bias could be seen in the output.
+# With the real models' 32 groups, such narrow UNets would have one channel in a group. A group norm would then remove
+# every shift, and errors in the time embedding or in a convolution's bias would not show.
 GROUPS = 4
 
 ATTENTION_DOWN = "CrossAttnDownBlock2D"
@@ -55,7 +55,7 @@ REFINER = {
     "up_block_types": (PLAIN_UP, ATTENTION_UP, ATTENTION_UP, PLAIN_UP), "transformer_layers_per_block": 4,
     "projection_class_embeddings_input_dim": POOLED_WIDTH + 5 * TIME_ID_WIDTH,
 }
-# SSD-1B: fewer blocks on the way up than down, and no attention in the middle.
+# SSD-1B has fewer blocks on the way up than down, and no attention in the middle.
 SSD = {
     **SDXL, "mid_block_type": "UNetMidBlock2D", "transformer_layers_per_block": (0, (2, 1), (3, 1)),
     "reverse_transformer_layers_per_block": ((3, 1, 2), (2, 1, 1), 0),
@@ -64,7 +64,7 @@ LCM = {**SD1, "time_cond_proj_dim": 24}
 INPAINTING = {**SD1, "in_channels": 9}
 ONE_LAYER_A_BLOCK = {**SD1, "layers_per_block": 1}
 NO_MIDDLE = {**SD1, "mid_block_type": None}
-# As few layers as show everything that is not about topology.
+# The fewest layers that show everything except topology.
 SMALL = {
     **SD1, "block_out_channels": (16, 32), "layers_per_block": 1, "down_block_types": (ATTENTION_DOWN, PLAIN_DOWN),
     "up_block_types": (PLAIN_UP, ATTENTION_UP),
@@ -81,7 +81,7 @@ LAYOUTS = {
 
 @contextlib.contextmanager
 def without_initial_values() -> Iterator[None]:
-    """No time for random values that are about to be replaced."""
+    """A context in which modules are made without random initial values, which would be replaced anyway."""
     with pytest.MonkeyPatch.context() as patch:
         for kind in (nn.Linear, nn.modules.conv._ConvNd, nn.GroupNorm, nn.LayerNorm):
             patch.setattr(kind, "reset_parameters", lambda self: None)
@@ -89,7 +89,7 @@ def without_initial_values() -> Iterator[None]:
 
 
 def diffusers_structure(config: dict[str, Any]) -> Any:
-    """A diffusers UNet2DConditionModel without values; config as in LAYOUTS."""
+    """A diffusers UNet2DConditionModel without initial values. config: overrides, as in LAYOUTS."""
     from diffusers import UNet2DConditionModel
 
     with without_initial_values():
@@ -97,7 +97,7 @@ def diffusers_structure(config: dict[str, Any]) -> Any:
 
 
 def diffusers_unet(seed: int = 0, **config: Any) -> Any:
-    """A random diffusers UNet2DConditionModel; config as in LAYOUTS, SMALL by default."""
+    """A diffusers UNet2DConditionModel with random weights. config: overrides, as in LAYOUTS; SMALL by default."""
     return randomise(diffusers_structure(config or SMALL), seed)
 
 
@@ -105,8 +105,8 @@ LDM_UNET = "ldm.modules.diffusionmodules.openaimodel"
 
 
 def ldm_structure(config: dict[str, Any], module: str = LDM_UNET, kind: str = "UNetModel") -> Any:
-    """A UNetModel of stable-diffusion-sdkit without values, or one of another module with the same parameters; config
-    as in LDM_LAYOUTS."""
+    """A UNetModel of stable-diffusion-sdkit without initial values, or of another module with the same parameters.
+    config: overrides, as in LDM_LAYOUTS."""
     pytest.importorskip(LDM_UNET, reason="stable-diffusion-sdkit is not installed")
     layout: dict[str, Any] = {
         "image_size": 32, "in_channels": 4, "out_channels": 4, "model_channels": 32, "num_res_blocks": 2,
@@ -130,7 +130,7 @@ def ldm_unet(seed: int = 0, **config: Any) -> Any:
     return randomise(ldm_structure(config), seed)
 
 
-# As few layers as show everything that is not about topology.
+# The fewest layers that show everything except topology.
 SMALL_LDM = {
     "model_channels": 32, "num_res_blocks": 1, "channel_mult": [1, 2], "num_heads": 2, "attention_resolutions": [2, 1],
 }
@@ -142,18 +142,18 @@ LDM_LAYOUTS = {"SD1": {}, "SD2": LDM_SD2, "inpainting": {"in_channels": 9}}
 
 @cache
 def shared_unet(name: str) -> Any:
-    """diffusers' UNet of a layout in LAYOUTS, one for all tests: for those that change nothing about it."""
+    """A diffusers UNet of a layout in LAYOUTS, shared by tests that do not change it."""
     return diffusers_unet(**LAYOUTS[name])
 
 
 @cache
 def shared_ldm_unet(name: str = "SD1") -> Any:
-    """ldm's UNet of a layout in LDM_LAYOUTS, one for all tests: for those that change nothing about it."""
+    """An ldm UNet of a layout in LDM_LAYOUTS, shared by tests that do not change it."""
     return ldm_unet(**LDM_LAYOUTS[name])
 
 
 class ResizingTorch:
-    """What A1111 puts in the place of torch in ldm's openaimodel: cat enlarges or cuts to the second's size."""
+    """A1111's replacement of torch in ldm's openaimodel: cat resizes the first tensor to the second's size."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -176,7 +176,8 @@ def a1111_sizes() -> Iterator[None]:
 
 
 def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: int = 77, seed: int = 0) -> UNetCall:
-    """A random call that fits a UNet of builders; sizes in latent pixels, a timestep with a fraction per sample."""
+    """A call with random inputs that fits a UNet of builders. Sizes are in latent pixels; timesteps are fractional and
+    differ between rows."""
     generator = torch.Generator().manual_seed(seed)
     random = lambda *shape: torch.randn(shape, generator=generator)  # noqa: E731
     config = getattr(unet, "config", {})
@@ -192,10 +193,10 @@ def a_call(unet: Any, height: int = 8, width: int = 8, batch: int = 2, tokens: i
 
 
 def diffusers_arguments(call: UNetCall) -> dict[str, Any]:
-    """A call (its control aside) as a pipeline would hand it to a diffusers UNet."""
+    """The arguments with which a pipeline makes this call, without its control."""
     added = None
     if call.y is not None:
-        # A label embedding takes y whole; hand it over as text, with no size numbers behind it.
+        # A label embedding takes y as a whole: pass it as the pooled text embedding, without size numbers.
         added = {"text_embeds": call.y, "time_ids": call.y.new_empty((call.y.shape[0], 0))}
     return {
         "sample": call.latent, "timestep": call.timestep, "encoder_hidden_states": call.context,
@@ -205,13 +206,13 @@ def diffusers_arguments(call: UNetCall) -> dict[str, Any]:
 
 @torch.no_grad()
 def diffusers_output(unet: Any, call: UNetCall, **others: Any) -> Tensor:
-    """What a diffusers UNet's own forward makes of a call, compiled or not."""
+    """The output of a diffusers UNet's own forward for a call, also if the UNet is compiled."""
     return own_forward(unet)(**diffusers_arguments(call), **others).sample
 
 
 @torch.no_grad()
 def served(unet: Any, call: UNetCall, **others: Any) -> Tensor:
-    """What a diffusers UNet answers to a call, by whichever route."""
+    """The output of a diffusers UNet for a call, by any route."""
     return unet(**diffusers_arguments(call), **others).sample
 
 
@@ -222,12 +223,12 @@ def ldm_output(unet: Any, call: UNetCall) -> Tensor:
 
 
 def host_output(unet: Any, call: UNetCall) -> Tensor:
-    """What the host's own forward makes of a call, for a UNet of either kind."""
+    """The output of the host's own forward for a call. The UNet may be diffusers' or ldm's."""
     return diffusers_output(unet, call) if hasattr(unet, "config") else ldm_output(unet, call)
 
 
 def wrap_round(network: nn.Module) -> None:
-    """As A1111's tiling: beyond an edge lies the opposite one."""
+    """Circular padding, as with A1111's tiling."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d):
             module.padding_mode = "circular"
@@ -241,7 +242,7 @@ def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> T
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
-    """||output - expected|| / ||expected||, in float64; infinite where the shapes or types differ."""
+    """||output - expected|| / ||expected|| in float64; infinite if the shapes or dtypes differ."""
     if output.shape != expected.shape or output.dtype != expected.dtype:
         return float("inf")
     return float((output.double() - expected.double()).norm() / expected.double().norm())
@@ -249,7 +250,7 @@ def relative_error(output: Tensor, expected: Tensor) -> float:
 
 @contextlib.contextmanager
 def generating(runtime: Any, settings: Any, why_off: str = "") -> Iterator[None]:
-    """The calls made inside are those of a generation with settings of its own."""
+    """A context in which calls belong to a generation with these settings."""
     image = SimpleNamespace()
     runtime.generations.begin(image, settings, why_off)
     try:

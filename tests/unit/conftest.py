@@ -1,4 +1,4 @@
-"""Every test of this folder starts with one thread, a fixed seed and a runtime that has seen nothing."""
+"""Every test of this folder starts with one thread, a fixed seed and a new runtime."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -24,7 +24,7 @@ remember_what_the_interpreter_looks_up()
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call() -> Iterator[Any]:
-    """Skip what needs float16 where torch has none on a CPU, as 2.1 and 2.2 have not."""
+    """Skip tests of float16 if torch does not support it on a CPU, as 2.1 and 2.2."""
     try:
         return (yield)
     except RuntimeError as error:
@@ -46,7 +46,8 @@ def seen() -> Iterator[Any]:
 
 @pytest.fixture
 def link() -> Callable[[Path, Path], None]:
-    """Makes a symbolic link. Windows does so for administrators and developers; Wine 8 says only that it did."""
+    """A function that makes a symbolic link, or skips the test where none can be made: on Windows without rights, and
+    in Wine 8, which reports success."""
     def make(place: Path, target: Path) -> None:
         with suppress(OSError):
             place.symlink_to(target)
@@ -58,7 +59,7 @@ def link() -> Callable[[Path, Path], None]:
 
 @pytest.fixture
 def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
-    """The operators of the native backend, on a machine that seems to have a GPU."""
+    """The native backend's operators, on a machine that seems to have a GPU."""
     operators = Weather()
     pretend_a_gpu(monkeypatch, operators)
     return operators
@@ -75,7 +76,7 @@ def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pre
 
 @pytest.fixture
 def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Weather:
-    """A machine that has FP8 and INT8; weather is what native does."""
+    """A machine with FP8 and INT8; weather replaces native's operators."""
     pytest.importorskip("triton", reason="needs Triton")
     from low_bit_builders import use_low_bit
 
@@ -85,13 +86,13 @@ def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.M
 
 @pytest.fixture
 def unet(pretended: PretendedGraphs) -> Any:
-    """A UNet with graphs that follows the runtime's settings."""
+    """A UNet with graphs that uses the runtime's settings."""
     return attached(**SMALL_XL)
 
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """First outputs are taken as they are: the host of these tests knows nothing of residuals."""
+    """First outputs are not compared, because the host of these tests ignores residuals."""
 
     def taken(entry: Any, *given: Any, **more: Any) -> None:
         entry.state = State.PROVED

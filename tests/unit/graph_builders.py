@@ -1,6 +1,5 @@
-"""Graphs on a machine without a GPU: everything is real but the recording. What a graph would replay is computed anew
-from the graph's own inputs, and takes memory as its pixels do; the gaps that an allocator leaves are the GPU's to show.
-"""
+"""CUDA graphs without a GPU: everything is real except the capture. A replay computes the forward again from the
+graph's static inputs, and takes memory in proportion to its pixels. Fragmentation is not simulated."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,12 +21,12 @@ from lib_onediff.weights.binding import Binding
 
 MEBIBYTE = 2**20
 PAGE = 2 * MEBIBYTE
-# As if the tiny networks of the tests were large ones: 64 MiB for two latents of 8x8.
+# The tests' networks count as if they were large: 64 MiB for two latents of 8x8.
 BYTES_OF_A_PIXEL = MEBIBYTE // 2
 
 
 class PretendedPool:
-    """As large as the largest that was asked of it, and what each graph leaves there, in pages."""
+    """A memory pool as large as its largest graph, plus what each graph leaves in it, in pages."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,7 +41,7 @@ class PretendedPool:
 
 
 def most_in_use(latent: Tensor) -> int:
-    """By a forward of this latent, or to this output."""
+    """The peak bytes of a forward of this latent, or with this output."""
     return latent.shape[0] * latent.shape[2] * latent.shape[3] * BYTES_OF_A_PIXEL
 
 
@@ -63,7 +62,8 @@ class PretendedGraph:
 
 
 class PretendedGraphs(CudaGraphs):
-    """before_replay and before_capture may raise; captured is what was made, in order."""
+    """A GraphMaker without a GPU. before_replay and before_capture may raise. captured: the graphs that were made, in
+    order."""
 
     def __init__(self) -> None:
         super().__init__(compute)
@@ -108,7 +108,7 @@ class PretendedGraphs(CudaGraphs):
 
 
 class PretendedCard(Card):
-    """A card of this size, of which others use a part; torch's own cache is always empty."""
+    """A GPU of this size, of which other programs use a part. torch's cache is always empty."""
 
     def __init__(self, graphs: PretendedGraphs, size: int = 1 << 40) -> None:
         self.size = size
@@ -126,7 +126,7 @@ class PretendedCard(Card):
         return self.size - self.used()
 
     def unused(self, device: torch.device) -> int:
-        # As torch counts: the graphs' memory is held and not in use.
+        # As in torch, the graphs' memory is reserved and not allocated.
         return self._graphs.bytes(device)
 
     def reserved(self) -> int:

@@ -1,4 +1,5 @@
-"""A ladder of backends without a GPU: steps as one has them, and weather in the place of our kernels."""
+"""The ladder of backends without a GPU: the native backend has torch's operators instead of our kernels, and may fail
+as a test wants."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ ONEFLOW = "oneflow"
 
 
 class Weather:
-    """torch's operators, with the gated unit replaced, in the place of our kernels; counts its calls."""
+    """torch's operators instead of our kernels. The gated unit can be replaced, and its calls are counted."""
 
     def __init__(self) -> None:
         self.gated_by: Callable[[Tensor, GatedUnit, LayerWeights], Tensor] = torch_ops.gated
@@ -51,7 +52,7 @@ class Weather:
 
 
 def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:
-    """Let the devices of a GPU serve on this machine, native by these operators, which need no kernels."""
+    """Let the backends for GPUs serve on this machine. The native one uses these operators, which need no kernels."""
     native = runtime.devices.named(NATIVE)
     graphs = runtime.devices.named(CUDAGRAPH)
     monkeypatch.setattr(native, "_operators", operators)  # type: ignore[attr-defined]
@@ -62,12 +63,12 @@ def pretend_a_gpu(monkeypatch: pytest.MonkeyPatch, operators: Any) -> None:
 
 
 def small_xl() -> nn.Module:
-    """A UNet in our care."""
+    """A small SDXL-like UNet that OneDiff serves."""
     return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
 
 
 def attached(**config: Any) -> nn.Module:
-    """A UNet that follows the runtime's settings; config as in builders.LAYOUTS."""
+    """A UNet that OneDiff serves with the runtime's settings. config: overrides, as in builders.LAYOUTS."""
     unet = diffusers_unet(**config)
     diffusers_host.attach(unet)
     return unet
@@ -92,7 +93,7 @@ def error(unet: nn.Module, call: UNetCall) -> float:
 
 
 def make_ready(unet: nn.Module, *sizes: tuple[int, int]) -> None:
-    """Have native's graphs at these sizes, in latent pixels."""
+    """Let the native backend have graphs at these sizes, in latent pixels."""
     for height, width in sizes:
         for route in ("plain", "plain", "graph"):
             assert error(unet, a_call(unet, height, width)) < 1e-5

@@ -1,5 +1,5 @@
-"""Low-bit without a GPU and without Triton's interpreter, which rounds float8 wrongly: every kernel of the native
-backend by torch's operators, rows in eight bits among them, and products by torch's own."""
+"""Low-bit without a GPU, and without Triton's interpreter, which rounds float8 incorrectly: every kernel of the native
+backend, also those that quantize rows, is replaced by torch's operators."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -44,12 +44,12 @@ def half_call(unet: nn.Module, seed: int = 0, timestep: float = 981.25) -> UNetC
 
 
 def compiled(unet: nn.Module, low_bit: str) -> Any:
-    """The UNet in our care, with layers in eight bits whatever error they make: so small ones make large errors."""
+    """A UNet that OneDiff serves with Low-bit and no error budget, because small layers have large errors."""
     return lib_onediff.compile_unet(unet, low_bit=low_bit, low_bit_budget=MOST_LOW_BIT_ERROR)
 
 
 def now() -> tuple[str, str]:
-    """The way and the route of the last call, as the status says them."""
+    """The backend, with its lossy products, and the route of the last call, from the status."""
     status = lib_onediff.status()
     return ", ".join(filter(None, (status["backend"], status["lossy"]))), status["route"]
 
@@ -61,7 +61,7 @@ def entry_of(low_bit: str) -> Entry:
 
 
 def kinds_kept(unet: nn.Module) -> set[Kind]:
-    """Of the weights in eight bits that are there."""
+    """The formats of the present 8-bit weights."""
     low_bit = runtime.services.networks.get(unet).low_bit
     return set() if low_bit is None else low_bit.kinds()
 
@@ -73,8 +73,8 @@ def rounded(tokens: Tensor, kind: Kind, one_scale: Tensor | None = None, rule: R
 
 
 def norm_scale(weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The one scale in float8, (1, 1), of whatever a layer norm gives: the smallest power of two by which the largest
-    number that can be is smaller than the largest of float8."""
+    """One float8 scale, (1, 1), for any output of a layer norm: the smallest power of two with which the largest
+    possible value fits into float8."""
     largest = (len(weight) - 1) ** 0.5 * weight.float().abs()
     largest = largest if bias is None else largest + bias.float().abs()
     _, exponent = torch.frexp(largest.amax() / FP8.largest)
@@ -105,7 +105,7 @@ def int8_product(
     return (sums if bias is None else sums + bias.float()).to(result)
 
 
-# What exact kernels do, by torch: sums in float32, rounded once.
+# The results of our exact kernels, by torch: sums in float32, rounded once.
 def exact_group_norm(
     first: Tensor, second: Tensor | None, weight: Tensor, bias: Tensor, groups: int, eps: float, silu: bool,
     shift: Tensor | None, *configs: Any,
@@ -137,7 +137,7 @@ def gated(numbers: Tensor, gates: Tensor, activation: Activation, config: Any = 
 
 
 def use_low_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products in eight bits on this machine, for networks of any size, and for every product."""
+    """Let this machine have 8-bit products, for networks of any size, and for every product."""
     monkeypatch.setattr(images, "group_norm", exact_group_norm)
     monkeypatch.setattr(images, "add_and_measure", add_and_measure)
     monkeypatch.setattr(images, "resize", torch_ops.resize)
@@ -155,7 +155,7 @@ def use_low_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "int8_product", int8_product)
     monkeypatch.setattr(low_bit, "FEWEST_WEIGHTS", 0)
     ours = runtime.devices.lossy.low_bit
-    # There is nothing to measure.
+    # Nothing is measured.
     monkeypatch.setattr(ours, "tune", lambda *given: False)
     monkeypatch.setattr(ours, "_best", lambda product, dtype, kinds: min(kinds, key=KINDS.index, default=None))
     ours.forget()

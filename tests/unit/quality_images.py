@@ -1,4 +1,4 @@
-"""Images to compare, and what may have been done to them."""
+"""Images to compare, and changes of them."""
 from __future__ import annotations
 
 import torch
@@ -14,7 +14,7 @@ def random(seed: int) -> torch.Generator:
 
 
 def painted(seed: int = 0) -> Tensor:
-    """An image (height, width, 3) with soft colours, hard edges and texture, as a photograph has them."""
+    """An image (height, width, 3) with soft colours, hard edges and texture, as in a photograph."""
     generator = random(seed)
     soft = torch.rand(1, 3, 4, 5, generator=generator, dtype=torch.float64)
     patches = torch.rand(1, 3, 8, 10, generator=generator, dtype=torch.float64)
@@ -25,13 +25,13 @@ def painted(seed: int = 0) -> Tensor:
 
 
 def poster(seed: int = 0) -> Tensor:
-    """Patches of pure colours, black and white among them: noise cannot go beyond these."""
+    """Patches of pure colours, with black and white, which noise cannot exceed."""
     colours = torch.randint(0, 2, (8, 10, 3), generator=random(seed)).double()
     return colours.repeat_interleave(HEIGHT // 8, 0).repeat_interleave(WIDTH // 10, 1)
 
 
 def noisy(image: Tensor, deviation: float, seed: int = 1) -> Tensor:
-    """deviation: of 255. Pixels keep within 0 to 1, as an image's must."""
+    """An image with noise. deviation: of 255. Pixels are clipped to 0 to 1."""
     noise = torch.randn(image.shape, generator=random(seed), dtype=image.dtype)
     return (image + noise * deviation / 255).clamp(0, 1)
 

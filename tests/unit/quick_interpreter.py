@@ -1,4 +1,5 @@
-"""Triton's interpreter without what it looks up anew for each launch and for each number: half of its time."""
+"""Triton's interpreter with caches for the lookups that it repeats at each launch and each number, which saves half of
+its time."""
 from __future__ import annotations
 
 import inspect
@@ -9,7 +10,7 @@ from typing import Any
 
 
 def remember_what_the_interpreter_looks_up() -> None:
-    """Where kernels are interpreted at all, and by a Triton that works like the one we know."""
+    """Only if kernels are interpreted, and by a version of Triton that works as expected."""
     if os.environ.get("TRITON_INTERPRET") != "1" or find_spec("triton") is None:
         return
     try:
@@ -27,14 +28,15 @@ def remember_what_the_interpreter_looks_up() -> None:
 
 
 def patching(patch_attribute: Callable[..., None], is_builtin: Callable[[Any], bool]) -> Callable[..., None]:
-    """It goes through all members of Triton's language for each launch and each call of a function within a kernel."""
+    """The interpreter iterates over all members of Triton's language for each launch and each call of a function in a
+    kernel."""
     builtins: dict[Any, list[tuple[str, Any]]] = {}
 
     def patch_builtin(package: Any, *given: Any) -> None:
         if package not in builtins:
             builtins[package] = [member for member in inspect.getmembers(package) if is_builtin(member[1])]
         for name, member in builtins[package]:
-            # Within a kernel they are patched already.
+            # Inside of a kernel they are patched already.
             if getattr(package, name) == member:
                 patch_attribute(package, name, member, *given)
 
@@ -42,7 +44,7 @@ def patching(patch_attribute: Callable[..., None], is_builtin: Callable[[Any], b
 
 
 def remembering(numpy_type: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """It makes a table of all types for each lookup."""
+    """The interpreter makes a table of all types for each lookup."""
     types: dict[str, Any] = {}
 
     def found(triton_type: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A runtime that has seen nothing, for every test: for the conftest.py of a folder to import."""
+"""Fixtures that give every test a new runtime, for a folder's conftest.py to import."""
 from __future__ import annotations
 
 import logging
@@ -15,12 +15,13 @@ from lib_onediff.steps.registry import step_policies
 from lib_onediff.store.history import History
 
 __all__ = ["fresh_runtime", "host_timed_often", "no_machine_is_too_slow"]
-# The networks are so small that threads cost more than they give, above all when several test runs share a machine.
+# The networks are so small that threads cost more than they gain, above all when several test runs share a machine.
 torch.set_num_threads(1)
 
 
 def seed() -> None:
-    """torch.manual_seed(0). Where no GPU is, that asks for all kinds of them, and takes down for each who has asked."""
+    """torch.manual_seed(0). Without a GPU, torch would also collect a seed call, with its stack, for every kind of GPU;
+    that is skipped."""
     if torch.cuda.is_available():
         torch.manual_seed(0)
     else:
@@ -39,12 +40,12 @@ def fresh_runtime() -> Iterator[None]:
     runtime.tuning_cache.clear()
     runtime.purge()
     runtime.configure(Settings())
-    # Of what another test has announced, this one knows nothing.
+    # Announcements of an earlier test do not affect this one.
     runtime.end_sampling()
     runtime.stepping.policies = step_policies()
     log = logging.getLogger("onediff")
     before = log.handlers, log.level, log.propagate
-    # The script switches it off, and another test may have loaded that.
+    # OneDiff's script, which another test may have loaded, can switch this off.
     log.propagate = True
     yield
     remember_nothing()
@@ -57,8 +58,8 @@ def fresh_runtime() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_machine_is_too_slow() -> Iterator[None]:
-    """The host is timed once for each shape; where a ratio is wanted, host_timed_often."""
-    # Not the tests' own monkeypatch: asked for here, it would undo theirs after all of their fixtures.
+    """The host is timed once for each shape; tests of ratios use host_timed_often."""
+    # Not by the tests' own monkeypatch, which would then be undone after all of their fixtures.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
         yield
@@ -66,5 +67,5 @@ def no_machine_is_too_slow() -> Iterator[None]:
 
 @pytest.fixture
 def host_timed_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host is timed often enough for a ratio, however busy the machine is."""
+    """The host is timed ENOUGH times for a ratio, however busy the machine is."""
     monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", math.inf)

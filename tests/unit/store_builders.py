@@ -1,4 +1,4 @@
-"""Histories as processes of their own would open them."""
+"""Histories, as other processes would open them."""
 from __future__ import annotations
 
 import threading
@@ -13,7 +13,7 @@ NEXT_FILE = "onediff-2-2.sqlite3"
 
 
 def opened(folder: Path, machine: str = "") -> History:
-    """A history in this folder, after what others have yet to write there."""
+    """A new History of this folder, after other processes have written everything."""
     for thread in threading.enumerate():
         if isinstance(thread, threading.Timer) and thread.name == "onediff-history":
             thread.cancel()
@@ -32,5 +32,5 @@ def uses(history: History) -> dict[str, int]:
 
 
 def checked(key: ShapeKey) -> Entry:
-    """What was found of a shape."""
+    """An entry that was checked."""
     return Entry(key, weights="weights and sources", verdict=Verdict(relative_error=1e-3))

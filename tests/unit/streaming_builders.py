@@ -1,4 +1,4 @@
-"""What copies weights to a GPU, on a machine without one: as early, or as late, as marks allow."""
+"""CopyStreams without a GPU, which copy as early or as late as their marks allow."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +11,8 @@ from lib_onediff.weights.streaming import Streaming
 
 
 class Early:
-    """A CopyStream that copies as soon as it is told to: over what is still to be read, if its marks are wrong."""
+    """A CopyStream that copies at once when copy() is called. If marks are wrong, it overwrites weights that are still
+    to be read."""
 
     def __init__(self) -> None:
         self.behind: list[Callable[[], None]] = []
@@ -29,7 +30,7 @@ class Early:
 
 
 class Late(Early):
-    """A CopyStream that copies when somebody waits for it, and no sooner: what is read before is what was there."""
+    """A CopyStream that copies only when something waits for its mark. If marks are wrong, old weights are read."""
 
     def copy(self, copies: Any, after: Any) -> int:
         self.behind.append(lambda: super(Late, self).copy(copies, after) and None)
@@ -42,7 +43,7 @@ class Late(Early):
 
 
 def use_lane(monkeypatch: pytest.MonkeyPatch, lane: Callable[[], Early]) -> None:
-    """Weights that are away go by this."""
+    """Let streamed weights be copied by this CopyStream."""
     monkeypatch.setattr(bound, "streaming_of", lambda of, units, memory: Streaming(
         of, units, lane(), memory, pinned=False
     ))

@@ -1,6 +1,6 @@
-"""A recording without a GPU: what is launched is taken down, and launched again into the same memory.
+"""CUDA graphs without a GPU: launches are recorded, and a replay launches them again into the same memory.
 
-By itself, as tests/webui/extensions/onediff-graphs loads it inside a WebUI.
+This module has no other imports of the tests, because tests/webui/extensions/onediff-graphs loads it inside of a WebUI.
 """
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecording:
-    """As recording.GraphRecording. parts: how many were recorded."""
+    """A recording.GraphRecording without a GPU. parts: the number of segments that were recorded."""
 
     def __init__(self) -> None:
         self.parts = 0

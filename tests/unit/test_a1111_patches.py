@@ -1,4 +1,4 @@
-"""What extensions set on the modules of A1111's UNet runs within our forward as it does within ldm's own."""
+"""Functions that extensions set on the modules of A1111's UNet have the same effect in our forward as in ldm's own."""
 from __future__ import annotations
 
 import functools
@@ -45,7 +45,7 @@ def set_forwards(unet: Any, name: str, forward: Callable[..., Tensor]) -> Undo:
 
 
 def with_an_image(self: Any, x: Tensor, context: Tensor | None = None, **others: Any) -> Tensor:
-    """As an IP-Adapter: a second attention over tokens of its own, before the output's projection."""
+    """As an IP-Adapter: a second attention over tokens of its own, before the output projection."""
     source = x if context is None else context
     split = lambda tokens: tokens.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # noqa: E731
     query = split(self.to_q(x))
@@ -62,7 +62,7 @@ def image_prompt(unet: Any) -> Undo:
 
 
 def tiles(unet: Any) -> Undo:
-    """As HyperTile: into random tiles, by a generator of its own."""
+    """As HyperTile: attention in random tiles, drawn by a generator of its own."""
 
     def tiled(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
         parts = 2 ** DRAWS.randint(0, 2)
@@ -93,7 +93,7 @@ def merging(unet: Any) -> Undo:
 
 
 def projections(unet: Any) -> Undo:
-    """As ControlLLLite: adds to what goes into projections, and puts back a bound method."""
+    """As ControlLLLite: adds to the inputs of projections, and puts back a bound method."""
     layers = [layer for block in blocks_of(unet) for layer in (block.attn1.to_q, block.attn1.to_v, block.attn2.to_q)]
     below = [layer.forward for layer in layers]
     for layer in layers:
@@ -161,7 +161,7 @@ FREEU = functools.partial(boosted, original_function=builders.ResizingTorch().ca
 def test_what_joins_skips_is_called_as_the_host_calls_it(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], triton: bool
 ) -> None:
-    """Sides that cannot be halved have skips of another size."""
+    """Odd sizes make skips of another size than the hidden states."""
     monkeypatch.setattr(builders.ResizingTorch, "cat", staticmethod(FREEU))
     ops: Any = torch_ops
     unet = ldm_unet(**FEW_NORMS_LDM)
@@ -181,7 +181,8 @@ def test_what_joins_skips_is_called_as_the_host_calls_it(
 
 
 def test_what_a_reference_leaves_counts_while_it_has_recorded_something(unet: Any) -> None:
-    """sd-webui-controlnet takes away its forward of the UNet after use, and nothing that it has set within."""
+    """sd-webui-controlnet removes its forward of the UNet after use, but none of those that it has set on inner
+    modules."""
 
     def hacked_basic_transformer_inner_forward(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
         return type(self)._forward(self, x + sum(self.bank), context)

@@ -1,4 +1,5 @@
-"""What graphs may hold, what is left for more, and what comes back without some."""
+"""Holdings: the memory that graphs may take, the memory left for others, and the memory that dropping some graphs
+frees."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def graphs(*needs: int) -> list[Any]:
-    """Of shapes that are called by their places."""
+    """Graphs of shapes that are named by their indices."""
     return [HeldGraph(place, size, 0) for place, size in enumerate(needs)]  # type: ignore[arg-type]
 
 
@@ -39,10 +40,10 @@ def test_a_memory_shrinks_to_the_largest_that_stays_where_that_is_worth_it() -> 
     assert SharedMemory(1000, graphs(small, small)).shrinks(gone(0, 1)) == 1000, "nothing stays in it"
     assert SharedMemory(rest + LEAST_GAIN, graphs(small, 5 * small)).shrinks(gone(1)) == LEAST_GAIN
     assert SharedMemory(rest + LEAST_GAIN - 1, graphs(small, 5 * small)).shrinks(gone(1)) == 0
-    # The largest of those that stay, wherever it stands.
+    # The largest remaining graph decides, at any index.
     for needs in ((small, PAGE, 99 * small), (PAGE, small, 99 * small)):
         assert SharedMemory(rest + 2 * LEAST_GAIN, graphs(*needs)).shrinks(gone(2)) == 2 * LEAST_GAIN
-    # Of a large memory, one part in sixteen.
+    # Of a large pool, at least 1/16 must be gained.
     size = 160 * LEAST_GAIN
     worth = int(LEAST_SHARE * size)
     needs = size - worth - memory_of(0)
@@ -52,7 +53,7 @@ def test_a_memory_shrinks_to_the_largest_that_stays_where_that_is_worth_it() -> 
 
 
 class Card:
-    """Of 1000 MiB, of which 700 are free and torch keeps 60 unused, 50 of these being the graphs'."""
+    """A card of 1000 MiB: 700 are free, and torch has reserved 60 that are unused, 50 of them for the graphs."""
 
     def total(self, device: Any = None) -> int:
         return 1000 * MEBIBYTE
@@ -90,9 +91,9 @@ def test_without_a_gpu_no_graph_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(("budget", "room"), [
-    # 50 MiB are held.
+    # 50 MiB are in use.
     (100, 50), (50, 0), (40, -10), (0, 200),
-    # 700 free, and 10 unused outside of the graphs; 200 are for others.
+    # 700 free, and 10 unused outside of the graphs' pools; 200 are left for others.
     (5000, 510), (561, 511 - 1), (560, 510), (559, 509),
 ])
 def test_room_is_what_the_budget_and_the_card_leave(budget: int, room: int) -> None:

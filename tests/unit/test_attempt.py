@@ -1,5 +1,5 @@
-"""What becomes of a call in whose middle something fails: it is computed once, by who is to compute it, and what is
-the host's own to raise is raised."""
+"""A call during which something fails is computed once, by the backend or host whose turn it is, and the host's own
+exceptions are raised unchanged."""
 from __future__ import annotations
 
 import re
@@ -50,7 +50,7 @@ def test_an_exception_is_one_of_three_outcomes(error: Exception, outcome: Outcom
     (Refusal("not here"), Refusal), (OUT_OF_MEMORY, torch.cuda.OutOfMemoryError), (KeyError("ours"), RuntimeError),
 ], ids=repr)
 def test_what_stands_in_the_way_is_said_each_time(error: Exception, again: type[Exception]) -> None:
-    """The exception itself is let go as it is raised."""
+    """The exception object itself is not kept after it was raised."""
     tried = attempted(raises(error))
     with pytest.raises(type(error)):
         tried.given()
@@ -71,7 +71,7 @@ def test_the_hosts_own_exception_is_none_of_them(error: BaseException) -> None:
 
 
 def test_what_was_computed_before_a_fault_is_freed() -> None:
-    """The host is about to need the memory."""
+    """The host needs the memory next."""
     tensors: list[Any] = []
 
     def fails() -> None:
@@ -110,7 +110,7 @@ POLICIES: dict[str, dict[str, Any]] = {**ON, "deepcache": {"deepcache_interval":
 @pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_the_host_raises_is_no_policys(policy: str, error: BaseException, caplog: Any) -> None:
-    """Nor is anything computed again."""
+    """And nothing is computed again."""
     rig = Rig(**{"deepcache_interval": 1, **POLICIES[policy]})
     rig.begin()
     runs: list[int] = []
@@ -171,7 +171,7 @@ def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(mo
     assert "after it" in ours.reason
 
 
-# --- an answer that is there ------------------------------------------------------------------------------------------
+# --- an existing answer -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("replays", [True, False])
@@ -234,7 +234,7 @@ def test_what_the_host_refuses_too_is_its_own(unet: nn.Module, caplog: pytest.Lo
 
 
 def test_arguments_that_fit_no_forward_are_the_hosts_to_refuse() -> None:
-    """Neither ours nor the host's takes them."""
+    """Neither our forward nor the host's accepts them."""
     class Owner:
         def forward(self, x: int) -> int:
             return x + 1

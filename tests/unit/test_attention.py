@@ -1,4 +1,4 @@
-"""Attention: exact by every implementation, and the pick among them by measurement."""
+"""Attention is exact by every implementation, and the fastest one is chosen by measurement."""
 from __future__ import annotations
 
 import math
@@ -71,7 +71,8 @@ def test_upcast_computes_in_float32() -> None:
 
 
 class Clock:
-    """Gives each implementation the time that it has here, 1.0 by default. timed: those that were asked."""
+    """Gives each implementation the time that it has here, 1.0 by default. timed: the implementations that were
+    timed."""
 
     def __init__(self, **ms: float) -> None:
         self.ms = ms
@@ -84,7 +85,7 @@ class Clock:
 
 
 def measured(clock: Clock, kind: str, dtype: torch.dtype) -> str:
-    """The pick after everything was timed here."""
+    """The chosen implementation after all were timed with these times."""
     attention = Attention(Launches(TuningCache()))
     before = attention.pick(*SHAPES[kind], dtype)
     assert before == (GEMM if "VAE" in kind else TORCH), "nothing was measured"
@@ -104,7 +105,7 @@ def test_what_the_host_has_switched_off_is_not_used() -> None:
     assert module.may_use(MATH)
 
 
-# The three of them are a GPU's: they raise, however fast they claim to be.
+# These three exist on a GPU alone. Here they raise, and are not chosen, however short their times are.
 @pytest.mark.parametrize(("ms", "best"), [
     ({MATH: 0.5}, MATH), ({GEMM: 0.5}, GEMM), ({TORCH: 0.5}, TORCH), ({TORCH: 1.02}, TORCH), ({TORCH: 1.1}, GEMM),
 ])
@@ -127,7 +128,7 @@ def test_what_computes_something_else_is_out(monkeypatch: pytest.MonkeyPatch, fa
 
 
 class Watched:
-    """torch_ops with an eye on the inputs of attention."""
+    """torch_ops, with the inputs of attention recorded."""
 
     def __init__(self, watch: Callable[[Tensor, Tensor, Tensor], object]) -> None:
         self._watch = watch

@@ -1,4 +1,4 @@
-"""The benchmark measures what it says. No test here looks at a time beyond asking that it is one."""
+"""The benchmark measures what it reports. No test depends on the value of a time."""
 from __future__ import annotations
 
 import json
@@ -33,7 +33,7 @@ def documented_commands() -> list[str]:
     """The arguments of the benchmark's commands in the documentation and in its own help."""
     pages = [ROOT / "README.md", *sorted((ROOT / ".readme").glob("*.md"))]
     text = bench.EPILOG + "".join(page.read_text(encoding="utf-8") for page in pages)
-    # A command within a sentence ends with its backtick.
+    # A command inside of a sentence ends at its backtick.
     found = re.findall(r"-m lib_onediff\.bench ([^`\n]*)", text)
     return [words for words in found if "--help" not in words and "|" not in words]
 
@@ -56,7 +56,7 @@ def test_a_wrong_argument_is_a_sentence(words: str, sentence: str, capsys: pytes
 
 
 def run(words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int, list[Row]]:
-    """The exit status of a command, and its rows."""
+    """The exit code of a command, and its rows."""
     target = folder / "bench.json"
     monkeypatch.setattr(sys, "argv", ["bench", *shlex.split(words), "--json", str(target)])
     status = bench.main()
@@ -114,7 +114,7 @@ def test_quality_tells_exact_from_lossy(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 class WebUI:
-    """Answers as one whose image of n steps takes a second and n times what a step costs, and some noise."""
+    """A WebUI whose image of n steps takes one second plus n times the time of a step, with some noise."""
 
     def __init__(self, step_s: dict[bool, float], noise: list[float]) -> None:
         self._step_s = step_s

@@ -1,5 +1,5 @@
-"""Whoever catches every exception raises it again, logs its traceback, or hands it to somebody who does. And one
-function alone turns exceptions into who serves a call."""
+"""Every handler that catches all exceptions raises again, logs the traceback, or passes the exception on. And one
+function alone decides by an exception who serves a call."""
 from __future__ import annotations
 
 import ast
@@ -10,7 +10,7 @@ EVERYTHING = {"Exception", "BaseException"}
 # log.exception, the guard's note and give_up (a traceback and a sentence), traceback.print_exc where nothing is logged
 # (install.py, programs), and a Future's set_exception.
 TELL = {"exception", "note", "give_up", "print_exc", "set_exception"}
-# The rooms in which it is decided who serves.
+# The folders in which it is decided who serves.
 DECIDING = ("hosts", "runtime", "steps")
 
 
@@ -20,7 +20,7 @@ def sources() -> list[str]:
 
 
 def silent(source: str) -> list[int]:
-    """The lines of the handlers that catch everything and keep it to themselves."""
+    """The lines of handlers that catch everything, and neither raise, log nor pass it on."""
     handlers = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ExceptHandler)]
     return [
         handler.lineno for handler in handlers
@@ -43,7 +43,7 @@ def tells(handler: ast.ExceptHandler) -> bool:
 
 
 def test_no_exception_is_kept_silent() -> None:
-    """To pass: name what is expected, raise it again, or log it with its traceback (exc_info)."""
+    """To pass: name the expected exceptions, raise again, or log with a traceback (exc_info)."""
     assert silent("try:\n    work()\nexcept Exception:\n    pass\n") == [3]
     assert silent("try:\n    work()\nexcept Exception:\n    log.exception('failed')\n") == []
     found = {name: silent(text_of(name)) for name in sources()}
@@ -55,7 +55,7 @@ def text_of(name: str) -> str:
 
 
 def decides(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler takes any exception, or any lack of memory, for an answer by itself."""
+    """Whether a handler of any exception, or of any lack of memory, decides who serves."""
     kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
     names = {kind.id if isinstance(kind, ast.Name) else getattr(kind, "attr", None) for kind in kinds}
     takes_any = bool(names & {*EVERYTHING, "OutOfMemoryError", None})
@@ -63,7 +63,7 @@ def decides(handler: ast.ExceptHandler) -> bool:
 
 
 def attempts(handler: ast.ExceptHandler) -> bool:
-    """Whether a handler makes an Attempt of the exception, which its callers note."""
+    """Whether a handler makes an Attempt of the exception, which its callers log."""
     return any(
         isinstance(node, ast.Attribute) and node.attr == "of" and getattr(node.value, "id", None) in ("Attempt", "cls")
         for statement in handler.body for node in ast.walk(statement)
@@ -80,7 +80,7 @@ def has_deciding_handler(function: ast.FunctionDef) -> bool:
 
 
 def test_one_function_alone_turns_exceptions_into_answers() -> None:
-    """Who serves a call is decided by what core.attempt makes of an exception. To pass: Attempt.of, attempted, or raise
+    """What core.attempt makes of an exception decides who serves a call. To pass: use Attempt.of or attempted, or raise
     again."""
     rooms = tuple(f"lib_onediff/{room}/" for room in DECIDING)
     caught = set()
@@ -89,9 +89,9 @@ def test_one_function_alone_turns_exceptions_into_answers() -> None:
             if isinstance(function, ast.FunctionDef) and has_deciding_handler(function):
                 caught.add(f"{name}:{function.name}")
     assert caught == {
-        # The exception becomes one whose reason is nearer to its cause.
+        # The exception is replaced by one with a better reason.
         "lib_onediff/runtime/two_gpus.py:_on",
-        # The host runs once more where its memory was ours; it is the host before and after.
+        # The host runs once more if OneDiff had used the memory; the host serves either way.
         "lib_onediff/runtime/graphs/cache.py:run_host",
         # The call has been answered.
         "lib_onediff/runtime/runtime.py:note_served",

@@ -119,7 +119,7 @@ def test_the_halves_of_a_vae() -> None:
         assert torch.equal(twin(latent), expected) and not torch.allclose(vae.decoder(latent), expected, atol=0.5)
 
 
-# --- what is compiled -------------------------------------------------------------------------------------------------
+# --- compiled modules -------------------------------------------------------------------------------------------------
 
 
 class Derived(UNet2DConditionModel):
@@ -300,7 +300,7 @@ def test_what_cannot_be_looked_up_is_the_hosts() -> None:
     patch.undo()
 
 
-# --- a forward that somebody keeps ------------------------------------------------------------------------------------
+# --- a forward that other code keeps ----------------------------------------------------------------------------------
 
 
 def test_a_kept_forward_keeps_its_module() -> None:

@@ -1,4 +1,4 @@
-"""What is summed of weights: every number, on each device that they lie on, and the same whatever reads it."""
+"""Checksums of weights cover every number, on each of several devices, and are the same for every reader."""
 from __future__ import annotations
 
 from typing import Any
@@ -13,7 +13,7 @@ from lib_onediff.weights.contents import CHUNKS, PART, Contents, MemorySpan, is_
 
 
 def on_device(span: MemorySpan, device: str) -> MemorySpan:
-    """The same memory, as if it lay on another device of the processor's."""
+    """The same memory, with another device in its layout."""
     return span._replace(layout=(*span.layout[:-1], torch.device(device)))
 
 

@@ -1,4 +1,4 @@
-"""The walk over a call's fields: a field that a family adds needs no other line."""
+"""The functions over a call's fields: a field that a family adds needs no other code."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
@@ -15,7 +15,7 @@ from lib_onediff.core.key import ShapeKey
 
 @dataclass(frozen=True)
 class Reference:
-    """Another image, and how strongly it counts."""
+    """A reference image, and its strength."""
 
     latents: tuple[Tensor | None, ...]
     strength: float = 1.0

@@ -1,4 +1,4 @@
-"""Parameters that belong to no layer, and norms whose weight is never cast: described, bound and copied."""
+"""Parameters that belong to no layer, and norms whose weight is never cast, are read, bound and copied."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class ShiftedNorm(nn.Module):
 
 
 class Network(nn.Module):
-    """Two parameters of its own, one of a module below, a norm of its own class, and a layer."""
+    """A network with two parameters of its own, a module with one, a norm of its own class, and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ def test_a_norm_that_the_host_never_casts_may_be_of_another_type() -> None:
 
 
 def test_what_a_host_casts_is_cast_but_for_such_a_norm() -> None:
-    """The layers tell whether they cast; single parameters are cast by the network's own forward."""
+    """Layers decide by themselves whether they cast; the network's own forward casts single parameters."""
     network = Network()
     binding = Binding(network, layout_of(network))
     asked: list[Any] = []

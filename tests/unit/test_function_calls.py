@@ -1,5 +1,5 @@
-"""Functions of other extensions within a call of ours: each is called once, draws what the host would draw, and raises
-its own exceptions."""
+"""Functions of other extensions inside of our forward: each is called once, draws the random numbers that it would draw
+in the host's forward, and its exceptions are raised unchanged."""
 from __future__ import annotations
 
 import logging
@@ -25,24 +25,24 @@ from lib_onediff.families.unet.patch_points import INPUT, MIDDLE, PatchPoints
 from lib_onediff.runtime.runtime import runtime
 
 CLOSE = 1e-5
-# How often it is called in a call: after each input stage, and after the middle one.
+# The number of its calls in one UNet call: after each input stage, and after the middle block.
 PLACES = 5
 SEED = 7
 
 
 class Extension:
-    """Adds noise at stages. number: of its calls, which is set back where it has to be called again. at: what it does
-    at its how manyth call."""
+    """Adds noise at stages. number: of its calls; it is restored if the extension must be called again. at: functions
+    to run at its n-th call."""
 
     def __init__(self) -> None:
         self.number = 0
-        # What a dictionary holds is not set back.
+        # The contents of a dictionary are not restored.
         self._seen: dict[str, tuple[str, ...]] = {"": ()}
         self.at: dict[int, Callable[[Tensor], Tensor]] = {}
 
     @property
     def calls(self) -> int:
-        """All of them."""
+        """The number of calls by all routes."""
         return len(self._seen[""])
 
     def begin(self, at: dict[int, Callable[[Tensor], Tensor]]) -> None:
@@ -72,7 +72,7 @@ class Points(PatchPoints):
 
 
 class Scene:
-    """A UNet with an extension on it. at: what the extension does at its how manyth call within a call of the UNet."""
+    """A UNet with an extension. at: functions that the extension runs at its n-th call inside of a call of the UNet."""
 
     def __init__(self) -> None:
         self.unet = attached(**SMALL_XL)
@@ -100,7 +100,7 @@ class Scene:
 
     @torch.no_grad()
     def expected(self, **at: Callable[[Tensor], Tensor]) -> tuple[Tensor, tuple[float, float]]:
-        """The host's own output, and the random numbers that come after it."""
+        """The host's own output, and the random numbers that follow it."""
         self.begin(**at)
         return self.host(), numbers()
 
@@ -110,19 +110,19 @@ def numbers() -> tuple[float, float]:
 
 
 def shrunk(hidden: Tensor) -> Tensor:
-    """As Kohya's HRFix from some step on."""
+    """As Kohya's HRFix: another size from some step on."""
     return functional.interpolate(hidden, scale_factor=0.5)
 
 
 @pytest.fixture
 def tracebacks(caplog: pytest.LogCaptureFixture) -> Callable[[], int]:
-    """How many are in the log."""
+    """The number of tracebacks in the log."""
     return lambda: sum(record.exc_info is not None for record in caplog.records if record.levelno >= logging.WARNING)
 
 
 @pytest.fixture
 def scene(pretended: Any) -> Scene:
-    """One whose next call goes by graphs."""
+    """A scene whose next call is served by graphs."""
     made = Scene()
     with torch.no_grad():
         runtime.run(made.unet, made.call, lambda: our_output(made.unet, made.call))
@@ -138,7 +138,7 @@ def scene(pretended: Any) -> Scene:
 def test_a_shape_that_does_not_fit_half_way_is_the_hosts_image(
     scene: Scene, number: int, most_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without memory for what they have returned, the functions are called again with the same random numbers."""
+    """If their results took too much memory to keep, the functions are called again, with the same random numbers."""
     monkeypatch.setattr(segments, "MOST_KEPT", most_kept)
     # A capture calls them again.
     monkeypatch.setattr(runtime.services.graphs, "capture", lambda *given: 0)
@@ -157,12 +157,12 @@ def test_a_misfit_is_captured_anew_and_replayed(scene: Scene) -> None:
         expected, then = scene.expected(_4=shrunk)
         scene.begin(_4=shrunk)
         assert relative_error(scene.ours(), expected) < CLOSE and numbers() == then and now() == (NATIVE, route)
-        # The first one is captured too, for which they are set back and called again.
+        # The first call is captured too, for which the functions are restored and called again.
         assert scene.extension.calls == PLACES or route == "plain"
 
 
 def test_what_a_function_writes_into_its_memory_later_was_kept(scene: Scene) -> None:
-    """One buffer for what it returns at every place of the same shape."""
+    """The function returns the same buffer at every point with the same shape."""
     kept: dict[torch.Size, Tensor] = {}
 
     def reused(hidden: Tensor) -> Tensor:
@@ -176,7 +176,8 @@ def test_what_a_function_writes_into_its_memory_later_was_kept(scene: Scene) -> 
 
 
 def test_what_functions_hand_each_other_survives_a_misfit() -> None:
-    """Forge's options of a block are made when it begins: one patch writes there what the next one reads."""
+    """In Forge, the options of a block are made when the block begins; one patch may write to them, and the next one
+    reads that."""
     unet = shared_ldm_unet()
     options = {PATCHES: {"attn1_patch": [merged], "attn1_output_patch": [unmerged]}}
 
@@ -206,11 +207,11 @@ def entry_of_patched() -> Any:
 
 
 class Interrupted(BaseException):
-    """As WebUIs have it."""
+    """The exception with which WebUIs interrupt an image."""
 
 
 def raising(*errors: BaseException) -> Callable[[Tensor], Tensor]:
-    """Raises each once."""
+    """A function that raises each of these once."""
     waiting = list(errors)
 
     def fails(hidden: Tensor) -> Tensor:
@@ -226,7 +227,7 @@ def raising(*errors: BaseException) -> Callable[[Tensor], Tensor]:
 def test_an_exception_of_a_function_is_its_own(
     scene: Scene, error: BaseException, replays: bool, tracebacks: Callable[[], int]
 ) -> None:
-    """It is raised as it is, nothing is computed again, and the next call goes as if nothing had been."""
+    """It is raised unchanged, nothing is computed again, and the next call is not affected."""
     if not replays:
         runtime.release_memory()
     scene.begin(_2=raising(error))
@@ -245,7 +246,7 @@ def test_an_exception_of_a_function_is_its_own(
 def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: Scene) -> None:
     expected, then = scene.expected()
     scene.begin(_3=raising(torch.cuda.OutOfMemoryError("CUDA out of memory")))
-    # The host's own pass finds room.
+    # The host's own forward has enough memory.
     output = scene.ours()
     assert now()[1] == "host" and scene.host_runs == 1
     assert relative_error(output, expected) < CLOSE and numbers() == then

@@ -1,4 +1,4 @@
-"""Whose settings hold while one generation runs inside another."""
+"""Which generation's settings apply while one generation runs inside of another."""
 from __future__ import annotations
 
 from copy import copy
@@ -11,7 +11,7 @@ OFF = Settings(enabled=False)
 
 
 class P:
-    """A host's generation: anybody may set anything on it."""
+    """A host's processing object, which may get any attribute."""
 
 
 def on(generations: Generations) -> bool:
@@ -34,7 +34,7 @@ def test_one_inside_has_its_own_settings_and_gives_them_back() -> None:
 
 
 def test_a_copy_neither_ends_it_nor_begins_another_until_it_is_over() -> None:
-    """ADetailer ends and begins copies of a generation around what it makes inside."""
+    """ADetailer begins and ends copies of a generation for the images that it makes inside of it."""
     generations = Generations()
     p = P()
     generations.begin(p, OFF)

@@ -1,5 +1,5 @@
-"""The graphs' memory: kept within the budget, given back by a purge as its row said, and less where graphs are captured
-again."""
+"""The graphs' memory stays within the budget, a purge frees as many bytes as its row shows, and graphs that are
+captured again take less."""
 from __future__ import annotations
 
 import gc
@@ -138,7 +138,7 @@ def test_an_unloaded_unet_gives_its_memory_back(unet: nn.Module, pretended: Pret
 
 
 def make_ready_elsewhere(unet: nn.Module) -> None:
-    """Another checkpoint of the architecture has its entries at once, and its first graph one step later."""
+    """Another checkpoint of the architecture uses the same entries, and gets its first graph one step later."""
     assert error(unet, a_call(unet)) < CLOSE
     assert entry("64x64").state is State.READY
     assert error(unet, a_call(unet)) < CLOSE

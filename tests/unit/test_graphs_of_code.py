@@ -1,4 +1,4 @@
-"""A graph holds what torch's functions were when it was captured, so it belongs to the code that stood then."""
+"""A graph contains the results of torch's functions at its capture, so it is valid for that code alone."""
 from __future__ import annotations
 
 import importlib
@@ -20,7 +20,7 @@ CLOSE = 1e-5
 
 
 def test_a_graph_is_not_replayed_over_other_functions_than_it_was_captured_with(weather: Weather) -> None:
-    """The host and our operators both call torch.nn.functional.silu by that name, so both follow what replaces it."""
+    """Both the host and our operators call torch.nn.functional.silu by its name, so a replacement affects both."""
     unet = diffusers_unet(**SMALL_XL)
     lib_onediff.compile_unet(unet, backend="cudagraph")
     bound: Any = None
@@ -62,7 +62,7 @@ def test_graphs_of_a_second_card_are_of_the_code_too(monkeypatch: pytest.MonkeyP
 
 
 def test_a_graph_outlives_changes_of_the_hosts_own_code(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As A1111 changes what its LoRA code reads with each prompt: another check, and the same graph."""
+    """A1111 changes variables of its LoRA code with each prompt: that needs another check, but not another graph."""
     unet = diffusers_unet(**SMALL_XL)
     lib_onediff.compile_unet(unet, backend="cudagraph")
     embeddings: Any = importlib.import_module("diffusers.models.embeddings")

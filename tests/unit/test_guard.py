@@ -1,4 +1,4 @@
-"""The guard around every hook: what a fault of ours costs, what users read, and what is the host's own to raise."""
+"""The guard around every hook: the effect of a fault of ours, the sentences for users, and exceptions of the host."""
 from __future__ import annotations
 
 import contextlib
@@ -53,7 +53,7 @@ def test_what_the_host_raises_is_its_own(caplog: pytest.LogCaptureFixture) -> No
     module = patched(lambda original, module, x: original(module, x), guard, told).owner()
     with pytest.raises(ValueError, match="the host's own") as raised:
         module.forward(-1)
-    # Where our hook stands in for the host's function and hands it back, and nothing between.
+    # Our hook replaces the host's function and calls it, with no other code in between.
     assert [frame.name for frame in raised.traceback][1:] == ["patched", "untraced", "serve", "forward"]
     assert told == [] and guard.faults == [] and not guard.suspended and caplog.records == []
 
@@ -80,7 +80,8 @@ def test_hooks_return_what_the_host_can_go_on_with(caplog: pytest.LogCaptureFixt
 
 
 def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    """The runtime runs the host where its route fails, and returns; the VAE's decode that follows is the host's too."""
+    """After a fault, the runtime runs the host and returns its output; the VAE's decode that follows is the host's
+    too."""
     guard = Guard()
     told = []
 
@@ -102,7 +103,7 @@ def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(cap
 
 
 def test_a_fault_outside_of_any_hook_leaves_nothing_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
-    """A call that is made without hooks ends nobody's generation, nor does the next hook that goes well."""
+    """A fault in a call that is made without hooks does not end a generation, and the next hook serves."""
     guard = Guard()
     told = []
     guard.resume()
@@ -149,7 +150,7 @@ def test_what_stands_beneath_a_hook_of_ours_is_judged_by_its_own_code() -> None:
     refuse_replaced(Owner)
     assert beneath_ours(Owner.__dict__["forward"]) is own
     patch.undo()
-    # It has the name and the module of what it replaces.
+    # It has the name and the module of the function that it replaces.
     Owner.forward = functools.wraps(own)(strange["forward"])  # type: ignore[method-assign]
     patch.apply()
     with pytest.raises(Refusal, match="Owner.forward was replaced by strange.package"):

@@ -1,4 +1,5 @@
-"""What is remembered between processes: uses, times, verdicts, choices and pins of this machine, until a purge."""
+"""The history that is kept between processes: uses, times, verdicts, choices and pins of this machine, until a
+purge."""
 from __future__ import annotations
 
 import dataclasses
@@ -26,7 +27,7 @@ KEY = ShapeKey(
 
 @pytest.fixture
 def used(tmp_path: Path) -> Path:
-    """A cache folder in which one image's calls were taken down."""
+    """A cache folder with the calls of one image."""
     unet = shared_unet("small")
     runtime.history.open(tmp_path)
     lib_onediff.compile_unet(unet)
@@ -44,14 +45,14 @@ def used(tmp_path: Path) -> Path:
 @pytest.mark.usefixtures("host_timed_often")
 def test_the_next_process_has_the_rows(used: Path) -> None:
     now = {found.resolution: found for found in runtime.rows()}
-    runtime.keep_history()  # What was counted is not counted again.
+    runtime.keep_history()  # Uses that were counted are not counted again.
     assert uses(opened(used)) == {"64x64": 4, "88x72": 1}
     runtime.table.forget({entry.key for entry in runtime.table.entries()})
     remembered = {found.resolution: found for found in runtime.rows()}
     assert {found.state for found in remembered.values()} == {"on disk"}
     assert remembered["64x64"].step_ms == now["64x64"].step_ms > 0
     assert remembered["64x64"].ratio == now["64x64"].ratio > 0
-    # One call is not enough to be remembered, for its time.
+    # The time of a single call is not kept.
     assert remembered["88x72"].step_ms is remembered["88x72"].ratio is None
     assert remembered["64x64"].shapes[0].dtype == "float32"
 
@@ -71,7 +72,7 @@ def test_without_a_folder_it_holds_in_this_process() -> None:
 
 
 def test_another_machine_or_version_measures_for_itself(tmp_path: Path) -> None:
-    """Times, verdicts and choices are forgotten; what users do and pin is not."""
+    """Times, verdicts and tuned choices do not apply to another machine; uses and pins do."""
     here = Fingerprint.of()
     others = [dataclasses.replace(here, **{part.name: "another"}) for part in dataclasses.fields(Fingerprint)]
     assert len({here.digest, *(other.digest for other in others)}) == 1 + len(others)
@@ -90,7 +91,7 @@ def test_another_machine_or_version_measures_for_itself(tmp_path: Path) -> None:
 
 
 def test_what_0_2_0_has_written_is_taken_over(tmp_path: Path) -> None:
-    """Its file had the same tables, and one list of pins."""
+    """OneDiff 0.2.0 had the same tables, and one list of pins."""
     history = opened(tmp_path)
     history.record(row())
     history.close()
@@ -125,7 +126,7 @@ def test_the_digest_is_that_of_the_sources_that_compute(tmp_path: Path) -> None:
 
 
 def test_a_purge_takes_the_resolutions_of_a_model_and_no_others(tmp_path: Path) -> None:
-    """Of everything: history, verdicts, written or not, and in the next process."""
+    """Their rows and verdicts are deleted, written or not, for later processes too."""
     history = opened(tmp_path)
     keys = {(model, width): dataclasses.replace(KEY, architecture=f"of-{model}", width=width)
             for model in ("SD1", "SDXL") for width in (64, 72)}
@@ -166,10 +167,10 @@ def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known
 
     def one_call() -> dict[str, Any]:
         monkeypatch.setattr(runtime.services, "history", opened(tmp_path))
-        runtime.table.forget({entry.key for entry in runtime.table.entries()})  # as a process begins
+        runtime.table.forget({entry.key for entry in runtime.table.entries()})  # as at the start of a process
         runtime.adopt(unet)
         with torch.no_grad():
-            # So often that both sides have been timed as a ratio needs it: what is less is not kept.
+            # So often that both have enough times for a ratio; fewer are not kept.
             for _ in range(6):
                 runtime.run(unet, call, host)
         runtime.keep_history()

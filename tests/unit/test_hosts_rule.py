@@ -1,4 +1,5 @@
-"""The kernels that round rows of int8 as hosts do, and rotate them, against torch's: the same integers."""
+"""The kernels that quantize rows to int8 by the hosts' rule, and rotate them, give the same integers as torch's
+operators."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from lib_onediff.weights.low_bit import INT8, Kind
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.float16
-# Triton's interpreter multiplies no bfloat16, and rounds to it by cutting off.
+# Triton's interpreter has no bfloat16 products, and truncates to it instead of rounding.
 TYPES = [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])]
 RULES = [Rule.HOSTS, Rule.BUTTERFLIES, Rule.MATRIX]
 
@@ -34,7 +35,7 @@ def random(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def assert_same(found: QuantizedTokens, rows: Tensor, rule: Rule, moved: float = 2e-3) -> None:
-    """moved: the share of integers that sums in another order may move to the next one."""
+    """moved: the part of integers that may differ by one, because sums were computed in another order."""
     matrix = None if rule == Rule.HOSTS else quantized.hadamard(256, rows.device)
     values, scales = hosts_rows(rows.flatten(0, -2), matrix)
     assert torch.allclose(found.scales, scales, rtol=1e-5, atol=0)
@@ -52,7 +53,7 @@ def test_plain_rows(rule: Rule, dtype: torch.dtype, width: int, scale: float) ->
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_row_has_what_torchs_operators_give(rule: Rule) -> None:
-    """Of numbers that both rotate without an error: small integers."""
+    """The inputs are small integers, which both rotate without an error."""
     rows = torch.randint(-3, 4, (4, 512)).to(DEVICE, HALF)
     rotation = 0 if rule == Rule.HOSTS else 256
     weight = QuantizedWeight(torch.zeros(1, 512, dtype=torch.int8, device=DEVICE), torch.ones(1, 1), rotation)
@@ -174,7 +175,7 @@ def test_rows_times_a_stored_weight_are_the_hosts_product(rotation: int, one_sca
 
 
 def quantized_dense(weight: QuantizedWeight) -> Tensor:
-    """The weight in the basis of the input, in float64."""
+    """The decoded weight with its rotation undone, in float64."""
     dense = weight.values.double() * weight.scales.double().t()
     if not weight.rotation:
         return dense

@@ -1,4 +1,4 @@
-"""What is shown of an image's times: the mean over all of its steps, beside the host's own in their place."""
+"""The times shown for an image are means over all of its steps, compared with the host's steps that these replace."""
 from __future__ import annotations
 
 import dataclasses
@@ -25,19 +25,19 @@ WHOLE_MS = 900.0
 CACHED_MS = 150.0
 ALONE_MS = 500.0
 HOST_MS = 1200.0
-# A forecast takes what it takes: very little.
+# A forecast takes almost no time.
 SLACK = 10.0
 
 
 class Images(Adopted):
-    """The clock says what it is told."""
+    """Makes images with a clock that the test sets."""
 
     @torch.no_grad()
     def make(
         self, size: int = 8, settings: Settings | None = None, seconds: float = 2.0, steps: Sequence[float] = STEPS,
         second_pass: Callable[[], object] = lambda: None, is_whole: bool = True,
     ) -> None:
-        """second_pass: what the host makes for this image, once its steps are done."""
+        """second_pass: called after the steps of this image."""
         p = SimpleNamespace()
         settings = settings or self.settings
         generation = self.runtime.generations.begin(p, settings)
@@ -78,7 +78,7 @@ class Images(Adopted):
 
 
 def add_times(stopwatch: table.Stopwatch, milliseconds: float) -> None:
-    """So many times of this length that no earlier one counts."""
+    """Add so many times of this length that earlier ones no longer count."""
     for _ in range(32):
         stopwatch.add(milliseconds / 1e3)
 
@@ -112,7 +112,7 @@ def test_every_step_counts_where_times_are_shown_and_stored(
     assert_times(status, step_ms)
     (row,) = images.runtime.rows()
     assert_times(row, step_ms)
-    # The next image is no part of it.
+    # The next image is not part of it.
     images.make(size=9)
     assert_times(next(row for row in images.runtime.rows() if row.resolution == "64x64"), step_ms)
     images.runtime.keep_history()
@@ -150,7 +150,7 @@ def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
     assert {row.resolution: row.images for row in images.runtime.rows()} == {"64x64": 2, "72x72": 1}
 
 
-# --- each image's own -------------------------------------------------------------------------------------------------
+# --- values of one image do not show in the next ----------------------------------------------------------------------
 
 
 OFF = Settings(enabled=False)
@@ -164,11 +164,11 @@ def test_an_image_that_the_host_makes_alone_shows_and_counts_nothing_at_the_size
     status = images.status()
     assert (status["route"], status["resolution"], status["model"]) == ("host", "72x72", before.model)
     assert (status["backend"], status["relative_error"], status["image"]["calls"]) == ("", None, {"host": 20})
-    # Its steps' time is the host's own, as it was measured.
+    # The time of its steps is the host's own measured time.
     assert 0 < status["step_ms"] < 1e3 * 5.0 and status["step_ms"] != WHOLE_MS
     assert f"{status['step_ms']:.3g} ms"[:3] in summary_html(status) and "WebUI" not in dict(described(status))["Step"]
     assert images.row("64x64") == before
-    # At the same size too, the row's step is of images that OneDiff has made.
+    # At the same size, the row still shows the steps of images that OneDiff has made.
     images.make(settings=OFF)
     after = images.row("64x64")
     assert (after.step_ms, after.ratio, after.images) == (before.step_ms, before.ratio, before.images + 1)
@@ -209,7 +209,7 @@ def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.Mon
     images.make(steps=STEPS[:4])
     short = images.status()["deepcache"]
     assert (short["full"], short["cached"]) == (0, 0) and "fewer than 10 steps" in short["reason"]
-    # A second pass is of the same image.
+    # A second pass belongs to the same image.
     images.make(second_pass=lambda: images.sample(9, STEPS[:4]))
     both = images.status()
     assert (both["deepcache"]["full"], both["deepcache"]["cached"]) == (8, 12)
@@ -275,7 +275,7 @@ def test_an_image_that_failed_says_so_until_the_next() -> None:
     images.runtime.generations.begin(p, images.settings)
     images.sample(9, STEPS[:4])
     assert images.status()["image"]["state"] == "in progress"
-    del p  # as where the host has raised
+    del p  # as after an exception of the host
     status = images.status()
     assert (status["image"]["state"], status["resolution"]) == ("failed", "72x72")
     assert status["image"]["seconds"] is None and ">failed, " in summary_html(status)
@@ -313,7 +313,7 @@ def test_what_steps_do_not_explain_is_explained() -> None:
 
 
 def test_a_steps_time_is_of_the_image_and_not_of_those_before_it() -> None:
-    """As where something else used the device while the last one was made: 0.4 s/image of 8 steps, 141 ms/step."""
+    """As if something else had used the GPU during the last image: 0.4 s per image of 8 steps, 141 ms per step."""
     images = Images()
     images.make()
     p = SimpleNamespace()
@@ -327,7 +327,7 @@ def test_a_steps_time_is_of_the_image_and_not_of_those_before_it() -> None:
 
 
 def test_the_row_of_a_size_says_of_its_last_image_what_the_status_says() -> None:
-    """Another shape is used more."""
+    """Another shape is used more often."""
     images = Images()
     images.make()
     (used,) = images.runtime.table.entries()
@@ -351,11 +351,11 @@ def test_what_the_table_forgets_is_forgotten_with_all_that_was_counted_there(mon
     ready = next(entry for entry in images.runtime.table.entries() if entry.key.resolution == "72x72")
     ready.state = State.READY
     images.make(size=12, steps=STEPS[:2])
-    # Pinned, ready, and what is in use.
+    # Pinned, ready, and in use.
     assert {row.resolution for row in images.runtime.rows()} == {"64x64", "72x72", "96x96"}
     call_stats = images.runtime.call_stats
     assert {place.resolution for place in call_stats.images} == {"64x64", "72x72", "96x96"}
     assert {place.resolution for place in call_stats.parts} == {"64x64", "72x72", "96x96"}
-    # What is used again is checked again.
+    # A shape that is used again is checked again.
     images.make(size=10, steps=STEPS[:2])
     assert images.status()["image"]["first_uses"] == 1 and images.row("80x80").images == 1

@@ -1,4 +1,4 @@
-"""install.py: the arguments, and the life of a .venv with a real pip and tiny wheels."""
+"""install.py: its arguments, and the life of a .venv with a real pip and tiny wheels."""
 from __future__ import annotations
 
 import ast
@@ -56,14 +56,14 @@ except KeyboardInterrupt:
 
 
 def run_install(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run folder's install.py as a user would, from that folder's parent."""
+    """Run a folder's install.py as a user would, from that folder's parent."""
     command = [sys.executable, folder / "install.py", *arguments]
     environment = {**os.environ, **environment}
     return subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True)
 
 
 def write_wheel(folder: Path, name: str, version: str, requires: str = "", main: str = "") -> None:
-    """A wheel of one package, which can be run with python -m."""
+    """Write a wheel of one package that can be run with python -m."""
     module = name.replace("-", "_")
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     files = {
@@ -79,7 +79,7 @@ def write_wheel(folder: Path, name: str, version: str, requires: str = "", main:
 
 
 def make_checkout(folder: Path) -> Path:
-    """The real install.py with small requirements and a host that tells how it was started."""
+    """A folder with the real install.py, small requirements, and a demo that prints how it was started."""
     host = folder / "lib_onediff" / "demo"
     host.mkdir(parents=True)
     (host / "__main__.py").write_text(SAY_ARGUMENTS)
@@ -101,7 +101,7 @@ def wheels(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory, wheels) -> tuple[Path, dict[str, str]]:
-    """A checkout whose .venv holds the test extra, and the environment in which pip finds the wheels."""
+    """A checkout whose .venv has the test extra, and the environment in which pip finds the wheels."""
     checkout = make_checkout(tmp_path_factory.mktemp("checkout") / "sd-webui-onediff")
     environment = {**EMPTY_PACKAGE_INDEX, "PIP_FIND_LINKS": str(wheels)}
     first = run_install(checkout, "--test", **environment)
@@ -110,7 +110,7 @@ def installed(tmp_path_factory, wheels) -> tuple[Path, dict[str, str]]:
 
 
 def test_a_webuis_start_needs_no_site_and_no_folder_on_the_path():
-    """Like an embeddable Python for Windows, which takes neither PYTHONPATH nor the script's folder."""
+    """As with an embeddable Python for Windows, which uses neither PYTHONPATH nor the script's folder."""
     command = [sys.executable, "-I", "-S", REPOSITORY / "install.py"]
     answer = subprocess.run(command, cwd=REPOSITORY.anchor, capture_output=True, text=True)
     assert (answer.returncode, answer.stderr, answer.stdout) == (0, "", "")
@@ -124,7 +124,7 @@ def test_a_webuis_start_needs_no_site_and_no_folder_on_the_path():
     [
         (["--demo", "--model", "no-such.safetensors"], "there is no file or folder no-such.safetensors"),
         (["--demo", "--port", "TAKEN"], "; choose another with --port"),
-        (["--demo", "--port", "99999"], "port 99999 on 127.0.0.1 is refused"),
+        (["--demo", "--port", "99999"], "port 99999 on 127.0.0.1 cannot be used"),
         (["--demmo"], "install.py takes --demo, --test or nothing, not '--demmo'."),
     ],
 )
@@ -153,7 +153,7 @@ def test_old_pythons_can_read_their_refusal(monkeypatch, capsys, arguments, code
     text = Path(install.__file__).read_text(encoding="utf-8")
     tree = ast.parse(text, feature_version=(3, 6))
     assert not any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
-    # What stands before it has to be in every Python.
+    # Everything before it must be valid in every version of Python.
     first, second, third = tree.body[:3]
     assert isinstance(first, ast.Expr) and ast.unparse(second) == "import sys" and isinstance(third, ast.If)
     monkeypatch.setattr(sys, "version_info", (3, 6, 15))
@@ -182,7 +182,7 @@ def test_requirements_are_read_as_toml_means_them(text):
 
 
 def test_nothing_that_users_bring_has_an_upper_bound():
-    """pip would take a newer torch away, and break what stands on it."""
+    """pip would replace a newer torch, and break packages that depend on it."""
     requirements = pytest.importorskip("packaging.requirements")
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     assert install.read_strings(text, "project", "dependencies") == ["torch>=2.1.2"]
@@ -229,7 +229,7 @@ def test_ctrl_c_is_the_hosts_own(installed):
     environment = {**os.environ, **environment}
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        # Who was started in the background by a shell does not hear it otherwise.
+        # A process that a shell has started in the background ignores Ctrl-C otherwise.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -250,7 +250,7 @@ def test_two_at_once_do_not_meet(installed, monkeypatch):
     with install.sole_installer():
         answer = run_install(checkout, "--test", **environment)
     assert answer.returncode == 1
-    assert answer.stderr == "Another install.py is at work in .venv. Wait until it has finished.\n"
+    assert answer.stderr == "Another install.py is installing into .venv. Wait until it has finished.\n"
 
 
 def test_what_pip_says_in_another_encoding_is_read(tmp_path, monkeypatch):
@@ -269,7 +269,7 @@ def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
     offline = run_install(checkout, "--demo", **EMPTY_PACKAGE_INDEX)
     assert offline.returncode == 1 and "Traceback" not in offline.stderr
     assert "Making .venv" in offline.stdout
-    assert "pip is kept offline by PIP_NO_INDEX and finds no tiny-torch<3,>=2." in offline.stderr
+    assert "pip cannot find tiny-torch<3,>=2, because PIP_NO_INDEX keeps it offline." in offline.stderr
 
     online = run_install(checkout, "--demo", **{**EMPTY_PACKAGE_INDEX, "PIP_FIND_LINKS": str(wheels)})
     assert "Making .venv" not in online.stdout, "a venv that only lacks packages was thrown away"
@@ -277,7 +277,7 @@ def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
 
 
 def test_an_installed_package_has_all_that_is_no_python(tmp_path):
-    """The style sheets and py.typed: "pip install ." of a clean copy."""
+    """"pip install ." of a clean copy installs the style sheets and py.typed."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.split(".")[0]) < 77:
         pytest.skip("this setuptools is older than what pyproject.toml asks for")

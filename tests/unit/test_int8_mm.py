@@ -1,4 +1,4 @@
-"""Products in int8 against the same in float64: on a GPU compiled, without one under Triton's interpreter."""
+"""int8 products against float64: compiled on a GPU, by Triton's interpreter without one."""
 from __future__ import annotations
 
 import pytest
@@ -16,7 +16,7 @@ from lib_onediff.devices.cuda.kernels.launch_config import DOWN_PRODUCT, INT8_PR
 from lib_onediff.weights.low_bit import INT8
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Tiles that a CPU does in a moment.
+# Tiles that a CPU computes quickly.
 CONFIGS = [(32, 32, 32, 8, 4, 2), (16, 64, 32, 2, 4, 2)]
 if DEVICE.type == "cuda":
     CONFIGS = list(INT8_PRODUCT.candidates)
@@ -67,7 +67,7 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
     assert bool((output[3] == 0).all())
     for row in (0, 5):
         assert float((output[row].double() - expected[row]).norm() / expected[row].norm()) < 1e-3
-    # The largest sums that can be.
+    # The largest possible sums.
     values = torch.full((16, 5120), 127, dtype=torch.int8, device=DEVICE)
     scales = torch.full((16, 1), 1e-4, device=DEVICE)
     output = products.int8_product(
@@ -84,7 +84,7 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
 def test_loras_are_added_before_it_is_rounded(
     shape: tuple[int, int, int], ranks: int, layers: int, with_bias: bool, config: LaunchConfig
 ) -> None:
-    """layers: in the place of one, whose LoRAs read hidden numbers of their own."""
+    """layers: replaces one layer, whose LoRAs have their own hidden values."""
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE).half() if with_bias else None
@@ -103,7 +103,7 @@ if DEVICE.type == "cuda":
     DOWN_CONFIGS = list(DOWN_PRODUCT.candidates)
 
 
-# The interpreter multiplies no bfloat16.
+# The interpreter has no bfloat16 products.
 DOWN_TYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torch.float16]
 
 
@@ -138,7 +138,7 @@ def test_loras_that_lie_together_are_not_copied() -> None:
     halves = LowRank(torch.randn(32, 24), ((0, whole[:32]), (32, whole[32:])))
     down, up = products.joint_loras(halves, 64)
     assert down.data_ptr() == halves.down.data_ptr() and up.data_ptr() == whole.data_ptr() and up.shape == (64, 16)
-    # The second in the place of the first, and one for another number of rows.
+    # The second one replaces the first; and one for another number of rows.
     for ups in (((0, whole[32:]), (32, whole[:32])), ((0, whole[:32]), (48, whole[32:48]))):
         down, up = products.joint_loras(LowRank(torch.randn(32, 24), ups), 64)
         assert up.shape == (64, 32) and torch.equal(up[:32, :16], ups[0][1]) and not up[:32, 16:].any()

@@ -1,5 +1,5 @@
-"""Kernels that were compiled ahead: the archive has what is launched, and what is launched reaches the driver, by a
-driver of our own."""
+"""Kernels that were compiled ahead: the archive contains every kernel that is launched, and launches reach the driver.
+The driver is a test's own."""
 from __future__ import annotations
 
 import contextlib
@@ -32,7 +32,7 @@ NEW = (13, 0)
 
 
 class Function:
-    """Of a library that ctypes has loaded."""
+    """A function of a library loaded by ctypes."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -42,7 +42,7 @@ class Function:
 
 
 class Library:
-    """A driver without a GPU: it notes what it is asked for. version: of CUDA. statuses: what calls return."""
+    """A driver without a GPU, which records its calls. version: of CUDA. statuses: the results of calls."""
 
     def __init__(self, version: tuple[int, int] = NEW, **statuses: int) -> None:
         self.version = version
@@ -85,7 +85,7 @@ class Library:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Launches on the CPU's tensors, as if on a card. capability, driver: which one, and with what."""
+    """Launches on the CPU's tensors, as if on a card. capability, driver: of the card."""
     card = SimpleNamespace(capability=(8, 6), library=Library())
     monkeypatch.setattr(launching, "is_ahead", lambda device: True)
     monkeypatch.setattr(launching, "driver_here", lambda: driver.Driver(card.library))
@@ -105,7 +105,7 @@ def normed(config: Any = LAYER_NORM.candidates[0], start: int = 0) -> tuple[torc
 
 @pytest.fixture(scope="module")
 def build() -> Any:
-    """The build's program. It replaces what launches by Triton, in a module of its own making."""
+    """The build program. It replaces the module that launches by Triton in a module of its own."""
     spec = importlib.util.spec_from_file_location("build_kernels", BUILD)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
@@ -113,7 +113,7 @@ def build() -> Any:
 
 
 def test_the_archive_is_what_its_sources_are(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Built from these sources (.ci/kernels write), and with every kernel that is launched."""
+    """It was built from these sources (.ci/kernels write), and has every kernel that is launched."""
     monkeypatch.setattr(launching, "launch_source", launching.launch_source)
     manifest = archive.manifest()
     assert manifest.digest == build.digest(), "the sources have changed: run .ci/kernels write"
@@ -240,7 +240,7 @@ def test_without_a_driver_or_an_archive(card: Any, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_stub_of_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a library that has been loaded and lacks functions, as CUDA's stubs and other makers' have it."""
+    """A library that can be loaded and lacks functions, as CUDA's stubs and other makers' libraries."""
     class Stub:
         cuDriverGetVersion = Function(lambda out: 34)
 

@@ -1,8 +1,8 @@
-"""Bad weather on the ladder of backends: what fails is served by the next step, and the entry says why. Backends and
-weights may change from call to call.
+"""The ladder of backends: if one fails, the next one serves, and the entry has the reason. Backends and weights may
+change from call to call.
 
-There is no GPU here: the steps are those of one, our kernels' place is taken by operators that do what a test wants,
-and a capture fails by itself. tests/gpu/test_bad_weather.py asks the same of the real ones.
+There is no GPU here: our kernels are replaced by operators that do what a test wants, and a capture fails by itself.
+tests/gpu/test_bad_weather.py tests the same with the real backends.
 """
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_what_does_not_load_is_served_by_the_next_backend_and_keeps_no_unet_aliv
     def fails(*given: Any, **more: Any) -> None:
         raise RuntimeError("no image for this device\nand more")
 
-    # pytest keeps what was logged, tracebacks included.
+    # pytest keeps log records, with their tracebacks.
     monkeypatch.setattr(logging.getLogger("onediff"), "disabled", True)
     monkeypatch.setattr(runtime.devices.named(NATIVE), "prepare", fails)
     unet = small_xl()

@@ -1,5 +1,5 @@
-"""Low-bit: whole UNets by it, and what becomes of it where weights, memory, settings or the machine change. Every error
-is within the budget: see test_low_bit_budget.py for the others."""
+"""Low-bit in whole UNets, and the changes of weights, memory, settings or machine after it. All errors are within the
+budget here; see test_low_bit_budget.py for others."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -74,13 +74,13 @@ def test_each_setting_is_an_entry_of_its_own_and_off_is_exact(on_a_gpu: Weather)
 
 
 def addresses_of(kept: Mapping[str, Sequence[QuantizedWeight]]) -> dict[str, list[int]]:
-    """Where the values of each layer's weights in eight bits lie."""
+    """The address of each layer's 8-bit values."""
     return {name: [weight.values.data_ptr() for weight in weights] for name, weights in kept.items()}
 
 
 @pytest.mark.parametrize("option", ["fp8", "int8"])
 def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather, option: str) -> None:
-    """As a LoRA that is merged."""
+    """As when a LoRA is merged."""
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     before = served(unet, call)
@@ -134,14 +134,14 @@ def test_what_is_too_far_from_the_host_is_not_used(
     assert now()[0] == EXACT and "it differs" in reason()
 
 
-# --- where it cannot be -----------------------------------------------------------------------------------------------
+# --- networks and devices without 8-bit products ----------------------------------------------------------------------
 
 
 def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float8.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
     monkeypatch.setattr(float8, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
     found = float8.float8_support(CPU, torch.float16)
-    assert found.result is None and "wrong by" in found.reason
+    assert found.result is None and "have an error of" in found.reason
 
     def missing(*given: Any) -> Tensor:
         raise RuntimeError("not compiled in\nat line 3")
@@ -171,7 +171,8 @@ def test_the_bench_has_every_product_in_eight_bits() -> None:
 def test_what_was_measured_to_gain_a_tenth_is_in_eight_bits_in_the_next_process_too(
     fp8: tuple[float, float] | None, int8: tuple[float, float] | None, kind: Kind | None
 ) -> None:
-    """And INT8 where it is a tenth shorter than FP8: at a card's power limit its clock falls."""
+    """INT8 is chosen if it is faster than FP8 by a tenth, because a GPU at its power limit lowers its clock under
+    INT8."""
     tuning_cache = TuningCache()
     product = Product(2048, 1280, 10240, NORMED)
     for one, times in ((FP8, fp8), (INT8, int8)):

@@ -1,4 +1,5 @@
-"""Low-bit's error budget: what is measured of a checkpoint, which classes of layers are left out, and when anew."""
+"""Low-bit's error budget: the measured errors of a checkpoint, the classes of layers that are left out, and when they
+are measured again."""
 from __future__ import annotations
 
 from typing import Any
@@ -28,7 +29,7 @@ from lib_onediff.weights.low_bit import (
 CLASSES = (SELF_QKV, SELF_OUT, CROSS_QUERY, CROSS_OUT, FEED_FORWARD_IN, FEED_FORWARD_OUT)
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many layers were in eight bits in each forward pass that was made to measure."""
+    """The number of layers in eight bits in each forward that was made to measure errors."""
     found: list[int] = []
     real = LowBitRoute._output
 
@@ -42,8 +43,8 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @torch.no_grad()
 def with_outliers(unet: nn.Module, end: str, norms: float = 1.0) -> nn.Module:
-    """One input of these layers counts a hundred times, so that the others lose their digits in its scale. norms: what
-    norms are multiplied by; those of two checkpoints are never the same."""
+    """The weights of one input of these layers are a hundred times larger than the others, which lose precision under a
+    common scale. norms: a factor for norms, so that two checkpoints differ."""
     for name, parameter in unet.named_parameters():
         if name.endswith(end):
             parameter[:, 0] *= 100
@@ -66,19 +67,19 @@ def used() -> set[str]:
 
 
 def classes_kept(unet: nn.Module) -> set[str]:
-    """Of the weights in eight bits that are there."""
+    """The classes of layers of the present 8-bit weights."""
     network = runtime.services.networks.get(unet)
     classes = runtime.devices.lossy.low_bit.classes(network.bound.layout)
     return set() if network.low_bit is None else {classes[name] for name in network.low_bit.names()}
 
 
 def exact(unet: nn.Module, call: UNetCall) -> Tensor:
-    """By our own exact operators."""
+    """The output by our own exact operators."""
     with generating(runtime, Settings(low_bit="off")):
         return served(unet, call)
 
 
-# --- what is measured, and what is left out ---------------------------------------------------------------------------
+# --- measurements, and classes that are left out ----------------------------------------------------------------------
 
 
 def test_a_class_with_outliers_is_left_out_and_the_rest_is_within_the_budget(on_a_gpu: Weather) -> None:
@@ -115,7 +116,7 @@ def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: Weather, option:
     assert last == len(CLASSES)
 
 
-# --- when -------------------------------------------------------------------------------------------------------------
+# --- when classes are measured ----------------------------------------------------------------------------------------
 
 
 def test_each_half_of_an_image_is_measured_once_at_its_first_step(on_a_gpu: Weather, passes: list[int]) -> None:
@@ -124,7 +125,7 @@ def test_each_half_of_an_image_is_measured_once_at_its_first_step(on_a_gpu: Weat
     for timestep in (981.0, 950.0, 700.0, 1000 * MIDDLE, 300.0, 250.0, 1.0):
         served(unet, half_call(unet, timestep=timestep))
         counts.append(len(passes))
-    # With none, with each class alone, with all.
+    # With no class, with each class alone, and with all.
     assert counts == [8, 8, 8, 16, 16, 16, 16]
     assert now() == (EIGHT, "graph"), reason()
     served(unet, half_call(unet, seed=1))
@@ -158,7 +159,7 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
     assert relative_error(output_again, exact(unet, call)) <= 0.1
 
 
-# --- when again -------------------------------------------------------------------------------------------------------
+# --- when they are measured again -------------------------------------------------------------------------------------
 
 
 def test_another_checkpoint_is_measured_a_lora_is_not(on_a_gpu: Weather, passes: list[int]) -> None:
@@ -203,11 +204,12 @@ def test_the_next_process_knows(on_a_gpu: Weather, passes: list[int], tmp_path: 
     assert len(passes) == 24, "what was purged from the disk is measured again"
 
 
-# --- the choice by itself ---------------------------------------------------------------------------------------------
+# --- Choice alone -----------------------------------------------------------------------------------------------------
 
 
 def a_choice(budget: float, found: Any = None, classes: str = "abc", **errors: float) -> Choice:
-    """Of a layer for each class. found: what a store has. errors: what was measured, of a class or of several."""
+    """A Choice with one layer in each class. found: the content of the store. errors: measured errors of a class or of
+    several."""
     layers = {name: name for name in classes}
     choice = Choice("a model", dict.fromkeys(layers, FP8), layers, budget, found)
     for names, error in errors.items():

@@ -37,11 +37,11 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.weights.low_bit import FP8, GROUP_NORMED, INT8, KINDS, Kind, Product, as_rows, gated_scale
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# By addresses, and copied by the GPU. On one, only what it can launch.
+# By addresses, and copied by the GPU. On a GPU, only supported launches.
 CONFIGS = [(0, 64, 64, 64, 8, 4, 2), (1, 64, 64, 64, 8, 4, 2)]
 EXACT = CONFIGS
 HALF = torch.float16
-# By the type that is multiplied.
+# By the dtype of the factors.
 CONVOLVED = [(dtype, (copied, 8, 16, 32, 32, 8, 4, 2)) for dtype in CONVOLUTIONS for copied in (0, 1)]
 if DEVICE.type == "cuda":
     CONFIGS, EXACT = (
@@ -57,7 +57,7 @@ if DEVICE.type == "cuda":
 def factors(
     rows: int, width: int, half: int, norm: LayerWeights, row_scales: bool
 ) -> tuple[Tensor, QuantizedTokens, Tensor, QuantizedWeight]:
-    """Tokens as the norm gives them and a weight, each in float32 and in float8."""
+    """Tokens after a norm, and a weight, each in float32 and in float8."""
     hidden = torch.randn(rows, width, device=DEVICE)
     tokens = torch.nn.functional.layer_norm(hidden, (width,), norm.weight, norm.bias)
     weight = torch.randn(2 * half, width, device=DEVICE) / width**0.5
@@ -70,10 +70,11 @@ def factors(
 
 
 def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None) -> float:
-    """Relative, against the same rounded factors; of normal numbers, three bits after the point make 2.7e-2."""
+    """The relative error against the same rounded factors. For normally distributed numbers, three bits of mantissa
+    give 2.7e-2."""
     sums = (tokens.values.float() * tokens.scales) @ (weight.values.float() * weight.scales.t()).t()
     expected = torch_ops.gated(sums if bias is None else sums + bias.float(), GEGLU)
-    # Triton's interpreter rounds what is just below a power of two to half of it.
+    # Triton's interpreter halves values just below a power of two.
     carries = (torch.frexp(expected / found.scales).mantissa.abs() > 0.968) & (DEVICE.type == "cpu")
     number = found.values.float() * found.scales
     return relative_error(torch.where(carries, expected, number), expected)
@@ -112,7 +113,7 @@ def test_in_half_precision_it_is_rounded_once(
 
 @pytest.mark.parametrize("outlier", [1.0, 1000.0])
 def test_nothing_is_larger_than_the_scale_says(outlier: float) -> None:
-    """The worst tokens that a layer norm can give: along a row of the weight."""
+    """With the largest possible tokens after a layer norm: parallel to a row of the weight."""
     width = 64
     half = 24
     norm = LayerWeights(torch.rand(width) + 0.5, torch.randn(width))
@@ -127,7 +128,7 @@ def test_nothing_is_larger_than_the_scale_says(outlier: float) -> None:
     assert FP8.largest / 16 < largest * 1.3 <= FP8.largest, "none is cut off, and the range is used"
 
 
-# On a GPU, kernels are there for the types that networks have.
+# On a GPU, there are kernels for the dtypes of networks.
 RESULT = torch.float32 if DEVICE.type == "cpu" else torch.float16
 
 
@@ -147,7 +148,8 @@ def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
 def test_it_is_the_convolution_of_its_factors(
     batch: int, channels: int, out: int, height: int, width: int, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
-    """Edges, pixels that fill no tile, and channels that fill no step; images of one batch have scales of their own."""
+    """With edges, pixels that do not fill a tile, and channels that do not fill a step; the images of a batch have
+    scales of their own."""
     given = image(batch, channels, height, width)
     weight = torch.randn(out, channels, 3, 3, device=DEVICE)
     weight *= torch.logspace(-1, 1, out, device=DEVICE)[:, None, None, None]
@@ -163,14 +165,14 @@ def test_it_is_the_convolution_of_its_factors(
         values, scales = rounded_rows(given.permute(0, 2, 3, 1).flatten(1), kind)
         values = values.view(batch, height, width, channels)
         low_bit = rounded_weight(weight, kind)
-        # A GPU sums products of float8 in 22 bits; and here may be one number, small by chance.
+        # A GPU sums float8 products with 22 bits, and a single number may be small by chance.
         allowed = 1e-5 if DEVICE.type == "cpu" else 5e-2
         found = products.convolution(products.QuantizedImage(values, scales), low_bit, RESULT, config)
         back = (low_bit.values.float() * low_bit.scales.t()).view(out, 3, 3, channels).permute(0, 3, 1, 2)
         of_image = values.float().permute(0, 3, 1, 2) * scales[:, :, None, None]
     expected = functional.conv2d(of_image.double(), back.double(), padding=1)
     assert found.is_contiguous(memory_format=torch.channels_last)
-    # Each output channel of each image by itself: they differ a hundred times.
+    # Each output channel of each image is compared separately, because they differ by a factor of a hundred.
     for one, other in zip(found.double().flatten(0, 1), expected.flatten(0, 1), strict=True):
         assert relative_error(one, other) < allowed
     assert relative_error(found.double(), functional.conv2d(given.double(), weight.double(), padding=1)) < 5e-2
@@ -178,8 +180,8 @@ def test_it_is_the_convolution_of_its_factors(
 
 @pytest.mark.parametrize(("kind", "beside"), [(FP8, False), (INT8, False), (INT8, True)], ids=str)
 def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
-    """With a shift, of one image or two side by side, as group_norm gives it; the largest of each sample is the largest
-    of the kind, but where a channel's lowest number is."""
+    """With a shift, for one image or two side by side, as in group_norm. The largest value of each sample becomes the
+    format's largest, unless it comes from a channel's lowest number."""
     first_half = image(2, 32, 32, 32)
     second = 3 + image(2, 16, 32, 32)
     first_half[1] *= torch.linspace(0.1, 10, 32, device=DEVICE)[:, None, None]
@@ -206,12 +208,12 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
     if kind is INT8:
         assert float((rounded.values - ratio).abs().max()) < 0.501, "to the nearest"
     else:
-        # Triton's interpreter rounds what is just below a power of two to half of it.
+        # Triton's interpreter halves values just below a power of two.
         carries = (torch.frexp(ratio).mantissa.abs() > 0.968) & (DEVICE.type == "cpu")
         assert relative_error(torch.where(carries, ratio, rounded.values.float()), ratio) < 3.2e-2
     output = operators.convolution(rounded, consumer, Convolution("", channels, 16, 3, 1, 1))
     assert output.shape == (2, 16, 32, 32)
-    # Small images stay as they are.
+    # Small feature maps are not quantized.
     small = operators.group_norm(image(1, 32, 8, 8), LayerWeights(layer.weight[:32], None), norm, True, None, consumer)
     assert isinstance(small, Tensor)
     first_half[0, 3, 5, 7] = float("nan")
@@ -222,7 +224,7 @@ def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
 
 
 def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the model's type and in INT8, where there is no float8 too."""
+    """In the model's dtype and in INT8, also without float8."""
     config = next(config for dtype, config in CONVOLVED if dtype == INT8.dtype)
     outputs = []
     monkeypatch.setitem(CONVOLUTIONS, INT8.dtype, replace(CONVOLUTIONS[INT8.dtype], candidates=(config,)))

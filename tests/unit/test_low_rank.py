@@ -1,4 +1,4 @@
-"""LoRAs computed beside their layers, by every set of operators that takes them, against the merged weight."""
+"""LoRAs computed beside their layers, by all operators that support them, against the merged weight."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -40,7 +40,7 @@ def ops(request: pytest.FixtureRequest) -> Operators:
 
 
 def with_loras(out: int, into: tuple[int, ...], biased: bool = True, members: tuple[int, ...] = ()) -> LayerWeights:
-    """A layer with LoRAs on all but the second of its members, of different ranks."""
+    """A layer with LoRAs of different ranks on all of its members except the second."""
     ranks = {row: 2 + row % 5 for index, row in enumerate(first_rows(members or (out,))) if index != 1}
     sizes = dict(zip(first_rows(members or (out,)), members or (out,), strict=True))
     ups = tuple((row, random(sizes[row], rank)) for row, rank in ranks.items())
@@ -53,7 +53,7 @@ def first_rows(members: tuple[int, ...]) -> list[int]:
 
 
 def merged(layer: LayerWeights) -> LayerWeights:
-    """What a host would have merged, in float64."""
+    """The weight merged in float64."""
     assert layer.low_rank is not None
     weight = layer.weight.double()
     rank = 0
@@ -96,7 +96,7 @@ def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) 
 @pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) -> None:
-    """In float16 the tokens times a large down would be infinite, times a small one nothing."""
+    """In float16, tokens times a large down matrix would overflow, and times a small one vanish."""
     layer = LayerWeights(random(48, 64).to(dtype), None)
     x = random(2, 33, 64).to(dtype)
     up = random(48, 4) / size
@@ -105,7 +105,7 @@ def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) 
     applied = AppliedFunctions(dtype, up.device)
     applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": layer}, {"a": ["a"]}, None)
     stored = {"a": layer}
-    # A binding, as far as steps_of reads it.
+    # As much of a binding as steps_of reads.
     binding: Any = SimpleNamespace(dtype=dtype, formats={})
     output = torch_ops.linear(x, Operands(stored, steps_of(binding, stored, None, (), applied))["a"])
     exact = x.double() @ (layer.weight.double() + 0.5 * up.double() @ down.double()).t()

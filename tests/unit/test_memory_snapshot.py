@@ -1,4 +1,4 @@
-"""What comes back without some graphs, of memories in which they lie over each other."""
+"""The memory that dropping some graphs frees, for pools in which graphs overlap."""
 from __future__ import annotations
 
 import random
@@ -27,7 +27,8 @@ def keys(count: int) -> list[ShapeKey]:
 
 
 def comes_back(memories: list[tuple[int, list[HeldGraph]]], gone: set[ShapeKey]) -> int:
-    """By the definition: each memory is as large as the largest graph that stays, where that is worth it."""
+    """The expected bytes, by definition: each pool is as large as its largest remaining graph, if shrinking it gains
+    enough."""
     total = 0
     for size, graphs in memories:
         total += sum(graph.own_bytes for graph in graphs if graph.key in gone)
@@ -45,7 +46,7 @@ def test_what_comes_back_is_as_defined() -> None:
     for _ in range(200):
         memories = []
         for _ in range(drawn.randint(1, 3)):
-            # Two networks may have a graph of the same shape in one memory.
+            # Two networks may have a graph of the same shape in one pool.
             graphs = [
                 HeldGraph(drawn.choice(shapes), drawn.randint(1, 1 << 30), drawn.randint(0, 1000))
                 for _ in range(drawn.randint(1, 6))
@@ -62,5 +63,5 @@ def test_a_page_of_thousands_of_graphs_does_not_take_seconds() -> None:
     began = time.process_time()
     for key in shapes:
         snapshot.gives_back({key})
-    # Each with each it took 6 seconds.
+    # All combinations took 6 seconds.
     assert time.process_time() - began < 1.0

@@ -1,4 +1,4 @@
-"""NativeOperators against torch's, images in any memory format; and our attention to few keys against float64."""
+"""NativeOperators against torch's, with images in any memory format; and our attention to few keys against float64."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -131,7 +131,7 @@ def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
 def test_norms_and_gates_that_depend_on_the_image_and_rotated_heads(
     native: NativeOperators, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
-    """kept: the type of the residual. The reference computes in float32 with the same numbers."""
+    """kept: the dtype of the residual. The reference computes in float32 with the same numbers."""
     tokens = random(2, 7, 48).to(kept)
     hidden = random(2, 7, 48).to(dtype)
     gate = random(2, 48).to(dtype)
@@ -165,7 +165,8 @@ def test_norms_and_gates_that_depend_on_the_image_and_rotated_heads(
         assert ours.dtype == kind and relative_error(ours.float(), exact) < close
 
 
-# Of a half type, with the weights rounded to it before they meet the values. The interpreter cuts bfloat16 off.
+# In a half type, with the weights rounded to it before they are multiplied with the values. The interpreter truncates
+# bfloat16.
 ROUNDING = {torch.float16: 6e-4, torch.bfloat16: 6e-3}
 SHAPES = {
     "SDXL": ((2, 3, 100, 64), 77), "long prompt": ((1, 2, 65, 64), 154), "SD1": ((2, 2, 70, 40), 77),
@@ -206,7 +207,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_gated_product_reads_a_weight_as_it_lies(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A view that somebody has put in the place of a weight is no row after row."""
+    """A weight may be replaced by a view whose rows are not contiguous."""
     used: list[bool] = []
     product = products.exact_gated_product
     monkeypatch.setattr(products, "exact_gated_product", lambda *given: used.append(True) or product(*given))

@@ -1,4 +1,4 @@
-"""What is measured to choose launch configs, and what is chosen."""
+"""The measurements of launch configs, and the choice by them."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5
 
 
 class Clock:
-    """Times work without doing it: ms[config], or the usual."""
+    """Times work without running it: ms[config], or the usual time."""
 
     def __init__(self, **ms: float) -> None:
         self.ms = ms

@@ -48,7 +48,7 @@ UNETS: dict[str, Callable[[], nn.Module]] = {
 
 @cache
 def shared(name: str) -> nn.Module:
-    """For tests that change nothing about it."""
+    """A UNet shared by tests that do not change it."""
     return UNETS[name]().to(DEVICE)
 
 

@@ -1,4 +1,4 @@
-"""Nothing that we compute depends on what a caller has set for its own tensors: torch's default type and device."""
+"""Nothing that we compute depends on torch's default dtype and device, which a caller may have set."""
 from __future__ import annotations
 
 import ast
@@ -19,7 +19,7 @@ import lib_onediff
 CLOSE = 1e-5
 DEFAULTS = (torch.bfloat16, torch.float16, torch.float64, "meta")
 
-# Those of torch's functions that make a tensor of no other one.
+# The functions of torch that make a tensor without being given one.
 MAKERS = {
     "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand", "randint",
     "randn", "randperm", "scalar_tensor", "tensor", "zeros",
@@ -28,7 +28,7 @@ ROOT = Path(lib_onediff.__file__).parent
 
 
 def lacking(call: ast.Call) -> set[str]:
-    """What a call of torch leaves to the caller's defaults."""
+    """The arguments that a call of torch leaves to the defaults."""
     function = call.func
     if not isinstance(function, ast.Attribute) or not isinstance(function.value, ast.Name):
         return set()
@@ -48,7 +48,7 @@ def test_every_tensor_is_made_with_its_type_and_device() -> None:
 
 @contextlib.contextmanager
 def default(what: Any) -> Iterator[None]:
-    """torch's default type or device."""
+    """torch's default dtype or device."""
     if isinstance(what, str):
         torch.set_default_device(what)
     else:

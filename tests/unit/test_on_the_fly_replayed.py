@@ -85,7 +85,7 @@ def other_lora(unet: Any, patches: dict[str, list[Any]]) -> None:
 
 
 def lora_uncounted(unet: Any, patches: dict[str, list[Any]]) -> None:
-    """An edit that torch does not count."""
+    """An edit of a LoRA that torch does not count."""
     for entries in patches.values():
         entries[0][1][1][0].data.mul_(-1.5)
 
@@ -118,7 +118,7 @@ def test_a_change_between_two_replays(
     unet: Any, pretended: PretendedGraphs, change: Callable[[Any, Any], None], copies: bool, in_sampling: bool,
     in_place: bool,
 ) -> None:
-    """copies: what is applied is no plain LoRA, and is applied to copies of the weights."""
+    """copies: the functions are not plain LoRAs, and are applied to copies of the weights."""
     patches = {path: [patch(0.5)] for path in (FUSED, FUSED.replace("to_k", "to_out.0"))}
     for entries in patches.values() if copies else ():
         entries[0][2] = 0.9  # the strength of the model
@@ -130,6 +130,6 @@ def test_a_change_between_two_replays(
     assert [run(unet) for _ in range(4)][-1] == "graph", runtime.status()["reason"]
     captured = len(pretended.captured)
     change(unet, patches)
-    # Every output is compared with the host's. In the same memory, the graph stays the same.
+    # Every output is compared with the host's. While the memory is the same, the graph stays.
     assert [run(unet) for _ in range(3)][-1] == "graph"
     assert (len(pretended.captured) == captured) == in_place

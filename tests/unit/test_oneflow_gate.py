@@ -1,4 +1,4 @@
-"""Why OneFlow cannot be used: what can be said without it, and what is read from the process in which it is tried."""
+"""Reasons why OneFlow cannot be used: those that need no OneFlow, and those read from the process that tests it."""
 from __future__ import annotations
 
 import json
@@ -34,7 +34,7 @@ def a_sentence(text: str | None) -> bool:
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine that OneFlow is made for, and a folder in which a test can install one."""
+    """A machine that OneFlow supports, and a folder into which a test can install one."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(oneflow_gate, "PYTHON", sys.version_info[:2])
@@ -53,7 +53,7 @@ def install(folder: Path, version: str = "0.9.0", source: str = "raise SystemExi
 
 
 def tried(folder: Path, seconds: float = 120.0) -> str | None:
-    """What a gate says, whose other process finds this folder's packages first."""
+    """The result of a gate whose other process finds this folder's packages first."""
     gate = OneFlowGate(seconds, {**os.environ, "PYTHONPATH": str(folder)})
     return gate.why_not(CPU, torch.float32)
 
@@ -118,7 +118,7 @@ def test_it_is_tried_once_and_not_waited_for(machine: Path) -> None:
 
 def test_what_the_other_process_says() -> None:
     said = json.dumps({"error": ""})
-    # What it says counts, and not how it ends: OneFlow may fall over when it is put away.
+    # Its output counts, and not its exit code: OneFlow may crash when the process ends.
     assert verdict_of("\n".join(["W2026 cuda", "[1, 2]", said, "{not there}"]), -6) is None
     failed = verdict_of(json.dumps({"error": "RuntimeError: it is too hot."}), 0)
     for verdict, part in ((failed, "it is too hot"), (verdict_of("", 1), "code 1")):
@@ -127,7 +127,7 @@ def test_what_the_other_process_says() -> None:
 
 
 def test_threads_that_ask_at_once_have_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its thread is being made, which another had started twice."""
+    """In an earlier version, a second thread started another one while the first was being made."""
     made: list[threading.Thread] = []
 
     class SlowThread(threading.Thread):
@@ -139,7 +139,7 @@ def test_threads_that_ask_at_once_have_one_trial(monkeypatch: pytest.MonkeyPatch
     gate = OneFlowGate()
     monkeypatch.setattr(gate, "_try", lambda device, dtype: gate._verdicts.update({(device, dtype): "tried"}))
     with ThreadPoolExecutor(8) as threads:
-        # The pool's own threads are there before.
+        # The pool's own threads exist before.
         list(threads.map(time.sleep, [0.02] * 8))
         monkeypatch.setattr(oneflow_gate.threading, "Thread", SlowThread)
         asked = [threads.submit(gate.why_not, CPU, torch.float32) for _ in range(8)]

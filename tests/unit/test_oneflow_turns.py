@@ -1,4 +1,4 @@
-"""OneFlow runs one thing at a time: it ends the process where it compiles one graph while it runs another."""
+"""OneFlow runs one thing at a time, because it crashes the process if it compiles one graph while it runs another."""
 from __future__ import annotations
 
 import re
@@ -24,7 +24,7 @@ SECONDS = 60
 
 
 class Watched:
-    """Stands in for OneFlow: notes when two of its runs overlap, and waits where it is told to."""
+    """Replaces OneFlow: notes when two of its runs overlap, and waits when the test wants it."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()

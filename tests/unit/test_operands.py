@@ -1,4 +1,5 @@
-"""An operand is made in one list of steps: from what a file stores, in few bits or plain, to what a kernel takes."""
+"""An operand is made by a list of steps, from the stored weight, in few bits or plain, to the tensor that a kernel
+takes."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ BY_ROWS = {
     "fp8": Format("FP8", (), FP8, is_by_rows=True), "decoded": Format("FP8 (e5m2)", (), is_by_rows=True),
 }
 TYPES = {"fp8": torch.float8_e4m3fn, "decoded": torch.float8_e5m2}
-# Not stored by rows: all numbers in one row.
+# Not stored by rows: all numbers are in one row.
 FLAT = Format("GGUF", ())
 
 
@@ -68,7 +69,7 @@ def turned_back(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) ->
 
 
 def stored_weight(kind: str, rows: int, by_rows: bool = False) -> StoredWeight:
-    """A weight of random numbers. by_rows: with a scale for each."""
+    """A stored weight of random numbers, (rows, WIDTH). by_rows: with a scale for each row."""
     numbers = torch.randint(-50, 50, (rows, WIDTH)).float()
     values = numbers.to(TYPES.get(kind, torch.int8))
     scale = torch.rand(rows, 1) if by_rows else torch.rand(())
@@ -80,7 +81,7 @@ def stored_weight(kind: str, rows: int, by_rows: bool = False) -> StoredWeight:
 
 
 def network(*kinds: str | None, by_rows: bool = False) -> nn.Module:
-    """Two layers over one input, each stored so, or plain (None)."""
+    """Two layers over one input, each stored in this format, or plain (None)."""
     root = nn.Module()
     for name, rows, kind in zip(NAMES, ROWS, kinds, strict=True):
         layer = nn.Linear(WIDTH, rows)
@@ -93,7 +94,7 @@ def network(*kinds: str | None, by_rows: bool = False) -> nn.Module:
 
 
 def layout() -> Any:
-    """Of network: both layers in one product."""
+    """The layout of network, with both layers in one product."""
     leaves = [Linear(name, WIDTH, rows) for name, rows in zip((*NAMES, "plain"), (*ROWS, WIDTH), strict=True)]
     fused = FusedLinear("both", tuple(leaves[:2]))
     return SimpleNamespace(
@@ -134,7 +135,7 @@ def test_layers_over_one_input_are_one_operand_however_each_is_stored(kinds: Any
     assert (list(binding.apart) == ["both"]) is (kinds in APART)
     operand = operands_of(binding)["both"]
     assert operand.weight.shape == expected.shape and torch.equal(operand.bias, bias)
-    # Kept as it is stored where the host multiplies all members alike.
+    # Not decoded if the host multiplies all members in the same format.
     assert bool(operand.low_bit) is (kinds in ALIKE)
     if operand.low_bit:
         weight, = operand.low_bit
@@ -146,7 +147,7 @@ def test_layers_over_one_input_are_one_operand_however_each_is_stored(kinds: Any
     x = torch.randn(3, WIDTH)
     found = operators.linear(x, operand)
     assert (found - (x @ expected.t() + bias)).norm() < 0.02 * found.norm()
-    # Each by itself, too.
+    # Each alone, too.
     own = operands_of(binding)["second"]
     assert (operators.linear(x, own) - found[:, ROWS[0]:]).norm() < 0.03 * found.norm()
 
@@ -167,7 +168,8 @@ def test_scales_of_one_and_of_every_row_stand_side_by_side() -> None:
 
 @pytest.mark.parametrize("kinds", APART, ids=str)
 def test_what_cannot_lie_together_is_put_together_when_it_is_read(kinds: Any) -> None:
-    """A graph is captured of the reading: what was made before would be freed, and edits would not be seen."""
+    """A graph captures the reading. A fused copy made before would be freed, and edits of the weights would not be
+    seen."""
     root = network(*kinds)
     operands = operands_of(bound_to(root))
     root.second.bias += 1
@@ -198,7 +200,7 @@ def test_a_weight_that_a_later_step_brings_is_not_decoded() -> None:
 
 
 def in_order(operands: Operands) -> list[Tensor]:
-    """What a forward reads, layer after layer, with every number of it."""
+    """Everything that a forward reads, layer after layer, with all numbers."""
     found: list[Tensor] = []
     for name in ("both", "plain"):
         operand = operands[name]
@@ -224,14 +226,14 @@ def test_from_main_memory_come_the_same_operands(kinds: Any, lane: Any, monkeypa
         stored = binding.weights()
         operands = Operands(stored, steps_of(binding, stored, streaming, units, None))
         assert all(map(torch.equal, in_order(operands), expected))
-        # Copied anew by every forward, scales too.
+        # Every forward copies them again, with their scales.
         for scale in copied:
             scale.mul_(2)
         expected = in_order(operands_of_resident(root))
 
 
 def operands_of_resident(root: nn.Module) -> Operands:
-    """The operands of a network of which nothing is in main memory."""
+    """The operands of a network without weights in main memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(binding_module, "lies_away", lambda parameter, device: False)
         return operands_of(bound_to(root))
@@ -260,7 +262,7 @@ def test_a_plain_mixture_is_refused_and_one_with_few_bits_is_not() -> None:
 
 @pytest.mark.parametrize("edit", ["values", "scale", "bias"])
 def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
-    """A scale is no bias and no norm: the checkpoint is another one by its values alone."""
+    """The checkpoint's digest only changes with biases and norms, so an edit of a scale does not change it."""
     root = network("int8", "int8")
     traits = HostTraits(stored=File())
     bound = BoundUNet(root, lambda module: layout(), traits)
@@ -273,7 +275,7 @@ def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
     bound.refresh(call)
     assert bound.identity() != before[0] and (bound.checkpoint() != before[1]) is (edit == "bias")
     epoch = bound.epoch
-    # Another format of the same numbers.
+    # The same numbers in another format.
     before = bound.identity(), ""
     root.second.__dict__["stored"] = stored._replace(format=BY_ROWS["turned"])
     bound.refresh(call)
@@ -303,7 +305,7 @@ def plain(weight: Tensor) -> dict[str, LayerWeights]:
 
 
 def computing_in_half() -> Any:
-    """A binding, as far as steps_of reads it."""
+    """As much of a binding as steps_of reads."""
     return SimpleNamespace(dtype=HALF, formats={})
 
 

@@ -1,4 +1,4 @@
-"""What a run of the tests prints: failures when they happen, and the stacks of a test that hangs."""
+"""The output of a test run: failures when they happen, and the stacks of a test that hangs."""
 from __future__ import annotations
 
 import os
@@ -13,7 +13,7 @@ MANY = "\n".join(f"def test_{number}(): assert {number} != 0, 'the first of many
 
 
 def run(folder: Path, source: str, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The tests of a file under tests/conftest.py, in a process of their own."""
+    """Run a file's tests under tests/conftest.py, in another process."""
     (folder / "test_here.py").write_text(source)
     command = [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", *options]
     paths = {"PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)])}

@@ -1,4 +1,4 @@
-"""Functions that extensions put on the UNet: within our forward they do what they do within the host's."""
+"""Functions that extensions set on the UNet have the same effect in our forward as in the host's."""
 from __future__ import annotations
 
 from typing import Any
@@ -38,7 +38,7 @@ def grow(h: Tensor, skip: Tensor, options: Options) -> tuple[Tensor, Tensor]:
 
 
 def merged(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Fewer queries, as token merging has them."""
+    """Fewer queries, as with token merging."""
     extra["kept"] = query.shape[1]
     return query[:, ::2], key, value
 
@@ -48,13 +48,13 @@ def unmerged(tokens: Tensor, extra: Options) -> Tensor:
 
 
 def with_an_image(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> Tensor:
-    """IP-Adapter: a second attention over tokens of its own."""
+    """As an IP-Adapter: a second attention over tokens of its own."""
     own = torch.linspace(-1, 1, 4 * key.shape[2]).view(1, 4, -1).expand(len(key), -1, -1)
     return attended(query, key, value, extra) + 0.6 * attended(query, own, own.flip(1), extra)
 
 
 def mean_value(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> Tensor:
-    """PAG."""
+    """As PAG."""
     return value * (1 + extra["transformer_index"])
 
 
@@ -94,7 +94,7 @@ CASES: dict[str, Options] = {
 
 
 def ours(unet: Any, call: UNetCall, options: Options, read: frozenset[str] = READ) -> UNetCall | str:
-    """The call with the functions in it, as Forge's adapter makes it."""
+    """The call with the functions, as Forge's adapter makes it."""
     return unet_call(unet, HostCall(call.latent, call.timestep, call.context, None, None, options, {}), False, read)
 
 
@@ -118,7 +118,8 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
 
 @pytest.mark.parametrize("case", first(3, ["FreeU", "token merging", "norms", "another context", "block modifiers"]))
 def test_so_do_our_kernels(case: str) -> None:
-    """They hand each other more than tensors: joined skips that were never joined, and what they know of an image."""
+    """Our operators pass more than tensors to each other: joined skips that are not joined in memory, and statistics of
+    an image."""
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
@@ -137,7 +138,7 @@ def test_so_do_our_kernels(case: str) -> None:
     ({PATCHES: {"attn3_patch": [free_u]}}, READ),
     ({REPLACED: {"ff": {("middle", 0): mean_value}}}, READ),
     ({"block_inner_modifiers": [blockwise]}, READ | {"block_inner_modifiers"}),
-    # A host whose forward never asks for it would not call it.
+    # A host whose forward does not support it would not call it.
     ({PATCHES: {"emb_patch": [free_u]}}, READ - {"emb_patch"}),
 ])
 def test_a_point_that_we_do_not_have_is_for_the_host(options: Options, read: frozenset[str]) -> None:
@@ -154,7 +155,7 @@ def test_a_function_that_the_hosts_forward_never_calls_is_left_alone(name: str) 
 
 
 def test_it_is_told_how_many_blocks_a_function_stands_in() -> None:
-    """Extensions set one for every place that any UNet may have, and for stages as for blocks."""
+    """Extensions set a function for every block that any UNet may have, and for stages as for blocks."""
     unet = shared_ldm_unet()
     blocks = sum(hasattr(module, "attn1") for module in unet.modules())
     stages = {(part, number): mean_value for part in ("input", "middle", "output") for number in range(16)}

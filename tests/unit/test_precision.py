@@ -1,4 +1,4 @@
-"""Choices of precision: set around our calls, put back as found, and honest about what does nothing here."""
+"""Switches for precision are set around our calls, restored afterwards, and reported if they have no effect here."""
 from __future__ import annotations
 
 import contextlib
@@ -27,13 +27,13 @@ from lib_onediff.core.settings import Settings
 
 GPU = torch.device("cuda", 0)
 HALF = Settings(accumulation="half")
-# The others stay as the host has them.
+# The other switches keep the host's values.
 WRITTEN = [name for name in (HALF_SUMS, TF32_MATMUL, TF32_CONVOLUTION) if SWITCHES[name].read() is not None]
 HAS_NEWER_TF32 = switch_of(torch.backends.cuda.matmul, "fp32_precision") is not None
 
 
 def standing() -> dict[str, Any]:
-    """Everything that torch can be asked about these switches, whichever way."""
+    """The present values of all switches, read in every way that torch has."""
     matmul = torch.backends.cuda.matmul
     convolutions = getattr(torch.backends.cudnn, "conv", None)
     found: dict[str, Any] = {name: switch.state() for name, switch in SWITCHES.items()}
@@ -58,7 +58,7 @@ def torch_as_found() -> Iterator[None]:
         SWITCHES[name].restore(state)
 
 
-# --- set and put back -------------------------------------------------------------------------------------------------
+# --- switches are set and restored ------------------------------------------------------------------------------------
 
 
 MATMUL = torch.backends.cuda.matmul
@@ -111,7 +111,7 @@ def test_a_switch_that_torch_refuses_leaves_nothing_behind(monkeypatch: pytest.M
 
 
 def test_threads_take_turns() -> None:
-    """The one that ends last would put back what the other had set."""
+    """Otherwise the thread that ends last would restore values that the other had set."""
     before = standing()
     first_is_in = threading.Event()
     seen = []
@@ -134,7 +134,7 @@ def test_threads_take_turns() -> None:
     assert standing() == before and seen == [not other[0][1]]
 
 
-# --- the rest ---------------------------------------------------------------------------------------------------------
+# --- the switches for each setting ------------------------------------------------------------------------------------
 
 
 def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:

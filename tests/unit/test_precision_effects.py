@@ -1,4 +1,4 @@
-"""Choices of precision that change nothing on a machine, and the sentences that say so."""
+"""Choices of precision that have no effect on a machine, and the sentences that tell the user."""
 from __future__ import annotations
 
 import importlib.util
@@ -27,7 +27,7 @@ NONE = ""
 
 
 def use_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
-    """torch says that it can use a GPU: NVIDIA's of a compute capability, AMD's, or NONE."""
+    """Let torch report a GPU: an NVIDIA GPU of this compute capability, an AMD GPU, or NONE."""
     monkeypatch.setattr(torch.version, "hip", "6.4" if gpu == AMD else None)
     said = {
         "is_available": bool(gpu), "device_count": int(bool(gpu)), "current_device": 0,
@@ -40,7 +40,7 @@ def use_gpu(monkeypatch: pytest.MonkeyPatch, gpu: str) -> None:
 
 
 def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
-    """These can be imported beside what is there, OneFlow only if it is among them."""
+    """Let these packages be importable besides the present ones; OneFlow only if it is among them."""
     find = importlib.util.find_spec
     known = {"oneflow"}
 
@@ -89,10 +89,10 @@ def test_oneflow_sums_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None
 def test_switches_that_torch_lacks(
     missing: tuple[str, ...], says: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As torch 2.3 lacks float16 sums, which 2.1 says by an AssertionError: what is missing is said to be, and never
-    touched; the rest works."""
+    """As in torch 2.3, which has no switch for float16 sums; torch 2.1 raises AssertionError for it. The missing switch
+    is reported and never written, and the others work."""
     class Lacking:
-        """torch.backends.cuda.matmul or cudnn, without some of its attributes."""
+        """torch.backends.cuda.matmul or cudnn without some of its attributes."""
 
         def __init__(self, real: Any, hidden: set[str]) -> None:
             self.__dict__.update(real=real, hidden=hidden)

@@ -1,4 +1,4 @@
-"""The choices of precision reach our calls, are part of a shape, and leave nothing behind."""
+"""The choices of precision reach our calls, are part of a shape's key, and are restored."""
 from __future__ import annotations
 
 import logging
@@ -34,7 +34,7 @@ def as_on_a_gpu(settings: Any, dtype: torch.dtype, device: torch.device, upcast_
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
-    """The switches of a GPU, on a CPU. The list tells how one of them stood at each of our calls."""
+    """A CPU with the switches of a GPU. The list has the value of one switch at each of our calls."""
     switch = SWITCHES[TF32_MATMUL]
     before = switch.state()
     switch.write(False)
@@ -93,7 +93,8 @@ def test_a_decode_has_them_too(gpu: list[bool], monkeypatch: pytest.MonkeyPatch)
 
 @pytest.fixture
 def overflowing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Attention that overflows unless it is computed in float32, as SD 2.1's in float16. The list: of each, which."""
+    """Attention that overflows unless it is computed in float32, as SD 2.1's does in float16. The list has the choice
+    at each call."""
     attention = torch_ops.attention
     asked: list[bool] = []
 

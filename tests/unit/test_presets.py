@@ -1,4 +1,4 @@
-"""The sizes that one click makes ready, those that this machine has used the most, and sizes as users write them."""
+"""The sizes that one click makes ready, the most used sizes of this machine, and sizes as users write them."""
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Room on the GPU before a sampling and around a capture, and the most memory that a capture has in use at a time."""
+"""Room on the GPU before a sampling and around a capture, and the measured peak of memory."""
 from __future__ import annotations
 
 import threading
@@ -34,12 +34,12 @@ def card(pretended: PretendedGraphs) -> PretendedCard:
 
 
 def leave(card: PretendedCard, left: int) -> None:
-    """Let others fill the card but for so many bytes."""
+    """Let other programs fill the card except for this many bytes."""
     card.others += card.free(torch.device("cpu")) - left
 
 
 def fill_after(card: PretendedCard, size: int) -> None:
-    """Let others take so much that what is left would be enough if this were given back."""
+    """Let other programs fill the card so far that dropping this would leave enough."""
     leave(card, card.spare(torch.device("cpu")) - size)
 
 
@@ -88,7 +88,7 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
         return diffusers_output(unet, call)
 
     with torch.no_grad():
-        # Gradients are not ours, so the host serves it.
+        # We do not serve calls with gradients, so the host does.
         output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call))
     assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
@@ -116,7 +116,7 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     with torch.no_grad():
         output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call)) and asked == [HOST_NEEDS]
-    [told] = [line for line in caplog.messages if "tries once more" in line]
+    [told] = [line for line in caplog.messages if "computes this step again" in line]
     assert (GRAPHS in told, WEIGHTS in told) == (has_graphs, True)
     network.bound.host_traits = replace(traits, make_room=lambda unet, size: False)
     asked.clear()
@@ -132,7 +132,7 @@ def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: Pret
     needs = {row.resolution: row.needs for row in runtime.rows()}["80x64"]
     runtime.purge(["80x64"])
     served(unet, a_call(unet, 8, 10))
-    # Others take it while the graph is captured: nobody could see that before.
+    # Others allocate it during the capture, which could not be known before.
     runtime.services.holdings.made.before_capture = lambda inputs: leave(card, needs // 8 - (1 << 20))
     runtime.services.graphs.free()
     assert error(unet, a_call(unet, 8, 10)) < CLOSE
@@ -144,7 +144,7 @@ def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: Pret
 def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_image(
     unet: nn.Module, card: PretendedCard
 ) -> None:
-    """An extension may be capturing a graph just now; the next sampling looks by itself."""
+    """An extension may be capturing a graph at that moment. The next sampling looks itself."""
     make_ready(unet, (8, 8))
     for parameter in unet.parameters():
         parameter.data = parameter.data.clone()
@@ -158,21 +158,21 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
 
 def test_the_most_that_is_in_use_at_a_time() -> None:
     def events(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
-        """(address, bytes); no bytes: it is given back."""
+        """(address, bytes); no bytes: the memory is freed."""
         return [
             {"action": name, "addr": address, "size": size} for address, size in sizes
             for name in (("alloc",) if size else ("free_requested", "free_completed"))
         ]
 
     assert most_in_use([]) == 0
-    # What was there before does not count when it is freed.
+    # Memory that was allocated before does not count when it is freed.
     in_turn = events((7, 0), (1, 4 * PIECE), (2, PIECE), (1, 0), (1, 3 * PIECE), (2, 0), (1, 0))
     assert most_in_use([*in_turn, {"action": "segment_alloc", "addr": 1, "size": 10 * PIECE}]) == 5 * PIECE
     assert most_in_use(events((1, 1), (2, PIECE + 1))) == 3 * PIECE, "in the pieces that torch hands out"
 
 
 def test_images_that_end_at_once_have_one_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its thread is being made, which another had started twice."""
+    """In an earlier version, a second thread started another one while the first was being made."""
     made: list[threading.Thread] = []
 
     class SlowThread(threading.Thread):
@@ -186,7 +186,7 @@ def test_images_that_end_at_once_have_one_watcher(monkeypatch: pytest.MonkeyPatc
     pressure = MemoryPressure(holdings, SimpleNamespace(), threading.RLock(), Guard(), lambda: True)
     monkeypatch.setattr(cache, "SECONDS_BETWEEN_LOOKS", 0.01)
     with ThreadPoolExecutor(8) as threads:
-        # The pool's own threads are there before.
+        # The pool's own threads exist before.
         list(threads.map(time.sleep, [0.02] * 8))
         monkeypatch.setattr(cache.threading, "Thread", SlowThread)
         for done in [threads.submit(pressure.watch) for _ in range(8)]:

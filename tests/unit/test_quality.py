@@ -1,4 +1,4 @@
-"""Two images compared."""
+"""Comparisons of two images."""
 from __future__ import annotations
 
 import math
@@ -57,7 +57,7 @@ def test_the_measures_by_their_definitions() -> None:
     black, grey = (torch.full((16, 16, 3), level, dtype=torch.uint8) for level in (0, 1))
     found = compare(black, grey)
     assert found.psnr == pytest.approx(48.1308, abs=1e-4) and found.largest == 1
-    # Of two flat images only the first factor of Wang's formula is left.
+    # For two flat images, only the first factor of Wang's formula differs from 1.
     one, other = (torch.full((32, 32, 3), level, dtype=torch.uint8) for level in (128, 64))
     least = (0.01 * 255) ** 2
     expected = (2 * 128 * 64 + least) / (128**2 + 64**2 + least)
@@ -99,7 +99,7 @@ def test_what_is_not_paler(image: Tensor) -> None:
         assert verdict(image, changed) != PALER
 
 
-# PSNR and SSIM of real images: the medians of the table in quality/__init__.py.
+# PSNR and SSIM of real images: the medians of the table in core/quality.py.
 @pytest.mark.parametrize(("psnr", "ssim", "expected"), [
     (55.0, 0.998, UNSEEN), (38.6, 0.993, FINE_DETAILS), (33.2, 0.979, FINE_DETAILS), (19.6, 0.798, DETAILS),
     (9.5, 0.582, UNLIKE),

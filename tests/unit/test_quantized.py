@@ -1,4 +1,4 @@
-"""Products of weights that exist in eight bits alone, against the hosts' rule written out: by numpy and by integers."""
+"""Products with weights stored in eight bits, against the hosts' rule written out with numpy and Python's integers."""
 from __future__ import annotations
 
 import numpy
@@ -23,7 +23,7 @@ def stored(
     width: int = WIDTH, out: int = OUT, rotation: int = 0, one_scale: bool = False, bias: bool = True,
     dtype: torch.dtype = torch.float32, seed: int = 0,
 ) -> LayerWeights:
-    """A layer in INT8 alone."""
+    """A layer whose weight exists in INT8 alone."""
     generator = torch.Generator().manual_seed(seed)
     values = torch.randint(-128, 128, (out, width), generator=generator, dtype=torch.int8)
     scales = torch.rand((1, 1 if one_scale else out), generator=generator) / 1000 + 1e-4
@@ -33,14 +33,14 @@ def stored(
 
 
 def dense(weight: QuantizedWeight) -> Tensor:
-    """The weight (out, in) in float64, in the basis of the input."""
+    """The decoded weight (out, in) with its rotation undone, in float64."""
     matrix = weight.values.double() * weight.scales.double().t()
     return matrix @ block_diagonal(matrix.shape[1], weight.rotation) if weight.rotation else matrix
 
 
 def block_diagonal(width: int, group: int) -> Tensor:
-    """The rotation of a row of so many numbers, in float64. A sign changes for each digit to the base 4 that is 3 less
-    that of the other index."""
+    """The rotation of a row of this width, in float64. A sign changes for each base-4 digit at which the two indices
+    add up to 3."""
     digits = (group.bit_length() - 1) // 2
 
     def sign(row: int, column: int) -> int:
@@ -53,7 +53,7 @@ def block_diagonal(width: int, group: int) -> Tensor:
 
 
 def by_the_rule(x: Tensor, layer: LayerWeights) -> numpy.ndarray:
-    """The host's product in float32: integers as Python has them."""
+    """The host's product in float32, with Python's integers."""
     [weight] = layer.low_bit
     rows = x.reshape(-1, x.shape[-1])
     if weight.rotation:
@@ -74,7 +74,7 @@ def test_a_product_follows_the_hosts_rule(rotation: int, one_scale: bool, bias: 
     found = torch_ops.linear(x, layer)
     expected = torch.from_numpy(by_the_rule(x, layer)).view(2, ROWS, OUT)
     if rotation:
-        # Sums in another order may move a number over the middle between two integers.
+        # Sums in another order may move a number across the middle between two integers.
         assert relative_error(found, expected.double()) < 1e-3
     else:
         assert torch.equal(found, expected)
@@ -129,7 +129,7 @@ def test_float8_is_decoded(values: torch.dtype, one_scale: bool) -> None:
 
 @pytest.mark.parametrize("is_scaled", [False, True])
 def test_beside_loras_nothing_is_rounded(is_scaled: bool) -> None:
-    """As in the host, which adds them to the decoded weight."""
+    """As in the host, which adds the LoRAs to the decoded weight."""
     down = torch.randn(4, WIDTH) / 20
     up = torch.randn(OUT, 4)
     scales = (torch.tensor(0.5),) if is_scaled else ()

@@ -1,4 +1,4 @@
-"""A short run of the random edits' tool, and that the tool finds what is wrong."""
+"""A short run of the random edits' tool, and a test that the tool finds errors."""
 from __future__ import annotations
 
 import random
@@ -12,7 +12,7 @@ from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.weights.module_tree import Tree
 
 pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="stable-diffusion-sdkit is not installed")
-# The issue's promises; what else the tool can do is for a run by hand.
+# The kinds of edits that must work; the tool's others are for runs by hand.
 KINDS = "weights,attributes,code,adapters,globals,classes,defaults,copies,inputs"
 
 

@@ -1,4 +1,4 @@
-"""Code and state are read while other threads import modules and set attributes, as they do in WebUIs."""
+"""Code and state are read while other threads import modules and set attributes, as in WebUIs."""
 from __future__ import annotations
 
 import gc
@@ -21,7 +21,7 @@ from lib_onediff.weights.values import Digests, Tokens
 
 @contextmanager
 def written_meanwhile(write: Callable[[str], object]) -> Iterator[None]:
-    """Another thread calls write with ever new names, and threads take turns as often as they can."""
+    """A context in which another thread calls write() with new names, and threads switch as often as possible."""
     over = threading.Event()
     before = sys.getswitchinterval()
 
@@ -60,7 +60,7 @@ def modules() -> Iterator[dict]:
 
 
 def test_code_is_read_while_another_thread_imports(modules: dict) -> None:
-    """A garbage collection lets another thread run, between any two objects that are made."""
+    """A garbage collection, which may happen whenever an object is made, lets another thread run."""
     unet = diffusers_unet()
     numbers = count()
     found = len(Code([type(unet)]).functions)
@@ -92,7 +92,7 @@ def test_a_network_is_read_while_another_thread_gives_it_attributes() -> None:
 
 
 class Lazy(OrderedDict):
-    """As transformers' mappings of its models: a copy cannot be made of it, and to walk it imports modules."""
+    """As transformers' mappings of its models: it cannot be copied, and iterating over it imports modules."""
 
     def __init__(self, one: object, other: object) -> None:
         super().__init__(one=one, other=other)

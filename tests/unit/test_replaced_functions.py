@@ -1,5 +1,5 @@
-"""Functions that a network calls by name, replaced after a size was proved: the host's answer counts, with a reason
-that names whose they are; and ours again once they are gone."""
+"""Functions that a network calls by name, replaced after a size was proved: the host's output counts, with a reason
+that names the author; and ours again once the replacement is removed."""
 from __future__ import annotations
 
 import functools
@@ -47,7 +47,7 @@ def louder_first(function: Any) -> Any:
 
 
 def disguised(function: Any) -> Any:
-    """functools.wraps copies the names of what it replaces, over those of one of torch's decorators too."""
+    """functools.wraps copies the names of the function that it replaces, also onto one of torch's decorators."""
     return functools.wraps(function)(torch.no_grad()(louder(function)))
 
 
@@ -88,9 +88,9 @@ REPLACED: dict[str, Change] = {
 }
 
 
-# Of what is replaced, on which our own forward stands as well.
+# Replacements that our own forward depends on as well.
 OF_OURS_TOO = {"torch.nn.functional.silu", "torch.group_norm", "math.log", "another function of torch's"}
-# No call of this network comes there.
+# No call of this network reaches it.
 NOT_CALLED = {"a method behind a method", "a module in a module's place"}
 
 
@@ -112,7 +112,7 @@ def test_what_is_replaced_after_a_proof_counts_and_what_has_gone_is_forgotten(un
         REPLACED[name](patch)
         routes = {route_of(unet) for _ in range(2)}
         reason = runtime.status()["reason"]
-        # Another size, and another UNet of the same weights, have not been checked before.
+        # Another size, and another UNet with the same weights, were not checked before.
         routes |= {route_of(unet, height=12), route_of(lib_onediff.compile_unet(diffusers_unet(**SMALL_XL)))}
     if name not in OF_OURS_TOO | NOT_CALLED:
         assert routes == {"host"} and ("was replaced by" in reason or "a module" in name)
@@ -121,7 +121,7 @@ def test_what_is_replaced_after_a_proof_counts_and_what_has_gone_is_forgotten(un
 
 
 def checks(unet: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Fills with the checks that are made from now on."""
+    """A list that records all checks from now on."""
     found: list[str] = []
     why_it_differs = verify.why_it_differs
 
@@ -134,7 +134,7 @@ def checks(unet: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def same_again(function: Any, number: int = 0) -> Any:
-    """A function that computes the same, another object each time."""
+    """Another function object that computes the same."""
     return functools.partial(lambda *given, of=number, **named: function(*given, **named))
 
 
@@ -288,7 +288,7 @@ def test_a_decorator_of_torchs_is_whose_it_decorates(decorate: Any) -> None:
 
 
 def test_a_processor_of_another_package_may_remember_between_calls() -> None:
-    """It is called as it is, so a change of what it remembers is no reason to compare a size anew."""
+    """Each call runs it as it is, so a change of its state needs no new check of a size."""
     class Counting:
         calls: list[int] = []
 

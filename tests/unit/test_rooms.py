@@ -1,4 +1,4 @@
-"""Imports run downwards: between the rooms of lib_onediff in one order, and between its files without a circle."""
+"""Imports run downwards: between the folders of lib_onediff in one order, and between its files without a circle."""
 from __future__ import annotations
 
 import ast
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 LIBRARY = Path(__file__).parents[2] / "lib_onediff"
-# A room is a folder of lib_onediff, or a file that lies loose in it. Each may import those before it.
+# A room is a folder of lib_onediff, or a file directly in it. Each may import those before it.
 ROOMS = (
     "core", "families", "weights", "devices", "store", "steps", "runtime", "hosts", "prewarm",
     "public", "api", "ui", "demo", "serving", "bench", "__init__",
@@ -20,7 +20,7 @@ def room_of(file: str) -> str:
 
 
 def imports_of(file: str, source: str, files: set[str]) -> Iterator[str]:
-    """The files that one imports, wherever in it: in functions and for type checkers too."""
+    """The files that a file imports, also in functions and for type checkers."""
     package = file.split("/")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):

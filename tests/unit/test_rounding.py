@@ -1,4 +1,4 @@
-"""The check of a first use finds small faults of ours, and takes what a network amplifies for what it is."""
+"""The check of a first use finds small errors of ours, and accepts rounding that a network amplifies."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ def scaled(by: float) -> Callable[[Forward], Forward]:
 
 
 def of_half_label(forward: Forward) -> Forward:
-    """One that rounds the label."""
+    """A forward that rounds the label."""
     def output(family: Any, layout: Any, weights: Any, ops: Any, call: UNetCall) -> Tensor:
         assert call.y is not None
         return forward(family, layout, weights, ops, replace(call, y=call.y.half().float()))
@@ -34,7 +34,7 @@ def of_half_label(forward: Forward) -> Forward:
 
 
 def sharp(config: dict[str, Any], factor: float, seed: int) -> Any:
-    """A UNet whose softmaxes choose between nearly equal tokens: it amplifies any rounding."""
+    """A UNet whose softmaxes decide between nearly equal tokens, so that it amplifies any rounding."""
     unet = diffusers_unet(seed, **config)
     with torch.no_grad():
         for name, parameter in unet.named_parameters():

@@ -1,4 +1,4 @@
-"""The table as users see it, and how soon."""
+"""The table that users see, and how fast it is made."""
 from __future__ import annotations
 
 import threading
@@ -21,7 +21,7 @@ SECONDS = 60
 def an_entry(
     width: int = 64, height: int = 64, batch: int = 2, tokens: int = 77, model: str = "SD1", **others: Any
 ) -> Entry:
-    """others: of the entry, or of its verdict."""
+    """others: fields of the entry, or of its verdict."""
     call = UNetCall(
         latent=torch.empty(batch, 4, height // 8, width // 8), timestep=torch.empty(batch),
         context=torch.empty(batch, tokens, 48),

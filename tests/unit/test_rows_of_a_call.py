@@ -1,4 +1,4 @@
-"""Rows of a call: what is taken, what is left as it is, what is refused, and what they compute."""
+"""Selecting rows of a call: which inputs are selected, which stay, which are refused, and the output of the rows."""
 from __future__ import annotations
 
 from dataclasses import replace

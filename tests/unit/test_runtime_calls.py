@@ -1,4 +1,4 @@
-"""Each call takes the fastest route that works and is checked; a fault of ours leaves the host's output as it is."""
+"""Each call takes the fastest route that works and is checked. After a fault of ours, the host's output is returned."""
 from __future__ import annotations
 
 import contextlib
@@ -24,7 +24,7 @@ from lib_onediff.weights.scan import HostTraits
 
 @torch.no_grad()
 def run(own: Runtime, unet: Any, call: UNetCall, traits: HostTraits | None = None) -> int:
-    """How often the host's forward ran for a call, whose answer must be the host's."""
+    """The number of times that the host's forward ran for a call, whose output must be the host's."""
     runs: list[Tensor] = []
     expected = diffusers_output(unet, call)
     output = own.run(unet, call, lambda: (runs.append(expected), expected)[1], traits)
@@ -34,7 +34,7 @@ def run(own: Runtime, unet: Any, call: UNetCall, traits: HostTraits | None = Non
 
 @pytest.fixture
 def own() -> Runtime:
-    """A runtime of the test's own."""
+    """A Runtime of the test's own."""
     return Runtime()
 
 
@@ -75,7 +75,7 @@ def test_status_tells_what_the_last_call_was(own: Runtime, adopted: Any) -> None
     assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
     assert status["reason"] == "no image has been made yet" and set(status["calls"].values()) == {0}
     for number in range(4):
-        # Of the first three, the first was checked and not timed.
+        # Of the first three calls, the first one was checked and not timed.
         assert own.status()["ratio"] is None, number
         run(own, adopted, a_call(adopted, height=9, width=11))
     status = own.status()
@@ -145,7 +145,7 @@ def test_training_keeps_the_hosts_forward_and_its_gradients() -> None:
 
 
 def test_autocast_around_one_call_condemns_no_shape() -> None:
-    """There the host itself rounds to bfloat16; that is no yardstick for the calls after it."""
+    """Under autocast the host itself rounds to bfloat16, which says nothing about later calls."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     with torch.autocast("cpu", dtype=torch.bfloat16):
         output = served(unet, a_call(unet))

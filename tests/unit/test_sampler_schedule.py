@@ -1,5 +1,5 @@
-"""What a WebUI's sampler is overheard to say of its steps. The samplers here have the methods and attributes of A1111's
-and Forge's; how those really answer, tests/webui sees."""
+"""The schedules that are recorded from a WebUI's sampler. The samplers here have the methods and attributes of A1111's
+and Forge's; tests/webui runs the real ones."""
 from __future__ import annotations
 
 import sys
@@ -17,7 +17,7 @@ from lib_onediff.hosts.sampler_schedule import OTHER_TIMESTEPS, sampling_of
 
 
 class Wrapped:
-    """The schedule of Stable Diffusion, as k-diffusion's DiscreteSchedule keeps it."""
+    """The schedule of Stable Diffusion, as k-diffusion's DiscreteSchedule has it."""
 
     def __init__(self) -> None:
         betas = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64) ** 2
@@ -33,27 +33,27 @@ class Wrapped:
 
 
 def euler(model: Any, x: Any, sigmas: Any, s_churn: float = 0.0) -> None:
-    """A sampler's signature."""
+    """A sampler with Euler's signature."""
 
 
 def dpm_fast(model: Any, x: Any, sigma_min: float, sigma_max: float, n: int) -> None:
-    """A sampler's signature."""
+    """A sampler with DPM fast's signature."""
 
 
 def ddim(model: Any, x: Any, timesteps: Any) -> None:
-    """A sampler's signature."""
+    """A sampler with DDIM's signature."""
 
 
 def unipc(model: Any, x: Any, timesteps: Any, is_img2img: bool = False) -> None:
-    """A sampler's signature."""
+    """A sampler with UniPC's signature."""
 
 
 def with_eta(model: Any, x: Any, timesteps: Any, eta: float = 0.0) -> None:
-    """A sampler's signature."""
+    """A sampler with the parameter eta."""
 
 
 def named(name: str, like: Any) -> Any:
-    """A sampling function as the host calls it."""
+    """A sampling function with the host's name."""
     found = types.FunctionType(like.__code__, like.__globals__, name, like.__defaults__)
     assert found.__name__ == name
     return found
@@ -100,7 +100,7 @@ def test_noise_levels_are_overheard_and_become_timesteps(steps: int) -> None:
     assert len(times) == steps and times == sorted(times, reverse=True)
     assert times[0] == pytest.approx(999, abs=0.01)
     assert times == [pytest.approx(float(sampler.model_wrap.sigma_to_t(sigma[None]))) for sigma in sigmas[:-1]]
-    # img2img takes the lower part of them.
+    # img2img uses the lower part of the timesteps.
     timeline = Timeline(times)
     begun = [timeline.step(time)[0] for time in times[steps // 2:]]
     assert begun[0].index == 0 and [step.is_last for step in begun] == [False] * (len(begun) - 1) + [True]
@@ -132,7 +132,7 @@ def test_ddim_never_calls_at_its_lowest_timestep() -> None:
 
 def test_samplers_that_choose_their_steps_as_they_go_are_named() -> None:
     for sampler in (BySigmas(dpm_fast), ByTimesteps(unipc)):
-        assert "chooses its steps" in sampling_of(Generation(sampler)).why_not
+        assert "chooses its timesteps" in sampling_of(Generation(sampler)).why_not
     nothing = sampling_of(Generation(None))
     assert (nothing.why_not, nothing.why_no_forecast()) == ("", UNKNOWN_SAMPLER)
 
@@ -158,14 +158,14 @@ def test_ddim_adds_noise_by_its_eta(
 
 
 class DiscretePredictor(Wrapped):
-    """Forge's, of SD and SDXL."""
+    """Forge's predictor for SD and SDXL."""
 
     def timestep(self, sigma: Tensor) -> Tensor:
         return (sigma.log() - self.log_sigmas[:, None]).abs().argmin(0)
 
 
 class FlowPredictor:
-    """Forge Neo's, of Anima (multiplier 1), and of flow models whose timesteps go to 1000."""
+    """Forge Neo's predictor for Anima (multiplier 1), and for flow models whose timesteps go to 1000."""
 
     def __init__(self, multiplier: float) -> None:
         times = torch.arange(1, 1001) / 1000

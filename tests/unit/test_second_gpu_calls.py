@@ -1,5 +1,5 @@
-"""Calls on two cards: how rows are split, computed and joined, when one computes and why, and what the second card's
-copy of the weights follows."""
+"""Calls on two GPUs: how rows are split, computed and joined; when and why one GPU computes; and how the second GPU's
+copy of the weights is updated."""
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -56,7 +56,7 @@ def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_first_use_is_checked_in_every_row(row: int) -> None:
-    """A host that answers otherwise in one row is what an error of ours there looks like."""
+    """An error of ours in one row is simulated by a host that gives another output in that row."""
     image = Image.of()
     image.begin()
     call = image.call(names=("cat", "dog", "ugly"))
@@ -76,7 +76,7 @@ def test_two_threads_get_their_own_rows() -> None:
     assert image.second["calls"] == len(calls) and image.runtime.guard.faults == []
 
 
-# --- when one computes ------------------------------------------------------------------------------------------
+# --- one GPU computes -------------------------------------------------------------------------------------------
 
 
 def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
@@ -210,7 +210,7 @@ def test_out_of_memory_on_the_second_card_leaves_one_until_something_changes() -
         change_in_place(image.unet)
     image.begin()
     image.run(call)
-    # The call that finds the change out is computed by one.
+    # The call that notices the change is computed on one GPU.
     image.run(call)
     assert image.second["split"] == "cpu + cpu:1, 1+1 rows"
 

@@ -1,5 +1,5 @@
-"""Later calls of a sampling on two cards replay what its first ones found out: the second card first, and nothing that
-is not true any more."""
+"""Later calls of a sampling on two GPUs are replayed by plans, the second GPU's first, and nothing stale is
+replayed."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tenso
 
 @pytest.fixture
 def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
-    """The rows of every part that was not looked up."""
+    """The rows of every part of a call that had no plan."""
     parts: list[int] = []
     serve_without_plan = OneCard.serve_without_plan
 
@@ -43,7 +43,7 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
 
 @pytest.fixture
 def cards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inputs on the second card have another signature, as on two GPUs."""
+    """Inputs on the second GPU have another signature, as on real GPUs."""
     on_second: list[Tensor] = []
     rows_of_pair = Pair.rows
 
@@ -85,7 +85,7 @@ def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> li
 
 
 def ready(image: Image, traits: HostTraits) -> list[UNetCall]:
-    """Calls that both cards replay by now; the next ones are looked up."""
+    """Calls for which both GPUs have plans."""
     calls = calls_of(image, traits, 8)
     for call in calls[:4]:
         assert near(image.run(call), exact(image, call))
@@ -107,7 +107,7 @@ def test_later_calls_are_looked_up_on_both_cards_the_second_first(
         order.clear()
         image.cards.launched.clear()
         assert near(image.run(call), exact(image, call))
-        # The second card's replay comes inside its own device, the first one's after it.
+        # The second GPU's replay comes inside of its own device context, the first one's after it.
         assert order == ["1", "1"] and image.cards.launched == [SECOND]
     assert found_out == []
     assert image.second["split"] == "cpu + cpu:1, 1+1 rows" and image.runtime.call_stats.last_call.route == "graph"
@@ -122,7 +122,7 @@ def change_by_loading(unet: Any) -> None:
 def test_nothing_stale_is_replayed(
     begins: bool, traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
 ) -> None:
-    """Neither of the weights nor of the prompts."""
+    """Neither stale weights nor a stale prompt."""
     image = image_of(traits)
     calls = ready(image, traits)
     changes = change_in_place, change_one_layer, change_by_data, change_by_loading

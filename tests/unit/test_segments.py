@@ -1,4 +1,4 @@
-"""Functions of other extensions between graphs: called in every call, with what that call brings."""
+"""Functions of other extensions between graphs are called in every call, with that call's tensors and options."""
 from __future__ import annotations
 
 import random
@@ -79,7 +79,7 @@ def test_each_call_is_handed_its_own_options() -> None:
 
 
 class Louder:
-    """A processor of somebody's. factor: by how much; counts its calls."""
+    """An extension's processor. factor: multiplies its output. It counts its calls."""
 
     def __init__(self, factor: float = 2.0) -> None:
         self.factor = factor
@@ -135,7 +135,7 @@ def test_the_third_call_goes_by_graphs_and_calls_each_function_once(unet: nn.Mod
 
 
 class Drawing(Louder):
-    """Draws random numbers, of torch's and of Python's."""
+    """Draws random numbers from torch and from Python."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
         mask = torch.rand(1, hidden_states.shape[1], 1) > 0.3 * random.random()
@@ -149,7 +149,7 @@ def test_random_numbers_are_those_that_the_host_would_draw(unet: nn.Module) -> N
 
 
 class Counting(Louder):
-    """Computes something else at every call from the third on. What it has seen cannot be set back."""
+    """Computes something else at every call from the third on. Its list of calls cannot be restored."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_a_function_that_counts_its_calls_gets_no_graphs(unet: nn.Module) -> Non
 
 
 class Alike(Louder):
-    """Says the same of all rows now and then, once for all."""
+    """As Louder; while is_alike, its result has one row for the whole batch."""
 
     is_alike = False
 

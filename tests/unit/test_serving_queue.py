@@ -1,4 +1,4 @@
-"""Serving without Ray: whose turn it is, what is refused, what happens where replicas end."""
+"""Serving without Ray: the order of requests, those that are refused, and replicas that die."""
 from __future__ import annotations
 
 import asyncio
@@ -29,8 +29,8 @@ def request(seed: int = 1) -> Request:
 
 
 class Replicas:
-    """Makes images: b"SEED". made: the seeds, as they were begun. ends_at: seeds below which a replica ends, and how
-    often."""
+    """Makes images: b"SEED". made: the seeds in the order in which they were begun. ends_at: seeds during which a
+    replica dies, and how often."""
 
     def __init__(self, ends_at: dict[int, int] | None = None, fails_at: tuple[int, ...] = ()) -> None:
         self.made: list[int] = []
@@ -100,7 +100,7 @@ async def test_a_full_queue_refuses_and_who_hangs_up_leaves_it() -> None:
     replicas = Replicas()
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(waiting=3), lanes=1)
-    # The first is being made and waits no longer.
+    # The first request is in progress and does not wait any more.
     asked = [asyncio.create_task(queue.ask(request(seed))) for seed in range(4)]
     await turns()
     (late,) = await answers(queue, [request(4)])
@@ -147,7 +147,7 @@ async def test_the_end_answers_all_that_wait_and_refuses_who_comes_later() -> No
 
 
 def test_the_door_and_the_loader_need_no_gradio() -> None:
-    """Ray Serve's environment has none."""
+    """Ray Serve's environment has no gradio."""
     pytest.importorskip("diffusers")
     code = (
         "import sys; sys.modules['gradio'] = None;"

@@ -1,4 +1,5 @@
-"""Later calls of a sampling replay what its first ones found out, and notice what has changed between two of them."""
+"""Later calls of a sampling are replayed by plans that the first ones have made, and changes between two calls are
+noticed."""
 from __future__ import annotations
 
 import weakref
@@ -50,7 +51,7 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
 
 
 def run(unet: nn.Module, call: UNetCall, step: int = 0) -> tuple[str, float]:
-    """The route of a call, and how far its output is from the host's own of the same."""
+    """The route of a call, and the error of its output against the host's own."""
     call = replace(call, latent=call.latent + 0.1 * step, timestep=call.timestep - step)
     with torch.no_grad():
         expected = diffusers_output(unet, call)
@@ -59,7 +60,8 @@ def run(unet: nn.Module, call: UNetCall, step: int = 0) -> tuple[str, float]:
 
 
 def ready(unet: nn.Module, call: UNetCall, of: Callable[[UNetCall], UNetCall] = lambda call: call) -> None:
-    """Cold, then proved and captured, then replayed: the fourth call may go by its plan."""
+    """Make three calls of a shape: the first is checked, the second is captured, the third replays and makes a plan,
+    which the next call uses."""
     routes = [run(unet, of(call), step)[0] for step in range(3)]
     assert routes == ["plain", "plain", "graph"], runtime.status()["reason"]
 
@@ -77,7 +79,7 @@ def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call, copied)
-    # Another prompt within the sampling, as [a:b:0.5] makes it, is computed in the graph.
+    # Another prompt within the sampling, as [a:b:0.5] makes it, is computed in the same graph.
     for step in range(3, 7):
         other = replace(copied(call), context=call.context + step)
         route, error = run(unet, other, step)
@@ -114,7 +116,7 @@ def other_settings(unet: nn.Module, call: UNetCall) -> UNetCall:
     return call
 
 
-# With whether something has to be found out.
+# And whether the call has no plan.
 CHANGES = {
     move: True, edit_keys: True, another_prompt: False, purge: True, other_settings: True,
 }
@@ -134,7 +136,7 @@ def test_what_changes_between_two_calls_is_found_out(
 
 
 def test_an_edit_that_a_new_shape_finds_first_is_checked_at_the_others(unet: Any, found_out: list[UNetCall]) -> None:
-    """What was proved at a shape is of the weights as they were."""
+    """The proof of a shape holds for the weights before the edit."""
     call = a_call(unet)
     ready(unet, call)
     run(unet, call, 3)
@@ -147,7 +149,7 @@ def test_an_edit_that_a_new_shape_finds_first_is_checked_at_the_others(unet: Any
 
 
 def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[UNetCall]) -> None:
-    """As a scheduled LoRA on A1111: the host merges it lazily, and we ask for that."""
+    """As a scheduled LoRA on A1111, which the host merges lazily, and we at each call."""
     lora: dict[str, float] = {"wanted": 1.0, "merged": 1.0}
 
     def merge(layers: Any) -> None:
@@ -178,7 +180,7 @@ def output_of(unet: nn.Module, call: UNetCall) -> Tensor:
 def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_first(
     unet: Any, found_out: list[UNetCall], looks: bool
 ) -> None:
-    """A page or a pre-warm may ask for the layout between the change and the next call."""
+    """A page or a pre-warm may read the layout between the change and the next call."""
     call = a_call(unet)
     ready(unet, call)
     hook = unet.get_submodule("conv_in").register_forward_hook(lambda module, given, output: 2 * output)
@@ -206,7 +208,7 @@ def test_a_generation_inside_another_has_its_own_settings(unet: Any, found_out: 
 
 
 class Louder(PatchPoints):
-    """A function of somebody's in the middle of the UNet."""
+    """An extension's function in the middle of the UNet."""
 
     structure = ("middle by somebody",)
 
@@ -218,7 +220,7 @@ class Louder(PatchPoints):
 
 
 def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_out: list[UNetCall]) -> None:
-    """Perturbed attention guidance has both kinds of calls in each step."""
+    """Perturbed attention guidance makes both kinds of calls in each step."""
     call = a_call(unet)
     ready(unet, call)
     patched = replace(call, patches=Louder())

@@ -1,4 +1,5 @@
-"""What is recorded is there in the next process, by however many processes at once, and killed at any moment."""
+"""Data that was written is there in the next process, with any number of processes at once, and after kills at any
+moment."""
 from __future__ import annotations
 
 import contextlib
@@ -20,7 +21,7 @@ from lib_onediff.core.card import TuningCache
 from lib_onediff.store.history import History
 from lib_onediff.store.store import LIMITS
 
-# How often a writer is killed, at random moments; each time takes some 40 ms. The nightly run asks for 200.
+# How often a writer is killed, at random moments; each takes about 40 ms. The nightly run sets 200.
 KILLS = int(os.environ.get("ONEDIFF_TEST_KILLS", "25"))
 FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiprocessing.get_context()
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
@@ -31,7 +32,7 @@ def test_uses_add_up_and_what_is_known_later_wins(tmp_path: Path) -> None:
     history.record(row(last_used=10.0, step_ms=5.0, relative_error=1e-3))
     history.commit()
     history.record(row(last_used=20.0, step_ms=9.0, host_ms=8.0))
-    # The clock was set back: what is recorded later counts, whatever it says.
+    # The clock was set back: later findings count, whatever it shows.
     history.record(row(last_used=5.0, step_ms=4.0))
     assert history.rows() == opened(tmp_path).rows() == [
         row(uses=3, last_used=5.0, step_ms=4.0, host_ms=8.0, relative_error=1e-3)
@@ -85,7 +86,7 @@ def write_until_killed(folder: Path, first: int, sender: Connection) -> None:
         history.pin("SD1", f"{number}x{number}", True)
         sender.send(number)
         if number % 5 == 0:
-            # A purge may be what is interrupted, too.
+            # A purge may be interrupted as well.
             history.forget(["49x8"])
 
 
@@ -98,7 +99,7 @@ def test_a_killed_process_loses_nothing_that_was_answered(tmp_path: Path) -> Non
         process = FORK.Process(target=write_until_killed, args=(tmp_path, expected + 1, sender))
         process.start()
         sender.close()
-        # The first is the word that it runs.
+        # The first line means that the process runs.
         received = [receiver.recv() for _ in range(chance.randrange(1, 4))]
         time.sleep(chance.uniform(0, 0.02))
         process.kill()
@@ -115,10 +116,10 @@ def test_a_killed_process_loses_nothing_that_was_answered(tmp_path: Path) -> Non
         assert history.trouble is None
         rows = {found.resolution: found for found in history.rows()}
         written = rows["512x512"].uses if rows else 0
-        # The last commit may have happened without our having heard of it.
+        # The last commit may have happened without the test knowing it.
         assert (answered or expected) <= written <= (answered or expected) + 1
         if written:
-            # What belongs to one image is there together.
+            # The data of one image is there together.
             assert rows["512x512"].relative_error == written and history.tuned() == {"image": written}
         assert history.pins() == {("SD1", f"{number}x{number}") for number in range(1, written + 1)}
         history.close()
@@ -145,7 +146,7 @@ def open_and_write(folder: Path, name: str, go: float, sender: Connection) -> No
 @forks
 @pytest.mark.parametrize("is_damaged", [False, True])
 def test_several_processes_begin_at_once_and_lose_nothing(tmp_path: Path, is_damaged: bool) -> None:
-    """Pins of all included, and what each has left when it ends."""
+    """Also the pins of all, and the data that each writes when it ends."""
     names = ["one", "two", "three", "four"]
     for attempt in range(2):
         folder = tmp_path / str(attempt)
@@ -183,7 +184,7 @@ def test_a_purge_leaves_what_a_newer_version_keeps(tmp_path: Path) -> None:
 
 
 def test_two_threads_note_a_finding_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the thread that writes is being made, which another had started twice."""
+    """In an earlier version, a second thread started another writer while the first was being made."""
     made: list[threading.Timer] = []
 
     class SlowTimer(threading.Timer):
@@ -218,7 +219,7 @@ def test_where_no_thread_begins_any_more_the_end_writes(tmp_path: Path, monkeypa
 
 
 def test_values_are_chosen_while_a_store_is_attached() -> None:
-    """None is lost, whether it comes before or behind."""
+    """No value is lost, whether it was set before or after."""
     cache = TuningCache()
     saved = dict[str, Any]()
     with ThreadPoolExecutor(4) as threads:

@@ -1,4 +1,4 @@
-"""A damaged file stays where it lies, the next one is begun, and the user is told."""
+"""After damage, the file stays, another one is begun, and the user gets a sentence."""
 from __future__ import annotations
 
 import random
@@ -17,7 +17,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file with two hundred rows and a choice."""
+    """A file with two hundred rows and a pin."""
     history = opened(tmp_path_factory.mktemp("healthy"))
     for number in range(200):
         history.record(row(f"{number}x8"))
@@ -117,7 +117,7 @@ def test_what_others_add_beside_our_tables_is_left_alone(tmp_path: Path, healthy
         assert connection.execute("SELECT * FROM notes").fetchall() == [("mine",)]
 
 
-# The late ones are seeds at which an earlier version failed.
+# The later ones are seeds at which an earlier version failed.
 @pytest.mark.parametrize("seed", [*range(40), 151, 155, 318, 1431])
 def test_bytes_changed_at_random(tmp_path: Path, healthy: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -157,7 +157,7 @@ def test_a_journal_of_the_damaged_file_is_not_taken_for_the_new_ones(tmp_path: P
 
 
 def test_a_log_of_0_2_0_is_taken_over(tmp_path: Path, healthy: Path) -> None:
-    """With rows that are only in it, and for file systems that have no shared memory from now on."""
+    """Also rows that are only in the write-ahead log; from now on, no shared memory is needed."""
     here = tmp_path / "here"
     moved = tmp_path / "moved"
     here.mkdir()
@@ -173,14 +173,14 @@ def test_a_log_of_0_2_0_is_taken_over(tmp_path: Path, healthy: Path) -> None:
 
 
 def test_a_transaction_that_fails_half_way_is_taken_back_by_a_journal_beside_the_file(tmp_path: Path) -> None:
-    """Without a journal a killed process, or a full disk, would leave half of an image's rows, or a damaged file."""
+    """Without a journal, a killed process or a full disk would leave half of an image's rows, or a damaged file."""
     store = Store(tmp_path)
     store.add("INSERT INTO finding VALUES (?, ?, ?, ?)", "here", "pin", "kept", "1")
     store.commit()
     seen: list[tuple[str, bool]] = []
 
     def half(connection: sqlite3.Connection) -> None:
-        # Pages go to the disk before the end, as those of a large transaction do.
+        # Pages are written to the disk before the end, as in a large transaction.
         connection.execute("PRAGMA cache_size = 1")
         for number in range(300):
             connection.execute("INSERT INTO finding VALUES (?, ?, ?, ?)", ("here", "pin", f"{number}", "x" * 1000))

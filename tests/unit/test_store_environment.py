@@ -1,5 +1,5 @@
-"""Where the disk is full, read-only, locked or gone: OneDiff goes on, says why, refuses what it would promise, and
-catches up later."""
+"""If the disk is full, read-only, locked or gone, OneDiff continues, tells the user why, raises NotKept, and writes
+later."""
 from __future__ import annotations
 
 import os
@@ -25,7 +25,7 @@ def record(history: History, name: str) -> None:
 
 @pytest.mark.parametrize("limit", ["max_page_count = 1", "query_only = ON"], ids=["full", "read-only"])
 def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
-    """SQLite refuses as it does on a full disk and on a read-only one."""
+    """SQLite raises as on a full disk and on a read-only one."""
     history = opened(tmp_path / "cache")
     connect = sqlite3.connect
 

@@ -1,5 +1,5 @@
-"""Layers that a file stores in INT8 or FP8, by the native operators: as near to the file as torch's operators, which
-follow the host's rule, with rows that are made in eight bits by norms, gated units and activations."""
+"""Layers that a file stores in INT8 or FP8, by the native operators: as exact as torch's operators, which follow the
+host's rule, with rows that norms, gated units and activations quantize."""
 from __future__ import annotations
 
 from typing import Any
@@ -22,7 +22,7 @@ from lib_onediff.devices.torch import operators as torch_ops
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALF = torch.float16
 WIDTH, OUT, TOKENS = 256, 64, 6
-# Than torch's operators are.
+# The largest ratio of their error to that of torch's operators.
 WORSE = 1.15
 OPS = NativeOperators()
 
@@ -33,7 +33,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def stored(out: int, width: int, rotation: int = 0, bias: bool = True, one_scale: bool = False) -> LayerWeights:
-    """A layer in INT8 alone. Its products are of the size of its input."""
+    """A layer whose weight exists in INT8 alone. Its products are as large as its input."""
     generator = torch.Generator().manual_seed(out + width)
     values = torch.randint(-128, 128, (out, width), generator=generator).to(DEVICE, torch.int8)
     scales = (torch.rand((1, 1 if one_scale else out), generator=generator).to(DEVICE) + 0.5) / 74 / width**0.5
@@ -48,8 +48,9 @@ def with_lora(layer: LayerWeights) -> LayerWeights:
 
 
 def assert_as_near(work: Any, *layers: LayerWeights) -> None:
-    """The native operators are as near to the weights as the file has them, in float64, as torch's are without LoRAs:
-    beside these, torch's round no input. work: a function of operators, layers, and what makes a tensor of the type."""
+    """The native operators are as close to the file's weights, in float64, as torch's are without LoRAs: with LoRAs,
+    torch's do not round the input. work: a function of operators, layers, and a function that makes a tensor of the
+    dtype."""
     plain = [layer._replace(low_rank=None) for layer in layers]
     ours = work(OPS, *layers, torch.Tensor.clone)
     exact = work(torch_ops, *map(stored_layer, layers), torch.Tensor.double)

@@ -1,7 +1,8 @@
-"""Weights that lie in the computer's memory are there when they are computed with, and nothing stale ever is.
+"""Streamed weights are there when they are read, and are never stale.
 
-Both memories are a CPU's here. What tells them apart is which parameters are said to be away; the copies are as early,
-or as late, as their marks allow."""
+Both memories are the CPU's here, and a set of names decides which parameters count as being in main memory. Copies
+happen as early, or as late, as their marks allow.
+"""
 from __future__ import annotations
 
 import copy
@@ -35,7 +36,8 @@ CPU = torch.device("cpu")
 
 
 class Computer:
-    """Which parameters are away, by their names; and how often a matrix was copied where that is no plan's."""
+    """Decides which parameters are in main memory, by their names; and counts copies of matrices outside of a
+    schedule."""
 
     def __init__(self) -> None:
         self.is_away: Callable[[str], bool] = lambda name: True
@@ -52,7 +54,7 @@ class Computer:
 
 @pytest.fixture
 def computer(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Computer:
-    """A UNet's weights go through a ring of a few units."""
+    """A UNet whose weights are streamed through a ring of a few units."""
     found = Computer()
     monkeypatch.setattr(streaming, "RING", 1 << 14)
     monkeypatch.setattr(streaming, "LEAST_CHUNK", 1 << 12)
@@ -80,7 +82,7 @@ def in_our_care(computer: Computer, **options: Any) -> Any:
 
 
 def half(name: str) -> bool:
-    """Of the members of fused layers too."""
+    """Also half of the members of fused layers."""
     return hash(name) % 2 == 0 or "to_k" in name
 
 
@@ -106,7 +108,7 @@ def test_it_computes_what_the_host_does(computer: Computer, lane: type[Early], w
 
 
 def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(computer: Computer) -> None:
-    """Were one missing, its matrix would be copied by itself."""
+    """A missing layer's matrix would be copied alone, outside of the schedule."""
     layout = runtime.services.families.read(in_our_care(computer, deepcache_interval=2))
     whole = layout.units(None)
     shallow = layout.units(1)
@@ -140,7 +142,7 @@ def test_no_stale_weight_is_computed_with(computer: Computer, lane: type[Early])
         assert is_right(unet, call)
     edits: list[Callable[[nn.Parameter, Tensor], object]] = [
         lambda mine, theirs: mine.copy_(theirs),  # in place, as merging a LoRA
-        lambda mine, theirs: mine.data.mul_(0.7),  # so that torch counts nothing
+        lambda mine, theirs: mine.data.mul_(0.7),  # in a way that torch does not count
         lambda mine, theirs: setattr(mine, "data", 0.5 * theirs),  # moved
     ]
     for edit in edits:
@@ -150,7 +152,7 @@ def test_no_stale_weight_is_computed_with(computer: Computer, lane: type[Early])
         for _ in range(3):
             assert is_right(unet, call)
     for layer, theirs in zip(unet.modules(), copy.deepcopy(other).modules(), strict=True):
-        # Exchanged, as another checkpoint over the same network.
+        # Replaced, as by another checkpoint in the same modules.
         for name, parameter in theirs._parameters.items():
             layer._parameters[name] = parameter
     computer.knows(unet)
@@ -165,7 +167,7 @@ def test_what_the_host_brings_to_the_gpu_is_not_copied_and_what_it_takes_from_th
     for is_away in (lambda name: True, half, lambda name: False, half):
         computer.is_away = is_away
         for parameter in unet.parameters():
-            # It lies elsewhere then.
+            # It is in other memory then.
             parameter.data = parameter.data.clone()
         for _ in range(3):
             assert is_right(unet, call)
@@ -252,7 +254,7 @@ def test_a_chunk_is_written_once_what_it_lies_over_was_read() -> None:
             for number, other in enumerate(found[:index], 1):
                 apart = other.start + other.size <= chunk.start or chunk.start + chunk.size <= other.start
                 assert apart or number <= chunk.waits
-            # What it waits for is over before its own units begin.
+            # The copy that it waits for is done before its own units begin.
             assert chunk.waits <= index and (not index or found[index - 1].last_unit < chunk.last_unit)
 
 
@@ -261,7 +263,7 @@ def test_a_chunk_is_written_once_what_it_lies_over_was_read() -> None:
 
 @pytest.fixture
 def eight(on_a_gpu: Weather, computer: Computer) -> Any:
-    """A UNet in float16 all of whose weights a host keeps in main memory, and moves by itself."""
+    """A UNet in float16 whose host keeps all weights in main memory, and moves them itself."""
     from low_bit_builders import half_unet
 
     unet = half_unet()
@@ -290,7 +292,7 @@ def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
     with torch.no_grad():
         for name, parameter in eight.named_parameters():
             if "ff.net" in name:
-                parameter.data.mul_(0.5)  # so that torch counts nothing
+                parameter.data.mul_(0.5)  # in a way that torch does not count
     for _ in range(3):
         assert is_near(eight, call)
 
@@ -298,7 +300,7 @@ def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
 def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
     computer: Computer, pretended: PretendedGraphs
 ) -> None:
-    """So that it takes no weights off the GPU between two steps again."""
+    """So that it does not have to move weights off the GPU between two steps again."""
     unet = in_our_care(computer)
     card = pretended.card
     asked = list[int]()
@@ -311,7 +313,8 @@ def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
         return size
 
     def sampling(size: str, left: int) -> int:
-        """The host leaves so much beside what it hears, which is returned; and it has moved the weights meanwhile."""
+        """The host leaves as many bytes free as room_lacked returns, which are returned here; it has moved the weights
+        meanwhile."""
         for parameter in unet.parameters():
             parameter.data = parameter.data.clone()
         lacked = runtime.room_lacked(unet, size)
@@ -330,7 +333,7 @@ def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
     assert lacked > 64 << 20
     assert [sampling(size, 600 << 20) for size in ("512x512", "512x512", "768x768")] == [lacked, lacked, 0]
     assert asked == [lacked] * 2, "once at each size"
-    # Somebody else has given memory back.
+    # Another program has freed memory.
     assert [sampling("512x512", 650 << 20), sampling("512x512", 650 << 20)] == [lacked, lacked - (50 << 20)]
     assert len(asked) == 2
 
@@ -357,7 +360,7 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
         return takes
 
     network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
-    monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: RING)  # which is not theirs
+    monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: RING)  # which is not the host's
     output = served(eight, call)
     assert relative_error(output, diffusers_output(eight, call)) < 0.05 and len(asked) == 1 and asked[0] > 0
     for _ in range(2):
@@ -369,7 +372,7 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
 def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
     eight: Any, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the host has nothing more to take off the GPU."""
+    """If the host has no more weights to move off the GPU."""
     from low_bit_builders import half_call
 
     call = half_call(eight)

@@ -1,4 +1,4 @@
-"""Times, and when a ratio of them is told."""
+"""Times, and when a ratio of them is shown."""
 from __future__ import annotations
 
 import contextlib
@@ -69,7 +69,7 @@ def test_the_disk_keeps_no_ratio_of_few_calls() -> None:
     remembered.remembered = 2.0
     for own, host, kept in (
         (few, enough, (1.0, None)), (enough, few, (2.0, None)), (few, few, (1.0, None)), (enough, enough, (2.0, 2.0)),
-        # What is not kept leaves an earlier process's step beside its host's.
+        # A time that is not kept leaves an earlier process's step beside its host's.
         (few, remembered, (None, None)), (enough, remembered, (2.0, 2.0)),
     ):
         row = history_row(an_entry(own, host), 1)
@@ -80,7 +80,7 @@ def test_the_disk_keeps_no_ratio_of_few_calls() -> None:
 
 
 class Host:
-    """A host's forward that knows how often it ran. The first run takes long."""
+    """A host's forward that counts its runs. The first run takes long."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -108,7 +108,7 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
 
 
 def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:
-    """Of which nothing is compared again: without this, a ratio could never be told."""
+    """Such an output is not compared again, so that without this a ratio could never be shown."""
     unet = shared_unet("SD1")
     host = Host()
     call = a_call(unet)

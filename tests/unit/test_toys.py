@@ -1,4 +1,4 @@
-"""A family, a device and a step policy that lib does not know: what is added needs a line in a registry and no more."""
+"""A family, a device and a step policy that lib_onediff does not contain: each needs only a line in a registry."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ TIMES = [float(time) for time in range(981, 0, -49)]
 
 
 class Toy(nn.Module):
-    """A network: a convolution, and what a linear layer makes of the prompt's mean."""
+    """A network: a convolution, plus a linear layer of the prompt's mean."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Toys:
 
 
 class ToyDevice(Eager):
-    """PyTorch's operators, counted. One that computes in another way has its own."""
+    """PyTorch's operators, counted. A real device would have its own."""
 
     name = "toy"
 
@@ -106,7 +106,7 @@ class ToyDevice(Eager):
 
 
 class EveryOther:
-    """Answers every second step with the last output, and has nothing to do with the fifth."""
+    """Answers every second step with the last output, and refuses the fifth."""
 
     name = "every_other"
     title = "Every other step"
@@ -191,7 +191,7 @@ def test_a_step_policy(whole_batch: bool) -> None:
     memories = runtime.services.networks.get(toy).step_memories
     for _ in range(2):
         runtime.begin_sampling(toy, Sampling(times=lambda: TIMES))
-        # The fifth step leaves nothing behind.
+        # The fifth step leaves no memory behind.
         for index, source in enumerate([0, 0, 2, 2, 4, 2, 6]):
             call = a_call(TIMES[source])
             expected = toy(call.latent, call.timestep, call.context)

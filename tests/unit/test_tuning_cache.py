@@ -1,4 +1,4 @@
-"""Tuned choices: in memory, in the store, what a strange store may hold, and on their kind of GPU alone."""
+"""Tuned choices: in memory, in the store, from a damaged store, and for one GPU model alone."""
 from __future__ import annotations
 
 import contextlib
@@ -61,7 +61,7 @@ SECOND = torch.device("cuda", 1)
 
 
 class TwoCards:
-    """torch's current card is 0 until somebody makes it another. on: to which cards events went."""
+    """torch's current card is 0 until it is set. on: the cards to which events went."""
 
     def __init__(self) -> None:
         self.current = 0

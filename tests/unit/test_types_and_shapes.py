@@ -1,4 +1,4 @@
-"""Inputs of other types and shapes after a proof: the answer is the host's, its exceptions included."""
+"""Inputs of other dtypes and shapes after a proof: the output is the host's, and so are its exceptions."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ RESIDUALS = "down_block_additional_residuals", "mid_block_additional_residual"
 
 
 def arguments_of(unet: Any) -> Arguments:
-    """Those of a usual call, with size numbers and a ControlNet's residuals."""
+    """The arguments of a usual call, with size numbers and a ControlNet's residuals."""
     given = diffusers_arguments(a_call(unet))
     if given["added_cond_kwargs"] is not None:
         label = given["added_cond_kwargs"]["text_embeds"]
@@ -45,7 +45,7 @@ def other_shapes(tensor: Tensor) -> Iterator[Tensor | None]:
 
 
 def changed(given: Arguments, name: str, of: Callable[[Tensor], Any]) -> Arguments:
-    """These arguments with another one of this name."""
+    """These arguments with another value for this name."""
     if name in ("text_embeds", "time_ids"):
         added = given["added_cond_kwargs"]
         return {**given, "added_cond_kwargs": {**added, name: of(added[name])}}
@@ -81,7 +81,7 @@ def others_like(given: Arguments) -> Iterator[tuple[str, Arguments]]:
 
 
 def outcome(forward: Callable[..., Any], given: Arguments) -> Tensor | type[Exception]:
-    # The host takes the members out of some lists.
+    # The host removes the members of some lists.
     given = {name: list(value) if isinstance(value, list) else value for name, value in given.items()}
     try:
         with torch.no_grad():
@@ -98,7 +98,7 @@ def agree(ours: Tensor | type[Exception], hosts: Tensor | type[Exception]) -> bo
 
 
 def differing(unet: Any, given: Arguments) -> list[str]:
-    """What of the calls like this one differs from the host's."""
+    """Sentences on the variants of this call for which our output or exception differs from the host's."""
     found = []
     for what, other in others_like(given):
         ours = outcome(unet, other)
@@ -122,7 +122,7 @@ def test_other_inputs_after_a_proof_are_answered_as_the_host_does(
     found = differing(unet, given)
     assert not found, "\n".join(found)
     assert "a fault of OneDiff" not in caplog.text
-    # And none of them has cost the usual call its proof.
+    # And none of them has affected the usual call's proof.
     outcome(unet, given)
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 

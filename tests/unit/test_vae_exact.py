@@ -1,4 +1,4 @@
-"""Our decoder and encoder make what the host's do, from ldm's and from diffusers' own modules, in the VAE's type."""
+"""Our decoder and encoder agree with the host's, for ldm's and diffusers' own modules, in the VAE's dtype."""
 from __future__ import annotations
 
 from itertools import product
@@ -45,7 +45,7 @@ def half_of(name: str, part: str) -> Any:
 
 
 def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_biases: bool = False) -> torch.Tensor:
-    """By our forward itself."""
+    """The output by our forward itself."""
     bound = BoundUNet(half, DECODERS.read)
     bound.refresh_without_binding()
     binding = bound.binding
@@ -55,7 +55,7 @@ def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_bi
 
 @grid(half=list(product(PARTS, [*EVERY_LAYOUT, *(LDM + name for name in LDM_LAYOUTS)])), size=range(4))
 def test_ours_is_the_hosts(half: tuple[str, str], size: int) -> None:
-    """Also with the biases folded, as the native operators get them."""
+    """Also with folded biases, as the native operators get them."""
     part, name = half
     module = half_of(name, part)
     given = a_latent(module, *SIZES[part][size], batch=2)
@@ -92,7 +92,7 @@ def test_half_precision_is_as_near_to_float32_as_the_hosts(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("part", PARTS)
 def test_tiling_of_a1111(part: str) -> None:
-    """It sets the padding of every convolution, also of 1x1, between two decodes."""
+    """A1111 sets the padding of every convolution, also of 1x1, between two decodes."""
     module = half_of("ldm SD", part)
     given = a_latent(module, *SIZES[part][2])
     plain = our_picture(module, given)

@@ -1,4 +1,5 @@
-"""Our decoder in diffusers and in the hosts with ldm's VAE: put on, at work beneath others, and taken off again."""
+"""Our decoder in diffusers and in the hosts with ldm's VAE: hooked in, below other extensions' forwards, and removed
+again."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -72,7 +73,7 @@ def called(decoder: Any, latent: Tensor) -> Tensor:
 
 
 def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: VaeHooks) -> None:
-    """It sets forward on the instance, keeps what it found there, and calls that where a picture is small."""
+    """It sets forward on the instance, keeps the one that it found there, and calls that for small images."""
     original, latent = decoder.forward, a_latent(decoder, 4, 8)
 
     def tiles(z: Tensor) -> Tensor:
@@ -93,7 +94,7 @@ def test_what_is_said_of_another_vae_is_not_what_was_said_of_the_last(decoder: A
 
 
 def test_a_size_is_checked_once_however_the_host_notes_sizes(decoder: Any, patches: VaeHooks) -> None:
-    """ldm's decoder writes the shape of its last latent on itself."""
+    """ldm's decoder writes the shape of its last latent to an attribute."""
     for width in (4, 8, 4, 8):
         called(decoder, a_latent(decoder, 4, width))
     assert decodes() == {"ours": 4, "host": 0} and decoder.last_z_shape[3] == 8

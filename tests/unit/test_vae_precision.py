@@ -1,5 +1,5 @@
-"""No black picture: a decode that overflows, ours or the host's, is repeated in a wider type, said so, and remembered
-of its VAE; and the type of choice."""
+"""No black images: a decode that overflows, ours or the host's, is repeated in a wider dtype, with a reason, and this
+is kept for the VAE; and the dtype of choice."""
 from __future__ import annotations
 
 import copy
@@ -40,12 +40,12 @@ KNOWN = "decoded in float32, because this VAE overflows in float16"
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float16 where it is asked for."""
+    """Decodes in float16 if that is chosen, as on a GPU."""
     monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", ())
 
 
 def shown(picture: Tensor) -> Tensor:
-    """As a host turns it into a picture: 0 to 1."""
+    """The image as a host shows it: clipped to 0 to 1."""
     return (picture.float() / 2 + 0.5).clamp(0, 1)
 
 
@@ -59,7 +59,7 @@ def untouched(decoder: Any, before: list[Any]) -> bool:
 
 
 def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The type of every decode of ours."""
+    """The dtype of each of our decodes."""
     types: list[torch.dtype] = []
     run = Decoding.run
 
@@ -231,7 +231,7 @@ def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.
 
 
 def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a CPU many times as long."""
+    """A CPU takes many times as long in float16."""
     monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
     runtime.configure(Settings(vae_precision="fp16"))
@@ -305,7 +305,7 @@ def test_a_picture_of_the_hosts_that_we_cannot_decode_is_said_to_be_black(caplog
 
 
 def test_a_host_that_overflows_where_we_do_not_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As attention that keeps its scores in float16 does."""
+    """As attention with float16 scores does."""
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
     latent = a_latent(host.decoder)
     for _ in range(3):

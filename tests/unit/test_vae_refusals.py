@@ -1,4 +1,4 @@
-"""What we do not decode is refused with one line, and the host's own picture comes back bit for bit."""
+"""Decodes that we do not support are refused with one line, and the host's own image is returned bit for bit."""
 from __future__ import annotations
 
 import re

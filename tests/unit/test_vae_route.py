@@ -1,4 +1,4 @@
-"""Which decodes are ours, who serves when our kernels or our forward fail, and what users are told."""
+"""Which decodes are ours, who serves if our kernels or our forward fail, and what users see."""
 from __future__ import annotations
 
 import gc
@@ -28,7 +28,7 @@ def host() -> Host:
 
 
 def test_only_the_first_decode_at_a_size_asks_the_host(host: Host) -> None:
-    """Of each decoder."""
+    """For each decoder."""
     asked = []
     for size in ((4, 4), (4, 4), (5, 7), (5, 7), (4, 4)):
         decode(host, a_latent(host.decoder, *size))
@@ -51,7 +51,7 @@ def test_only_the_first_decode_at_a_size_asks_the_host(host: Host) -> None:
     (lambda picture: picture.half(), "it is (1, 3, 12, 12) in torch.float32, not (1, 3, 12, 12) in torch.float16"),
 ], ids=["values", "shape", "type"])
 def test_a_first_picture_unlike_the_hosts_is_the_hosts(change: Any, reason: str) -> None:
-    """As a wrong forward of ours would look to the check."""
+    """As the check would see an error in our forward."""
     host = Host(diffusers_vae().decoder, change)
     latent = a_latent(host.decoder)
     for calls in (1, 2):
@@ -74,7 +74,7 @@ def test_an_error_of_ours_costs_no_picture(host: Host, monkeypatch: pytest.Monke
         assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
         assert last() == ("host", "our forward failed: first line (backend eager)")
     monkeypatch.undo()
-    # What has failed twice is not tried again.
+    # After two failures, it is not tried again.
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
     assert last() == ("host", "our forward failed: first line (backend eager)")
     decode(host, a_latent(host.decoder, 3, 3))
@@ -114,7 +114,7 @@ def test_settings_of_a_generation_hold_for_its_decode(host: Host) -> None:
 
 
 def test_two_threads_decode_at_once(host: Host) -> None:
-    """A1111 decodes its live preview on the thread of the page's request."""
+    """A1111 decodes its live preview in the thread of the page's request."""
     latents = 5 * [a_latent(host.decoder, *size) for size in ((4, 4), (5, 7), (6, 3), (4, 4))]
     with ThreadPoolExecutor(4) as threads:
         for latent, picture in zip(latents, threads.map(partial(decode, host), latents), strict=True):
@@ -131,7 +131,7 @@ def test_nothing_of_ours_keeps_a_decoder_alive(host: Host) -> None:
 
 
 class Stand:
-    """torch's operators in the place of our kernels, whose resize may be made to fail or to be wrong."""
+    """torch's operators instead of our kernels, whose resize can be made to fail or to be wrong."""
 
     def __init__(self) -> None:
         self.resize: Any = torch_ops.resize
@@ -169,7 +169,7 @@ def test_a_kernel_that_fails_is_served_by_torchs_operators(native: Stand) -> Non
 
 
 def test_a_kernel_that_computes_something_else(native: Stand) -> None:
-    """The host's own image is at hand then; the next one is torch's operators'."""
+    """The host's own image is returned then; the next one is computed by torch's operators."""
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = lambda *given: 1.01 * torch_ops.resize(*given)

@@ -1,4 +1,4 @@
-"""A verdict is that of the weights and the sources that earned it, and a failure is none before it comes twice."""
+"""A verdict belongs to the weights and the code that it was found with, and a failure is final only the second time."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ WRONG_WEIGHT = 3.0
 
 @pytest.fixture
 def errs_with_loud_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our forward errs over some weights, as attention that is saturated in float16 does."""
+    """Our forward is wrong for some weights, as saturated attention in float16 is."""
     compute = FAMILIES.output
 
     def erring(layout: Any, weights: Any, ops: Any, call: Any) -> Any:
@@ -74,7 +74,7 @@ def test_a_verdict_stays_where_the_host_notes_that_it_has_moved_weights(name: st
 
 
 def test_noise_that_makes_a_shape_ready_proves_nothing_for_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Our forward errs for loud prompts alone."""
+    """Our forward is wrong for large prompt embeddings alone."""
     compute = FAMILIES.output
 
     def erring(layout: Any, weights: Any, ops: Any, call: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What a shape's entry keeps of each network's weights."""
+"""The verdicts that a shape's entry keeps for each set of weights."""
 from __future__ import annotations
 
 import pytest
@@ -20,7 +20,7 @@ def test_the_verdicts_of_so_many_weights_are_kept_and_the_oldest_goes_first(entr
     names = [f"weights {number}" for number in range(MOST_VERDICTS + 2)]
     for name in names:
         entry.of_weights(name).state = State.PROVED
-    # One is in use, and the empty one that an entry begins with has gone before any of these.
+    # One is in use, and the empty one of a new entry was dropped before any of these.
     for name, state in ((names[0], State.COLD), (names[2], State.PROVED), (names[-1], State.PROVED)):
         assert entry.of_weights(name).state is state, name
 

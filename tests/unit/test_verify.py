@@ -1,5 +1,5 @@
-"""What the check of a first use lets through, and that it leaves the host its random numbers and what functions of
-extensions keep between calls."""
+"""The errors that the check of a first use accepts; and that it restores random numbers and the state of extensions'
+functions for the host."""
 from __future__ import annotations
 
 import itertools
@@ -35,7 +35,7 @@ ONEFLOW = OneFlow(FAMILIES.output)
 @pytest.mark.parametrize(("entry", "allowed", "passes", "fails"), [
     (an_entry(), 0.0, 4e-6, 6e-6), (an_entry(torch.float16), 0.0, 3e-3, 5e-3),
     (an_entry(torch.bfloat16), 0.0, 2e-2, 4e-2),
-    # It may sum in half precision, and is not checked again when it is told to.
+    # It may use float16 sums, and is not checked again when these are switched on.
     (an_entry(torch.float16), ONEFLOW.allowed_error(torch.float16), 5e-2, 7e-2),
     (an_entry(), ONEFLOW.allowed_error(torch.float32), 4e-6, 6e-6),
     (an_entry(torch.float16, lossy=Lossy("fp8")), 0.0, 0.11, 0.13),
@@ -47,7 +47,8 @@ def test_limits(entry: Entry, allowed: float, passes: float, fails: float) -> No
 
 
 @pytest.mark.parametrize(("dtype", "moves", "passes", "fails"), [
-    # Rounding moves the output by less than what is never asked about, by something between, and by too much.
+    # moves: the spread of rounding, which is below the limit that needs no measurement, between the two limits, or
+    # above the largest.
     (torch.float32, 1e-7, 4e-6, 6e-6), (torch.float32, 1e-5, 2.9e-5, 3.1e-5), (torch.float32, 1.0, 9e-5, 1.1e-4),
     (torch.float32, float("nan"), 4e-6, 6e-6), (torch.float16, 2e-3, 5.5e-3, 6.5e-3),
     (torch.float16, 1.0, 9e-3, 1.1e-2), (torch.bfloat16, 1.5e-2, 4e-2, 5e-2), (torch.bfloat16, 1.0, 5e-2, 7e-2),
@@ -141,7 +142,7 @@ def test_numbers_of_the_extensions_own_objects_are_set_back(module: str, is_set_
 
 
 class Recalled(History):
-    """A store in which the verdict on every entry stands, or on none."""
+    """A history that has a verdict on every entry, or on none."""
 
     def __init__(self, is_known: bool) -> None:
         super().__init__()
@@ -154,9 +155,9 @@ class Recalled(History):
 @pytest.mark.parametrize(("recalled", "state", "patches", "is_warm_up", "is_compared"), [
     (False, State.COLD, False, False, True), (True, State.COLD, False, False, False),
     (True, State.PROVED, False, True, False), (False, State.PROVED, False, True, False),
-    # Noise alone has proved it, or nothing has: a call of an image is compared, and so is what is cold.
+    # A shape that was proved with noise alone, or that is COLD, is compared in a call of an image.
     (False, State.PROVED, False, False, True), (False, State.COLD, False, True, True),
-    # Functions of other extensions may do something else each time.
+    # Functions of other extensions may compute something else each time.
     (True, State.PROVED, True, False, True), (True, State.PROVED, True, True, True),
 ])
 def test_what_is_compared(recalled: bool, state: State, patches: bool, is_warm_up: bool, is_compared: bool) -> None:

@@ -1,4 +1,4 @@
-"""What a page or a purge walks while the thread that makes images adds to it."""
+"""Collections that a page or a purge iterates while another thread adds to them."""
 from __future__ import annotations
 
 import dataclasses
@@ -26,7 +26,7 @@ def threads_take_turns_often() -> Iterator[None]:
 
 
 def while_another_adds(add: Callable[[int], object], walk: Callable[[], object]) -> None:
-    """walk() again and again, while another thread adds one thing after the other. Raises what walk() raises."""
+    """Call walk() repeatedly while another thread adds things. Raises what walk() raises."""
     ended = threading.Event()
 
     def adding() -> None:

@@ -1,4 +1,4 @@
-"""Binding: fused weights by view, nothing copied twice, and everything given back as it was."""
+"""Binding: weights are fused by view, nothing is copied twice, and everything is restored."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ EVERY_UNET = pytest.mark.parametrize("build", BUILDERS.values(), ids=BUILDERS)
 
 
 def storage_bytes(unet: nn.Module) -> int:
-    """The bytes of all storages below a module, each counted once."""
+    """The bytes of all storages of a module's parameters, each counted once."""
     storages = {parameter.untyped_storage().data_ptr(): parameter.untyped_storage() for parameter in unet.parameters()}
     return sum(storage.nbytes() for storage in storages.values())
 
@@ -211,7 +211,7 @@ def test_weights_are_given_back_on_a_card_that_is_full(monkeypatch: pytest.Monke
 
 
 class Louder(TorchDispatchMode):
-    """What torch's copying operators make, times 1.1."""
+    """torch's copying operators, with results multiplied by 1.1."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
@@ -222,7 +222,8 @@ class Louder(TorchDispatchMode):
 def test_weights_keep_their_bits_whatever_stands_in_the_place_of_torchs_functions(
     monkeypatch: pytest.MonkeyPatch, name: str,
 ) -> None:
-    """Another extension's function, or its mode, may stand while a UNet is bound; a weight written then stays wrong."""
+    """Another extension's function, or its torch mode, may be active while a UNet is bound, and a wrong weight would
+    stay wrong."""
     unet = diffusers_unet(**SD1)
     before = values(unet)
     binding = Binding(unet, FAMILIES.read(unet))

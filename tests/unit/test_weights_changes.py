@@ -1,5 +1,5 @@
-"""What a host does to its weights while they are bound: noticed, followed, and bound again only if they moved.
-And every other kind of edit under a compiled UNet: it counts at the next call, by graph or not."""
+"""Changes that a host makes to bound weights are noticed and followed; weights are bound again only if they moved. And
+every other kind of edit of a compiled UNet affects the next call, with or without a graph."""
 from __future__ import annotations
 
 import contextlib
@@ -43,7 +43,7 @@ LAYERS = (
 
 
 class Compiled:
-    """A compiled SDXL-like UNet that has answered its call once."""
+    """A compiled SDXL-like UNet that has served its call once."""
 
     def __init__(self) -> None:
         self.unet: Any = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
@@ -68,7 +68,7 @@ def in_place(layer: Any) -> None:
 
 
 def behind_autograds_back(layer: Any) -> None:
-    """It counts no edit, and the prompt's tensors are the same."""
+    """An edit that torch does not count, with the same prompt tensors."""
     layer.weight.data.mul_(1.5)
 
 
@@ -95,7 +95,7 @@ def test_another_checkpoint_is_bound_again_where_it_is_assigned(assign: bool) ->
 
 
 def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
-    """A new layer may get the very address, and so the id, of one that is gone."""
+    """A new layer may get the address, and so the id, of one that was freed."""
     compiled = Compiled()
     attention = compiled.unet.get_submodule(CROSS_ATTENTION)
     width = attention.to_q.in_features
@@ -104,14 +104,14 @@ def test_a_layer_that_takes_the_place_of_a_freed_one_is_read_again() -> None:
         before = id(attention.to_q)
         del attention.to_q
         attention.to_q = randomise(nn.Linear(width, width, bias=False), seed)
-        same_id = same_id or (seed > 0 and id(attention.to_q) == before)  # at first its place in the order changes too
+        same_id = same_id or (seed > 0 and id(attention.to_q) == before)  # its position in the order changes at first
         compiled.answers_as_the_host(compiled.call)
     if not same_id:
         pytest.skip("Python gave no layer the id of the one before")
 
 
 def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
-    """Freed memory is given out again: a new parameter may have the very id, address and edit count of an old one."""
+    """Freed memory is reused: a new parameter may have the id, address and edit count of an old one."""
     compiled = Compiled()
     layer = compiled.unet.add_embedding.linear_2
     arguments = diffusers_arguments(compiled.call)
@@ -122,7 +122,7 @@ def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
         memory[:] = torch.randn(memory.shape).numpy()
         layer.weight = nn.Parameter(torch.from_numpy(memory))
         places.append((id(layer.weight), layer.weight.data_ptr(), layer.weight._version))
-        if len(places) % 2:  # an allocator that gives back the last but one is usual
+        if len(places) % 2:  # allocators often return the block freed last but one
             with torch.no_grad():
                 output = compiled.unet(**arguments)
                 expected = own_forward(compiled.unet)(**arguments)
@@ -135,7 +135,7 @@ def test_a_parameter_that_takes_the_place_of_a_freed_one_is_seen() -> None:
 def test_an_edit_of_parameters_made_in_inference_mode_counts_at_the_next_call(
     path: str, inference_context: bool
 ) -> None:
-    """Inference tensors count no edits at all."""
+    """torch counts no edits of inference tensors."""
     with torch.inference_mode():
         compiled = Compiled()
         compiled.unet.get_submodule(path).weight.mul_(1.5)
@@ -172,7 +172,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 @pytest.mark.parametrize("change", [*CHANGES.values(), None], ids=[*CHANGES, "nothing"])
 def test_a_unet_is_freed_whatever_happened_to_it(change: Callable[[Any], object] | None) -> None:
-    """At once, and not only when garbage is collected, where nothing did."""
+    """At once, and not only by a garbage collection."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     served(unet, a_call(unet))
     gc.collect()

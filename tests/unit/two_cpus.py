@@ -1,5 +1,5 @@
-"""Two cards on a machine without GPUs: both are its CPU. The second has tensors of its own, which is all that tells
-devices apart there."""
+"""Two GPUs on a machine without GPUs: both are its CPU. The second one's tensors are marked, which is the only
+difference between the devices."""
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +27,8 @@ NAMES = "cat", "ugly"
 
 @dataclass
 class TwoCpus(Card):
-    """The CPU twice. launched: on which card, in order. full: whether the second runs out of memory when it is used."""
+    """The CPU as two cards. launched: on which card, in order. full: whether the second one runs out of memory when it
+    is used."""
 
     cards: list[torch.device] = field(default_factory=lambda: [FIRST, SECOND])
     free: int = ROOMY
@@ -50,7 +51,7 @@ class TwoCpus(Card):
 
 @dataclass
 class Image:
-    """Samplings of a UNet on two cards, in a runtime of their own, or in one that still knows other tests' UNets."""
+    """Samplings of a UNet on two cards, in a Runtime of their own, or in one that still has other tests' UNets."""
 
     runtime: Runtime
     unet: Any
@@ -70,7 +71,7 @@ class Image:
         return cls(runtime, unet, cards)
 
     def begin(self) -> None:
-        """As a host does."""
+        """Begin a sampling, as a host does."""
         self.runtime.begin_sampling(self.unet, Sampling(times=lambda: STEPS))
 
     def call(self, time: float = 501.0, names: Any = NAMES) -> UNetCall:

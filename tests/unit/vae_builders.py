@@ -1,4 +1,4 @@
-"""Small autoencoders with full topology and random weights, and how to ask the host and us for the same picture."""
+"""Small autoencoders with the full topology and random weights, and functions that decode by the host and by us."""
 from __future__ import annotations
 
 import contextlib
@@ -36,7 +36,7 @@ LAYOUTS = {
     "one layer": ONE_LAYER,
 }
 LDM = {
-    # The class itself takes no less than 32 groups.
+    # The class itself supports no fewer than 32 groups.
     "ch": 32, "out_ch": 3, "ch_mult": (1, 2, 4, 4), "num_res_blocks": 2, "attn_resolutions": [], "in_channels": 3,
     "resolution": 64, "z_channels": 4,
 }
@@ -48,7 +48,7 @@ LDM_LAYOUTS = {
 
 @pytest.fixture
 def fresh_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderRoute]:
-    """The runtime's route for decodes, which has seen nothing."""
+    """The runtime with a new route for decodes."""
     route = DecoderRoute(runtime.services)
     monkeypatch.setattr(runtime, "vae", route)
     monkeypatch.setattr(runtime.cache, "_vae", route)
@@ -57,7 +57,7 @@ def fresh_route(monkeypatch: pytest.MonkeyPatch) -> Iterator[DecoderRoute]:
 
 
 def diffusers_vae(seed: int = 0, **config: Any) -> Any:
-    """A random diffusers AutoencoderKL; config as in LAYOUTS, one layer a block by default."""
+    """A diffusers AutoencoderKL with random weights. config: overrides, as in LAYOUTS; by default one layer a block."""
     from diffusers import AutoencoderKL
 
     with without_initial_values():
@@ -83,7 +83,7 @@ def a_latent(decoder: Any, height: int = 6, width: int = 6, batch: int = 1, seed
 
 @torch.no_grad()
 def host_picture(decoder: Any, latent: Tensor) -> Tensor:
-    """What the class of a decoder makes of a latent."""
+    """The image of a latent by the decoder's own class."""
     return own_forward(decoder)(latent)
 
 
@@ -92,7 +92,7 @@ def our_picture(
     decoder: Any, latent: Tensor, host_traits: HostTraits = HostTraits(),  # noqa: B008
     settings: Settings | None = None, **options: Any
 ) -> Tensor:
-    """What the runtime's route makes of it, whoever serves it."""
+    """The image of a latent by the runtime's route, whoever serves it."""
     route = runtime.vae
     route.adopt(decoder, settings, host_traits)
     return route.decode(decoder, latent, lambda: own_forward(decoder)(latent), **options)
@@ -105,7 +105,7 @@ def last() -> tuple[str | None, str]:
 
 
 def decodes() -> dict[str, int]:
-    """How many decodes took each route."""
+    """The number of decodes by each route."""
     return runtime.vae.status()["calls"]
 
 
@@ -117,7 +117,7 @@ LIMIT = torch.finfo(torch.float16).max
 
 
 class Host:
-    """A host's VAE, whose own decodes are counted; change: what becomes of them."""
+    """A host's VAE whose own decodes are counted. change: changes their images."""
 
     def __init__(self, decoder: Any, change: Callable[[Tensor], Tensor] = lambda picture: picture) -> None:
         self.decoder = decoder
@@ -136,9 +136,10 @@ def decode(host: Host, latent: Tensor) -> Tensor:
 
 
 def overflowing(make: Callable[[], Any] = lambda: diffusers_vae().decoder) -> tuple[Any, Tensor]:
-    """A decoder (or an encoder) in float16 whose activations are twice float16's limit, and a latent of its own.
+    """A decoder (or an encoder) in float16 whose activations exceed float16's limit by a factor of two, and a latent
+    for it.
 
-    Norms make its picture what it was: only what lies between them is large.
+    Norms restore the scale of its image: only the values between them are large.
     """
     decoder = make().half()
     latent = a_latent(decoder, 16, 16)

@@ -1,1 +1,1 @@
-"""NVIDIA GPUs: our kernels, graphs, eight bits."""
+"""The backend for NVIDIA GPUs: our own kernels, CUDA graphs, and 8-bit products."""

@@ -1,4 +1,4 @@
-"""Our own kernels: loaded ahead of the first call, tuned on the machine, captured as CUDA graphs."""
+"""The native backend: our own kernels, loaded before the first call, tuned on the machine, captured as CUDA graphs."""
 from __future__ import annotations
 
 import logging
@@ -32,38 +32,38 @@ from .low_bit.choice import LowBit
 from .tuning import load_candidates, load_kernels, tune_down, tune_gated, tune_half_sums, tune_kernels, tune_stored
 
 log = logging.getLogger("onediff")
-# Of one program that sums contents, and of one of its loads.
+# The kernel that sums contents: words for each program, words for each load, and warps.
 WORDS = 1 << 13
 BLOCK = 1024
 WARPS = 4
 
 
 def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
-    """See weights.contents.ContentsReader."""
+    """A function that launches the checksums of these spans; see weights.contents.ContentsReader."""
     try:
         sums = sums_of(spans, part)
         if sums is not None:
-            # It is loaded now.
+            # Load the kernel now.
             sums()
         return sums
     except Refusal as reason:
-        log.debug("the contents of weights are read by PyTorch's operators: %s", reason)
+        log.debug("checksums of weights are computed by PyTorch's operators: %s", reason)
         return None
     except Exception:
-        log.exception("the contents of weights are read by PyTorch's operators")
+        log.exception("checksums of weights are computed by PyTorch's operators, because our kernel failed")
         return None
 
 
 def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
-    """Launches the sums of these spans, (spans,) in int64 on their device, as long as their memory is there; None
-    where this kernel cannot read them: on several devices, or not in whole words."""
+    """A function that launches the checksums of these spans, int64 (spans,) on their device. The caller must know that
+    their memory exists. None if the kernel does not support them: they are on several devices, or not whole words."""
     device = spans[0].device
     if any(span.device != device or span.nbytes % WORD or span.address % WORD for span in spans):
         return None
     counts = [span.nbytes // WORD for span in spans]
     steps = [span.stride(part) for span in spans]
     pieces = [-(-count // (PIECE * step)) * PIECE for count, step in zip(counts, steps, strict=True)]
-    # SDXL's weights make 160,000 stretches: of each, the span to which it belongs and its first word there.
+    # One program sums one stretch of WORDS words; SDXL's weights have 160,000. For each, its span and first word.
     counted = torch.int64
     cpu = torch.device("cpu")
     stretches = torch.tensor([-(-count // WORDS) for count in pieces], dtype=counted, device=cpu)
@@ -85,6 +85,8 @@ def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | No
 
 
 class Native(Device):
+    """The backend with our own kernels, for NVIDIA GPUs."""
+
     name = "native"
     traits = Traits(has_graphs=True, launches_patched=False, channels_last=True, takes_lossy=True)
 
@@ -92,11 +94,11 @@ class Native(Device):
         self._launches = Launches(tuning_cache)
         self.attention = Attention(self._launches)
         self.low_bit = LowBit(tuning_cache, self._launches)
-        # Why our kernels cannot run on a device.
+        # Why our kernels cannot run on a device; None if they can.
         self.why_not = cache(why_not)
         self._operators = self.low_bit.operators(self.attention)
-        # By the kind of network: why its kernels cannot be loaded, "" where they were. Not an exception: its traceback
-        # would keep the UNet that was being called.
+        # By the kind of network (_kind): why its kernels could not be loaded, "" if they were. Not an exception, whose
+        # traceback would keep the network alive.
         self._loading: dict[Hashable, Future[str]] = {}
         self._tuned: set[Hashable] = set()
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
@@ -109,14 +111,14 @@ class Native(Device):
             raise Refusal(lack)
 
     def why_not_lossy(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why a choice of settings.low_bit changes nothing for a model of this dtype on a device; None if it does."""
+        """Why a value of Settings.low_bit has no effect for a model of this dtype on a device; None if it has."""
         return self.why_not(device) or self.low_bit.why_not(option, device, dtype)
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
         return None if self.why_not(device) is not None else read_contents
 
     def operators(self, wide_norms: bool = False) -> Operators:
-        """wide_norms: our kernels always round once."""
+        """See Device.operators. wide_norms makes no difference: our kernels compute norms in float32 anyway."""
         return self._operators
 
     def prepare(self, use: KernelUse, time_ms: TimeMs | None = None) -> None:
@@ -125,24 +127,25 @@ class Native(Device):
             if kind not in self._loading:
                 self._loading[kind] = self._worker.submit(self._load, use, *kind[1:])
                 if use.dtype in DTYPES:
-                    # Nobody waits for these.
+                    # In the background, for later measurements.
                     self._worker.submit(load_candidates, use.dtype, use.device)
             loading = self._loading[kind]
         try:
             failure = loading.result()
         except torch.cuda.OutOfMemoryError:
-            # There may be room the next time.
+            # Try again at the next call.
             self._loading.pop(kind, None)
             raise
         if failure:
             raise Refusal(failure)
         if time_ms is not None and kind not in self._tuned:
-            # Before the first use is checked, so that what is checked is what will run.
+            # Before the first output is checked, so that the kernels that are checked are those that will run.
             self._tuned.add(kind)
             self._tune_kernels(use, time_ms)
 
     def _kind(self, use: KernelUse) -> tuple[Hashable, tuple[Kind, ...], tuple[Rule, ...]]:
-        """Networks of the same kind need the same kernels. Also the kinds and the rules of rows in eight bits."""
+        """A key for networks that need the same kernels; the 8-bit formats; and the rules for rows that are multiplied
+        with stored INT8 weights."""
         stored = {dtype for dtype, _ in use.stored}
         wanted = KINDS_OF.get(use.low_bit, ())
         asked = [kind for kind in KINDS if kind in wanted or kind.dtype in stored]
@@ -152,7 +155,7 @@ class Native(Device):
         return (use.architecture, use.dtype, use.device), low_bit, tuple(sorted(rules)) if INT8 in there else ()
 
     def _load(self, use: KernelUse, low_bit: Collection[Kind], rules: Collection[Rule]) -> str:
-        """In the worker's thread. Returns why it is not possible."""
+        """Load the kernels. Returns why that is not possible, or "". Runs in the worker's thread."""
         began = time.perf_counter()
         try:
             with on_card(use.device):
@@ -174,11 +177,12 @@ class Native(Device):
             self.attention.measure(one.queries, one.keys, dtype, device, time_ms, one.is_filled) for one in attentions
         ]
         if call.latent.dtype in DTYPES and any(isinstance(user, LayerNorm) for user in use.users):
-            # A self attention of several heads has a feed-forward beside it, and behind such a norm a GEGLU in it.
+            # A block with self-attention of several heads has a feed-forward with these rows and this width; in a
+            # network with layer norms, it has a GEGLU.
             own = [one.queries for one in attentions if one.queries == one.keys and one.queries[1] > 1]
             sizes = {(q[0] * q[2], q[1] * q[3]) for q in own}
             measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_ms) for size in sizes]
-        # No UNet convolves more pixels than the latent has: others are a VAE's, and may find no memory here.
+        # Convolutions over more pixels than the latent has are a VAE's, and may not fit into memory here.
         met = [size for size in self._launches.convolutions if size[1] * size[2] <= call.latent[0, 0].numel()]
         measured += [tune_half_sums(self._launches, size, device, time_ms) for size in met]
         stored = list(self._launches.stored_products)
@@ -188,15 +192,15 @@ class Native(Device):
         return any(measured)
 
     def measure_anew(self) -> None:
-        """Trust no choice that was made before: those that are still there are read again, the others measured."""
+        """See Device.measure_anew. Choices that are still in the tuning cache are used again, the others measured."""
         self._tuned.clear()
         self.low_bit.forget()
         self._launches.forget()
 
     def _tune_kernels(self, use: KernelUse, time_ms: TimeMs) -> None:
-        """Measure how the kernels are best configured on this GPU, where that is not known: seconds, once on a machine.
+        """Measure the fastest launch configs of the kernels on this GPU, if unknown. Takes seconds, once on a machine.
 
-        Where that fails, they keep the launch configs that they have.
+        If that fails, the kernels keep their present launch configs.
         """
         began = time.perf_counter()
         try:

@@ -173,18 +173,19 @@ def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's values as another one in the same memory, which it does not keep alive."""
+    """A tensor over the memory of a contiguous tensor that does not keep this memory alive."""
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
     empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage, 0, tensor.shape)
 
 
 def run_graph(graph: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """What a graph makes of tensors, as new tensors in memory of OneFlow's: it copies them out of the graph itself."""
+    """A graph's outputs for these inputs. They are new tensors, which OneFlow itself copies out of the graph's memory.
+    """
     if given[0].is_cuda:
-        # OneFlow launches on streams of its own, which know nothing of torch's.
+        # OneFlow launches on streams of its own, which are not ordered with torch's.
         torch.cuda.current_stream(given[0].device).synchronize()
     results = graph(*map(from_torch, given))
-    # Its threads read the environment when they launch, so they must be done before another call's is set.
+    # OneFlow's threads read the environment variables when they launch, so wait before the next call sets its own.
     _oneflow_internal.eager.Sync()
     return [to_torch(result) for result in results]

@@ -1,8 +1,7 @@
-"""How calls come to OneFlow: one lazy graph (nn.Graph) a shape, over the host's own weights.
+"""The OneFlow backend: one lazy graph (nn.Graph) for each shape, over the host's own weights.
 
-OneFlow compiles for seconds, and a process that has compiled does not get that memory back. Like a CUDA graph it holds
-addresses of weights, not tensors, and serves as long as they lie where they lay. OneFlow itself is imported by the
-first graph, not by this module.
+OneFlow compiles a graph for seconds, and never frees its memory. Like a CUDA graph, it contains addresses of weights,
+and is valid until they move. OneFlow itself is imported with the first graph, not by this module.
 """
 from __future__ import annotations
 
@@ -33,27 +32,30 @@ from .gate import OneFlowGate, brief
 
 log = logging.getLogger("onediff")
 
-# Batch, channels, height, width.
+# The dimensions of a UNet's latent: batch, channels, height, width.
 IMAGE_DIMENSIONS = 4
-# Each keeps its intermediates and its plan for as long as the process lives.
+# A graph's memory is kept until the process ends.
 MOST_GRAPHS = 8
 TOO_MANY = (
-    "OneFlow has compiled {} graphs, the most that OneDiff lets it, because it does not give their memory back: "
-    "restart the WebUI to use it for others"
+    "OneFlow has compiled {} graphs, which is OneDiff's limit, because their memory is never freed: restart the WebUI "
+    "to use OneFlow at other sizes"
 )
-FAILED = "OneFlow failed to compile ({}), and a second try could end the WebUI: restart it to use OneFlow"
-COMPILING = "OneFlow is compiling for this shape, in the background"
-COMPILING_ANOTHER = "OneFlow is compiling for another shape, in the background, and runs nothing meanwhile"
-STRIDED = "OneFlow needs weights in their usual order, and {} is channels-last"
-# What OneFlow reads.
+FAILED = "OneFlow failed to compile ({}), and a second try could crash the WebUI: restart it to use OneFlow"
+COMPILING = "OneFlow is compiling for this size in the background"
+COMPILING_ANOTHER = "OneFlow is compiling for another size in the background, and can run nothing until it is done"
+STRIDED = "OneFlow needs weights in their usual memory order, and {} is channels-last"
+# Environment variables that OneFlow reads.
 ONEFLOW_MATMUL = "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION"
 ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
 
 
 @dataclass
 class OneFlowRunner:
-    """A graph for the calls of one shape. variables: the environment that OneFlow is to see, see oneflow_variables.
-    running: held while OneFlow runs."""
+    """A graph for the calls of one shape.
+
+    variables: environment variables that are set before each run; see oneflow_variables.
+    running: the lock that is held while OneFlow runs.
+    """
 
     graph: Any
     variables: Mapping[str, str]
@@ -68,9 +70,10 @@ class OneFlowRunner:
 
 
 class OneFlow(Device):
-    """One for the process. Whoever calls holds the runtime's lock.
+    """The backend; one object for the process. Callers hold the runtime's lock.
 
-    failure: what the compiler said when it failed; after that nothing is compiled any more.
+    most: the largest number of graphs.
+    failure: the compiler's message when it failed; "" until then. After a failure, nothing is compiled any more.
     """
 
     name = "oneflow"
@@ -78,29 +81,30 @@ class OneFlow(Device):
 
     def __init__(self, output: Output, most: int = MOST_GRAPHS) -> None:
         """output: computes a call; see Families.output."""
-        self.most, self.failure = most, ""
+        self.most = most
+        self.failure = ""
         self._output = output
         self._gate = OneFlowGate()
         self._variables: Mapping[str, str] = {}
         # By shape and addresses of weights. None: OneFlow failed.
         self._graphs: dict[Hashable, Future[Any | None]] = {}
-        # Of its graphs; None before the first.
+        # The device of all graphs; None before the first.
         self._card: torch.device | None = None
         self._worker = ThreadPoolExecutor(1, "onediff-oneflow")
-        # OneFlow ends the process where one thread runs a graph while another compiles one.
+        # OneFlow crashes the process if one thread runs a graph while another compiles one.
         self._running = threading.Lock()
 
     @property
     def count(self) -> int:
-        """How many graphs there are, those in the making included."""
+        """The number of graphs, including those being compiled."""
         return sum(not graph.done() or graph.result() is not None for graph in self._graphs.values())
 
     def is_wanted(self, settings: Settings) -> bool:
-        """It compiles for seconds and keeps that memory: only on request."""
+        """Only if the user has chosen it, because it compiles for seconds and never frees that memory."""
         return settings.backend == self.name
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
-        """Calls by these settings follow."""
+        """See Device.refuse. Also keeps the environment variables for calls under these settings."""
         lack = self._gate.why_not(device, dtype, is_warm_up)
         if lack is not None:
             raise Refusal(lack)
@@ -108,33 +112,34 @@ class OneFlow(Device):
 
     def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
         if weight_marks:
-            # Its graphs hold the addresses of the stored weights.
-            raise Refusal(f"the backend {self.name} does not compute with {' and '.join(weight_marks)}")
+            # Its graphs contain the addresses of the stored weights, and read these as they are.
+            raise Refusal(f"the backend {self.name} does not support {' and '.join(weight_marks)}")
         if self._card not in (None, call.latent.device):
-            raise Refusal(f"OneFlow computes on one device, and has begun on {self._card}")
+            raise Refusal(f"OneFlow uses one device only, and is in use on {self._card}")
         if call.patches is not None:
-            raise Refusal("OneFlow runs no functions of other extensions")
+            raise Refusal("OneFlow does not support functions of other extensions")
         if call.cut is not None:
             raise Refusal("OneFlow computes only whole UNets, no cached passes")
         if call.additions:
-            raise Refusal(f"OneFlow does not compute {', '.join(call.additions)}")
+            raise Refusal(f"OneFlow does not support {', '.join(call.additions)}")
         if call.latent.dim() != IMAGE_DIMENSIONS:
-            raise Refusal("OneFlow computes only UNets")
+            raise Refusal("OneFlow supports only UNets")
 
     def allowed_error(self, dtype: torch.dtype) -> float:
-        """A graph checked once also serves with sums in half precision, which OneFlow is told of at each run."""
+        """The error of float16 sums: a graph that was checked without them also serves with them, because an
+        environment variable switches them at each run."""
         return ROUNDING_HALF_SUMS if dtype == torch.float16 else 0.0
 
     def operators(self, wide_norms: bool = False) -> Operators:
-        """A graph has its own; what is launched beside it is PyTorch's."""
+        """PyTorch's operators, for work outside of graphs. Graphs use OneFlow's."""
         return torch_ops
 
     def runner(self, network: Any, key: ShapeKey, call: Call, is_warm_up: bool) -> OneFlowRunner:
-        """What runs a call. Raises Refusal where OneFlow does not: COMPILING as long as its graph is made in another
-        thread, seconds where the shape or the address of a weight is new. is_warm_up: wait for it."""
+        """The graph for a call. A new shape, or a moved weight, needs a new graph, which another thread compiles for
+        seconds; until then, raises Refusal. is_warm_up: wait for it instead."""
         binding = network.bound.binding
         weights = binding.weights()
-        # Graphs do not know what is summed in half precision.
+        # Without the switches for precision, which environment variables set at each run.
         identity = replace(key, precision=()), addresses(weights)
         if identity not in self._graphs:
             self._refuse_another(weights)
@@ -152,24 +157,25 @@ class OneFlow(Device):
         return OneFlowRunner(graph, self._variables, self._running)
 
     def _refuse_another(self, weights: Weights) -> None:
-        """Raise Refusal where no further graph is compiled."""
+        """Raise Refusal if no other graph may be compiled for these weights."""
         if self.failure:
             raise Refusal(FAILED.format(self.failure))
         if self.count >= self.most:
             raise Refusal(TOO_MANY.format(self.count))
-        # A graph would read its numbers in the wrong order, without an error.
+        # A graph would read such a weight in the wrong order, without an error.
         strided = next((path for path, layer in weights.items() if not layer.weight.is_contiguous()), None)
         if strided is not None:
             raise Refusal(STRIDED.format(strided))
 
     def _compile(self, build: Callable[..., Any], weights: Weights, given: list[Tensor]) -> Any | None:
-        """In the worker's thread. weights: alive until this ends, because the first run reads them."""
+        """The compiled graph; None if that fails. Runs in the worker's thread. weights: keeps them alive for the first
+        run, which reads them."""
         if self.failure:
             return None
         try:
             from .operators import graph_of, run_graph
 
-            # The first run compiles.
+            # The first run compiles the graph.
             with self._running:
                 graph = graph_of(build, weights)
                 run_graph(graph, given)
@@ -181,33 +187,34 @@ class OneFlow(Device):
 
 
 def oneflow_variables(settings: Settings) -> dict[str, str]:
-    """The environment variables by which OneFlow is told what to sum in half precision; read at each launch."""
+    """The environment variables that switch OneFlow's float16 sums. OneFlow reads them at each launch."""
     return dict.fromkeys((ONEFLOW_MATMUL, ONEFLOW_CONVOLUTION), str(int(settings.accumulation == HALF)))
 
 
 def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
-    """The forward for calls like this one, as a function of OneFlow's tensors: the weights, then what contiguous gives.
-    """
-    # The graph stays, and none of this call's tensors with it.
+    """The forward of calls like this one, as a function of OneFlow's tensors: first the weights, then the tensors of
+    contiguous(call)."""
+    # The call's structure without its tensors, so that the graph does not keep them alive.
     nothing: Any = torch.empty(0, dtype=torch.float32, device="cpu")
     like = mapped(call, lambda tensor: nothing)
 
     def build(weights: Weights, *given: Any) -> tuple[Any]:
         from .operators import OneFlowOperators
 
-        rest, own = iter(given), cast("Operators", OneFlowOperators())
-        return (output(layout, weights, own, mapped(like, lambda _: next(rest))),)
+        rest = iter(given)
+        ops = cast("Operators", OneFlowOperators())
+        return (output(layout, weights, ops, mapped(like, lambda _: next(rest))),)
 
     return build
 
 
 def contiguous(call: Call) -> list[Tensor]:
-    """What a graph takes."""
+    """Contiguous copies of a call's tensors, in order: the inputs of a graph."""
     return tensors_of(cloned_inputs(call, torch.contiguous_format))
 
 
 def present(weights: Weights) -> Weights:
-    """The weights as tensors that keep their memory alive, also where a host gives its parameters other memory."""
+    """The weights as tensors that keep their memory alive, also if the host moves its parameters to other memory."""
     return {
         path: LayerWeights(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
         for path, layer in weights.items()
@@ -215,4 +222,5 @@ def present(weights: Weights) -> Weights:
 
 
 def addresses(weights: Weights) -> tuple[int, ...]:
+    """The addresses of all weights and biases."""
     return tuple(part.data_ptr() for layer in weights.values() for part in layer[:2] if part is not None)

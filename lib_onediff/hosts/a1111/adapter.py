@@ -1,5 +1,5 @@
-"""Our forward in AUTOMATIC1111's WebUI, in place of ldm's and sgm's: above the WebUI's own patches, and below whatever
-an extension sets on an instance (ControlNet)."""
+"""The adapter of AUTOMATIC1111's WebUI. Replaces the forwards of ldm's and sgm's classes, above the WebUI's own patches
+and below forwards that extensions set on instances (ControlNet)."""
 from __future__ import annotations
 
 import importlib
@@ -29,13 +29,13 @@ from .patches import TRUSTED, does_nothing_now, patches_of, replaced_concatenati
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
-# Undoing an attention optimisation, the WebUI gives sgm's VAE the attention of ldm's: the same one.
-# Its decoders note the latent's shape at every decode.
+# ldm's module is trusted, because undoing an attention optimisation gives sgm's VAE the attention of ldm's, which is
+# the same. Decoders write the latent's shape to last_z_shape.
 VAE_TRAITS = HostTraits(
     (*TRUSTED, "ldm.modules.diffusionmodules.model"), written=frozenset({"last_z_shape"}), synced=SYNCED,
 )
 NEEDS = (
-    # The WebUI's own patch, modules.sd_unet's, stands there: it hands on what follows the context as it comes.
+    # UNetModel.forward is the WebUI's own patch of modules.sd_unet, which passes on arguments after the context.
     *(Need(module, "UNetModel.forward", ("x", "timesteps", "context")) for module in UNET_MODULES),
     *(Need(module, "TimestepEmbedSequential.forward") for module in UNET_MODULES),
     *(Need(module, "Decoder.forward", ("z",)) for module in VAE_MODULES),
@@ -45,14 +45,14 @@ NEEDS = (
     Need("modules.call_queue", "queue_lock"), Need("modules.devices", "autocast"),
     Need("modules.lowvram", "module_in_gpu"), Need("modules.lowvram", "send_everything_to_cpu"),
 )
-# Why the prompt's rows of a call are not known.
+# Reasons why the prompt's rows of a call are unknown.
 NO_STEP = "the WebUI's denoiser does not make this call"
 SEVERAL_PROMPTS = "AND joins several prompts"
 OTHER_PROMPTS = "an extension calls with other prompts than the WebUI's denoiser"
 
 
 def release() -> str:
-    """ "A1111 v1.10.1", as git or the changelog tells."""
+    """The WebUI's name and version for users, such as "A1111 v1.10.1", from git or the changelog."""
     launch: Any = sys.modules.get("modules.launch_utils")
     tag = launch.git_tag() if hasattr(launch, "git_tag") else ""
     return f"A1111 {tag}".strip()
@@ -62,11 +62,11 @@ class A1111(WebUI):
     """The adapter; see contract.WebUI."""
 
     name = "a1111"
-    # SD3 and others have these too, and are told apart by their network.
+    # Checkpoints of SD3 and others have these too; network_classes decides.
     checkpoint_paths = ("model", "first_stage_model", "apply_model")
 
     def __init__(self, release: str) -> None:
-        """Raises Refusal for a release that lacks something."""
+        """Raises Refusal if this release lacks something that OneDiff needs."""
         check_needs(release, NEEDS)
         super().__init__(release)
         modules = [importlib.import_module(name) for name in UNET_MODULES]
@@ -107,7 +107,7 @@ class A1111(WebUI):
         if unet is None:
             return
         if "forward" in unet.__dict__ and own_method(unet, "forward") is None:
-            # ControlNet puts back what it found: while OneDiff was off, that led past our hook.
+            # ControlNet puts back the bound method that it found. If OneDiff was off then, it bypasses our hook.
             del unet.forward
         self._changed.look_again(unet)
         runtime.begin_sampling(unet, sampling_of(p))
@@ -117,6 +117,7 @@ class A1111(WebUI):
         self._step = weakref.ref(params)
 
     def _why_bypassed(self) -> str:
+        """See UNetHooks."""
         checkpoint = self.checkpoint()
         unet = self.unet_of(checkpoint)
         if unet is None:
@@ -131,17 +132,18 @@ class A1111(WebUI):
         self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Tensor:
-        """Stands in for UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
+        """Replaces UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
         host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
-        owner, y = foreign_forward(unet), args[0] if args else kwargs.get("y")
+        owner = foreign_forward(unet)
+        y = args[0] if args else kwargs.get("y")
         if owner is not None and unet is self._unet():
-            # The owner calls this from its own forward, as ControlNet's reference does, and calls the stages itself.
+            # An extension's forward on the instance makes this call, as ControlNet's reference mode does.
             return runtime.pressure.run_host(host)
 
         def read() -> Call:
             tensors = (x, timesteps, context) if y is None else (x, timesteps, context, y)
             if not all(isinstance(one, Tensor) for one in tensors):
-                raise Refusal("the latent, the timestep, the context or y is no tensor")
+                raise Refusal("the latent, the timestep, the context or y is not a tensor")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
                 raise Refusal(f"the UNet is called with arguments that OneDiff does not know ({names})")
@@ -160,8 +162,8 @@ class A1111(WebUI):
         return serve_call(unet, read, host, prompt_rows, self._host_traits)
 
     def _stage(self, original: Callable[..., Tensor], stage: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Stands in for TimestepEmbedSequential.forward: an extension that calls the stages itself, as
-        sd-webui-controlnet does, calls no forward of the UNet's class. Its loops are logged and counted."""
+        """Replaces TimestepEmbedSequential.forward, to log and count UNet calls of an extension that calls the stages
+        itself, as sd-webui-controlnet does, without the forward of the UNet's class."""
         unet = self._unet()
         if unet is not None and stage is unet.input_blocks[0]:
             owner = foreign_forward(unet)
@@ -170,7 +172,7 @@ class A1111(WebUI):
         return runtime.pressure.run_host(lambda: original(stage, *args, **kwargs))
 
     def _check_state(self, unet: nn.Module) -> None:
-        """Raise Refusal where the calls of this UNet are not ours now. Microseconds."""
+        """Raise Refusal if the WebUI's present state does not allow us to serve this UNet. Takes microseconds."""
         from modules import lowvram, sd_hijack_unet, sd_unet, shared
 
         if self.unmet is not None:
@@ -184,7 +186,7 @@ class A1111(WebUI):
             raise Refusal(f"the UNet's torch functions were replaced by {author(functions)}")
         refuse_global_hooks()
         if shared.cmd_opts.lowvram and lowvram.module_in_gpu is not None:
-            # What the first layer's own hook would do: another network may be on the GPU, or a layer of the last call.
+            # As the first layer's own hook would: move the network, or layer, that is on the GPU back.
             lowvram.send_everything_to_cpu()
         check_layers()
 
@@ -199,15 +201,16 @@ class A1111(WebUI):
             call = self.call_to_warm(width, height, batch, tokens, noise)
             context, *labels = call.prompt
             prompt = {"crossattn": context, "vector": labels[0]} if labels else {"c_crossattn": [context]}
-            # An inpainting model's latent has the masked image's beside it.
-            latent, beside = call.latent[:, :4], call.latent[:, 4:]
-            self.checkpoint().apply_model(latent, call.timestep, {**prompt, "c_concat": [beside]})
+            # The further channels of an inpainting model's input are the mask and the masked image.
+            latent = call.latent[:, :4]
+            masked = call.latent[:, 4:]
+            self.checkpoint().apply_model(latent, call.timestep, {**prompt, "c_concat": [masked]})
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         from modules import devices, sd_samplers_common
 
         with random_state_kept(), torch.no_grad():
-            # One image after the other, however many there are.
+            # The WebUI decodes one image after the other, however many there are.
             shape = 1, 4, height // LATENT_PIXEL, width // LATENT_PIXEL
             latent = torch.randn(shape, dtype=devices.dtype_vae, device=devices.device)
             sd_samplers_common.decode_first_stage(self.checkpoint(), latent)
@@ -215,8 +218,8 @@ class A1111(WebUI):
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         from modules import shared
 
-        # As CFGDenoiser.forward: the prompt's half alone where the guidance is skipped, and each half by itself where
-        # their lengths differ; then the shorter one is most often a negative prompt of ordinary length.
+        # As in CFGDenoiser.forward: the prompt's rows alone if the negative prompt is skipped; and each half alone if
+        # their lengths differ, where the shorter one is most often a negative prompt of TOKENS.
         both = ((2 * images, tokens),) if shared.opts.batch_cond_uncond else ()
         padded = shared.opts.pad_cond_uncond or shared.opts.pad_cond_uncond_v0
         shorter = ((images, TOKENS),) if tokens != TOKENS and not padded else ()
@@ -224,37 +227,40 @@ class A1111(WebUI):
 
 
 def upcasts_attention() -> bool:
+    """Whether the WebUI computes attention scores in float32."""
     from modules import shared
 
     return bool(shared.opts.upcast_attn)
 
 
 def rows_of_prompts(step: Any, context: Tensor) -> slice:
-    """The prompts' rows of a call with this context, (batch, tokens, width). Raises Refusal where they are not
-    known. step: the host's CFGDenoiserParams; None outside of a step.
+    """The prompts' rows of a call with this context, (batch, tokens, width). Raises Refusal if they are unknown. step:
+    the WebUI's CFGDenoiserParams; None outside of a step.
 
     CFGDenoiser puts the prompts' rows first and the negative prompts' last, one of each for an image unless AND joins
-    several prompts. Skipping the negative prompt (NGMS), calling for each by itself, and edit models with three rows an
-    image come after it has told of its step, so the call itself has to fit.
+    several prompts. After its callback with `step`, it may still skip the negative prompt (NGMS), make a call for each,
+    or use three rows for an image (edit models). So the call's context is compared with the prompts.
     """
     if step is None:
         raise Refusal(NO_STEP)
-    # SDXL's are dictionaries with the labels beside them.
+    # SDXL's conditions are dictionaries with the label too.
     prompt, negative = (
         cond["crossattn"] if isinstance(cond, dict) else cond for cond in (step.text_cond, step.text_uncond)
     )
-    images, batch = negative.shape[0], context.shape[0]
+    images = negative.shape[0]
+    batch = context.shape[0]
     if prompt.shape[0] != images:
         raise Refusal(SEVERAL_PROMPTS if batch != images else APART)
     if batch != 2 * images:
         raise Refusal(APART if batch == images else OTHER_ROWS)
-    # Which waits for the GPU, as reading the timestep has.
+    # This waits for the GPU, as reading the timestep did before.
     if not begins_with(context[:images], prompt) or not begins_with(context[images:], negative):
         raise Refusal(OTHER_PROMPTS)
     return half_of(batch, is_first=True)
 
 
 def begins_with(context: Tensor, prompt: Tensor) -> bool:
-    """Whether these rows are a prompt's, which the host may have made longer, or cut, to the other one's length."""
+    """Whether these rows are a prompt's, up to the shorter length: the WebUI may have padded or cut it to the length of
+    the other prompt."""
     tokens = min(context.shape[1], prompt.shape[1])
     return torch.equal(context[:, :tokens], prompt[:, :tokens].to(context.device, context.dtype))

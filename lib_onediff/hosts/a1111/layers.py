@@ -1,6 +1,8 @@
-"""What AUTOMATIC1111's WebUI does to a UNet's layers, each in its own patched forward, and has to be asked for as our
-forward calls none of them: LoRAs are merged lazily, or computed beside each layer (lora_functional, "the old method"),
-and weights that are stored in float8 are cast by torch.autocast, to float16 on a GPU and to bfloat16 on a CPU.
+"""LoRAs and casts of AUTOMATIC1111's WebUI. It handles these in the patched forward of each layer, which our forward
+does not call, so they are done here.
+
+LoRAs are merged lazily, or computed beside each layer (option lora_functional, "the old method"). Weights stored in
+float8 are cast by torch.autocast, to float16 on a GPU and to bfloat16 on a CPU.
 """
 from __future__ import annotations
 
@@ -17,27 +19,28 @@ from ...weights.scan import Casts, LowRankUpdate, Parts, WeightFunctions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN_LORA = "NetworkModuleLora"
-# The networks that the patched forwards of layers merge into weights. apply_wanted_networks merges them before each
-# call, so they count as weights; each LoRA that is loaded puts new objects there.
+# See HostTraits.synced: the list of LoRAs that the patched forwards merge. apply_wanted_networks does that before each
+# call. Every loaded LoRA adds new objects to the list.
 SYNCED = frozenset({"networks.loaded_networks"})
-# What the WebUI notes on a layer of the LoRAs that are merged into it.
+# Attributes of a layer in which the WebUI keeps the names of merged LoRAs, and backups of the weights.
 NOTED = frozenset({"network_current_names", "network_weights_backup", "network_bias_backup"})
-# What token merging notes on the UNet at each call: size, hooks and a random generator.
+# The attribute of the UNet to which token merging writes size, hooks and a random generator at each call.
 WRITTEN = frozenset({"_tome_info"})
-# The module by which a1111-sd-webui-lycoris patches the classes of torch's layers.
+# The module of a1111-sd-webui-lycoris that patches the classes of torch's layers.
 LYCORIS = "lyco_patches"
-# What network_apply_weights compares a layer's network_current_names with: a tuple for each network.
+# A layer's network_current_names: a tuple for each merged LoRA.
 Networks = tuple[tuple[Any, ...], ...]
 
 
 def loras() -> Any:
-    """The built-in LoRA extension; None where it is switched off."""
+    """The module of the built-in LoRA extension; None if it is disabled."""
     extension = sys.modules.get("networks")
     return extension if hasattr(extension, "network_apply_weights") else None
 
 
 def networks(on_the_fly: bool) -> Sequence[Any]:
-    """The loaded LoRAs, where the WebUI applies them in this way now; none where it applies them in the other."""
+    """The loaded LoRAs, if the WebUI now computes them beside layers (on_the_fly) or merges them (not on_the_fly);
+    otherwise none."""
     from modules import shared
 
     is_now = bool(getattr(shared.opts, "lora_functional", False))
@@ -45,30 +48,32 @@ def networks(on_the_fly: bool) -> Sequence[Any]:
 
 
 def wanted_networks() -> Networks:
-    """What apply_wanted_networks brings layers up to; empty where nothing is merged."""
+    """The LoRAs that apply_wanted_networks merges, as in network_current_names; () if LoRAs are computed on the fly."""
     return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in networks(on_the_fly=False))
 
 
 def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
-    """Merge the wanted networks into every layer that does not hold them yet, and take others out."""
-    extension, wanted = loras(), wanted_networks()
+    """Merge the wanted LoRAs into every layer that does not have them yet, and remove others."""
+    extension = loras()
+    wanted = wanted_networks()
     for layer in () if extension is None else layers:
         state = layer.__dict__
         if "network_layer_name" in state and state.get("network_current_names", ()) != wanted:
             if wanted:
                 extension.network_apply_weights(layer)
             else:
-                # What network_apply_weights asks for may be loaded, and applied on the fly.
+                # Not by network_apply_weights, which would merge loaded LoRAs that are computed on the fly.
                 extension.network_restore_weights_from_backup(layer)
                 state["network_current_names"] = ()
 
 
 def check_layers() -> None:
-    """Raise Refusal where the WebUI computes something beside every layer now, and not in its weights."""
-    # What the WebUI's manual cast leaves on the classes of torch's layers while it is on.
+    """Raise Refusal if the WebUI, or an extension, now changes what all layers compute."""
+    # The WebUI's manual cast sets this attribute on the classes of torch's layers while it is on.
     if hasattr(nn.Linear, "org_forward"):
         raise Refusal(
-            "the WebUI casts what every layer computes with itself (this kind of GPU, --precision, fp8 with --no-half)"
+            "the WebUI casts inputs and weights of every layer itself (this kind of GPU, --precision, or fp8 with "
+            "--no-half)"
         )
     patched = getattr(sys.modules.get("modules.patches"), "originals", {})
     if patched.get(LYCORIS):
@@ -78,14 +83,15 @@ def check_layers() -> None:
 
 
 class LorasOnTheFly:
-    """weights.scan.FunctionReader of the LoRAs that the WebUI computes beside each layer."""
+    """The weights.scan.FunctionReader for LoRAs that the WebUI computes beside each layer."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        """Of the option and of the list of loaded LoRAs nobody tells."""
+        """See FunctionReader. A change of the option or of the list of LoRAs is not announced."""
         return loras() is not None
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
-        parts, wanted = Parts(), networks(on_the_fly=True)
+        parts = Parts()
+        wanted = networks(on_the_fly=True)
         for index, layer in enumerate(layers) if wanted else ():
             modules = modules_of(layer, wanted)
             if modules:
@@ -102,34 +108,36 @@ class LorasOnTheFly:
 
 
 def modules_of(layer: nn.Module, wanted: Iterable[Any]) -> list[Any]:
-    """What these LoRAs have for a layer."""
+    """The modules of these LoRAs for a layer."""
     name = layer.__dict__.get("network_layer_name")
     return [net.modules[name] for net in wanted if name in net.modules]
 
 
 def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
-    """As its forward computes it: whatever else its file holds for the layer does not count in this way. Raises Refusal
-    where it is no plain LoRA."""
+    """The LoRA of a layer, as the module's forward computes it: other entries of its file are ignored there. Raises
+    Refusal if it is not a plain LoRA."""
     weight = layer.weight
     if type(module).__name__ == PLAIN_LORA and weight.dim() > 1:
-        up, down = module.up_model.weight, module.down_model.weight
-        # The way down pads with zeros.
+        up = module.up_model.weight
+        down = module.down_model.weight
+        # The down convolution pads with zeros, so the layer must too, unless the kernel has one pixel.
         fits = down[0].numel() == weight[0].numel() and up.flatten(1).shape == (len(weight), len(down))
         if fits and (down[0, 0].numel() == 1 or layer.padding_mode == "zeros"):
             scale = module.multiplier() * module.calc_scale()
             return LowRankUpdate(up.flatten(1), down.view(len(down), *weight.shape[1:]), scale)
     raise Refusal(
-        f"the LoRA {module.network.name} is applied by the old method (Settings, Compatibility), and is no plain one"
+        f"{module.network.name} is not a plain LoRA, and is applied by the old method (Settings, Compatibility)"
     )
 
 
 def cast_to_computed(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The type in which layers with weights in float8 compute now; to be asked in the host's modes."""
+    """The dtype in which layers with float8 weights compute now; None if no weight is in float8. Call it with the
+    host's autocast."""
     first: Any = layers[0]
     if not any(layer.weight.dtype in FLOAT8 for layer in layers):
         return None
     return autocast_dtype(first.weight.device.type)
 
 
-# Norms are stored as the whole UNet was before, and used so, in bfloat16 too.
+# The WebUI does not store norms in float8, and does not cast them.
 CASTS = Casts(cast_to_computed, norms=False)

@@ -1,9 +1,9 @@
-"""What extensions put on the modules of A1111's UNets, as the points of our forward.
+"""Changes that extensions make to the modules of A1111's UNets, as the patch points of our forward.
 
-There is no protocol: an extension sets a forward on the instance of an attention (IP-Adapter in sd-webui-controlnet,
-HyperTile, regional prompts) or of a transformer block (ControlNet's reference), gives the block another class (token
-merging), or replaces what concatenates hidden states and skips (FreeU). Each is called as it stands, with what the
-host's own module hands it.
+A1111 has no interface for them. An extension sets a forward on the instance of an attention (IP-Adapter in
+sd-webui-controlnet, HyperTile, regional prompts) or of a transformer block (ControlNet's reference mode), gives the
+block another class (token merging), or replaces the concatenation of hidden states and skips (FreeU). Our forward calls
+the changed module, or function, with the arguments that the host's own module would pass.
 """
 from __future__ import annotations
 
@@ -18,26 +18,27 @@ from ...families.unet.layout import TransformerBlock
 from ...families.unet.patch_points import CROSS_ATTENTION, BlockPlace, PatchPoints
 from ..changed_modules import METHODS, SELF_NORM, Changed, functions_of, words_for
 
-# The WebUI's own patches of layer classes: lazy LoRA (synced before a call), attention and norm variants that
-# compute the same, gradient checkpoints (not used here). Hypernetworks live among them and are asked for by name, and
-# so is the manual cast of modules.devices.
+# Modules with the WebUI's own patches of classes: lazy LoRA (merged before a call), attention and norm variants that
+# compute the same, gradient checkpoints (not used here). Hypernetworks and the manual cast of modules.devices are in
+# these modules too; A1111._check_state and check_layers refuse them.
 TRUSTED = (
     "networks", "modules.devices", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork",
     "modules.sd_hijack_utils", "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
 )
 Concatenation = Callable[..., Tensor]
-# What sd-webui-freeu leaves there as long as the WebUI runs.
+# The function with which sd-webui-freeu replaces torch.cat until the WebUI ends.
 FREEU = "free_u_cat_hijack"
-# What sd-webui-controlnet's reference sets; it shares attention between two passes through the UNet.
+# The forwards of sd-webui-controlnet's reference mode, which shares attention between two passes through the UNet.
 REFERENCE_HACKS = ("hacked_basic_transformer_inner_forward", "hacked_group_norm_forward")
 
 
 class ModulePatches(PatchPoints):
-    """The changed modules of a UNet, as they are at one call. concatenation: what stands for torch.cat, where that is
-    not the host's own."""
+    """The changed modules of a UNet at one call. concatenation: an extension's replacement of torch.cat; None for the
+    host's own."""
 
     def __init__(self, changed: Changed, concatenation: Concatenation | None = None) -> None:
-        self._changed, self._concatenation = changed, concatenation
+        self._changed = changed
+        self._concatenation = concatenation
         self._here: dict[str, Any] = {}
         self.positions = ({path: tuple(names) for path, names in changed.items()}, concatenation is not None)
         self.structure = words_for(changed)
@@ -77,33 +78,36 @@ class ModulePatches(PatchPoints):
 
 
 def patches_of(changed: Changed, concatenation: Concatenation | None = None) -> ModulePatches | None:
-    """As the patches of a call; None where there are none."""
+    """The patches of a call; None if there are none."""
     return ModulePatches(changed, concatenation) if changed or concatenation is not None else None
 
 
 def replaced_concatenation() -> Concatenation | None:
-    """What stands for torch.cat in the modules of A1111's UNets; None where that is the WebUI's own, or does now just
-    what the WebUI's own does. Microseconds."""
+    """An extension's replacement of torch.cat in the modules of A1111's UNets. None if it is the WebUI's own, or has no
+    effect now. Takes microseconds."""
     from modules import sd_hijack_unet
 
-    standing: Concatenation = sd_hijack_unet.th.cat
-    return None if is_the_hosts(standing, vars(sd_hijack_unet)) else standing
+    present: Concatenation = sd_hijack_unet.th.cat
+    return None if is_the_hosts(present, vars(sd_hijack_unet)) else present
 
 
-def is_the_hosts(standing: Any, own_globals: dict[str, Any]) -> bool:
-    """Whether a function is one of the module with these globals, below FreeU's while that is switched off."""
-    if getattr(getattr(standing, "__func__", None), "__globals__", None) is own_globals:
+def is_the_hosts(function: Any, own_globals: dict[str, Any]) -> bool:
+    """Whether a function is of the module with these globals, or FreeU's around one while FreeU is switched off."""
+    if getattr(getattr(function, "__func__", None), "__globals__", None) is own_globals:
         return True
-    if not isinstance(standing, functools.partial) or getattr(standing.func, "__name__", "") != FREEU:
+    if not isinstance(function, functools.partial) or getattr(function.func, "__name__", "") != FREEU:
         return False
-    state = getattr(standing.func.__globals__.get("global_state"), "instance", None)
-    below = standing.keywords.get("original_function")
+    state = getattr(function.func.__globals__.get("global_state"), "instance", None)
+    below = function.keywords.get("original_function")
     return not getattr(state, "enable", True) and is_the_hosts(below, own_globals)
 
 
 def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
-    """Whether what HyperTile or ControlNet left on a module is switched off, or the WebUI's own: neither takes it away
-    after use, and an IP-Adapter leaves the attention that was chosen when it came (Settings, Optimizations)."""
+    """Whether the forward set on a module's instance has no effect now; see HostTraits.inert.
+
+    HyperTile and ControlNet leave their forwards on modules after use. An IP-Adapter leaves the WebUI's own attention
+    function of the time when it was added (Settings, Optimizations).
+    """
     state = module.__dict__
     tiles = state.get("__webui_hypertile_params")
     if tiles is not None and "_forward" not in state:
@@ -115,5 +119,5 @@ def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
 
 
 def is_the_webuis(module: nn.Module, method: Any) -> bool:
-    """Whether what is set on a module is one that the WebUI has, or had, on its class."""
+    """Whether a method set on a module's instance is one that the WebUI sets, or has set, on its class."""
     return getattr(method, "__self__", None) is module and origin(method) in (*TRUSTED, type(module).__module__)

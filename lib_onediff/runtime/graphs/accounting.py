@@ -66,7 +66,11 @@ def too_large(needed: int, allowed: int) -> str:
 
 
 class HeldGraph(NamedTuple):
-    """The memory of one graph. needs: bytes of the shared pool. own_bytes: bytes of this graph alone."""
+    """The memory of one graph.
+
+    needs: bytes of the shared pool.
+    own_bytes: bytes of this graph alone.
+    """
 
     key: ShapeKey
     needs: int
@@ -143,7 +147,9 @@ class Holdings:
     """Lists all graphs of all networks, and counts the GPU memory of OneDiff.
 
     Callers hold the runtime's lock, because a reference to a graph keeps the memory of its whole pool alive.
-    made: the GraphMaker. card: reads the GPUs' memory.
+
+    made: the GraphMaker.
+    card: reads the GPUs' memory.
     """
 
     def __init__(
@@ -205,7 +211,7 @@ class Holdings:
         return {held.key for held in self.graphs() if (held.entry.model, held.key.resolution) in pins}
 
     def memory(self) -> MemorySnapshot:
-        """A snapshot that tells how many bytes dropping some graphs would free."""
+        """A snapshot, to compute how many bytes dropping some graphs would free."""
         memories: dict[int, tuple[int, list[HeldGraph]]] = {}
         for held in self.graphs():
             _, graphs = memories.setdefault(id(held.runner.memory), (held.runner.memory.bytes, []))

@@ -53,7 +53,7 @@ class GraphCache:
         self._operators_of = operators_of
         self._shared_noticed = 0
 
-    # --- to make --------------------------------------------------------------------------------------------------
+    # --- making graphs --------------------------------------------------------------------------------------------
 
     def measured(self, entry: Entry, work: Callable[[], Result]) -> Result:
         """The result of work(), a call of this shape without a graph. The first time, also measures how much memory the
@@ -160,7 +160,7 @@ class GraphCache:
             if not fits(self._now.held(device), allowed):
                 self._drop_pool(one)
 
-    # --- to throw away --------------------------------------------------------------------------------------------
+    # --- dropping graphs ------------------------------------------------------------------------------------------
 
     def drop(self, keys: Collection[ShapeKey]) -> None:
         """Drop the graphs of these shapes and free their memory. If that shrinks their pool enough, all graphs of the

@@ -50,7 +50,8 @@ class HostNotFinite(Refusal):
 class HostDecode(NamedTuple):
     """A host's decode or encode, and its own functions for it.
 
-    latent: the input of the decoder; for an encode, the image. decode: computes the host's own result at every call.
+    latent: the input of the decoder; for an encode, the image.
+    decode: computes the host's own result at every call.
     image: the same, computed once and then remembered.
     """
 
@@ -62,8 +63,11 @@ class HostDecode(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """An image that our forward has computed. reason: why it was not computed in a better way, for users. is_finite:
-    see is_finite()."""
+    """An image that our forward has computed.
+
+    reason: why it was not computed in a better way, for users.
+    is_finite: see is_finite().
+    """
 
     image: Tensor
     entry: Entry
@@ -75,9 +79,10 @@ class Decoded(NamedTuple):
 class Decode:
     """One decode, or one encode, by our forward.
 
-    notice: called with every entry that is tried. layout, weights: of the decoder, as they are now; the weights must
-    not be kept after the decode. identity: a digest of the weights and of the code of the host's forward; see
-    BoundUNet.identity. host: the host's call.
+    notice: called with every entry that is tried.
+    layout, weights: of the decoder, as they are now; the weights must not be kept after the decode.
+    identity: a digest of the weights and of the code of the host's forward; see BoundUNet.identity.
+    host: the host's call.
     """
 
     services: Services

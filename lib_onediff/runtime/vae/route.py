@@ -51,7 +51,7 @@ class DecoderRoute:
         self._calls: Counter[str] = Counter({OURS: 0, HOST: 0})
         self._logged: dict[str, float] = {}
 
-    # --- what hosts call ------------------------------------------------------------------------------------------
+    # --- the host's calls -----------------------------------------------------------------------------------------
 
     def adopt(
         self, decoder: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()  # noqa: B008
@@ -154,7 +154,11 @@ class DecoderRoute:
         if known is None:
             # This also happens if another thread has just switched OneDiff off.
             raise Refusal("OneDiff was not given this VAE")
-        settings, why_off = self._services.generations.run_settings or (known[1] or self._services.settings, "")
+        settings = known[1] or self._services.settings
+        why_off = ""
+        running = self._services.generations.run_settings
+        if running is not None:
+            settings, why_off = running
         if not settings.enabled:
             raise Refusal(why_off or SWITCHED_OFF)
         return known[0], settings

@@ -1,1 +1,1 @@
-"""How launches become CUDA graphs, and in which memory. Imported by runtime/ only."""
+"""Captures launches as CUDA graphs in shared memory pools. capture: the GraphMaker. segments: graphs of one forward."""

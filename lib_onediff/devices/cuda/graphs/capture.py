@@ -1,8 +1,8 @@
-"""One CUDA graph per shape: the launches of a whole UNet are recorded once and replayed as one.
+"""Captures one CUDA graph per shape: the launches of a whole UNet are recorded once and replayed as one.
 
-The graphs of an architecture share one memory pool, so their intermediates lie over each other; this is safe because
-one replay ends before the next begins and outputs are copied out. A graph holds addresses, not tensors: whoever replays
-it must know that the weights still lie where they were.
+The graphs of an architecture share one memory pool, in which their intermediate tensors overlap. This is safe, because
+one replay ends before the next begins, and outputs are copied out. A graph contains addresses, not tensors: the caller
+of a replay must know that the weights have not moved.
 """
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from .segments import GraphRecording, GraphRunner, record, time_in_graph
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
-# torch hands out memory in such pieces.
+# torch rounds the size of an allocation up to a multiple of this.
 PIECE = 512
-# What a UNet allocates in one call is a few thousand tensors.
+# The largest number of allocations recorded. A UNet allocates a few thousand tensors in a call.
 MOST_EVENTS = 1_000_000
-# What torch says of its max_split_size_mb where the user has set none.
+# The value of max_split_size in torch's statistics if the user has not set max_split_size_mb.
 UNLIMITED = -1
 
 
 class Pool:
-    """The memory that the graphs of one architecture share on one device.
+    """The memory pool that the graphs of one architecture share on one device.
 
-    It lives as long as anybody holds this, with or without graphs in it: what a graph leaves, the next one takes. Then
-    torch gives it back when its cache is emptied.
+    The memory is kept as long as this object, with or without graphs in it, and the next graph reuses it. Afterwards
+    torch frees it when its cache is emptied. is_fresh: no forward has been captured into it yet.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -43,7 +43,7 @@ class Pool:
         self.handle = torch.cuda.graph_pool_handle()
         self.bytes = 0
         self.is_fresh = True
-        # torch gives a pool up with its last graph, so there is one that stays.
+        # torch frees a pool with its last graph. This small graph keeps it.
         before = torch.cuda.memory_reserved(device)
         recording = GraphRecording(self.handle, stream)
         with recording.ended_on_failure():
@@ -53,43 +53,45 @@ class Pool:
         self.grown_since(before)
 
     def grown_since(self, reserved: int) -> None:
-        """Note how large it is now. reserved: what torch held before it grew."""
+        """Update its size in bytes. reserved: the bytes that torch had reserved before it grew."""
         try:
-            # Exact, whatever other threads have allocated meanwhile.
+            # Exact, also if other threads have allocated memory meanwhile.
             self.bytes = sum(
                 segment["total_size"] for segment in torch.cuda.memory_snapshot()
                 if tuple(segment["segment_pool_id"]) == tuple(self.handle)
             )
         except (RuntimeError, KeyError):
-            # Other allocators than torch's own show no segments.
+            # Only torch's native allocator has segments.
             self.bytes += max(0, torch.cuda.memory_reserved(self.device) - reserved)
 
 
 class CudaGraphs:
-    """Makes graphs on one memory pool per architecture and one capture stream per device.
+    """The core.device.GraphMaker for CUDA: one memory pool per architecture, and one capture stream per device.
 
-    One stream, because cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has ever run on.
+    One stream, because cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has run on.
     """
 
     def __init__(self, output: Output) -> None:
         """output: computes a call; see Families.output."""
         self._output = output
-        # Nothing here keeps a pool alive: its graphs do, and who has made graphs in it.
+        # Weak references, because the graphs in a pool keep it alive.
         self._pools: weakref.WeakValueDictionary[tuple[torch.device, str], Pool] = weakref.WeakValueDictionary()
-        # Those that a capture has failed in are no longer in the other. Looked at by threads that make no graphs.
+        # All pools that exist, also those that were removed from _pools after a failed capture. Read by other threads.
         self._alive: WeakDictionary[Pool, None] = WeakDictionary()
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
     def prepare(
         self, architecture: str, source: Source, ops: Operators, inputs: Call, needs: int = 0
     ) -> GraphRunner:
-        """Capture the forward for calls of this shape, with cloned_inputs of one. Such a call must have been made in
-        this thread before, by the same operators: it loaded kernels and chose algorithms, which a capture must not do.
-        Where functions of other extensions run within it, it is computed and they are called.
+        """Capture the forward for calls of this shape. inputs: cloned_inputs() of one.
 
-        needs: what the graph will take of the pool. A new pool gets that in one piece: with less waste than in many,
-        and what smaller graphs take fits into it too.
-        Raises RuntimeError where an operation cannot be captured and torch.cuda.OutOfMemoryError.
+        Such a call must have been computed in this thread before, by the same operators, because a capture must not
+        load kernels or choose algorithms. With functions of other extensions, the forward is also computed, and they
+        are called.
+
+        needs: bytes that the graph will take of the pool. A new pool gets them in one piece, which wastes less than
+        many pieces, and which smaller graphs fit into as well.
+        Raises RuntimeError if an operation cannot be captured, and torch.cuda.OutOfMemoryError.
         """
         device = inputs.latent.device
         with torch.cuda.device(device):
@@ -106,7 +108,7 @@ class CudaGraphs:
                         recording, inputs, pool, lambda call: self._output(source.layout, weights, ops, call)
                     )
             except BaseException:
-                # torch may believe that this pool is still being recorded to, and would refuse every further capture.
+                # torch may regard this pool as still being captured into, and would refuse other captures.
                 del self._pools[device, architecture]
                 raise
             pool.is_fresh = False
@@ -114,27 +116,27 @@ class CudaGraphs:
         return runner
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
-        """How much memory the pools of a device hold, or that of one architecture alone."""
+        """Bytes of a device's pools, or of one architecture's pool."""
         if architecture is not None:
             pool = self._pools.get((device, architecture))
             return 0 if pool is None else pool.bytes
         return sum(pool.bytes for pool in self._alive if pool.device == device)
 
     def devices(self) -> set[torch.device]:
-        """Those that have pools."""
+        """The devices with pools."""
         return {pool.device for pool in self._alive}
 
     def in_one_piece(self, device: torch.device) -> bool:
-        """Whether torch serves small requests from a block of any size, and a new pool can be one (no max_split_size_mb
-        in its configuration)."""
+        """Whether a new pool can be one large block. Not if the user has set max_split_size_mb, with which torch does
+        not split large blocks for small allocations."""
         return device.type != "cuda" or torch.cuda.memory_stats(device).get("max_split_size") == UNLIMITED
 
     def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
-        """What work() returns, and the bytes that it had in use at most, beside what was in use before.
+        """The result of work(), and the peak of the bytes that it allocated.
 
-        torch's peak can only be begun anew for everybody, and a host shows it to its user (A1111 below every image). So
-        every allocation is recorded while the work runs, by what torch offers for memory snapshots, and added up.
-        Where torch cannot record, or somebody else does: no less than these bytes, by torch's own peak.
+        torch's own peak statistics are not reset for this, because hosts show them to users (A1111 below every image).
+        Instead, torch's memory history records all allocations during work(). If torch cannot record, or another
+        program already does, the result is an upper bound from torch's peak statistics.
         """
         if device.type != "cuda":
             return work(), 0
@@ -146,24 +148,25 @@ class CudaGraphs:
             events = recorded(device) if recording else None
         finally:
             if recording:
-                # What was recorded is dropped with this.
+                # This also drops the recorded events.
                 torch.cuda.memory._record_memory_history(None)
         if events is not None:
             return result, most_in_use(events)
         return result, max(highest, torch.cuda.max_memory_allocated(device)) - before
 
     def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
-        """How long a run of work takes in a graph. dtype: of its matrix products. Raises RuntimeError where it cannot
-        be captured."""
+        """The time of work() as a graph, in milliseconds. dtype: of its matrix products. Raises RuntimeError if it
+        cannot be captured."""
         with torch.cuda.device(device):
             try:
                 return time_in_graph(work, self._stream(device, dtype))
             except torch.cuda.OutOfMemoryError:
-                # A capture cannot ask torch for what it keeps unused.
+                # A capture cannot use memory that torch keeps reserved outside of its pool.
                 Card.empty_cache()
                 return time_in_graph(work, self._stream(device, dtype))
 
     def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
+        """The capture stream of a device. dtype: that of the first products on it; see give_workspaces."""
         if device not in self._streams:
             stream = torch.cuda.Stream()
             give_workspaces(stream, dtype)
@@ -173,7 +176,7 @@ class CudaGraphs:
     def _pool(self, device: torch.device, architecture: str, stream: torch.cuda.Stream) -> Pool:
         pool = self._pools.get((device, architecture))
         if pool is None:
-            # A pool that was given up may still be there, and a capture cannot ask torch for its memory.
+            # Free old pools first, because a capture cannot use memory that torch keeps reserved for them.
             Card.empty_cache()
             pool = self._pools[device, architecture] = Pool(device, stream)
             self._alive[pool] = None
@@ -181,7 +184,8 @@ class CudaGraphs:
 
 
 def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
-    """Let the matrix libraries allocate what they keep for a stream now, and not in the memory of the first graph."""
+    """Let the matrix libraries allocate their workspaces for a stream now, rather than in the pool of the first
+    graph."""
     with torch.cuda.stream(stream):
         square = torch.ones((64, 64), device=stream.device, dtype=dtype)
         torch.nn.functional.linear(square, square, square[0])
@@ -190,30 +194,31 @@ def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
 
 
 def begin_recording() -> bool:
-    """Have torch record allocations, without their places in the code; whether it does, and nobody had it do so."""
+    """Let torch record allocations, without stack traces. Returns False if it cannot, or does already for another user.
+    """
     is_recording = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     if is_recording is None or is_recording():
         return False
     try:
         torch.cuda.memory._record_memory_history("all", context=None, stacks="python", max_entries=MOST_EVENTS)
     except (AttributeError, TypeError, RuntimeError) as refusal:
-        log.debug("torch records no allocations here: %s", refusal)
+        log.debug("torch cannot record allocations here: %s", refusal)
         return False
     return True
 
 
 def recorded(device: torch.device) -> list[Mapping[str, Any]] | None:
-    """What was allocated and freed on a device since the recording began; None where torch does not say."""
+    """The recorded allocations and frees on a device; None if torch does not return them."""
     try:
         traces = torch.cuda.memory._snapshot()["device_traces"]
         return traces[device.index if device.index is not None else torch.cuda.current_device()]
     except (AttributeError, RuntimeError, KeyError, IndexError) as refusal:
-        log.debug("torch does not say what it recorded: %s", refusal)
+        log.debug("torch does not return the recorded allocations: %s", refusal)
         return None
 
 
 def most_in_use(events: Iterable[Mapping[str, Any]]) -> int:
-    """The most bytes that were in use at a time, of what was allocated in these events."""
+    """The peak of the bytes that were allocated in these events and not freed yet."""
     sizes: dict[int, int] = {}
     in_use = 0
     most = 0

@@ -1,10 +1,11 @@
-"""A forward as CUDA graphs: one of all of it, or of what lies between the functions of other extensions in it.
+"""A forward as CUDA graphs: one graph, or one for each segment between functions of other extensions.
 
-With functions, it is recorded while it is computed: where one is called, the recording ends, what was recorded is
-replayed, and the function is called with its result; what it returns is copied to where the next recording reads it. A
-replay does the same with the functions and options of its own call. The parts lie over each other in the graphs' memory
-like those of one graph, so only addresses are kept of what passes between them, and functions get copies: they may keep
-them.
+With functions, the forward is captured while it is computed. At a function, the capture of the segment ends, the graph
+is replayed, and the function is called with copies of its outputs; the function's results are copied to the inputs of
+the next segment. A replay does the same with the functions and options of its own call.
+
+The tensors of all segments overlap in the graphs' memory pool like those of one graph. So between segments only
+addresses are kept (views), and functions get copies, because they may keep their arguments.
 """
 from __future__ import annotations
 
@@ -25,18 +26,19 @@ from ....core.points import DoesNotFit, EveryPoint, PassedPoint, Points
 WARM_RUNS = 2
 RUNS_IN_GRAPH = 5
 REPLAYS = 5
-# Points that the host's options are told of, with a function there or without.
+# Points whose methods are called also without a function there, because they write the host's options.
 NOTED = ("before_stage", "join", "begin_block", "end_transformer")
-# Bytes of what functions return in a replay. Beyond, a replay that does not fit has its functions called again.
+# The largest bytes of functions' results that a replay keeps. Beyond it, a replay that does not fit must call its
+# functions again.
 MOST_KEPT = 256 << 20
 
 
 class GraphRecording:
-    """Records CUDA graphs on a stream into a pool (None: a new one). What is between them runs on the stream that is
-    current when this is made."""
+    """Captures CUDA graphs on a stream into a memory pool. Between captures, work runs on the stream that was current
+    when this was made."""
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream, piece: int = 0) -> None:
-        """piece: bytes that the pool gets in one piece before."""
+        """pool: None for a new one. piece: bytes that the first capture allocates for the pool in one piece."""
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream = stream
         self._piece = piece
@@ -45,12 +47,12 @@ class GraphRecording:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, given: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Record from now on. Returns tensors of the graphs' memory, which hold what is given when this part is
-        replayed."""
+        """Start a capture. Returns static copies of the given tensors, in the graphs' memory, for the captured work to
+        read; end() fills them before the replay."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.set_stream(self._stream)
-        # Not torch.cuda.graph: it waits for the GPU and empties torch's cache, and the image's step is still running.
-        # thread_local: other threads of the WebUI (previews, the API) may use the GPU meanwhile.
+        # Not torch.cuda.graph(), which waits for the GPU and empties torch's cache while the image's step still runs.
+        # "thread_local", because other threads of the WebUI (previews, the API) may use the GPU meanwhile.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._graph = graph
         if self._piece:
@@ -60,7 +62,7 @@ class GraphRecording:
         return [inside for inside, _ in self._copies]
 
     def end(self) -> Callable[[], None]:
-        """What replays the part; it has replayed once already."""
+        """End the capture, fill the static copies and replay the graph once. Returns the function that replays it."""
         graph = self.stop()
         for inside, given in self._copies:
             inside.copy_(given)
@@ -69,8 +71,7 @@ class GraphRecording:
         return graph.replay
 
     def stop(self) -> torch.cuda.CUDAGraph:
-        """The graph of what was recorded, which was not replayed yet; launches go where the host's do again. Raises
-        RuntimeError where nothing is being recorded."""
+        """End the capture, and return its graph without replaying it. Raises RuntimeError if there is no capture."""
         graph = self._graph
         self._graph = None
         try:
@@ -82,7 +83,7 @@ class GraphRecording:
         return graph
 
     def view(self, tensor: Tensor) -> Tensor:
-        """The same tensor by its address alone: it does not keep its memory alive."""
+        """A tensor over the same memory that does not keep it alive."""
         storage = tensor.untyped_storage()
         memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -90,7 +91,8 @@ class GraphRecording:
 
     @contextlib.contextmanager
     def ended_on_failure(self) -> Iterator[None]:
-        """Inside, graphs can be recorded, and what fails leaves no recording and no broken generator behind."""
+        """A context for captures. If the code inside fails, the capture is ended and the random generator is
+        repaired."""
         with random_numbers_survive(self._stream.device), no_garbage_collected():
             try:
                 yield
@@ -101,8 +103,8 @@ class GraphRecording:
                 raise
 
     def _forget(self) -> None:
-        """After a failure, torch may believe that it records still. It would not give back what it keeps unused where a
-        host runs out of memory."""
+        """After a failed capture, end torch's allocation to the pool: torch may regard the capture as unfinished, and
+        would not free its cache when the host runs out of memory."""
         name = "_cuda_endAllocateToPool"
         end = getattr(torch._C, name, None) or getattr(torch._C, name.replace("To", "CurrentStreamTo"), None)
         if end is not None:
@@ -111,10 +113,10 @@ class GraphRecording:
 
 
 def time_in_graph(work: Callable[[], object], stream: torch.cuda.Stream) -> float:
-    """The median time of a run in milliseconds, by replays of a graph of several runs, recorded on a stream: what
-    Python needs to launch it is not in it.
+    """The median time of work() in milliseconds, without Python's launch overhead: a graph of RUNS_IN_GRAPH runs is
+    captured on the stream and replayed.
 
-    work may write into its own tensors. Raises RuntimeError where it cannot be recorded.
+    work() may write to its own tensors. Raises RuntimeError if it cannot be captured.
     """
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
@@ -143,7 +145,7 @@ def time_in_graph(work: Callable[[], object], stream: torch.cuda.Stream) -> floa
 
 @contextlib.contextmanager
 def no_garbage_collected() -> Iterator[None]:
-    """A graph or an event that is destroyed during a capture would spoil it."""
+    """A context without garbage collection: freeing a graph or an event during a capture would make it fail."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -155,10 +157,10 @@ def no_garbage_collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_numbers_survive(device: torch.device) -> Iterator[None]:
-    """Give the device's random generator a sound state back if a capture inside fails.
+    """A context that repairs the device's random generator if a capture inside fails.
 
-    A failed capture leaves the generator believing that it is still being captured, and every later torch.randn on
-    the GPU raises. torch 2.3 has no way to put that right.
+    After a failed capture, the generator regards itself as being captured, and every later torch.randn on the GPU
+    raises. torch 2.3 and older cannot repair it.
     """
     generator = torch.cuda.default_generators[device.index or 0]
     spare = generator.clone_state() if hasattr(generator, "clone_state") else None
@@ -171,7 +173,8 @@ def random_numbers_survive(device: torch.device) -> Iterator[None]:
 
 
 class Returned:
-    """What functions return in one replay, in order, until it takes too much memory to keep."""
+    """The results of functions in one replay, in order. If they exceed MOST_KEPT, all are dropped
+    (is_complete=False)."""
 
     def __init__(self) -> None:
         self.all: list[Any] = []
@@ -179,7 +182,7 @@ class Returned:
         self._bytes = 0
 
     def keep(self, returned: Any) -> None:
-        """Keep a copy: a function may use its memory again at the next point."""
+        """Keep a copy of a result: the function may reuse its memory at the next point."""
         if not self.is_complete:
             return
         tensors = [one for one in tensors_of(returned) if isinstance(one, Tensor)]
@@ -192,14 +195,18 @@ class Returned:
             self.all.append(tuple(map(fresh, returned)) if several else fresh(returned))
 
 
-# Replays a part of the forward, or calls the functions of a call at a point and keeps what they return.
+# Replays a segment of the forward; or calls the functions of a call at a point, and keeps their results.
 Segment = Callable[[Any, Returned], object]
 
 
 @dataclass(frozen=True)
 class FunctionPoint:
-    """A point where functions stand. arguments: views instead of tensors. results: where the next part reads what
-    they return. number: of this point among those of the forward."""
+    """A point with functions.
+
+    arguments: the point's arguments, with views instead of tensors.
+    results: views of the next segment's inputs, to which the functions' results are copied.
+    number: the index of the point in the forward.
+    """
 
     name: str
     arguments: tuple[Any, ...]
@@ -211,25 +218,29 @@ class FunctionPoint:
         kept.keep(given)
         returned = tensors_of(given)
         if list(map(form, returned)) != list(map(form, self.results)):
-            raise DoesNotFit(f"a function of another extension returned another shape than before ({self.name})")
+            raise DoesNotFit(f"an extension's function returned another shape than before ({self.name})")
         for result, one in zip(self.results, returned, strict=True):
             result.copy_(one)
 
 
 def replaying(replay: Callable[[], None]) -> Segment:
-    """What was recorded between two functions."""
+    """The Segment that replays a graph."""
     return lambda patches, kept: replay()
 
 
 def noting(name: str, arguments: tuple[Any, ...]) -> Segment:
-    """A point without functions, which the host's options are told of. Nobody reads the tensors."""
+    """The Segment for one of the NOTED points without a function. Its method gets None instead of tensors, which it
+    does not read."""
     plain = tuple(None if isinstance(one, Tensor) else one for one in arguments)
     return lambda patches, kept: getattr(patches, name)(*plain)
 
 
 class RecordedPoints(EveryPoint):
-    """The points of a call whose forward is being recorded. segments: recorded so far. points: those that the forward
-    has passed; what functions have returned is not kept."""
+    """The points of a call whose forward is being captured.
+
+    segments: the segments so far.
+    points: the points that the forward has passed, without the functions' results.
+    """
 
     def __init__(self, patches: Points, recording: GraphRecording) -> None:
         super().__init__(patches)
@@ -258,9 +269,13 @@ class RecordedPoints(EveryPoint):
 
 @dataclass
 class GraphRunner:
-    """core.device.Runner by the graphs of a forward's parts. output: (batch, out channels, height, width), where the
-    last part writes it. positions: see Points; None where no functions run within it. points: see RecordedPoints.
-    memory: the pool that the graphs were captured in."""
+    """The core.device.Runner with the graphs of a forward's segments.
+
+    output: (batch, out channels, height, width), written by the last segment.
+    positions: Points.positions of the captured call; None if it had no functions.
+    points: see RecordedPoints.
+    memory: the Pool of the graphs.
+    """
 
     segments: list[Segment]
     output: Tensor
@@ -271,12 +286,12 @@ class GraphRunner:
     own_bytes: int
 
     def run(self, call: Call) -> Tensor:
-        """The output for a call, as a new tensor. Raises DoesNotFit, before any function was called, if functions
-        stand at other points."""
+        """The output for a call, as a new tensor. Raises DoesNotFit: before any function is called, if the call has
+        functions at other points; later, if a function returns another shape."""
         patches = call.patches
         kept = Returned()
         if (None if patches is None else patches.positions) != self.positions:
-            misfit = DoesNotFit("functions stand at other points than before")
+            misfit = DoesNotFit("extensions' functions are called at other points than before")
             misfit.passed = []
             raise misfit
         copy_inputs(call, self.inputs)
@@ -291,7 +306,8 @@ class GraphRunner:
         return self.output.clone()
 
     def _passed(self, segment: Any, kept: Returned) -> list[PassedPoint] | None:
-        """The points up to this function, which is the last that was called."""
+        """The points up to and including this FunctionPoint, the last one whose functions were called; None if results
+        are missing."""
         if not kept.is_complete:
             return None
         functions = {one.number for one in self.segments if isinstance(one, FunctionPoint)}
@@ -305,9 +321,11 @@ class GraphRunner:
 def record(
     recording: GraphRecording, inputs: Call, memory: Any, compute: Callable[[Call], Tensor]
 ) -> GraphRunner:
-    """Record a forward of inputs that are the graphs' own; with functions within it, it is computed too, and they are
-    called. compute: the forward. memory: see GraphRunner."""
-    # Whose functions they were must not be kept.
+    """Capture a forward. With functions of other extensions, it is also computed, and they are called.
+
+    inputs: the static inputs of the graphs. compute: the forward. memory: see GraphRunner.
+    """
+    # The runner must not keep the call's functions alive.
     patches = inputs.patches
     own = replace(inputs, patches=None)
     positions: object = None
@@ -326,15 +344,17 @@ def record(
 
 
 def tensors_of(returned: Any) -> tuple[Tensor, ...]:
+    """A function's results as a tuple."""
     return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
 
 
 def form(tensor: Any) -> tuple[Any, ...]:
+    """The shape, dtype and device of a tensor. Raises DoesNotFit for anything else."""
     if not isinstance(tensor, Tensor):
         raise DoesNotFit(f"a function returned {type(tensor).__name__}")
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def fresh(argument: Any) -> Any:
-    """A function may keep what it is given, and write to it."""
+    """A copy of a tensor, for a function that may keep its argument or write to it; other values as they are."""
     return argument.clone() if isinstance(argument, Tensor) else argument

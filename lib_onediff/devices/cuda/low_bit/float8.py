@@ -1,9 +1,8 @@
-"""Matrix products in float8 (e4m3) with one scale for each factor, and which GPUs and models have products in eight
-bits.
+"""Matrix products in float8 (e4m3), and the requirements of 8-bit products.
 
-Lossy: three bits of every factor are kept after the point. The type is that of Micikevicius et al. 2022 (FP8 Formats
-for Deep Learning). It keeps as many bits of what is a thousand times smaller, so one scale serves most factors; with a
-scale for every row and column, libraries are slower, or have no product at all (compute capability 8.9).
+A factor keeps three bits of mantissa. The format is that of Micikevicius et al. 2022 (FP8 Formats for Deep Learning).
+Because it is a floating-point format, one scale is enough for most factors. With a scale for every row and column,
+libraries are slower, or have no product (compute capability 8.9).
 """
 from __future__ import annotations
 
@@ -18,21 +17,21 @@ from ....core.version import release, written
 from ....weights.low_bit import FP8, INT8, Kind
 
 OLDEST_CAPABILITY = {FP8: (8, 9), INT8: (7, 5)}
-# Older ones answer with a pair.
+# In older versions, torch._scaled_mm returns a pair.
 OLDEST_TORCH = (2, 5)
 PROBE_ROWS = 64
-# Between two sums of the same rounded factors, relative to their norm.
+# The largest accepted error of a product, relative to the same product of the rounded factors in float32.
 WORST_PROBE_ERROR = 1e-2
 
 
 def product(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype) -> Tensor:
-    """(rows, in), which have one scale, times (out, in), plus bias (out,): (rows, out) in the result's dtype, summed in
-    float32.
+    """tokens (rows, in) times weight (out, in), plus bias (out,): (rows, out) in the dtype `result`, summed in float32.
 
-    Raises RuntimeError where this torch or this device cannot.
+    tokens has one scale; weight has one, or one for each row. Raises RuntimeError if torch or the device has no such
+    product.
     """
     if weight.scales.numel() > 1:
-        # What was not scaled yet does not overflow in bfloat16.
+        # In bfloat16, because unscaled sums may overflow in float16.
         sums = scaled_sums(tokens, weight.values, torch.ones_like(tokens.scales), None, torch.bfloat16)
         sums = sums.mul_(weight.scales)
         return (sums if bias is None else sums.add_(bias)).to(result)
@@ -42,6 +41,7 @@ def product(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | Non
 def scaled_sums(
     tokens: QuantizedTokens, weight: Tensor, scale: Tensor, bias: Tensor | None, result: torch.dtype
 ) -> Tensor:
+    """torch's product with one scale for each factor. scale: the weight's."""
     return torch._scaled_mm(
         tokens.values, weight.t(), scale_a=tokens.scales, scale_b=scale,
         bias=None if bias is None else bias.to(result), out_dtype=result, use_fast_accum=True,
@@ -49,23 +49,26 @@ def scaled_sums(
 
 
 def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
-    """The product of tokens whose rows may have scales, which are left to who reads it: (rows, out), and those scales,
-    (rows, 1). In bfloat16, in which what was not scaled does not overflow."""
+    """The product of tokens and a weight in bfloat16, (rows, out), and the scales of its rows, (rows, 1), which the
+    consumer must apply; None if the product is scaled already, because the tokens have a single scale.
+
+    In bfloat16, because unscaled sums may overflow in float16.
+    """
     if tokens.unit is None:
         return product(tokens, weight, None, torch.bfloat16), None
     return product(tokens._replace(scales=tokens.unit), weight, None, torch.bfloat16), tokens.scales
 
 
 class Float8Support(NamedTuple):
-    """result: the type in which products come out; None where there are none, and reason says why in one sentence."""
+    """result: the dtype of products' outputs; None if there are no float8 products, with the reason in one sentence."""
 
     result: torch.dtype | None
     reason: str | None
 
 
 def why_not(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why products of a kind are not for this device and this dtype, in one sentence; None if nothing is known to stand
-    in the way."""
+    """Why a device cannot compute products of this format for a model of this dtype, in one sentence; None if it meets
+    all known requirements."""
     name = kind.name.upper()
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{name} is for models in float16 or bfloat16, and this one is in {str(dtype).removeprefix('torch.')}"
@@ -87,11 +90,11 @@ def why_not(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def float8_support(device: torch.device, dtype: torch.dtype) -> Float8Support:
-    """Whether float8 products can be used for a model of this dtype: a small one is tried. Ask once for a device."""
+    """Whether float8 products work for a model of this dtype: computes a small one. Call it once for each device."""
     reason = why_not(FP8, device, dtype)
     if reason is not None:
         return Float8Support(None, reason)
-    # Older libraries give bfloat16 alone.
+    # Older libraries only support bfloat16 outputs.
     for result in dict.fromkeys((dtype, torch.bfloat16)):
         try:
             error = probe_error(device, result)
@@ -102,13 +105,13 @@ def float8_support(device: torch.device, dtype: torch.dtype) -> Float8Support:
             continue
         if error <= WORST_PROBE_ERROR:
             return Float8Support(result, None)
-        reason = f"they are wrong by {error:.1e}"
+        reason = f"products have an error of {error:.1e}"
     return Float8Support(None, f"PyTorch {torch.__version__} cannot multiply FP8 here: {reason}")
 
 
 def probe_error(device: torch.device, result: torch.dtype) -> float:
-    """The relative error of small products against the same in float32: of one that is done, and of one whose rows are
-    scaled afterwards. Raises what torch raises where it has none."""
+    """The largest relative error of two small products against float32: one with all scales applied, and one whose rows
+    are left to be scaled. Raises what torch raises if it has no such product."""
     generator = torch.Generator(device).manual_seed(0)
     rows, columns = (
         torch.randn((count, PROBE_ROWS), generator=generator, dtype=torch.float32, device=device)
