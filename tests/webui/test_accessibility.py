@@ -96,6 +96,8 @@ def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
         browser.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
         browser.wait_for_text("onediff_txt2img_told", "it takes 1 to 20", 20)
         look("accordion with an error", ACCORDION, 15)
+        # What is compared is the accordion's, too.
+        browser.type("#onediff_txt2img_changes :is(textarea, input)", "")
         compare = Compare(browser)
         compare.show()
         compare.choose("compare_left", "Balanced")
@@ -109,7 +111,7 @@ def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
         browser.run("for (const at of document.querySelectorAll('#onediff_cache details')) at.open = true")
         look("Cache", f"#{TAB}", 40)
         assert is_dark(browser.driver.find_element("id", TAB).screenshot_as_png) == (theme == "dark")
-        for under_pointer in ("onediff_purge_all", "onediff_release"):
+        for under_pointer in ("onediff_purge_all", "onediff_purge_disk"):
             browser.point_at(under_pointer)
             look(f"Cache, {under_pointer}", f"#{under_pointer}", 1, CONTRAST)
         section = show_settings(browser)
