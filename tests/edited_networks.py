@@ -17,7 +17,7 @@ from edits_of_code import Addresses, Sites, addresses_of, sites_at, sites_of
 from graph_builders import PretendedGraphs
 from ladder_builders import NATIVE, Weather, pretend_a_gpu
 from torch import Tensor
-from transformer_hosts import ZImageHost
+from transformer_hosts import Krea2Host, ZImageHost
 
 import lib_onediff
 from lib_onediff.bench.models import CONFIGURATIONS, pooled_width
@@ -185,6 +185,13 @@ class AnimaPair(FlowPair):
         return {**given, "x": given["x"].unsqueeze(2), "context": given["context"].unsqueeze(1)}
 
 
+class Krea2Pair(FlowPair):
+    def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
+        given = super().inputs_of(size, batch, tokens, random)
+        context = random(batch, tokens, Krea2Host.text_layers * Krea2Host.text_width)
+        return {**given, "x": given["x"].unsqueeze(2), "context": context}
+
+
 class AnimaHost(FamilyHost):
     def new_unet(self, **config: Any) -> Any:
         return randomise(self.module("backend.nn.anima").Anima(4, 64, CONTEXT_WIDTH, heads=2, rank=16, blocks=2))
@@ -242,5 +249,6 @@ NETWORKS: dict[str, Callable[[str, torch.dtype], Any]] = {
     "neo": lambda device, dtype: webui_pair("neo", ForgePair, device),
     "reforge": lambda device, dtype: webui_pair("reforge", ForgePair, device),
     "anima": lambda device, dtype: webui_pair("neo", AnimaPair, device, AnimaHost),
+    "krea-2": lambda device, dtype: webui_pair("neo", Krea2Pair, device, Krea2Host),
     "z-image": lambda device, dtype: webui_pair("neo", FlowPair, device, ZImageHost),
 }

@@ -246,11 +246,30 @@ def test_the_units_are_those_of_their_names() -> None:
     assert torch.equal(torch_ops.gated(x, SWIGLU), second * functional.silu(first))
 
 
-@grid(ops=[TORCH, NATIVE], gated=[False, True], normed=[False, True], biased=[False, True], dtype=DTYPES)
+@pytest.mark.parametrize("ops", [TORCH, NATIVE])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_layer_without_gate_and_norm_is_added_to_wider_tokens(ops: str, dtype: torch.dtype) -> None:
+    tokens = random(BATCH, TOKENS, WIDTH)
+    x = random(BATCH, TOKENS, 32, dtype=dtype)
+    layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, None)
+    implementation = operators(ops)
+    residual = Residual(tokens.clone())
+    for _ in range(2):
+        residual = implementation.add_linear(residual, x, layer)
+    found = implementation.materialize(residual)
+    expected = tokens.double() + 2 * functional.linear(x.double(), layer.weight.double())
+    assert found.dtype == torch.float32 and relative_error(found, expected) < CLOSE[dtype]
+
+
+@grid(
+    ops=[TORCH, NATIVE], gated=[False, True], normed=[False, True], biased=[False, True], wide=[False, True],
+    dtype=DTYPES,
+)
 def test_a_layer_is_added_with_a_norm_behind_it_and_a_gate(
-    ops: str, gated: bool, normed: bool, biased: bool, dtype: torch.dtype
+    ops: str, gated: bool, normed: bool, biased: bool, wide: bool, dtype: torch.dtype
 ) -> None:
-    tokens = random(BATCH, TOKENS, WIDTH, dtype=dtype)
+    """wide: the tokens are float32, whatever is computed in."""
+    tokens = random(BATCH, TOKENS, WIDTH, dtype=torch.float32 if wide else dtype)
     x = random(BATCH, TOKENS, 32, dtype=dtype)
     layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, random(WIDTH, dtype=dtype) if biased else None)
     gate = random(BATCH, WIDTH, dtype=dtype) if gated else None

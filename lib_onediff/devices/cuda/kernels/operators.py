@@ -253,7 +253,9 @@ class NativeOperators:
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        if gate is not None or norm is not None:
+        # Beside float16, tokens may be float32: no GEMM adds to those.
+        is_wide = residual.tokens.dtype != layer.weight.dtype
+        if gate is not None or norm is not None or is_wide:
             return self._add_changed(residual, x, layer, gate, norm)
         x = self._rounded(x, layer)
         if not isinstance(x, QuantizedTokens) and not layer.weight.is_meta:
@@ -270,7 +272,7 @@ class NativeOperators:
     def _add_changed(
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None, norm: WeightedNorm | None
     ) -> Residual:
-        """As add_linear, with a gate or a norm, which are left to the next norm."""
+        """As add_linear: the addition is left to the next norm, with a gate or a norm."""
         tokens = self.materialize(residual)
         x = self._rounded(x, layer)
         # A bias is normed and multiplied by the gate too, so it belongs to the product.
