@@ -173,7 +173,7 @@ class BoundUNet:
             self._refusal = None
             self.baseline.tree = None
 
-    # --- has anything changed? ------------------------------------------------------------------------------------
+    # --- the search for changes -----------------------------------------------------------------------------------
 
     def values_now(self) -> int:
         """epoch.values, after a look for edits. If the weights have moved, a version that no earlier call has had."""
@@ -277,7 +277,7 @@ class BoundUNet:
             # It writes attributes of the layers when it merges LoRAs: these must not count as a change at the next
             # call.
             tree = self.baseline.tree
-            if tree is not None and not tree.stands(self.module):
+            if tree is not None and not tree.is_unchanged(self.module):
                 self.baseline.tree = self._tree_now()
                 self.baseline.parts.clear()
         if traits.wanted_lora is not None:
@@ -371,13 +371,13 @@ class BoundUNet:
         """Whether the parameters are the same objects that were bound, at the same addresses and in the same layout.
         Takes a millisecond."""
         parameters = self.baseline.parameters
-        return parameters is not None and parameters.stand()
+        return parameters is not None and parameters.are_unchanged()
 
     def _look_at_modules(self) -> None:
         """Compare the modules and their code with the baseline, and read them again if they have changed. Raises
         Refusal if the network cannot be run."""
         known = self.baseline.tree
-        if known is not None and known.stands(self.module):
+        if known is not None and known.is_unchanged(self.module):
             self._new_ones = 0
         else:
             self._read_anew()

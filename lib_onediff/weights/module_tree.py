@@ -81,17 +81,18 @@ class ModuleStates:
         """The modules; None for one that is gone."""
         return [reference() for reference in self._modules[:self._count]]
 
-    def stand(self, root: nn.Module) -> bool:
-        """Whether they compute as they did. root: the first of them. A millisecond for all of SDXL's UNet."""
+    def are_unchanged(self, root: nn.Module) -> bool:
+        """Whether the modules compute the same as when this was made. root: the first of them. Takes a millisecond
+        for all of SDXL's UNet."""
         every: list[Any] = [reference() for reference in self._modules]
         if every[0] is not root or None in every:
             return False
         try:
-            return self._stand(every)
+            return self._are_unchanged(every)
         except KeyError:  # an attribute is gone
             return False
 
-    def _stand(self, every: list[Any]) -> bool:
+    def _are_unchanged(self, every: list[Any]) -> bool:
         modules = every[:self._count]
         states: list[State] = list(map(state_of, modules))
         children = members_of(of_children, states)
@@ -104,7 +105,7 @@ class ModuleStates:
             and list(map(len, states)) == self._sizes
             and [places_with(hooks, states) for hooks in of_hooks] == self._hooked
             and all(snapshot(states[place][name]) == known for place, name, known in self._hooks)
-            and self.attributes.stand(states)
+            and self.attributes.are_unchanged(states)
             and all(same(states[place][PROCESSOR]) == known for place, known in self.foreign.items())
         )
 
@@ -113,8 +114,8 @@ class Tree:
     """A module tree at the time when this was made, to find out later whether it still computes the same. Keeps no
     module alive.
 
-    reached: the code that it runs. hosts: the packages of its modules' classes, such as "diffusers", "torch", or an
-    extension's.
+    reached: the code that it runs.
+    hosts: the packages of its modules' classes, such as "diffusers", "torch", or an extension's.
     """
 
     def __init__(
@@ -163,16 +164,16 @@ class Tree:
                         classes.append(type(one))
         sources = list(dict.fromkeys((*self._states.classes, *processors, *classes)))
         known = None if before is None or functions else before.reached
-        if known is not None and known.sources == sources and known.stands():
+        if known is not None and known.sources == sources and known.is_unchanged():
             return known
         return Reached(sources, functions, self._tokens, self._synced)
 
-    def stands(self, root: nn.Module) -> bool:
-        """Whether it computes as it did. A millisecond for SDXL's UNet."""
-        return self._states.stand(root) and self.reached.stands()
+    def is_unchanged(self, root: nn.Module) -> bool:
+        """Whether the modules compute the same as when this was made. Takes a millisecond for SDXL's UNet."""
+        return self._states.are_unchanged(root) and self.reached.is_unchanged()
 
     def part(self, chosen: Collection[int]) -> ModuleStates:
-        """The modules whose id is in chosen, the root among them, as they are now."""
+        """The present states of the modules whose id is in chosen, which contains the root's."""
         modules: list[Any] = []
         foreign: dict[int, Any] = {}
         for place, module in enumerate(self._states.modules()):
@@ -185,7 +186,7 @@ class Tree:
     @cached_property
     def digest(self) -> str:
         """A digest, equal in any process, of the classes, all code that they reach, and the plain attributes that are
-        not in placed. Valid as long as stands() is true."""
+        not in placed. Valid as long as is_unchanged() is true."""
         modules = self._states.modules()
         paths = {id(module): str(place) for place, module in enumerate(modules)}
         digests = Digests(self._tokens, paths)
@@ -291,12 +292,12 @@ class Parameters:
         return self._edits != before
 
     def note_edits(self) -> None:
-        """Take the edits until now as known: were_edited does not report them."""
+        """Note the edits so far, so that were_edited does not report them."""
         present = self.in_place()
         if present is not None:
             self.were_edited(present)
 
-    def stand(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Whether the parameters are the same objects, at the same addresses and in the same layouts."""
         found = self.in_place()
         return found is not None and self.are_same(found)
@@ -315,7 +316,8 @@ class Baseline:
     the GPU computes. Keeps no module alive.
 
     epoch: the versions, increased when a difference is found; see Epoch.
-    tree: the modules. parameters: the addresses of the weights. Either is None if it must be noted before a replay.
+    tree: the modules; None if they must be noted before a replay.
+    parameters: the addresses of the weights; None if they must be noted before a replay.
     contents: checksums of the weights' numbers; None if torch counts all edits that matter.
     wanted_lora: returns a key of the LoRAs that the host wants to merge; None for hosts that merge them by themselves.
     lora: its result when LoRAs were last merged.
@@ -346,8 +348,8 @@ class Baseline:
         self.epoch = Epoch(now.structure + structure, now.addresses + addresses, now.values + values)
 
     def part(self, layers: Sequence[nn.Module]) -> Part | None:
-        """What a pass reads that reads the parameters of these layers alone. None where the network has to be compared
-        as a whole: its contents are read, the host applies functions to its weights, or it has not been read."""
+        """The part of the network that a pass through these layers alone reads. None if the whole network must be
+        compared: checksums are in use, the host applies functions to its weights, or it was not read yet."""
         tree = self.tree
         root = self._root()
         if tree is None or root is None or self._is_copy or self.parameters is None:
@@ -356,15 +358,15 @@ class Baseline:
             return None
         key = tuple(map(id, layers))
         known = self.parts.get(key)
-        if known is None or not known.parameters.stand():
+        if known is None or not known.parameters.are_unchanged():
             known = self.parts[key] = Part(tree.part(with_surroundings(root, layers)), Parameters(layers))
-        # An edit from before it was noted is found here.
+        # Finds edits from before the part was noted.
         self.look_for_edits()
         return known
 
     def begin_part(self, part: Part) -> Callable[[], bool] | None:
-        """As begin, for a replay that reads this part alone. The rest of the network is compared before the next replay
-        that reads it: until then its edits do not count."""
+        """As begin, for a replay that reads this part alone. Other modules are compared before the next replay that
+        reads them; their edits have no effect before that."""
         tree = self.tree
         root = self._root()
         if tree is None or root is None or self.contents is not None or self.begin_applied is not None:
@@ -377,7 +379,7 @@ class Baseline:
             return None
 
         def is_same() -> bool:
-            if not (part.states.stand(root) and tree.reached.stands() and parameters.are_same(present)):
+            if not (part.states.are_unchanged(root) and tree.reached.is_unchanged() and parameters.are_same(present)):
                 return False
             # After the other checks, because each edit is reported once.
             if parameters.were_edited(present):
@@ -387,7 +389,7 @@ class Baseline:
         return is_same
 
     def _note_edits(self) -> None:
-        """Increase epoch.values. The parts know these edits too."""
+        """Increase epoch.values. The parts do not report these edits again."""
         self.advance(values=1)
         for part in self.parts.values():
             part.parameters.note_edits()
@@ -416,7 +418,7 @@ class Baseline:
         contents_changed = None if self.contents is None else self.contents.begin(are_alive=True)
 
         def is_same() -> bool:
-            if not tree.stands(root):
+            if not tree.is_unchanged(root):
                 return False
             have_changed = contents_changed is not None and contents_changed()
             if not parameters.are_same(present):

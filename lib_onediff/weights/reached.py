@@ -31,9 +31,10 @@ IN_DIGEST = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dty
 class Alike(NamedTuple):
     """A group of namespaces with the same names to compare, which are compared in one go.
 
-    indices: of these namespaces in the list of all. pick: selects them from all namespaces. values: returns the values
-    of the names in one namespace: a tuple; for a single name the value itself. known: its result for each namespace
-    when this was made.
+    indices: of these namespaces in the list of all.
+    pick: selects them from all namespaces.
+    values: returns the values of the names in one namespace: a tuple; for a single name the value itself.
+    known: its result for each namespace when this was made.
     """
 
     names: tuple[str, ...]
@@ -69,7 +70,7 @@ class Names:
                 indices_of.setdefault(tuple(plain), []).append(index)
         self._plain = [alike_at(spaces, plain_names, indices) for plain_names, indices in indices_of.items()]
 
-    def stand(self, spaces: Sequence[Namespace]) -> bool:
+    def are_unchanged(self, spaces: Sequence[Namespace]) -> bool:
         """Whether the names have the same values now. spaces: the namespaces in the same order. Raises KeyError if a
         name is gone."""
         for alike in self._plain:
@@ -123,7 +124,7 @@ class Bodies:
                 self._with_keywords.append((weakref.ref(function), snapshot(function.__kwdefaults__)))
         self._known = list(map(body_of, self._plain))
 
-    def stand(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Whether all bodies are the same, and no function was freed."""
         if list(map(body_of, self._plain)) != self._known:
             return False
@@ -158,7 +159,8 @@ class Reached:
     """The code that some classes and functions run, with everything that it reaches by name and the state of torch that
     it reads, to find out later whether any of it has changed.
 
-    sources: the classes it was made from. names: all names in the code outside of torch.
+    sources: the classes it was made from.
+    names: all names in the code outside of torch.
     """
 
     def __init__(
@@ -191,13 +193,13 @@ class Reached:
         self._bodies = Bodies(list(code.functions.values()))
         self._torch_state = torch_state()
 
-    def stands(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nothing has changed. Takes a third of a millisecond."""
         try:
             return (
                 list(map(len, self._class_spaces)) == self._sizes
-                and self._meanings.stand(self._spaces)
-                and self._bodies.stand()
+                and self._meanings.are_unchanged(self._spaces)
+                and self._bodies.are_unchanged()
                 and all(space.keys().isdisjoint(names) for space, names in self._absent)
                 and torch_state() == self._torch_state
             )
@@ -212,7 +214,7 @@ class Reached:
     @cached_property
     def facts(self) -> dict[str, str]:
         """The digest of each name's value, by its label ("torch.nn.functional.linear"), and those of torch's state.
-        Equal in any process, and valid as long as stands() is true. Takes tens of milliseconds."""
+        Equal in any process, and valid as long as is_unchanged() is true. Takes tens of milliseconds."""
         digests = Digests(self._tokens)
         found = {named.label: digests.of_data(named.value) for named in self.named()}
         default_dtype, modes = TORCH_STATE

@@ -1,4 +1,4 @@
-"""A module tree that computes otherwise is noticed, whatever of it has changed."""
+"""Any change of a module tree that makes it compute something else is noticed."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Backend:
-    """What code reaches through data, and no name stands for."""
+    """Code that is reached through data, without a name."""
 
     factor = 1.0
 
@@ -121,15 +121,15 @@ def test_a_change_is_noticed_and_nothing_else(change: str) -> None:
     for module in (network, network.first):
         module.register_forward_hook(louder)
     tree = Tree(network, frozenset(), frozenset())
-    assert tree.stands(network) and tree.stands(network)
+    assert tree.is_unchanged(network) and tree.is_unchanged(network)
     network(torch.ones(1, 2))
     network.kept.update(scale=1.0)
     with torch.no_grad():
         network.first.weight.mul_(2)
-    assert tree.stands(network), "a value is no part of it"
-    assert not tree.stands(Block())
+    assert tree.is_unchanged(network), "a value is no part of it"
+    assert not tree.is_unchanged(Block())
     CHANGES[change](network)
-    assert not tree.stands(network)
+    assert not tree.is_unchanged(network)
 
 
 @pytest.mark.parametrize(("owner", "name"), [
@@ -142,8 +142,8 @@ def test_code_that_is_replaced_is_noticed_and_so_is_its_return(
     tree = Tree(network, frozenset(), frozenset())
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, lambda *args, **kwargs: args[0])
-        assert not tree.stands(network)
-    assert tree.stands(network)
+        assert not tree.is_unchanged(network)
+    assert tree.is_unchanged(network)
 
 
 BY_DATA: dict[str, tuple[Callable[[Any, Any], object], Callable[[Any, Any], Any]]] = {
@@ -171,16 +171,16 @@ def test_code_that_is_reached_through_data_is_part_of_the_digest(name: str, monk
     monkeypatch.setitem(TABLE, "torch", [Backend()])
     monkeypatch.setattr(REGISTRY, "backend", Backend())
     monkeypatch.setattr(REGISTRY, "scale", double)
-    # Its methods are reached in this way alone.
+    # Its methods are only reached in this way.
     kind = type("Alone", (), {"__module__": __name__, "scale": Backend.scale})
     put(network, kind)
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
     with monkeypatch.context() as patch:
         patch.setattr(*replacement(network, kind), raising=False)
-        assert not tree.stands(network)
+        assert not tree.is_unchanged(network)
         assert Tree(network, frozenset(), frozenset(), before=tree).digest != digest
-    assert tree.stands(network) and Tree(network, frozenset(), frozenset()).digest == digest
+    assert tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest == digest
 
 
 def test_a_function_in_a_table_on_the_module_is_part_of_the_digest() -> None:
@@ -188,7 +188,7 @@ def test_a_function_in_a_table_on_the_module_is_part_of_the_digest() -> None:
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
     network.act["double"] = triple
-    assert not tree.stands(network) and Tree(network, frozenset(), frozenset()).digest != digest
+    assert not tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest != digest
 
 
 def test_what_our_own_operators_call_is_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +197,7 @@ def test_what_our_own_operators_call_is_part_of_the_digest(monkeypatch: pytest.M
     digest = tree.digest
     real = nn.functional.scaled_dot_product_attention
     monkeypatch.setattr(nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: real(*args, **kwargs))
-    assert not tree.stands(network) and Tree(network, frozenset(), frozenset()).digest != digest
+    assert not tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest != digest
 
 
 class Made:
@@ -229,7 +229,7 @@ def with_a_class() -> None:
 
 @pytest.mark.parametrize("function, reached", [(with_an_object, {compute}), (with_a_class, {make, compute})])
 def test_what_makes_an_object_runs_where_code_names_its_class_alone(function: Any, reached: set[Any]) -> None:
-    """WebUIs keep objects from their start, whose making reaches the whole program."""
+    """WebUIs have objects from their start, whose constructors reach the whole program."""
     assert {make, compute}.intersection(Code([function]).functions.values()) == reached
 
 
@@ -246,20 +246,20 @@ def test_another_body_of_a_function_of_the_standard_library_is_part_of_the_diges
     digest = tree.digest
     with monkeypatch.context() as patch:
         patch.setattr(cast, "__code__", (lambda typ, val: val).__code__)
-        assert not tree.stands(network)
+        assert not tree.is_unchanged(network)
         assert Tree(network, frozenset(), frozenset()).digest != digest
-    assert tree.stands(network)
+    assert tree.is_unchanged(network)
 
 
 def test_what_reads_files_is_no_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forge Neo puts a function of its own in the place of torch.load; OneDiff's own code has methods of that name."""
+    """Forge Neo replaces torch.load; OneDiff's own code has methods of that name."""
     network = Block()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
     held = object()
     for name in ("load", "save"):
         monkeypatch.setattr(torch, name, lambda *args, **kwargs: held)
-    assert tree.stands(network)
+    assert tree.is_unchanged(network)
     again = Tree(network, frozenset(), frozenset())
     assert again.digest == digest
     assert not any(named.label in ("torch.load", "torch.save") for named in again.reached.named())

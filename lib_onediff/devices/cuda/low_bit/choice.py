@@ -1,5 +1,5 @@
-"""Products in eight bits on this machine: the kinds (FP8, INT8) that it has, and the products that gain by them, as was
-measured once on each model of card."""
+"""The 8-bit formats (FP8, INT8) that this machine supports, and the products that are faster in them, measured once for
+each GPU model."""
 from __future__ import annotations
 
 import contextlib
@@ -38,22 +38,24 @@ from ..tuning import trial_of, way_of
 from .float8 import float8_support, why_not
 
 log = logging.getLogger("onediff")
-Answer = TypeVar("Answer")
-# A lossy product must be clearly faster than an exact one, and INT8 than FP8: only short bursts are measured, and at
-# its power limit an H100's clock fell by a tenth under INT8, but not under FP8 (.readme/speed-and-quality.md).
+Found = TypeVar("Found")
+# An 8-bit product must take less than this part of the exact product's time, and INT8 less than this part of FP8's.
+# Only short bursts are measured; at its power limit an H100's clock fell by a tenth under INT8, but not under FP8
+# (.readme/speed-and-quality.md).
 WORTH_ROUNDING = 0.9
-# The check that the weights have not changed since they were rounded takes a tenth of a millisecond a call.
+# The milliseconds that a call must gain: comparing the weights with those that were quantized takes 0.1 ms.
 WORTH_LOOKING_MS = 0.15
-# The memory of a forward beside weights, in outputs of its widest product: SDXL's graph at 1024x1024 takes 348 MiB,
-# which is 4.1 outputs, and a call without a graph some more.
+# The memory of a forward besides weights, in outputs of its widest product: SDXL's graph at 1024x1024 takes 348 MiB,
+# which is 4.1 outputs, and a call without a graph slightly more.
 WIDEST_OUTPUTS = 5
 
 
 class LowBit:
-    """Chooses the layers of a call that are computed in eight bits, by what was measured at the call's sizes.
+    """Chooses the layers of a call that are computed in eight bits: those whose products were measured to be faster.
 
-    everywhere: choose eight bits for every layer of any size, whatever it gains. So tests see the effect on images with
-    models that are too small to gain."""
+    everywhere: choose eight bits for every layer, whatever it gains, so that tests with small models can measure the
+    effect on images.
+    """
 
     everywhere = False
 
@@ -61,56 +63,59 @@ class LowBit:
         self.tuning_cache = tuning_cache
         self._launches = launches
         self._float8_support = functools.cache(float8_support)
-        self._known = functools.cache(lambda card, *question: self._best(*question))
-        # The last question of each sort, and its answer: see _once.
-        self._answers: dict[str, tuple[object, Any]] = {}
-        # Products that could not be timed. They are tried once in a process, and computed in the model's type.
+        self._known = functools.cache(lambda card, *arguments: self._best(*arguments))
+        # (inputs, result) by name; see _once.
+        self._results: dict[str, tuple[object, Any]] = {}
+        # Products that could not be timed in this process. They are computed in the model's dtype.
         self._not_timed: set[tuple[Product, torch.dtype, Kind, int]] = set()
-        # The number of changes of the measurements that choices depend on.
+        # Increased whenever measurements change, so that earlier choices are not reused.
         self._changes = 0
 
-    # --- what the machine has -------------------------------------------------------------------------------------
+    # --- the machine ----------------------------------------------------------------------------------------------
 
     def why_not(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why a device has no products as the option wants them for a model of this dtype, in one sentence; None if it
-        has."""
+        """Why a device supports none of the option's formats for a model of this dtype, in one sentence; None if it
+        supports one. option: see Settings.low_bit."""
         wanted = KINDS_OF[option]
-        # Of all kinds, int8 asks for the least.
+        # The reason for the last one: INT8 has the lowest requirements.
         return None if self.kinds(wanted, device, dtype) else self._lack(wanted[-1], device, dtype)
 
     def kinds(self, wanted: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
-        """Those of these kinds that a device computes for a model of this dtype."""
+        """Those of these formats that a device supports for a model of this dtype."""
         return tuple(kind for kind in wanted if self._lack(kind, device, dtype) is None)
 
     def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
+        """Why a device does not support a format; None if it does."""
         return why_not(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
 
     def quantizer(self) -> Round:
-        """The function that rounds weights."""
+        """The function that quantizes weights."""
         return rounding.rounded_rows
 
     def operators(
         self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any = None
     ) -> Operators:
-        """Our own operators. They compute in eight bits with layers that have such weights. choose: instead of best."""
-        # It is not called where there are no products in float8.
+        """Our own operators, which compute layers with 8-bit weights in eight bits. choose: replaces best()."""
+        # Only called on devices with float8 products.
         result: Any = lambda device, dtype: self._float8_support(device, dtype).result  # noqa: E731
         return NativeOperators(self._launches, attention, result, choose or self.best)
 
-    # --- what a call wants ----------------------------------------------------------------------------------------
+    # --- the layers of a call -------------------------------------------------------------------------------------
 
     def classes(self, layout: Any) -> Mapping[str, str]:
         """The class of every layer that can be in eight bits, by its name."""
         return self._once("classes", layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
     def wanted(self, lossy: Lossy, layout: Any, call: Call) -> WantedKinds:
-        """The kind in which each layer's weight is wanted, without layers that gain nothing. With lossy.only, every
-        layer has one, and so have the keys and values of the cross attention, which are multiplied in the model's
-        type."""
+        """The format of each layer's weight, by the layer's name, without layers that gain nothing.
+
+        With lossy.only, every layer has one, also the keys and values of cross-attentions, whose weights are decoded
+        and multiplied in the model's dtype.
+        """
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
         every = self._products_of(lossy, layout, call)
-        # The nearest to the model's type.
+        # The format with the smallest rounding error.
         otherwise = kinds[-1] if lossy.only else None
 
         def find() -> WantedKinds:
@@ -119,21 +124,21 @@ class LowBit:
                 found |= dict.fromkeys(prompt_layers(layout), otherwise)
             return {name: kind for name, kind in found.items() if kind is not None}
 
-        question = every, layout, dtype, kinds, self._changes, current_card()
-        return self._once("wanted alone" if lossy.only else "wanted", question, find)
+        inputs = every, layout, dtype, kinds, self._changes, current_card()
+        return self._once("wanted alone" if lossy.only else "wanted", inputs, find)
 
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
-        """Why this call gains nothing by products in eight bits, in one sentence; None if it does, or may."""
+        """Why this call does not gain by 8-bit products, in one sentence; None if it does, or may."""
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
         total = 0.0
         names = " or ".join(kind.name.upper() for kind in kinds)
         every = self._products_of(lossy, layout, call)
-        # With only, memory is gained.
+        # Low-bit only is for memory, not for speed.
         if self.everywhere or (every and lossy.only):
             return None
         if not every:
-            return f"this UNet's matrix products are too small to gain by {names}"
+            return f"this UNet's matrix products are too small to be faster in {names}"
         for product, count in Counter(every.values()).items():
             gains = [self.gains(product, dtype, kind) for kind in kinds]
             if None in gains:
@@ -141,10 +146,10 @@ class LowBit:
             total += max((gain or 0.0 for gain in gains), default=0.0) * count
         if total > WORTH_LOOKING_MS:
             return None
-        return f"at this size the matrix products gain nothing by {names} on this machine (measured)"
+        return f"at this size the matrix products are not faster in {names} on this machine (measured)"
 
     def working_bytes(self, lossy: Lossy, layout: Any, call: Call) -> int:
-        """About the bytes that a call takes on the GPU beside weights."""
+        """An estimate of the bytes that a call takes on the GPU besides weights."""
         widest = max((one.rows * one.out for one in self._products_of(lossy, layout, call).values()), default=0)
         return WIDEST_OUTPUTS * widest * call.latent.element_size()
 
@@ -155,29 +160,31 @@ class LowBit:
         """The product of every layer that may be in eight bits, by its name."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
-        # Only linear layers replace the host's weights.
+        # With lossy.only, convolutions keep the host's weights.
         convolves = call.latent.is_cuda and not lossy.only
-        question = layout, batch, height, width, call.tokens, 0 if self.everywhere else None, convolves
-        # One call may be asked about with only and without.
-        what = "products alone" if lossy.only else "products"
-        return self._once(what, (question, self._changes), lambda: low_bit_products(*question))
+        inputs = layout, batch, height, width, call.tokens, 0 if self.everywhere else None, convolves
+        # One call may need both results, with lossy.only and without.
+        name = "products alone" if lossy.only else "products"
+        return self._once(name, (inputs, self._changes), lambda: low_bit_products(*inputs))
 
-    def _once(self, what: str, question: object, find: Callable[[], Answer]) -> Answer:
-        """The result of find(), kept until the question of this sort is another one."""
-        known = self._answers.get(what)
-        if known is None or known[0] != question:
-            known = self._answers[what] = question, find()
-        answer: Answer = known[1]
-        return answer
+    def _once(self, name: str, inputs: object, find: Callable[[], Found]) -> Found:
+        """The result of find(), reused while its inputs are equal. name: of the result; the last one of each name is
+        kept."""
+        known = self._results.get(name)
+        if known is None or known[0] != inputs:
+            known = self._results[name] = inputs, find()
+        found: Found = known[1]
+        return found
 
-    # --- what gains -----------------------------------------------------------------------------------------------
+    # --- measurements ---------------------------------------------------------------------------------------------
 
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
-        """The kind of these in which a product is computed, as was measured; None: in the model's type. Safe on any
-        thread."""
+        """The fastest of these formats for a product, by the measurements; None: the model's dtype. Safe in any thread.
+        """
         return self._known(current_card(), product, dtype, tuple(kinds))
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
+        """best() without its cache."""
         preferred = [kind for kind in KINDS if kind in kinds]
         if self.everywhere:
             return next(iter(preferred), None)
@@ -188,7 +195,7 @@ class LowBit:
         return min(takes, key=takes.__getitem__, default=None)
 
     def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
-        """The milliseconds that a product gains, 0 if they are too few; None if it was not measured."""
+        """The milliseconds that a product gains in a format; 0 if it gains too little; None if it was not measured."""
         times = self.measured(product, dtype, kind)
         if times is None:
             return None
@@ -196,20 +203,21 @@ class LowBit:
         return plain - rounded if rounded < WORTH_ROUNDING * plain else 0.0
 
     def measured(self, product: Product, dtype: torch.dtype, kind: Kind) -> tuple[float, float] | None:
-        """Milliseconds of a product in the model's type, and in eight bits; None if it was not measured."""
+        """Milliseconds of a product in the model's dtype, and in this format; None if it was not measured."""
         value = self.tuning_cache.get(times_name(product, dtype, kind))
         if not (isinstance(value, list) and len(value) == 2 and all(isinstance(ms, (int, float)) for ms in value)):
             return None
         return value[0], value[1]
 
     def note(self, product: Product, dtype: torch.dtype, kind: Kind, plain: float, rounded: float) -> None:
-        """Keep the milliseconds of a product; see measured."""
+        """Keep the milliseconds of a product in the model's dtype and in this format."""
         self.tuning_cache.set(times_name(product, dtype, kind), [plain, rounded])
-        self._ask_again()
+        self._forget_results()
 
     def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
-        """Measure which of this call's products gain by eight bits, where that is not known. Returns whether it was
-        measured. time_ms: how long work takes in a graph. Raises torch.cuda.OutOfMemoryError.
+        """Measure which of this call's products are faster in eight bits, if unknown. Returns whether any was measured.
+
+        time_ms: returns the time of work as a graph. Raises torch.cuda.OutOfMemoryError.
         """
         dtype = call.latent.dtype
         device = call.latent.device
@@ -226,7 +234,7 @@ class LowBit:
                 except torch.cuda.OutOfMemoryError:
                     raise
                 except RuntimeError:
-                    # The call is served without it.
+                    # The call is served with this product in the model's dtype.
                     self._not_timed.add(untimed)
                     log.warning("OneDiff: %s in %s cannot be timed", product, kind.name, exc_info=True)
         return measured
@@ -234,7 +242,7 @@ class LowBit:
     def measure(
         self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, time_ms: TimeMs
     ) -> None:
-        """Measure a product in the model's type and in a kind."""
+        """Measure a product in the model's dtype and in a format, and keep the times."""
         result: Any = self._float8_support(device, dtype).result
         trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
         if trial is not None:
@@ -242,7 +250,8 @@ class LowBit:
         way = way_of(product, dtype, device, kind)
 
         def plainly(one: Product, *given: Any) -> Kind | None:
-            # The layer that makes the tokens of a GEGLU's consumer is in eight bits in both measurements.
+            # In a feed-forward, the first product is in eight bits in both measurements, so that they compare the
+            # second one alone.
             return kind if product.source == GATED and one.source == NORMED else None
 
         plain, rounded = (
@@ -252,26 +261,27 @@ class LowBit:
         self.note(product, dtype, kind, plain, rounded)
 
     def forget(self) -> None:
-        """Make every choice anew."""
+        """Forget all choices. Measurements in the tuning cache are used again."""
         self._not_timed = set()
-        self._ask_again()
+        self._forget_results()
 
     @contextlib.contextmanager
     def used_everywhere(self) -> Iterator[None]:
-        """A context manager inside which everywhere is True."""
+        """A context in which everywhere is True."""
         self.everywhere = True
-        self._ask_again()
+        self._forget_results()
         try:
             yield
         finally:
             self.everywhere = False
-            self._ask_again()
+            self._forget_results()
 
-    def _ask_again(self) -> None:
+    def _forget_results(self) -> None:
         self._known.cache_clear()
         self._changes += 1
 
 
 def times_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
+    """The name of a product's times in the tuning cache."""
     shape = "x".join(map(str, (*product[:3], *(product.size or ()))))
     return named(f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}")
