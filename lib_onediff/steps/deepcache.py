@@ -170,7 +170,9 @@ class DeepCache:
         schedule = whole_steps(kind, position.step.total, interval)
         whole = index in schedule
         # With added noise, or a sampler of a higher order, features do not lie on a line.
-        slope = 0.0 if step_context.sampling.why_no_forecast() else slope_of(kind)
+        slope = 0.0
+        if not step_context.sampling.why_no_forecast():
+            slope = slope_of(kind, position.step.total, interval)
         # A line needs the feature of the whole step before this one.
         slot.drop_older(last_whole(schedule, index, before=whole and slope > 0))
         feature = slot.features.setdefault(prompt, CachedFeature())
@@ -190,7 +192,7 @@ class DeepCache:
 
 @dataclass(frozen=True)
 class Passes:
-    """Both passes of one call. slope: see schedules.Table; 0: the last feature is reused."""
+    """Both passes of one call. slope: see schedules.Schedule; 0: the last feature is reused."""
 
     step_context: StepContext
     memory: Cached

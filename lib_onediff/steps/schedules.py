@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 # See core.family.Family.schedule.
 TRANSFORMER = "transformer"
+# Of networks without a schedule.
 SLOPE = 0.5
 TABLES = Path(__file__).with_name("schedules.json")
 # The DeepCache authors' exponent, and how their search for one that leaves as many different steps goes down.
@@ -22,48 +23,58 @@ POWER_STEP = 0.02
 ROUNDING = 1e-6
 
 
-class Table(NamedTuple):
-    """Of one kind of network. slope: how far the inner part's result is continued along the line through its last two,
-    of the whole way: the line misses more the farther it goes. whole: the whole steps, by the number of all steps and
-    of whole ones."""
+class Schedule(NamedTuple):
+    """slope: how far the inner part's result is continued along the line through its last two, of the whole way: the
+    line misses more the farther it goes. whole: the whole steps. steps: of how many."""
 
     slope: float
-    whole: dict[int, dict[int, tuple[int, ...]]]
+    whole: tuple[int, ...]
+    steps: int
 
 
 @cache
-def tables() -> dict[str, Table]:
-    """By the kind of network; see core.family.Family.schedule."""
-    found: dict[str, Table] = {}
+def tables() -> dict[str, list[Schedule]]:
+    """The schedules of each kind of network; see core.family.Family.schedule."""
+    found: dict[str, list[Schedule]] = {}
     for kind, read in json.loads(TABLES.read_text(encoding="utf-8")).items():
-        whole = {
-            int(total): {len(indices): tuple(indices) for indices in schedules}
-            for total, schedules in read["whole"].items()
-        }
-        found[kind] = Table(read["slope"], whole)
+        found[kind] = [Schedule(one["slope"], tuple(one["whole"]), one["steps"]) for one in read]
     return found
 
 
-def slope_of(kind: str) -> float:
-    """See Table.slope. Half of the way for networks without a table."""
-    table = tables().get(kind)
-    return SLOPE if table is None else table.slope
+def count_of(total: int, interval: int) -> int:
+    """The number of whole steps of so many: about one in interval, and one more."""
+    return min(total, math.ceil(total / interval) + 1)
+
+
+def nearest(kind: str, total: int, interval: int) -> Schedule | None:
+    """The schedule of a kind of network whose number of steps is nearest, and among these the share of whole ones."""
+    schedules = tables().get(kind, [])
+    share = count_of(total, interval) / total
+
+    def distance(one: Schedule) -> tuple[float, float]:
+        return abs(math.log(one.steps / total)), abs(len(one.whole) / one.steps - share)
+
+    return min(schedules, key=distance, default=None)
+
+
+@lru_cache(maxsize=256)
+def slope_of(kind: str, total: int, interval: int) -> float:
+    """See Schedule; SLOPE for networks without any."""
+    found = nearest(kind, total, interval)
+    return SLOPE if found is None else found.slope
 
 
 @lru_cache(maxsize=256)
 def whole_steps(kind: str, total: int, interval: int) -> frozenset[int]:
-    """The indices of the steps that compute the whole network, of so many: about one in interval, and one more. kind:
-    of the network; one without a table has the rule of early, and the last step."""
-    if interval <= 1:
+    """The indices of the steps that compute the whole network, of so many. kind: of the network; one without a schedule
+    has the rule of early, and the last step."""
+    count = count_of(total, interval)
+    if interval <= 1 or count >= total:
         return frozenset(range(total))
-    table = tables().get(kind)
-    count = math.ceil(total / interval) + 1
-    if table is None or not table.whole or count >= total:
+    found = nearest(kind, total, interval)
+    if found is None:
         return early(total, interval) | {total - 1}
-    nearest = min(table.whole, key=lambda steps: abs(math.log(steps / total)))
-    schedules = table.whole[nearest]
-    found = schedules[min(schedules, key=lambda known: abs(known / nearest - count / total))]
-    return stretched(found, nearest, total, count)
+    return stretched(found.whole, found.steps, total, count)
 
 
 def stretched(whole: tuple[int, ...], steps: int, total: int, count: int) -> frozenset[int]:

@@ -57,7 +57,7 @@ PRESETS = {preset.name: preset for preset in (
         "deepcache_interval": 3, "transformer_interval": 3, **FASTER_LAYERS,
     }),
     Preset(DRAFT, "details differ", 0.34, {
-        "deepcache_interval": 5, "deepcache_depth": 2, "transformer_interval": 4, **FASTER_LAYERS,
+        "deepcache_interval": 5, "deepcache_depth": 2, "transformer_interval": 3, **FASTER_LAYERS,
     }),
 )}
 

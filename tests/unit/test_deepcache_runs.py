@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lib_onediff.core.sampling import UNANNOUNCED
 from lib_onediff.families.unet.call import Control
-from lib_onediff.steps.schedules import slope_of
+from lib_onediff.steps.schedules import SLOPE
 
 BOTH = ("cat", "ugly")
 ALONE = ("cat",)
@@ -178,7 +178,7 @@ def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
     if len(computed) < 2:
         return computed[-1][1]
     (step_before, before), (step_last, last) = computed[-2:]
-    return last + slope_of("unet") * (step - step_last) / (step_last - step_before) * (last - before)
+    return last + SLOPE * (step - step_last) / (step_last - step_before) * (last - before)
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
