@@ -28,6 +28,7 @@ UNANNOUNCED = "the beginning and end of the sampling are unknown (in your own lo
 UNKNOWN_TIMES = (
     "the timesteps of the sampling are unknown (in your own loop, use lib_onediff.sampling(unet, timesteps=...))"
 )
+FOREIGN_TIMES = "the network gets other timesteps than those of the sampler (diffusers' Cosmos and Anima pipelines)"
 UNEQUAL_TIMES = "the images of this batch are at different steps"
 OTHER_SAMPLER = "it works with the samplers Euler and DDIM (without added noise)"
 UNKNOWN_SAMPLER = "the sampler is unknown"
@@ -72,6 +73,11 @@ class Timeline:
         self._times = sorted({float(time) for time in times}, reverse=True)
         self._first: int | None = None
         self._last: int = -1
+
+    def is_foreign(self, time: float) -> bool:
+        """Whether a sampling that begins at this timestep is none of these: a network may get shares of noise, from 1
+        to 0, where the sampler counts from 1000."""
+        return self._first is None and time < self._times[-1] / 2
 
     def step(self, time: float) -> tuple[Step, bool]:
         """The step of a timestep, and whether it precedes the step of the last call (a jump back, as in restarts).
@@ -158,6 +164,8 @@ class Sampling:
         time = self.read(timestep)
         if time is None:
             raise Refusal(UNEQUAL_TIMES)
+        if self._timeline.is_foreign(time):
+            raise Refusal(FOREIGN_TIMES)
         step, jumped = self._timeline.step(time)
         if jumped:
             self._sampling_run = object()

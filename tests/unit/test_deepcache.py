@@ -12,7 +12,8 @@ from builders import a_call, our_output, relative_error, shared_ldm_unet, shared
 from samplings import Oracle
 from torch import Tensor, nn
 
-from lib_onediff.core.sampling import Step, Timeline
+from lib_onediff.core.refusal import Refusal
+from lib_onediff.core.sampling import Position, Sampling, Step, Timeline
 from lib_onediff.families.unet.call import Control, UNetCall
 from lib_onediff.steps.schedules import early, last_whole, stretched, tables, whole_steps
 
@@ -143,3 +144,15 @@ def test_time_that_jumps_back_is_told() -> None:
     timeline = Timeline([900.0, 600.0, 300.0, 0.0])
     jumps = [timeline.step(time)[1] for time in (900.0, 600.0, 600.0, 300.0, 900.0, 600.0)]
     assert jumps == [False, False, False, False, True, False]
+
+
+def test_timesteps_in_another_unit_than_the_samplers_are_refused() -> None:
+    """As diffusers' pipelines of Cosmos and Anima hand them over. img2img may begin at the last step."""
+    def position(time: float, times: list[float]) -> Position:
+        return Sampling(times=lambda: times).position(torch.full((2,), time))
+
+    times = [float(time) for time in range(1000, 80, -40)]
+    with pytest.raises(Refusal, match="other timesteps"):
+        position(0.97, times)
+    assert position(1000.0, times).step.index == 0
+    assert position(0.97, [time / 1000 for time in times]).step.index == 0
