@@ -183,7 +183,7 @@ def status_html(status: dict[str, Any]) -> str:
         route = "off"
     return (
         f'<div class="onediff-status onediff-route-{route}"><div class="onediff-facts">{facts}</div>'
-        f"{spent_html(status)}{reason}</div>"
+        f'<div class="onediff-spent">{spent_html(status)}</div>{reason}</div>'
     )
 
 
@@ -201,11 +201,12 @@ def spent_html(status: dict[str, Any]) -> str:
     bars = one_bar_html("OneDiff" if status["route"] != "host" else "WebUI", ours, longest)
     if alone:
         bars += one_bar_html("WebUI", {"whole image": ("webui", alone)}, longest)
-    return f'<div class="onediff-spent">{bars}</div>'
+    return bars
 
 
 def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float) -> str:
-    """A bar with its parts, whose names and seconds stand below it. parts: the kind and the seconds of each."""
+    """A bar with its parts, and below it their names and seconds, if there are several. parts: the kind and the seconds
+    of each."""
     total = seconds(sum(took for _, took in parts.values()))
     pieces = "".join(
         f'<i class="onediff-of-{kind}" style="width: {100 * took / longest:.1f}%"></i>' for kind, took in parts.values()
@@ -214,10 +215,8 @@ def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float)
         f'<span><i class="onediff-of-{kind}"></i>{part} {seconds(took)}</span>' for part, (kind, took) in parts.items()
         if took >= LEAST_SECONDS
     )
-    return (
-        f'<b>{name}, {total}</b><div class="onediff-spent-bar" aria-hidden="true">{pieces}</div>'
-        f'<p class="onediff-spent-parts">{legend}</p>'
-    )
+    bar = f'<b>{name}, {total}</b><div class="onediff-spent-bar" aria-hidden="true">{pieces}</div>'
+    return bar if len(parts) == 1 else f'{bar}<p class="onediff-spent-parts">{legend}</p>'
 
 
 def reasons_of(status: dict[str, Any]) -> list[str]:
