@@ -39,6 +39,7 @@ from lib_onediff.ui.compare.job import (
 )
 from lib_onediff.ui.compare.report import difference_of, speed_of_right
 from lib_onediff.ui.compare.tab import ComparePanel
+from lib_onediff.ui.presets import PRESETS
 from lib_onediff.ui.run_settings import settings_of_run
 
 SIDES = (Side(OFF, Settings(enabled=False)), Side(CURRENT, Settings()))
@@ -270,7 +271,7 @@ def test_current_settings_are_those_of_the_accordion() -> None:
 
     assert current() == Settings()
     assert current(preset="Balanced", changes="backend eager") == replace(
-        Settings(), deepcache_interval=3, deepcache_depth=3, backend="eager",
+        Settings(), **PRESETS["Balanced"].values, backend="eager",
     )
     assert not current(enabled=False).enabled
     assert "no preset" in a_panel(Painter()).begin(OFF, "", CURRENT, "", 1, fields(preset="Turbo"))

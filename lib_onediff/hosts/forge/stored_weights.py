@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.attempt import attempted
 from ...core.refusal import Refusal
 from ...weights.low_bit import FP8, INT8, Kind
 from ...weights.scan import APPLIED_AT_CALL
@@ -148,38 +149,36 @@ def unchanged(weight: Tensor) -> Tensor:
     return weight
 
 
-class Rounds(Exception):
-    """A host's layer rounds its input."""
-
-
 class StandIn:
-    """As a host's layer in FP8, as far as its forward reads it before it reads the weight: it asks for the scale of
-    its input where it rounds that."""
+    """Stands for a host's layer in FP8 until its forward reads the weight. A forward that rounds its input reads the
+    input's scale before. has_rounded: whether that was read."""
 
     quant_format = "float8_e4m3fn"
     layout_type = "TensorCoreFP8E4M3Layout"
     weight_function = bias_function = ()
     _full_precision_mm = False
 
+    def __init__(self) -> None:
+        self.has_rounded = False
+
     @property
     def input_scale(self) -> Tensor:
-        raise Rounds
+        self.has_rounded = True
+        raise Refusal("the input is rounded")
 
     @property
     def weight(self) -> Tensor:
-        raise NotImplementedError("nothing is multiplied here")
+        raise Refusal("the input is not rounded")
 
 
 def rounds_any_input(kind: Any) -> bool:
     """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8. False where it
     does not say: its first call is compared with the host's."""
-    try:
-        kind.forward(StandIn(), torch.zeros((1, 1, 1, 1, BLOCK), dtype=torch.float32, device="cpu"))
-    except Rounds:
-        return True
-    except Exception as reason:
-        log.debug("%s rounds no inputs of five dimensions: %r", kind, reason)
-    return False
+    layer = StandIn()
+    x = torch.zeros((1, 1, 1, 1, BLOCK), dtype=torch.float32, device="cpu")
+    tried = attempted(lambda: kind.forward(layer, x))
+    log.debug("%s rounds inputs of five dimensions: %s (%s)", kind, layer.has_rounded, tried.reason)
+    return layer.has_rounded
 
 
 def refuse_known_formats(layer: nn.Module, weight: Any) -> None:
