@@ -110,7 +110,7 @@ def none(unet: Any, patches: dict[str, list[Any]]) -> None:
 
 @pytest.mark.parametrize(("change", "copies", "in_sampling", "in_place"), [
     (other_strength, False, False, True), (other_lora, False, False, True), (lora_uncounted, False, False, True),
-    (one_more, False, False, False), (one_layer_fewer, False, False, False), (none, False, False, False),
+    (one_more, False, False, True), (one_layer_fewer, False, False, False), (none, False, False, False),
     (other_strength, True, True, True), (one_more, True, False, True), (lora_uncounted, True, True, True),
     (weight_uncounted, True, False, True), (weight_uncounted, True, True, True),
 ], ids=lambda given: getattr(given, "__name__", None))
@@ -118,7 +118,8 @@ def test_a_change_between_two_replays(
     unet: Any, pretended: PretendedGraphs, change: Callable[[Any, Any], None], copies: bool, in_sampling: bool,
     in_place: bool,
 ) -> None:
-    """copies: the functions are not plain LoRAs, and are applied to copies of the weights."""
+    """copies: the functions are not plain LoRAs, and are applied to copies of the weights. One LoRA more fits into the
+    same memory, whose ranks are filled up (core.layer_weights.RANKS)."""
     patches = {path: [patch(0.5)] for path in (FUSED, FUSED.replace("to_k", "to_out.0"))}
     for entries in patches.values() if copies else ():
         entries[0][2] = 0.9  # the strength of the model

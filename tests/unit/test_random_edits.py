@@ -35,7 +35,7 @@ def test_a_planted_fault_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) 
     if broken == "an answer a little off":
         monkeypatch.setattr(Runtime, "run", lambda *given, run=Runtime.run, **more: 1.00003 * run(*given, **more))
     else:
-        monkeypatch.setattr(Tree, "stands", lambda tree, root: True)
+        monkeypatch.setattr(Tree, "is_unchanged", lambda tree, root: True)
     told: list[str] = []
     tallies, failures = random_edits.run(options("--networks", "sd1", "--kinds", "code", "--edits", "12"), told.append)
     assert failures and not random_edits.report(tallies, 0, told.append), told
