@@ -62,14 +62,20 @@ class Compare(Panel):
 
     def made(self, **values: object) -> str:
         """Compare and wait for the images; returns what the numbers say."""
-        done = len(self.comparisons("done"))
+        # The page lists the last few alone, so their number does not tell.
+        before = self.shown()
         self.start(**values)
-        self.page.wait(lambda: len(self.comparisons("done")) > done, "the end of the comparison", SECONDS)
+        self.page.wait(lambda: self.shown() - before, "the end of the comparison", SECONDS)
         return self.told("Verdict", "compare_numbers", 10)
 
     def comparisons(self, state: str) -> list[str]:
         """The lines of the list of jobs with comparisons in this state."""
         return self.texts(f"#onediff_compare_jobs .onediff-job-{state}[data-onediff-kind=comparison]")
+
+    def shown(self) -> set[str]:
+        """The numbers of the finished comparisons in the list."""
+        found = "#onediff_compare_jobs .onediff-job-done [data-onediff-show]"
+        return set(self.page.run(f"return [...document.querySelectorAll('{found}')].map(at => at.dataset.onediffShow)"))
 
     def wait_for_end(self) -> None:
         pending = lambda: self.comparisons("running") + self.comparisons("queued")  # noqa: E731
