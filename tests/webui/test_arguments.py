@@ -9,6 +9,8 @@ from webui_client import OPTION_DEFAULTS, Pictures, WebUI, largest_difference, o
 from webui_compare import assert_same, run_off, run_on
 from webui_models import Models
 
+from lib_onediff.ui.presets import BALANCED, PRESETS
+
 
 def with_arguments(*arguments: Any) -> dict[str, Any]:
     return {"alwayson_scripts": {"OneDiff": {"args": list(arguments)}}}
@@ -38,9 +40,10 @@ def by_overrides(webui: WebUI) -> Pictures:
 
 
 def by_changes(webui: WebUI) -> Pictures:
-    """Of a preset, which sets two of them otherwise."""
-    words = "; ".join(f"{name} {value}" for name, value in OPTIONS.items())
-    return webui.txt2img(**TEN_STEPS, **with_arguments(True, "Balanced", words))
+    """Of a preset, whose own options are set otherwise, too."""
+    own = {name: OPTION_DEFAULTS[f"onediff_{name}"] for name in PRESETS[BALANCED].values}
+    words = "; ".join(f"{name} {value}" for name, value in {**own, **OPTIONS}.items())
+    return webui.txt2img(**TEN_STEPS, **with_arguments(True, BALANCED, words))
 
 
 def by_infotext(webui: WebUI) -> Pictures:

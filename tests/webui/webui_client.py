@@ -20,7 +20,7 @@ SECONDS_FOR_A_PICTURE = 600
 # Forge tells no extension's.
 OPTION_DEFAULTS = {
     "onediff_enabled": True, "onediff_backend": "auto", "onediff_prewarm": "",
-    "onediff_deepcache_interval": 1, "onediff_deepcache_depth": 1,
+    "onediff_deepcache_interval": 1, "onediff_deepcache_depth": 1, "onediff_transformer_interval": 0,
     "onediff_vae_precision": "auto", "onediff_skip_negative_after": 0,
     "live_previews_enable": True, "show_progress_every_n_steps": 10, "show_progress_type": "Approx NN",
     "hypertile_enable_unet": False, "hypertile_swap_size_unet": 3, "hypertile_max_tile_unet": 256,
