@@ -150,7 +150,7 @@ class Network:
         uncounted = 0 if streaming is None or low_bit is None else streaming.content(sorted(low_bit.names()))
         return self.bound.epoch.values, uncounted
 
-    def low_bit_stands(self) -> bool:
+    def low_bit_is_unchanged(self) -> bool:
         """Whether the 8-bit weights are still those of the present weights."""
         return self.low_bit is not None and self.low_bit.fitted_to == self._low_bit_state()
 

@@ -119,7 +119,7 @@ def replayed(services: Services, network: Network, call: Call, settings: Setting
         if epoch.values != made_at.values and (network.bound.on_the_fly.copies or not network.in_sampling):
             # Copies of the weights have the old values; outside of a sampling, the proof is for the old values too.
             output = None
-        if key.lossy.low_bit and not network.low_bit_stands():
+        if key.lossy.low_bit and not network.low_bit_is_unchanged():
             output = None
         if cut is not None and cut.reads and cut.values != epoch.values:
             output = None

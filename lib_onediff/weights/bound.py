@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -299,7 +300,7 @@ class BoundUNet:
     def _begin_applied(self) -> Callable[[], bool]:
         """See Baseline.begin_applied."""
         have_same_contents = self.on_the_fly.begin_contents()
-        return lambda: have_same_contents() and self.on_the_fly.stands(self.binding)
+        return lambda: have_same_contents() and self.on_the_fly.is_unchanged(self.binding)
 
     def refresh_without_binding(self) -> None:
         """As refresh, but for a forward that reads the weights in place: no parameter is moved or fused.
@@ -358,14 +359,10 @@ class BoundUNet:
         network."""
         if self._units_of is None or call.cut is None or not call.cut.reads:
             return None
-        modules = self.binding.modules()
-        read: dict[str, nn.Module] = {}
-        for unit in self._units_of(self.binding.layout, call):
-            for name in unit:
-                for path in self.binding.groups.get(name, [name]):
-                    path = path if path in modules else path.rpartition(".")[0]
-                    read[path] = modules[path]
-        return self.baseline.part(list(read.values()))
+        binding = self.binding
+        names = chain.from_iterable(self._units_of(binding.layout, call))
+        layers = map(binding.layer, chain.from_iterable(map(binding.members, names)))
+        return self.baseline.part(list(dict.fromkeys(layers)))
 
     def unmoved(self) -> bool:
         """Whether the parameters are the same objects that were bound, at the same addresses and in the same layout.

@@ -27,9 +27,10 @@ NOTHING = WeightFunctions()
 class OnTheFly:
     """What a host applies to the weights of one network at each use, and the tensors made of that.
 
-    reader, casts: see HostTraits.functions and HostTraits.casts. is_asked: False while nothing can be applied, so that
-    stands need not be called. applied: the tensors made of the host's functions, and of small parameters that it casts;
-    None where the host computes with the parameters as they are.
+    reader, casts: see HostTraits.functions and HostTraits.casts.
+    is_asked: False while nothing can be applied, so that is_unchanged need not be called.
+    applied: the tensors made of the host's functions, and of small parameters that it casts. None if the host computes
+        with the parameters as they are.
     """
 
     def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
@@ -58,10 +59,11 @@ class OnTheFly:
         return binding.cast_to is not None and self._casts is not None and not self._casts.norms
 
     def refresh(
-        self, binding: Binding, stand: bool, room: Callable[[], int] | None, contents_reader: ContentsReader | None
+        self, binding: Binding, are_unedited: bool, room: Callable[[], int] | None,
+        contents_reader: ContentsReader | None,
     ) -> bool | None:
-        """Make applied what the host would apply now. stand: the parameters are known to be unchanged since the last
-        refresh. room: returns how many bytes copies of weights may take; None: any number.
+        """Make applied what the host would apply now. are_unedited: the parameters are known to be unchanged since
+        the last refresh. room: returns how many bytes copies of weights may take; None: any number.
 
         Returns whether the weights that the host computes with lie elsewhere than at the last refresh, or are others;
         None if nothing changed. Raises Refusal if the copies do not fit, or if a LoRA has no numbers.
@@ -76,7 +78,7 @@ class OnTheFly:
         self.is_asked = self._is_needed or (reader is not None and reader.could_apply(layers))
         if not self._is_needed:
             return self.drop() or None
-        if stand and self._was_made_of(parts, binding):
+        if are_unedited and self._was_made_of(parts, binding):
             return None
         if any(tensor.is_meta for tensor in parts.tensors):
             raise Refusal("a LoRA's numbers are not there (they are on the meta device)")
@@ -95,7 +97,7 @@ class OnTheFly:
         self._contents = Contents(spans, reader=contents_reader) if spans else None
         return moved
 
-    def stands(self, binding: Binding) -> bool:
+    def is_unchanged(self, binding: Binding) -> bool:
         """Whether the host applies now what it applied at the last refresh. Of the numbers in its tensors,
         begin_contents tells."""
         try:
@@ -117,14 +119,14 @@ class OnTheFly:
         the next refresh makes applied anew."""
         changed = None if self._contents is None else self._contents.begin()
 
-        def stand() -> bool:
+        def have_same_contents() -> bool:
             if changed is not None and changed():
                 # An empty mark is no part's.
                 self._mark = []
                 return False
             return True
 
-        return stand
+        return have_same_contents
 
     def identity(self) -> str:
         """A digest of what is applied, the numbers in its tensors included; "" where nothing is."""
