@@ -200,7 +200,7 @@ class Binding:
         after the call. Raises Refusal where the layer is gone."""
         if path not in self.formats or self.reader is None:
             return None
-        return self.reader.weight(self._layer(path), path)
+        return self.reader.weight(self.layer(path), path)
 
     def rounded_inputs(self) -> frozenset[tuple[torch.dtype, int]]:
         """The types of eight bits to which the host rounds the inputs of its layers, each with each rotation."""
@@ -222,7 +222,7 @@ class Binding:
         """
         reader = self.reader
         layers = () if reader is None else [path for path in self._leaves if path not in self._names]
-        found = {} if reader is None else {path: reader.weight(self._layer(path), path) for path in layers}
+        found = {} if reader is None else {path: reader.weight(self.layer(path), path) for path in layers}
         stored = {path: one for path, one in found.items() if one is not None}
         self.formats = {path: (one.format, one.shape) for path, one in stored.items()}
         together: list[FusedLinear] = []
@@ -263,7 +263,7 @@ class Binding:
         for paths in self.products().values():
             formats = {path: self.formats[path][0] for path in paths if path in self.formats}
             if not are_multiplied_alike(map(formats.get, paths)):
-                found += [self._layer(path) for path, one in formats.items() if one.kind is not None]
+                found += [self.layer(path) for path, one in formats.items() if one.kind is not None]
         return found
 
     def shapes(self) -> Weights:
@@ -374,7 +374,9 @@ class Binding:
     def _layer_weights(self) -> dict[str, LayerWeights]:
         return {path: LayerWeights(*self._parameters(path)) for path in self._leaves}
 
-    def _layer(self, path: str) -> nn.Module:
+    def layer(self, path: str) -> nn.Module:
+        """The host's module whose own the parameters of this path are. Drop it after the call. Raises Refusal if it is
+        gone."""
         module = self._leaves[path]()
         if module is None:
             raise Refusal(LAYERS_GONE)
@@ -382,7 +384,7 @@ class Binding:
 
     def _parameters(self, path: str) -> tuple[Tensor, Tensor | None]:
         """A layer's weight, or the values of one in few bits, and its bias; a single parameter as a weight."""
-        module = self._layer(path)
+        module = self.layer(path)
         if path in self._names:
             single = module._parameters.get(self._names[path])
             if single is None:

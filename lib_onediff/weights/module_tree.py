@@ -349,7 +349,8 @@ class Baseline:
 
     def part(self, layers: Sequence[nn.Module]) -> Part | None:
         """The part of the network that a pass through these layers alone reads. None if the whole network must be
-        compared: checksums are in use, the host applies functions to its weights, or it was not read yet."""
+        compared: checksums are in use, the host applies functions to its weights, or it has changed since it was
+        read."""
         tree = self.tree
         root = self._root()
         if tree is None or root is None or self._is_copy or self.parameters is None:
@@ -359,9 +360,11 @@ class Baseline:
         key = tuple(map(id, layers))
         known = self.parts.get(key)
         if known is None or not known.parameters.are_unchanged():
-            known = self.parts[key] = Part(tree.part(with_surroundings(root, layers)), Parameters(layers))
-        # Finds edits from before the part was noted.
-        self.look_for_edits()
+            known = Part(tree.part(with_surroundings(root, layers)), Parameters(layers))
+            # The part is noted as it is now: changes and edits from before would be missed.
+            if not tree.is_unchanged(root) or not self.look_for_edits():
+                return None
+            self.parts[key] = known
         return known
 
     def begin_part(self, part: Part) -> Callable[[], bool] | None:
@@ -448,18 +451,24 @@ class Baseline:
 
 
 def with_surroundings(root: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
-    """The ids of these layers, of the modules above them, and of all without parameters below those."""
-    by_path = dict(root.named_modules())
-    wanted = set(map(id, layers))
-    above: set[str] = {""}
-    for path, module in by_path.items():
-        if id(module) in wanted:
-            names = path.split(".")
-            above.update(".".join(names[:count]) for count in range(1, len(names) + 1))
-    found = {id(by_path[path]) for path in above if path in by_path}
-    for path, module in by_path.items():
-        if path not in above and path.rpartition(".")[0] in above and next(module.parameters(), None) is None:
-            found.update(map(id, module.modules()))
+    """The ids of these layers, of the modules above them, and of all without parameters below those. A module that
+    lies at several places has all modules above it."""
+    parents: dict[int, list[nn.Module]] = {}
+    for module in root.modules():
+        for child in module.children():
+            parents.setdefault(id(child), []).append(module)
+    above: dict[int, nn.Module] = {}
+    waiting = [root, *layers]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in above:
+            above[id(module)] = module
+            waiting += parents.get(id(module), ())
+    found = set(above)
+    for module in above.values():
+        for child in module.children():
+            if next(child.parameters(), None) is None:
+                found.update(map(id, child.modules()))
     return found
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -97,8 +98,61 @@ def test_an_edit_counts_at_once_where_a_cached_pass_reads_it_and_at_the_next_who
     assert runtime.call_stats.last_call.route == "graph"
 
 
+SHALLOW = "up_blocks.1.resnets.1"
+DEEP = "mid_block.resnets.0"
+
+
+def set_forward(layer: Any) -> None:
+    forward = layer.forward
+    layer.forward = lambda x: 1.1 * forward(x)
+
+
+def set_hook(layer: Any) -> None:
+    layer.register_forward_hook(lambda layer, inputs, output: 1.1 * output)
+
+
+def set_hook_of_inputs(layer: Any) -> None:
+    layer.register_forward_pre_hook(lambda layer, inputs: (1.1 * inputs[0],))
+
+
+@torch.no_grad()
+def routes_and_last(rig: Rig, count: int, edit: Callable[[], None]) -> tuple[list[str], Any]:
+    """The routes of the first steps of a sampling in which edit is called before the third; and the last output's
+    relative error."""
+    for _ in range(2):
+        sample(rig)
+    rig.begin(STEPS[:8])
+    routes = []
+    for index in range(count):
+        if index == 2:
+            edit()
+        call = call_of(rig.unet, STEPS[index])
+        output = rig.runtime.run(rig.unet, call, partial(rig.host, call))
+        routes.append(runtime.call_stats.last_call.route)
+    return routes, relative_error(output, rig.host(call))
+
+
+@pytest.mark.parametrize("edit", [set_forward, set_hook, set_hook_of_inputs])
+@pytest.mark.parametrize(("block", "routes"), [
+    (SHALLOW, ["graph", "graph", "host"]), (DEEP, ["graph", "graph", "graph", "host"]),
+])
+def test_code_that_is_set_in_a_sampling_counts_at_once_or_at_the_next_whole_step(
+    rig: Rig, block: str, routes: list[str], edit: Callable[[Any], None]
+) -> None:
+    """The host alone computes it."""
+    layer = rig.unet.get_submodule(f"{block}.conv1")
+    assert routes_and_last(rig, len(routes), lambda: edit(layer)) == (routes, 0)
+
+
+def test_code_of_a_module_that_both_parts_share_counts_at_once(rig: Rig) -> None:
+    shared = nn.Dropout(0.0)
+    rig.unet.get_submodule("down_blocks.1.attentions.0.transformer_blocks.0.ff.net")[1] = shared
+    rig.unet.get_submodule(SHALLOW).dropout = shared
+    assert routes_and_last(rig, 3, lambda: set_forward(shared)) == (["graph", "graph", "host"], 0)
+
+
 def test_random_edits_between_steps_count_where_they_are_read(rig: Rig) -> None:
-    """Of numbers, types, objects and code: at once in what a cached pass reads, elsewhere at the next whole step."""
+    """Of numbers and objects: at once in what a cached pass reads, elsewhere at the next whole step."""
     chosen = random.Random(0)
     sample(rig)
     read = {
