@@ -86,7 +86,10 @@ def test_code_above_our_hook_is_named_where_no_call_reaches_it(
     host.start()
     kind, method, sentence = {
         "the class": (type(host.unet), "forward", "another extension has replaced the UNet's forward"),
-        "the caller": (type(host.networks()[0]), "apply_model", "another extension has replaced what calls the UNet"),
+        "the caller": (
+            type(host.networks()[0]), "apply_model",
+            "another extension has replaced the WebUI's function that calls the UNet",
+        ),
     }[above]
     with monkeypatch.context() as patch:
         # As HareSkip for Anima stands above a class's forward, and answers every call itself.

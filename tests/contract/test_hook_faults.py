@@ -117,7 +117,7 @@ def test_arguments_that_do_not_fit_are_the_hosts_to_refuse(host: Host, part: str
 # What follows the hooks themselves when OneDiff is switched off.
 ENDS = {
     "the UNets": lambda host: (runtime, "release"), "the VAE": lambda host: (runtime.vae, "release"),
-    "the weights under a LoRA": lambda host: (forge, "give_originals_storage_of_their_own"),
+    "the weights under a LoRA": lambda host: (forge, "unshare_backups"),
 }
 
 

@@ -416,12 +416,12 @@ def unbaked(host: StoredAnima, layer: Any) -> None:
 UNKNOWN = {
     "layout": ("INT8", in_unknown_layout, "stored as int8_tensorwise (OfTomorrowLayout), which"),
     "a file's own name": ("INT8", of_tomorrows_file, "stored as convrot_w4a4 (OfTomorrowLayout), which OneDiff"),
-    "nf4": ("INT8", in_four_bits, "stored in nf4 (bitsandbytes), which OneDiff does not know"),
-    "older operations": ("INT8", by_older_operations, "stored in INT8 by operations of an earlier Forge Neo"),
+    "nf4": ("INT8", in_four_bits, "stored in nf4 (bitsandbytes), which OneDiff does not support"),
+    "older operations": ("INT8", by_older_operations, "stored in the INT8 format of an earlier Forge Neo"),
     "transposed": ("INT8", transposed, "stored as TensorWiseINT8Layout and transposed"),
-    "somebody's": ("INT8", of_another_package, "somebodys.tensors.QuantizedTensor, which OneDiff does not know"),
-    "no scale": ("INT8", lambda host, layer: with_params(layer, scale=None), "TensorWiseINT8Layout lacks its scale"),
-    "no scales of blocks": ("NVFP4", lambda host, layer: with_params(layer, block_scale=None), "lacks its scale"),
+    "somebody's": ("INT8", of_another_package, "somebodys.tensors.QuantizedTensor, which OneDiff does not support"),
+    "no scale": ("INT8", lambda host, layer: with_params(layer, scale=None), "TensorWiseINT8Layout has no scale"),
+    "no scales of blocks": ("NVFP4", lambda host, layer: with_params(layer, block_scale=None), "has no scale"),
     "three scales": (
         "INT8", lambda host, layer: with_params(layer, scale=torch.ones(3, 1)), "INT8 has 3 scales for 64 rows"
     ),
@@ -431,7 +431,7 @@ UNKNOWN = {
     "no power": (
         "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=32), "a ConvRot group of 32"
     ),
-    "not ready": ("GGUF Q8_0", unbaked, "GGUF Q8_0 is not made ready"),
+    "not ready": ("GGUF Q8_0", unbaked, "GGUF Q8_0 was not prepared"),
 }
 
 

@@ -1,5 +1,5 @@
-"""Our forward in the WebUIs of the Forge family, whose UNet a model patcher holds: below whatever another extension
-sets on a UNet (an object patch, a forward of its own)."""
+"""The adapter of WebUIs of the Forge family, in which a model patcher holds the UNet. Replaces the forwards of the
+networks' classes, below object patches and forwards that extensions set on instances."""
 from __future__ import annotations
 
 import importlib
@@ -35,51 +35,57 @@ from .weight_functions import PLACED, LayerFunctions, cast_to_input
 
 
 def release() -> str:
-    """ "Forge 2.0.1v1.10.1" or "Forge Neo 2.26"."""
+    """The WebUI's name and version for users: "Forge 2.0.1v1.10.1" or "Forge Neo 2.26"."""
     version, number = version_and_release()
     return (f"Forge Neo {number}" if version == "neo" else f"Forge {version}").strip()
 
 
 def version_and_release() -> tuple[str, str]:
-    """What the host says of itself: its version, and its release where it tells one."""
+    """The version and the release that the WebUI's modules_forge.forge_version has, such as ("neo", "2.26"); "" for one
+    that it does not have."""
     try:
-        said = importlib.import_module("modules_forge.forge_version")
+        module = importlib.import_module("modules_forge.forge_version")
     except ImportError:
         return "", ""
-    return str(getattr(said, "version", "")), str(getattr(said, "release", ""))
+    return str(getattr(module, "version", "")), str(getattr(module, "release", ""))
 
 
 class Forge(WebUI):
-    """The adapter; see contract.WebUI. Another host of the family overrides the first attributes and methods.
+    """The adapter; see contract.WebUI. Adapters of other WebUIs of the family override the attributes,
+    selected_checkpoint and vae_attention.
 
-    networks: that we serve; the first is one that every release has. vae_module: of the VAE's Decoder and Encoder.
-    memory, sampling: the modules of the memory management and of sampling_prepare.
+    networks: the networks that OneDiff serves. A release without the first one is refused; of the others, those that it
+        lacks are left out.
+    vae_module: the Python module with the VAE's Decoder and Encoder.
+    memory: the Python module of the memory management.
+    sampling: the Python module with sampling_prepare and sampling_cleanup.
     """
 
     name = "forge"
     networks: tuple[HostNetwork, ...] = NETWORKS
     vae_module = "backend.nn.vae"
-    memory, sampling = "backend.memory_management", "backend.sampling.sampling_function"
+    memory = "backend.memory_management"
+    sampling = "backend.sampling.sampling_function"
     checkpoint_paths = (
         "forge_objects.unet.model", "forge_objects.unet.model_options", "forge_objects.unet.load_device",
         "forge_objects_original.unet", "forge_objects_after_applying_lora",
     )
 
     def selected_checkpoint(self) -> Any:
-        """The checkpoint that the user has chosen; loads it."""
+        """The checkpoint that the user has selected; loads it if it is not loaded yet."""
         from modules import sd_models
 
         return sd_models.forge_model_reload()[0]
 
     def vae_attention(self, decoder: Any) -> Any:
-        """The function by which a decoder computes attention; its name has changed over time."""
+        """The function with which a VAE's decoder computes attention. Its name differs between releases."""
         vae = importlib.import_module(type(decoder).__module__)
         older = getattr(vae, "attention_function_single_head_spatial", None)
         return getattr(vae, "attention_function_vae", older)
 
     @classmethod
     def needs(cls) -> tuple[Need, ...]:
-        """What must be there before we hook anything."""
+        """What the WebUI must have. If anything is missing, OneDiff patches nothing."""
         return (
             *cls.networks[0].needs(),
             Need(cls.vae_module, "Decoder.forward", ("z",)), Need(cls.vae_module, "Encoder.forward", ("x",)),
@@ -90,10 +96,10 @@ class Forge(WebUI):
         )
 
     def __init__(self, release: str) -> None:
-        """Raises Refusal for a release that lacks something."""
+        """Raises Refusal if this release lacks something that OneDiff needs."""
         check_needs(release, self.needs())
         super().__init__(release)
-        # Of its own: each remembers what it has found in this host.
+        # Copies, because a HostNetwork caches what it has found in this WebUI.
         self._networks = [replace(one) for one in self.networks if one is self.networks[0] or one.is_there]
         self.network_classes = tuple(one.kind for one in self._networks)
         self.models = tuple(model for one in self._networks for model in one.models)
@@ -110,13 +116,13 @@ class Forge(WebUI):
         self._vae = VaeHooks([vae.Decoder, vae.Encoder], HostTraits(), self._check_vae)
         self.patches = self._unets, self._vae
         self._changed = ChangedModules()
-        # Why each UNet that was called in this sampling is the host's; "" where it is ours.
+        # By UNet that was called in this sampling: why the host must compute its calls; "" if OneDiff serves them.
         self._refusals: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._sampling = Sampling()
-        # Images are made on one thread, settings and reloads come on others.
+        # The WebUI makes images in one thread, and changes settings and reloads scripts in others.
         self._lock = threading.RLock()
 
-    # --- in and out -----------------------------------------------------------------------------------------------
+    # --- patching the classes -------------------------------------------------------------------------------------
 
     def serve(self) -> None:
         with self._lock:
@@ -127,11 +133,12 @@ class Forge(WebUI):
     def stop(self) -> None:
         with self._lock:
             super().stop()
-            give_originals_storage_of_their_own(patcher_of(self.checkpoint()))
+            unshare_backups(patcher_of(self.checkpoint()))
             self._refusals.clear()
 
     def checkpoint(self) -> Any:
-        # Before the first there is a placeholder, and Classic throws one away before it loads the next.
+        # Before the WebUI loads its first checkpoint, it has a placeholder without forge_objects. Classic deletes a
+        # checkpoint before it loads the next one.
         found = super().checkpoint()
         return None if getattr(found, "forge_objects", None) is None else found
 
@@ -148,32 +155,33 @@ class Forge(WebUI):
         unet = self.adopt(p.sd_model)
         self._unets.begin_sampling(p, unet)
         if unet is not None:
-            self._ask_for_room(p, unet)
-        self._look_again(sampling_of(p))
+            self._reserve_memory(p, unet)
+        self._begin_sampling(sampling_of(p))
 
-    def _look_again(self, sampling: Sampling) -> None:
-        """A sampling begins: each UNet is looked at when it is first called in it."""
+    def _begin_sampling(self, sampling: Sampling) -> None:
+        """Note that this sampling begins. Each UNet is checked again at its first call in it."""
         self._refusals.clear()
         self._sampling = sampling
 
     def _why_bypassed(self) -> str:
+        """See UNetHooks."""
         patcher, unet = patcher_of(self.checkpoint()), self.unet_of(self.checkpoint())
         owner = None if unet is None else forward_above(unet, [patch.function for patch in self._unets.patches])
         if owner is not None:
             return f"another extension has replaced the UNet's forward ({owner})"
         owner = None if patcher is None else replaced_method(patcher.model, "apply_model")
         if owner is not None:
-            return f"another extension has replaced what calls the UNet ({owner})"
+            return f"another extension has replaced the WebUI's function that calls the UNet ({owner})"
         wrapper = None if patcher is None else patcher.model_options.get("model_function_wrapper")
         if wrapper is not None:
-            return f"another extension runs the UNet in its own way ({author(wrapper)})"
+            return f"another extension calls the UNet in place of the WebUI ({author(wrapper)})"
         return BYPASSED
 
     # --- one call -------------------------------------------------------------------------------------------------
 
     def _forward(self, original: Callable[..., Tensor], unet: nn.Module, *arguments: Any, **named: Any) -> Tensor:
-        """Stands in for a network's forward."""
-        given = HostCall.of(self._loaded(unet).parameters, arguments, named)
+        """Replaces the forward of each class in network_classes."""
+        given = HostCall.of(self._host_network(unet).parameters, arguments, named)
 
         def prompt_rows() -> PromptRows:
             rows = given.prompt_rows()
@@ -182,21 +190,24 @@ class Forge(WebUI):
         return serve_call(unet, lambda: self._read(unet, given), lambda: given.by(original, unet), prompt_rows)
 
     def _read(self, unet: nn.Module, given: HostCall) -> Call:
-        """A call as ours. Raises Refusal where it is the host's."""
+        """The Call for the host's call of a network. Raises Refusal if the host must compute it."""
         self._check(unet)
         given.refuse_no_tensors()
-        network, changed = self._loaded(unet), self._changed.at_call(unet)
-        # The host calls a module with a forward of its own in another way than image prompts would.
+        network = self._host_network(unet)
+        changed = self._changed.at_call(unet)
+        # Forwards that extensions set on modules may change where the host calls an IP-Adapter. So in a UNet with such
+        # forwards, an IP-Adapter runs as a function of another extension.
         prompts = () if changed else image_prompts_of(unet, given.options, given.x)
         upcasts = network.attention.upcasts(given.x.dtype)
         return network.call_of(unet, given, upcasts, network.names_read, prompts, changed)
 
-    def _loaded(self, unet: Any) -> HostNetwork:
-        """What is known of a network's kind; of the first one's for None."""
+    def _host_network(self, unet: Any) -> HostNetwork:
+        """The HostNetwork of a network's class; the first one if unet is None."""
         return next((one for one in self._networks if isinstance(unet, one.kind)), self._networks[0])
 
     def _check(self, unet: nn.Module) -> None:
-        """Raise Refusal where a UNet's calls are the host's now. The UNet is looked at once a sampling."""
+        """Raise Refusal if the host must compute this UNet's calls now. The UNet itself is checked once a sampling, the
+        WebUI's functions that it uses at every call."""
         if unet not in self._refusals:
             refusal = ""
             try:
@@ -209,52 +220,58 @@ class Forge(WebUI):
             self._changed.look_again(unet)
             runtime.adopt(unet, host_traits=self.host_traits(unet))
             runtime.begin_sampling(unet, self._sampling)
-            # Not before: what fails here is looked at again at the next call.
+            # Noted last: if a line above raises, the next call checks again.
             self._refusals[unet] = self.unmet or refusal
         if self._refusals[unet]:
             raise Refusal(self._refusals[unet])
-        self._loaded(unet).check()
+        self._host_network(unet).check()
 
     def host_traits(self, unet: Any) -> HostTraits:
-        return self._traits[self._loaded(unet).kind]
+        return self._traits[self._host_network(unet).kind]
 
     def _make_room(self, unet: nn.Module, size: int) -> int:
-        """See HostTraits. By what the host itself does when another model needs the room."""
+        """See HostTraits.make_room. Calls the function with which the WebUI makes room for another model."""
         patcher = patcher_of(self.checkpoint())
         unload = getattr(patcher, "partially_unload", None)
         if unload is None or getattr(patcher.model, "diffusion_model", None) is not unet:
             return 0
         return int(unload(patcher.offload_device, size))
 
-    def _ask_for_room(self, p: Any, unet: nn.Module) -> None:
-        """Have the host leave the room that steps of this size have lacked before, when it loads the weights: to take
-        them off the GPU between two steps costs a second. By a patcher for this sampling alone, as ControlNets do."""
+    def _reserve_memory(self, p: Any, unet: nn.Module) -> None:
+        """Have the WebUI leave as much GPU memory free, when it loads the weights for this sampling, as steps of this
+        size have lacked before: moving weights off the GPU between two steps takes a second. Like ControlNets, this
+        replaces the patcher by a clone, which only this sampling uses."""
         size = tuple(getattr(p, name, None) for name in ("width", "height", "batch_size", "is_hr_pass"))
-        lacking, patcher = runtime.room_lacked(unet, size), patcher_of(p.sd_model)
+        lacking = runtime.room_lacked(unet, size)
+        patcher = patcher_of(p.sd_model)
         if lacking and hasattr(patcher, "add_extra_preserved_memory_during_sampling"):
             patcher = p.sd_model.forge_objects.unet = patcher.clone()
             patcher.add_extra_preserved_memory_during_sampling(lacking)
 
     def _check_vae(self, decoder: Any) -> None:
-        """Raise Refusal where the host's VAE computes attention by a function that is not the host's own."""
+        """Raise Refusal if an extension has replaced the attention of the WebUI's VAE."""
         function = self.vae_attention(decoder)
         if origin(function) not in (self._networks[0].attention.functions, self.vae_module):
             raise Refusal(f"the attention of the WebUI's VAE was replaced by {author(function)}")
 
-    # --- what users ask -------------------------------------------------------------------------------------------
+    # --- notes, pre-warming ---------------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
         if not self.hooks():
             return []
-        unused = self._loaded(self.unet_of(self.checkpoint())).attention.unused()
-        said = [] if unused is None else [
-            f"{unused}, chosen for the WebUI, is not used where OneDiff computes: it uses the fastest exact "
-            "attention of this GPU."
-        ]
+        found = []
+        unused = self._host_network(self.unet_of(self.checkpoint())).attention.unused()
+        if unused is not None:
+            found.append(
+                f"{unused}, which is chosen for the WebUI, has no effect where OneDiff computes: OneDiff uses the "
+                "fastest exact attention of this GPU."
+            )
         model = getattr(patcher_of(self.checkpoint()), "model", None)
         if getattr(model, "_torch_compile_config", None) is not None:
-            said.append("The WebUI's Torch Compile is on for this checkpoint: OneDiff computes instead of it.")
-        return said
+            found.append(
+                "The WebUI's Torch Compile is on for this checkpoint, but it has no effect where OneDiff computes."
+            )
+        return found
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
         if not self.hooks():
@@ -263,13 +280,15 @@ class Forge(WebUI):
             checkpoint = self.selected_checkpoint()
         except Exception as error:
             raise Refusal(f"the checkpoint cannot be loaded: {first_line(error)}") from error
-        self._look_again(Sampling())
+        self._begin_sampling(Sampling())
         calls = runtime.call_stats.total
-        # With the last generation's LoRAs; Classic keeps none where there were no LoRAs.
+        # The patcher with the last generation's LoRAs. Classic has none if there were no LoRAs.
         patcher = (checkpoint.forge_objects_after_applying_lora or checkpoint.forge_objects_original).unet
-        sampling, model = importlib.import_module(self.sampling), patcher.model
+        sampling = importlib.import_module(self.sampling)
+        model = patcher.model
         computed = getattr(model, "computation_dtype", None) or getattr(model, "manual_cast_dtype", None)
-        device, dtype = patcher.load_device, computed or patcher.model_dtype()
+        device = patcher.load_device
+        dtype = computed or patcher.model_dtype()
         generator = torch.Generator("cpu").manual_seed(0)
 
         def noise(*shape: int) -> Tensor:
@@ -277,10 +296,11 @@ class Forge(WebUI):
 
         with torch.inference_mode():
             call = self.call_to_warm(width, height, batch, tokens, noise)
-            # The host plans memory for twice the images: the prompt and the negative prompt.
+            # sampling_prepare takes the latents of the images, and reserves memory for two rows each: the prompt's and
+            # the negative prompt's.
             sampling.sampling_prepare(patcher, call.latent[:(batch + 1) // 2])
             try:
-                prompt = dict(zip(self._loaded(model.diffusion_model).prompt, call.prompt, strict=False))
+                prompt = dict(zip(self._host_network(model.diffusion_model).prompt, call.prompt, strict=False))
                 model.diffusion_model(call.latent, call.timestep, control=None, transformer_options={}, **prompt)
             finally:
                 sampling.sampling_cleanup(patcher)
@@ -288,14 +308,16 @@ class Forge(WebUI):
             raise Refusal(self._why_bypassed())
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        checkpoint, memory = self.checkpoint(), importlib.import_module(self.memory)
+        checkpoint = self.checkpoint()
+        memory = importlib.import_module(self.memory)
         vae = checkpoint.forge_objects.vae
         latent = torch.randn(
             (images, vae.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL),
             generator=torch.Generator("cpu").manual_seed(0), dtype=torch.float32, device="cpu",
         )
         needed = vae.memory_used_decode(latent.shape, vae.vae_dtype) + memory.module_size(vae.first_stage_model)
-        # Not where the host would put the UNet aside for it, which would then lie elsewhere when it comes back.
+        # If memory is short, the WebUI would move the UNet off the GPU, and later back to other addresses. So nothing
+        # is decoded then.
         if needed < memory.get_free_memory(vae.device):
             with torch.inference_mode():
                 checkpoint.decode_first_stage(latent)
@@ -305,7 +327,7 @@ class Forge(WebUI):
         from modules_forge import main_thread
 
         if threading.current_thread() is threading.main_thread():
-            # Whoever holds the lock may be waiting for this very thread.
+            # Waiting could be a deadlock: the thread that has the lock may be waiting for this one.
             if not queue_lock.acquire(blocking=False):
                 raise Refusal("the WebUI is making an image")
             try:
@@ -314,21 +336,24 @@ class Forge(WebUI):
                 queue_lock.release()
         outcomes: list[Future[Result]] = []
         with queue_lock:
-            # An exception would end in the log, and None would come back.
+            # run_and_wait_result logs an exception and returns None, so the outcome comes back in a list.
             main_thread.run_and_wait_result(lambda: outcomes.append(outcome_of(work)))
         return outcomes.pop().result()
 
 
 def patcher_of(checkpoint: Any) -> Any:
+    """The model patcher of a checkpoint's UNet; None if it has none."""
     return getattr(getattr(checkpoint, "forge_objects", None), "unet", None)
 
 
-def give_originals_storage_of_their_own(patcher: Any) -> None:
-    """As runtime.release does for the parameters that stand in the UNet, for what the host has put aside under a merged
-    LoRA: Forge in its loader, others in the patcher; Classic as mere tensors."""
+def unshare_backups(patcher: Any) -> None:
+    """Copy the weights that the WebUI has put aside before it merged a LoRA, if they are views of our tensors, into
+    memory of their own. Runtime.release does the same for the UNet's parameters."""
+    # Forge keeps these weights in its LoRA loader, the others in the patcher.
     for holder in (getattr(getattr(patcher, "model", None), "lora_loader", None), patcher):
         backup = getattr(holder, "backup", None)
         for kept in list(backup.values()) if isinstance(backup, dict) else ():
+            # Classic keeps the tensor itself.
             weight = getattr(kept, "weight", kept)
             if isinstance(weight, Tensor) and shares_storage(weight):
                 with torch.inference_mode(weight.is_inference()):
@@ -336,15 +361,14 @@ def give_originals_storage_of_their_own(patcher: Any) -> None:
 
 
 def yardstick_of(kind: HostNetwork) -> Yardstick:
-    """See HostTraits.yardstick: for networks of this kind."""
+    """The HostTraits.yardstick of these networks: without attention in few bits, and with weights decoded first."""
     return lambda host, network, decoded: decoding_first(kind.attention.exactly(host), network, decoded)
 
 
 def check_storage(unet: Any) -> None:
-    """Raise Refusal where the host casts a UNet's weights in a way that we do not know."""
-    stored, computed = getattr(unet, "storage_dtype", None), getattr(unet, "computation_dtype", None)
+    """Raise Refusal if the host casts a UNet's weights from or to a dtype that OneDiff does not support."""
+    stored = getattr(unet, "storage_dtype", None)
+    computed = getattr(unet, "computation_dtype", None)
     if stored != computed and not (stored in (*STORED_DTYPES, *STORED_TYPES) and computed in BOUND_DTYPES):
         stored, computed = (str(kind).removeprefix("torch.") for kind in (stored, computed))
-        raise Refusal(
-            f"the UNet is stored as {stored} and computed in {computed}: the WebUI casts its weights at every call"
-        )
+        raise Refusal(f"the UNet is stored as {stored} and computed in {computed}, which OneDiff does not support")

@@ -1,10 +1,12 @@
-"""What extensions put on the UNet of a host of the Forge family, as the points of our forward.
+"""Functions that extensions set on a UNet of the Forge family, as the patch points of our forward.
 
-The protocol is ComfyUI's: transformer_options holds lists of functions under "patches" and "block_modifiers", one for
-each attention under "patches_replace", and one norm under "group_norm_wrapper". Every function is also handed the
-options, where the UNet notes which block is running. A host without some of these never looks for them: those are not
-points there. Beside the protocol, an extension may set a forward on the instance of an attention (regional prompts) or
-of a transformer block: that is called as the host's block calls it.
+The protocol is ComfyUI's: transformer_options has lists of functions under "patches" and "block_modifiers", one
+function for each attention under "patches_replace", and one for group norms under "group_norm_wrapper". Every function
+also gets the options, in which the UNet notes the block that is running. Some WebUIs never read some of these names;
+their UNets have no such points.
+
+An extension may also set a forward on the instance of an attention (regional prompts) or of a transformer block. Our
+forward calls it with the arguments that the host's own block passes.
 """
 from __future__ import annotations
 
@@ -24,17 +26,19 @@ from ..changed_modules import SELF_NORM, Changed, functions_of, words_for
 
 PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
 OPTIONS = "transformer_options"
+# The lists whose functions run within transformer blocks.
 IN_BLOCKS = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
-# The list whose functions a point calls.
+# By point of our forward: the list whose functions are called there.
 POINTS = {
     "embedding": "emb_patch", "after_stage": "input_block_patch", "after_skip": "input_block_patch_after_skip",
     "join": "output_block_patch", "self_attention_inputs": "attn1_patch", "cross_attention_inputs": "attn2_patch",
     "between_attentions": "middle_patch",
 }
+# The list of an attention's point attention_output, by the attention's name.
 OUTPUT_OF = "{}_output_patch"
 LISTS = frozenset({*POINTS.values(), *map(OUTPUT_OF.format, (SELF_ATTENTION, CROSS_ATTENTION))})
 ATTENTIONS = frozenset({SELF_ATTENTION, CROSS_ATTENTION})
-# ldm_patched hands these on from the module of each block.
+# An option that ldm_patched sets in each block, from the attribute attn_precision of the block's module.
 PRECISION = "attn_precision"
 # The last part of the path of an attention's query, below its block.
 QUERY = ".attn2.to_q"
@@ -47,8 +51,9 @@ class OptionPatches(PatchPoints):
         self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], has_image_prompts: bool,
         changed: Changed,
     ) -> None:
-        """has_image_prompts: whether our forward stands for what replaces cross attentions. changed: the modules on
-        which a forward of their own stands."""
+        """names_read: the names that the host's UNet may read from options. has_image_prompts: whether the functions
+        that replace cross attentions are IP-Adapters that our forward computes itself. changed: the modules on which
+        extensions have set forwards."""
         self._unet = weakref.ref(unet)
         self._changed_modules = changed
         self._here: dict[str, Any] = {}
@@ -76,15 +81,16 @@ class OptionPatches(PatchPoints):
 
     @cached_property
     def functions(self) -> list[Any]:  # type: ignore[override]
-        # Not of every call: a replay asks for none.
+        # Collected when they are needed, because replays do not need them.
         lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
         return [*chain(*lists), *filter(None, [self._norm]), *functions_of(self._changed_modules)]
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """The functions in the options, each with the name of its option for users, such as "patches[attn1_patch]"."""
         for name, functions in self._lists.items():
             yield from ((f"{PATCHES}[{name}]", function) for function in functions)
         for name, blocks in self._replaced.items():
-            # One function for many blocks is one kind.
+            # An extension may set a function for each block; users read the extension's name once.
             kinds = {author(function): function for function in blocks.values()}
             count = sum(place in blocks or place[:2] in blocks for place in blocks_of(self._unet()))
             yield from ((f"{REPLACED}[{name}] of {count} blocks", function) for function in kinds.values())
@@ -149,8 +155,8 @@ class OptionPatches(PatchPoints):
         self._block = place
         self._options["block_index"] = place[2]
         self._here = self._changed_modules.get(block.self_norm.path.removesuffix(SELF_NORM), {})
-        stands = any(name in self._lists for name in IN_BLOCKS) or any(map(self._replacement, ATTENTIONS))
-        if not stands and not self._here:
+        has_options = any(name in self._lists for name in IN_BLOCKS) or any(map(self._replacement, ATTENTIONS))
+        if not has_options and not self._here:
             return False
         attention = block.cross_attention
         self._extra = {name: value for name, value in self._options.items() if name not in (PATCHES, REPLACED)}
@@ -184,7 +190,8 @@ class OptionPatches(PatchPoints):
         return self.attention_output(attention, added)
 
     def _module_of(self, attention: str) -> Any:
-        """The attention of the block that runs, where a forward of its own stands on it and the host calls it."""
+        """The running block's module for this attention if an extension has set a forward on it; otherwise None. None
+        too if patches_replace has a function for the attention: the host calls that, and not the module."""
         return None if self._replacement(attention) is not None else self._here.get(attention)
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -207,9 +214,10 @@ class OptionPatches(PatchPoints):
         return attended
 
     def _replacement(self, attention: str) -> Any:
-        """What stands for an attention of the block that runs: by its own place, or by its stage's."""
-        by_block = self._replaced.get(attention) or {}
-        return by_block.get(self._block) or by_block.get(self._block[:2])
+        """The function in patches_replace for an attention of the running block, or for all blocks of its stage; None
+        if there is none."""
+        by_place = self._replaced.get(attention) or {}
+        return by_place.get(self._block) or by_place.get(self._block[:2])
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
         return self._apply_list(OUTPUT_OF.format(attention), tokens, self._extra)
@@ -218,22 +226,22 @@ class OptionPatches(PatchPoints):
         return self._apply_list("middle_patch", tokens, self._extra)
 
     def _modified(self, hidden_states: Tensor, when: str) -> Tensor:
-        return in_turn(self._modifiers, hidden_states, when, self._options)
+        return after_all(self._modifiers, hidden_states, when, self._options)
 
     def _apply_list(self, name: str, tensor: Tensor, *others: Any) -> Tensor:
-        return in_turn(self._lists.get(name, ()), tensor, *others)
+        return after_all(self._lists.get(name, ()), tensor, *others)
 
 
-def in_turn(functions: Sequence[Callable[..., Tensor]], tensor: Tensor, *others: Any) -> Tensor:
-    """What functions make of a tensor, as a new tensor object: operators must not take what they know of the old one
-    for it."""
+def after_all(functions: Sequence[Callable[..., Tensor]], tensor: Tensor, *others: Any) -> Tensor:
+    """The tensor after each of these functions in turn; they also get `others`. If there are functions, it is a new
+    tensor object, because operators keep facts about a tensor object, and a function may have written to it."""
     for function in functions:
         tensor = function(tensor.contiguous(), *others)
     return tensor.detach() if functions else tensor
 
 
 def blocks_of(unet: Any) -> list[BlockPlace]:
-    """The place of every transformer block; an extension may set a function at places that are none."""
+    """The places of all transformer blocks. Extensions may set functions for other places, where none is called."""
     stages = [("input", *one) for one in enumerate(unet.input_blocks)]
     stages += [("middle", 0, unet.middle_block), *(("output", *one) for one in enumerate(unet.output_blocks))]
     return [
@@ -244,12 +252,13 @@ def blocks_of(unet: Any) -> list[BlockPlace]:
 
 @lru_cache(maxsize=16)
 def takes_options(forward: Any) -> bool:
-    """Whether the host's blocks hand transformer_options to attentions whose class has this forward."""
+    """Whether an attention with this forward takes transformer_options. Only then the host's blocks pass them."""
     return OPTIONS in inspect.signature(forward).parameters
 
 
 def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:
-    """The names in options whose functions our forward calls as this host's does: all that they hold is known."""
+    """The names of options whose functions our forward calls as the host's does, all of them. names_read: the names
+    that the host's UNet may read."""
     known = {PATCHES: LISTS, REPLACED: ATTENTIONS}
     found = {
         name for name, parts in known.items()

@@ -1,8 +1,9 @@
-"""The weights that Forge Neo keeps in few bits: comfy-kitchen's quantized tensors, and GGUF.
+"""Reads the weights that Forge Neo stores in 4 or 8 bits: comfy-kitchen's quantized tensors, and GGUF.
 
-In Neo 2.26 a layer of a mixed-precision file has a `QuantizedTensor` as its parameter, a tensor without memory of its
-own around `_qdata`, `_params` (scales, the decoded type and shape) and the name of its layout. A layer of a GGUF file
-has a parameter of bytes, `gguf_cls` with the functions of its type, and `real_shape`.
+In Neo 2.26, the weight of a layer of a mixed-precision file is a `QuantizedTensor`. It has no memory of its own: its
+values are in `_qdata`; its scales, and the dtype and shape of the decoded weight, in `_params`; the name of its layout
+in `_layout_cls`. The weight of a layer of a GGUF file is a parameter of bytes, with the functions of its type in
+`gguf_cls` and the shape of the decoded weight in `real_shape`.
 """
 from __future__ import annotations
 
@@ -23,10 +24,12 @@ from ...weights.low_bit import FP8, INT8, Kind
 from ...weights.scan import APPLIED_AT_CALL
 from ...weights.stored import Decode, Format, StoredWeight
 
-QUANTIZED, ITS_MODULE = "QuantizedTensor", "comfy_kitchen.tensor.base"
+# The class of comfy-kitchen's tensors, and its Python module.
+QUANTIZED = "QuantizedTensor"
+QUANTIZED_MODULE = "comfy_kitchen.tensor.base"
 INT8_LAYOUT = "TensorWiseINT8Layout"
 FP8_LAYOUTS = {torch.float8_e4m3fn: "FP8 (e4m3, scaled)", torch.float8_e5m2: "FP8 (e5m2, scaled)"}
-# The fields of a layout's parameters that are tensors: a weight's scales.
+# By layout: the fields of _params that are tensors. They are the weight's scales.
 SCALES = {
     INT8_LAYOUT: ("scale",),
     "TensorCoreFP8Layout": ("scale",),
@@ -36,34 +39,36 @@ SCALES = {
     "TensorCoreNVFP4Layout": ("scale", "block_scale"),
 }
 TENSORS = frozenset(name for names in SCALES.values() for name in names)
+# The layouts with a scale for each block of a row, by their names for users.
 NAMES = {"TensorCoreMXFP8Layout": "MXFP8", "TensorCoreNVFP4Layout": "NVFP4"}
-# The classes of layers that hold such weights, by their qualified names: whatever is in them, they cast it to the type
-# of their input at each use.
+# The qualified names of the classes of layers with such weights. They cast any weight to the dtype of their input at
+# each use.
 ALWAYS_CAST = (
     "mixed_precision_ops.<locals>.MixedPrecisionOps.Linear", "ForgeOperationsGGUF.Linear", "ForgeOperationsGGUF.Conv2d",
 )
-# The types by which a network says that it is stored so.
+# Values of a network's storage_dtype that mean weights in few bits.
 STORED_TYPES = (torch.int8, torch.uint8, "gguf")
-# What a layer holds beside tensors that decides how a quantized tensor is computed with: the host decodes it first, but
-# for INT8, which multiplies integers wherever no function is on the weight.
+# An attribute of a layer: if it is True, the layer decodes its weight before it multiplies. A layer in INT8 ignores it:
+# it multiplies integers, unless a function is applied to its weight.
 DECODES_FIRST = "_full_precision_mm"
 WEIGHT_FUNCTION, *_ = APPLIED_AT_CALL
+# Stands for an attribute that is not set.
 ABSENT = object()
-# Classes of parameters by bitsandbytes, and by hosts that derive from them.
+# bitsandbytes' class of 4-bit parameters, and Forge's, which is derived from it.
 FOUR_BITS = ("Params4bit", "ForgeParams4bit")
-UNKNOWN = "which OneDiff does not know"
-# So many numbers any format stores.
+UNSUPPORTED = "which OneDiff does not support"
+# The width of the input in rounds_any_input: a multiple of the block size of every format.
 BLOCK = 256
 log = logging.getLogger("onediff")
 read_layout = attrgetter("_layout_cls", "_params")
 
 
 class StoredWeights:
-    """weights.stored.StoredReader for Forge Neo."""
+    """The weights.stored.StoredReader for Forge Neo."""
 
     def __init__(self, unrounded: tuple[str, ...] = ()) -> None:
-        """unrounded: what the paths of layers contain whose inputs have more than three dimensions. Neo 2.26 rounds
-        none such to FP8, and decodes the weight; 2.29 rounds all."""
+        """unrounded: parts of the paths of layers whose inputs have more than three dimensions. If such a layer's
+        weight is in FP8, Neo 2.26 decodes it; Neo 2.29 rounds the input to FP8, as for all other layers."""
         self._unrounded = unrounded
         self._rounds_all: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
@@ -73,11 +78,11 @@ class StoredWeights:
             return quantized_weight(layer, weight, self._rounds(layer, path))
         if getattr(weight, "gguf_cls", None) is not None:
             return gguf_weight(weight)
-        refuse_known_formats(layer, weight)
+        refuse_unsupported(layer, weight)
         return None
 
     def _rounds(self, layer: nn.Module, path: str) -> bool:
-        """Whether the host rounds the inputs of a layer in FP8, where the card has units for it."""
+        """Whether the host rounds the inputs of this layer if its weight is in FP8 and the GPU multiplies in FP8."""
         if not any(part in path for part in self._unrounded):
             return True
         kind = type(layer)
@@ -91,7 +96,7 @@ class StoredWeights:
             parameters: Any = layer._parameters
             for parameter in parameters.values():
                 kind = type(parameter)
-                # The most frequent case first: this runs at every call.
+                # The most frequent case comes first, because this runs at every call.
                 if kind is nn.Parameter:
                     found.append(parameter)
                 elif kind.__qualname__ == QUANTIZED:
@@ -120,9 +125,9 @@ class StoredWeights:
 def decoding_first(
     host: Callable[[], Tensor], network: nn.Module, decoded: Sequence[nn.Module]
 ) -> Callable[[], Tensor]:
-    """The host's forward without the rounding of what layers in float8 and in 4 bits read: they decode their weights,
-    as on a card that has no units for the format. decoded: layers in INT8 that do so, too, as they do for any function
-    on their weight."""
+    """The host's forward of a network in which layers in float8 and 4 bits decode their weights, instead of rounding
+    their inputs; the host computes so on a GPU that does not multiply in these formats. decoded: layers in INT8 that
+    decode their weights too. A function on its weight makes such a layer do so."""
     changes: list[tuple[nn.Module, str, object]] = [
         (layer, DECODES_FIRST, True) for layer in network.modules() if vars(layer).get(DECODES_FIRST) is False
     ]
@@ -146,12 +151,16 @@ def decoding_first(
 
 
 def unchanged(weight: Tensor) -> Tensor:
+    """A function for a layer's weight_function that changes nothing."""
     return weight
 
 
-class StandIn:
-    """Stands for a host's layer in FP8 until its forward reads the weight. A forward that rounds its input reads the
-    input's scale before. has_rounded: whether that was read."""
+class ProbeLayer:
+    """A fake layer in FP8, on which the forward of a host's class of layers is called to find out whether it rounds its
+    input. A forward that rounds reads input_scale first; any other reads weight.
+
+    has_rounded: whether the forward has read input_scale.
+    """
 
     quant_format = "float8_e4m3fn"
     layout_type = "TensorCoreFP8E4M3Layout"
@@ -172,21 +181,21 @@ class StandIn:
 
 
 def rounds_any_input(kind: Any) -> bool:
-    """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8. False where it
-    does not say: its first call is compared with the host's."""
-    layer = StandIn()
+    """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8; see ProbeLayer.
+    False if the forward fails: a network's first output is compared with the host's in any case."""
+    layer = ProbeLayer()
     x = torch.zeros((1, 1, 1, 1, BLOCK), dtype=torch.float32, device="cpu")
     tried = attempted(lambda: kind.forward(layer, x))
     log.debug("%s rounds inputs of five dimensions: %s (%s)", kind, layer.has_rounded, tried.reason)
     return layer.has_rounded
 
 
-def refuse_known_formats(layer: nn.Module, weight: Any) -> None:
-    """Raise Refusal for a weight in few bits that is no tensor of the kinds above."""
+def refuse_unsupported(layer: nn.Module, weight: Any) -> None:
+    """Raise Refusal for a weight in few bits that is neither a QuantizedTensor nor GGUF."""
     if type(weight).__name__ in FOUR_BITS:
-        raise Refusal(f"its weights are stored in {getattr(weight, 'quant_type', 'nf4')} (bitsandbytes), {UNKNOWN}")
+        raise Refusal(f"its weights are stored in {getattr(weight, 'quant_type', 'nf4')} (bitsandbytes), {UNSUPPORTED}")
     if vars(layer).get("_is_quantized") and getattr(weight, "dtype", None) == torch.int8:
-        raise Refusal(f"its weights are stored in INT8 by operations of an earlier Forge Neo, {UNKNOWN}")
+        raise Refusal(f"its weights are stored in the INT8 format of an earlier Forge Neo, {UNSUPPORTED}")
 
 
 def is_quantized(parameter: Any) -> bool:
@@ -195,7 +204,7 @@ def is_quantized(parameter: Any) -> bool:
 
 
 def plain_fields(params: Any) -> tuple[object, ...]:
-    """The fields of a layout's parameters that are no tensors."""
+    """The values of the fields of a QuantizedTensor's _params that are not tensors."""
     kind: Any = type(params)
     found: tuple[object, ...] = plain_reader(kind)(params)
     return found
@@ -203,28 +212,29 @@ def plain_fields(params: Any) -> tuple[object, ...]:
 
 @functools.cache
 def plain_reader(kind: type) -> attrgetter[Any]:
-    """Reads these fields of a class of parameters, two or more."""
+    """A function that returns the values of these fields for objects of this class. Every such class has two or more,
+    so that they are a tuple."""
     return attrgetter(*(field.name for field in fields(kind) if field.name not in TENSORS))
 
 
 def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> StoredWeight:
-    """A quantized tensor. rounds_to_float8: whether the host rounds the layer's inputs, where a card has units for FP8.
-    Raises Refusal for a layout that is not known, or a tensor that was transposed."""
-    if type(weight).__module__ != ITS_MODULE:
-        raise Refusal(f"its weights are a {type(weight).__module__}.{QUANTIZED}, {UNKNOWN}")
+    """A layer's QuantizedTensor as a StoredWeight. rounds_to_float8: whether the host rounds the layer's inputs if the
+    weight is in FP8. Raises Refusal for a layout that OneDiff does not support, and for a transposed tensor."""
+    if type(weight).__module__ != QUANTIZED_MODULE:
+        raise Refusal(f"its weights are a {type(weight).__module__}.{QUANTIZED}, {UNSUPPORTED}")
     layout, params = read_layout(weight)
     names = SCALES.get(layout)
     if names is None:
         in_file = vars(layer).get("quant_format")
-        told = f"{in_file} ({layout})" if isinstance(in_file, str) else layout
-        raise Refusal(f"its weights are stored as {told}, {UNKNOWN}")
+        label = f"{in_file} ({layout})" if isinstance(in_file, str) else layout
+        raise Refusal(f"its weights are stored as {label}, {UNSUPPORTED}")
     if getattr(params, "transposed", False):
-        raise Refusal(f"its weights are stored as {layout} and transposed, {UNKNOWN}")
+        raise Refusal(f"its weights are stored as {layout} and transposed, {UNSUPPORTED}")
     scales = tuple(getattr(params, name) for name in names)
     if not all(isinstance(scale, Tensor) for scale in scales):
-        raise Refusal(f"a weight stored as {layout} lacks its scale")
+        raise Refusal(f"a weight stored as {layout} has no scale")
     values: Tensor = weight._qdata
-    name, kind, rotation = named(layout, values.dtype, params)
+    name, kind, rotation = described(layout, values.dtype, params)
     if kind == FP8 and (layer.__dict__.get(DECODES_FIRST) or not rounds_to_float8):
         kind = None
     shape = tuple(params.orig_shape)
@@ -234,8 +244,8 @@ def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> S
     return StoredWeight(format, shape, values, scales, decoder(weight.layout_cls, params, names), values)
 
 
-def named(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind | None, int]:
-    """What users call a layout, the eight-bit type in which the host multiplies it, and the width of its rotation."""
+def described(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind | None, int]:
+    """The name, kind and rotation of a layout; see weights.stored.Format. dtype: of the stored values."""
     if layout == INT8_LAYOUT:
         rotation = int(params.convrot_groupsize) if params.convrot else 0
         return "INT8 (ConvRot)" if rotation else "INT8", INT8, rotation
@@ -245,23 +255,25 @@ def named(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind | Non
 
 
 def decoder(layout: Any, params: Any, names: Sequence[str]) -> Decode:
-    """The host's function that decodes values of this layout."""
+    """The host's own decoding of this layout, as a weights.stored.Decode. names: the fields of params that are scales.
+    """
 
     def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         own = replace(params, orig_dtype=dtype, **dict(zip(names, scales, strict=True)))
         full: Tensor = layout.dequantize(values.contiguous(), own)
         rows, width = params.orig_shape
-        # What is not a multiple of the layout's block was padded.
+        # The host pads rows and columns to multiples of the layout's block.
         return full[:rows, :width]
 
     return decode
 
 
 def gguf_weight(weight: Any) -> StoredWeight:
-    """A weight of a GGUF file, which the host has made ready ("baked") as it was loaded. Raises Refusal for another."""
+    """A parameter of a GGUF file as a StoredWeight. Raises Refusal if the host has not prepared ("baked") it, as it
+    does when it loads the file."""
     name = f"GGUF {weight.gguf_cls.__name__}"
     if not getattr(weight, "baked", False):
-        raise Refusal(f"a weight stored as {name} is not made ready by the WebUI")
+        raise Refusal(f"a weight stored as {name} was not prepared by the WebUI (baked)")
 
     def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         decoded: Tensor = weight.gguf_cls.dequantize_pytorch(weight.copy_with_data(values))

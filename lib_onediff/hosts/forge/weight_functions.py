@@ -1,9 +1,12 @@
-"""What the Forge family applies to a layer's weights at each use: LoRAs that are not merged, in its layers' attributes.
+"""Reads the functions that WebUIs of the Forge family apply to a layer's weights at each use: LoRAs that are not
+merged, which are in attributes of the layer.
 
-Forge keeps a list of patches by parameter (forge_online_loras); Forge Neo and ldm_patched, as ComfyUI, lists of
-functions (weight_function, bias_function), of which the host's own apply a list of patches: their patcher's for a key,
-or one of their own (Neo from 2.29 on). A patch is strength, what it is, strength of the model, offset, function, ...;
-a plain LoRA is ("lora", (up, down, alpha, mid, dora scale, ...)), or an object of that name with that as its weights.
+Forge has lists of patches, by parameter (forge_online_loras). Forge Neo and ldm_patched, like ComfyUI, have lists of
+functions (weight_function, bias_function). The WebUI's own functions apply a list of patches: the one that the model
+patcher has for the function's key, or (Neo 2.29 and later) one of the function's own.
+
+A patch is (strength, value, strength of the model, offset, function, ...). For a plain LoRA, value is
+("lora", (up, down, alpha, mid, dora scale, ...)), or an object with name = "lora" and weights = (up, down, ...).
 """
 from __future__ import annotations
 
@@ -23,33 +26,37 @@ from .stored_weights import ALWAYS_CAST
 
 WEIGHT_FUNCTION, BIAS_FUNCTION, ONLINE_LORAS = APPLIED_AT_CALL
 LORA = "lora"
-# Strength, what, strength of the model, offset, function; hosts add others.
+# Strength, value, strength of the model, offset, function; some WebUIs append others.
 PARTS_OF_A_PATCH = 5
 VALUE_TYPES = frozenset({type(None), bool, int, float, str})
+# Attributes of a layer: if one is True, the layer casts its parameters at each use.
 CASTS = ("parameters_manual_cast", "ldm_patched_cast_weights")
-# A layer whose weights the host leaves in main memory casts them as they come: to the type that they have.
+# See HostTraits.placed. CASTS belong to it, because the WebUI also sets them on layers whose weights stay in main
+# memory: bringing a weight to the GPU is a cast to the dtype that it has.
 PLACED = frozenset({*CASTS, *(f"prev_{name}" for name in CASTS), "forge_patched_weights", "forge_force_cast_weights"})
 
 
 class LayerFunctions:
-    """weights.scan.FunctionReader for hosts of the Forge family."""
+    """The weights.scan.FunctionReader for WebUIs of the Forge family."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        """The host writes into attributes that nobody else looks at."""
+        """See FunctionReader. Always True, because the WebUI may set the attributes of any layer at any time."""
         return True
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
         parts = Parts(applied_to(layers))
         for index in parts.indices:
             for name in APPLIED_AT_CALL:
-                take_apart(layers[index].__dict__.get(name), parts)
+                add_parts(layers[index].__dict__.get(name), parts)
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
         own: Any = layer.__dict__
-        on_weight, on_bias = (list[Any](own.get(name) or ()) for name in (WEIGHT_FUNCTION, BIAS_FUNCTION))
+        on_weight: list[Any] = list(own.get(WEIGHT_FUNCTION) or ())
+        on_bias: list[Any] = list(own.get(BIAS_FUNCTION) or ())
         loras = own.get(ONLINE_LORAS) or {}
         known = list(map(patches_of, on_weight))
+        # A function of an extension may return another result at every call.
         lasting = None not in (*known, *map(patches_of, on_bias))
         patches = [*chain.from_iterable(filter(None, known)), *(loras.get("weight") or ())]
         updates = [update for patch in patches if (update := low_rank_update(patch, layer.weight)) is not None]
@@ -58,30 +65,37 @@ class LayerFunctions:
             if loras.get(name):
                 functions.append(merging(loras[name]))
         return WeightFunctions(
-            tuple(updates) if are_all else (), None if are_all else in_turn(on_weight), in_turn(on_bias), lasting
+            tuple(updates) if are_all else (), None if are_all else composed(on_weight), composed(on_bias), lasting
         )
 
 
 def patches_of(function: Any) -> list[Any] | None:
-    """What one of the host's own functions applies now, known by what it holds; None for any other function."""
-    by_key, key = getattr(function, "patches", None), getattr(function, "key", None)
+    """The patches that one of the WebUI's own functions applies now; None for a function of an extension. The WebUI's
+    have attributes patches and key, or patch."""
+    by_key = getattr(function, "patches", None)
+    key = getattr(function, "key", None)
     found = by_key.get(key) if isinstance(by_key, Mapping) else getattr(function, "patch", None)
-    is_patch = lambda one: isinstance(one, (list, tuple)) and len(one) >= PARTS_OF_A_PATCH  # noqa: E731
     return found if isinstance(found, list) and found and all(map(is_patch, found)) else None
 
 
-def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The type to which these layers cast their parameters: that of their inputs, where all of them cast.
+def is_patch(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and len(value) >= PARTS_OF_A_PATCH
 
-    Of a file in few bits, norms may be in float32 and not cast: the host multiplies by them as they are, and rounds the
-    product once. A 16-bit type has the same numbers if they come from a 16-bit file.
+
+def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
+    """The dtype to which these layers cast their parameters, which is that of their inputs; None if one of them does
+    not cast. See Casts.to.
+
+    In a network with weights in few bits, the norms' parameters may be in float32, and are not cast: the host
+    multiplies by them in float32 and rounds the product once. Such norms do not count here. Casting them to 16 bits
+    keeps their numbers if these come from a 16-bit file.
     """
     is_in_few_bits = any(type(layer).__qualname__ in ALWAYS_CAST for layer in layers)
-    return dtype if all(casts(layer) or (is_in_few_bits and has_vectors_alone(layer)) for layer in layers) else None
+    return dtype if all(casts(layer) or (is_in_few_bits and has_only_vectors(layer)) for layer in layers) else None
 
 
-def has_vectors_alone(layer: nn.Module) -> bool:
-    """Whether a layer has no matrix: a norm."""
+def has_only_vectors(layer: nn.Module) -> bool:
+    """Whether all parameters of a layer are vectors, as a norm's are."""
     return all(one is None or one.dim() == 1 for one in layer._parameters.values())
 
 
@@ -91,48 +105,54 @@ def casts(layer: nn.Module) -> bool:
 
 
 def applied_to(layers: Sequence[nn.Module]) -> list[int]:
-    """The places of the layers to which something is applied; most often none: a tenth of a millisecond for SDXL."""
+    """The indices of the layers with functions or patches. Most often there are none; that takes a tenth of a
+    millisecond for SDXL."""
     states = [layer.__dict__ for layer in layers]
     return [
-        place for place, state in enumerate(states)
+        index for index, state in enumerate(states)
         if state.get(WEIGHT_FUNCTION) or state.get(BIAS_FUNCTION) or state.get(ONLINE_LORAS)
     ]
 
 
-def take_apart(given: Any, parts: Parts) -> None:
-    """Add what something consists of."""
-    kind = type(given)
+def add_parts(value: Any, parts: Parts) -> None:
+    """Add everything that a value in a layer's attribute consists of: its numbers and names to parts.facts, its tensors
+    to parts.tensors, functions and other objects to parts.objects."""
+    kind = type(value)
     if kind in VALUE_TYPES:
-        parts.facts.append(given)
+        parts.facts.append(value)
     elif kind in (tuple, list):
-        parts.facts.append(len(given))
-        for part in given:
-            take_apart(part, parts)
-    elif isinstance(given, Tensor):
-        parts.tensors.append(given)
-    elif isinstance(given, Mapping):
-        for name, part in given.items():
+        parts.facts.append(len(value))
+        for part in value:
+            add_parts(part, parts)
+    elif isinstance(value, Tensor):
+        parts.tensors.append(value)
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
             parts.facts.append(name)
-            take_apart(part, parts)
-    elif (patches := patches_of(given)) is not None:
-        take_apart(patches, parts)
+            add_parts(part, parts)
+    elif (patches := patches_of(value)) is not None:
+        add_parts(patches, parts)
     else:
-        parts.objects.append(given)
-        take_apart(getattr(given, "weights", None), parts)
+        parts.objects.append(value)
+        add_parts(getattr(value, "weights", None), parts)
 
 
 def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
-    """A patch as a plain LoRA; None for whatever is none, or changes more than it adds."""
-    strength, what, strength_of_model, offset, function = patch[:PARTS_OF_A_PATCH]
+    """The plain LoRA that a patch adds to a weight; None if the patch is another one, or also changes the weight
+    itself.
+    weight: may be in few bits; then only its shape is that of the layer's weight."""
+    strength, value, strength_of_model, offset, function = patch[:PARTS_OF_A_PATCH]
     if strength_of_model != 1.0 or function is not None:
         return None
-    is_pair = isinstance(what, tuple) and len(what) == 2 and what[0] == LORA
-    parts = what[1] if is_pair else what.weights if getattr(what, "name", None) == LORA else None
+    parts = None
+    if isinstance(value, tuple) and len(value) == 2 and value[0] == LORA:
+        parts = value[1]
+    elif getattr(value, "name", None) == LORA:
+        parts = value.weights
     if parts is None:
         return None
+    # others: a middle matrix, the scale of DoRA, a size to pad to.
     up, down, alpha, *others = parts
-    # A middle matrix, the scale of DoRA, a size to pad to.
-    # Of a weight in few bits, the shape alone is that of the layer.
     rows, *row = weight.shape
     if any(other is not None for other in others) or not row:
         return None
@@ -140,19 +160,19 @@ def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
     if axis != 0 or up.flatten(1).shape != (count, down.shape[0]) or down[0].numel() != math.prod(row):
         return None
     scale = strength * (1.0 if alpha is None else float(alpha) / down.shape[0])
-    # Some rows of the weight alone, such as the keys' of a joint projection: nothing is added to the others.
-    of_all = functional.pad(up.flatten(1), (0, 0, first, rows - first - count))
-    return LowRankUpdate(of_all, down.reshape(down.shape[0], *row), scale)
+    # The LoRA may be for some rows of the weight, such as the keys' in a joint projection. The other rows get zeros.
+    of_all_rows = functional.pad(up.flatten(1), (0, 0, first, rows - first - count))
+    return LowRankUpdate(of_all_rows, down.reshape(down.shape[0], *row), scale)
 
 
 def merging(patches: Sequence[Any]) -> Change:
-    """The function by which Forge applies patches at each use."""
+    """A function that applies these patches to a parameter, as Forge does at each use."""
     merge: Any = importlib.import_module("backend.patcher.lora").merge_lora_to_weight
     return lambda weight: merge(
         patches=patches, weight=weight, key="a LoRA on the fly", computation_dtype=weight.dtype
     )
 
 
-def in_turn(functions: Sequence[Callable[[Tensor], Tensor]]) -> Change | None:
-    """All of these, one after the other; None for none."""
+def composed(functions: Sequence[Callable[[Tensor], Tensor]]) -> Change | None:
+    """A function that applies these functions one after the other; None if there are none."""
     return (lambda parameter: reduce(lambda value, change: change(value), functions, parameter)) if functions else None

@@ -1,4 +1,5 @@
-"""Hosts that carry ComfyUI's code as ldm_patched, reForge and Forge Classic: Forge's adapter over other modules."""
+"""The adapter of reForge and Forge Classic, which contain ComfyUI's code as ldm_patched: Forge's adapter with other
+module names."""
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +15,8 @@ ATTENTION = "ldm_patched.ldm.modules.attention"
 
 
 def release() -> str:
-    """ "reForge 1.0.0v2-v1.10.1RC" or "Forge Classic"; reForge's file tells a version and not its name."""
+    """The WebUI's name and version for users: "reForge 1.0.0v2-v1.10.1RC" or "Forge Classic"."""
+    # reForge's forge_version has a number only.
     version = version_and_release()[0]
     return "Forge Classic" if version == "classic" else f"reForge {version}".strip()
 
@@ -33,7 +35,8 @@ class LdmPatched(Forge):
         ),
     )
     vae_module = "ldm_patched.ldm.modules.diffusionmodules.model"
-    memory, sampling = "ldm_patched.modules.model_management", "modules_forge.forge_sampler"
+    memory = "ldm_patched.modules.model_management"
+    sampling = "modules_forge.forge_sampler"
 
     def kind_of(self, checkpoint: Any) -> str:
         return name_of_model(type(getattr(patcher_of(checkpoint), "model", checkpoint)).__name__)
@@ -44,11 +47,11 @@ class LdmPatched(Forge):
         return sd_models.model_data.get_sd_model()
 
     def vae_attention(self, decoder: Any) -> Any:
-        # Each attention block of the VAE keeps the function that it was built with.
+        # Each attention block of the VAE keeps the function that was chosen when the block was made.
         return decoder.mid.attn_1.optimized_attention
 
     def loads_at_start(self) -> bool:
-        # reForge does, whatever its command line says; Classic does not.
+        # reForge does so with every command line, Classic never.
         return self.release.startswith("reForge")
 
 
