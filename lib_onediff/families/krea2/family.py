@@ -15,7 +15,7 @@ from ...core.sizes import TOKENS
 from ..transformer import SCHEDULE, blocks_read, deepest_cut
 from . import forward
 from .call import MULTIPLE, Krea2Call, filled_prompt
-from .layout import Krea2Layout, is_krea2, read_krea2
+from .layout import Krea2Layout
 
 
 class Krea2s:
@@ -25,7 +25,8 @@ class Krea2s:
     # The timestep is the share of noise.
     first_timestep = 1.0
     schedule = SCHEDULE
-    readers = ((is_krea2, read_krea2),)
+    # Hosts hand theirs in.
+    readers = ()
     usual_sizes = (UsualSizes("Krea 2", ("Krea 2",), (
         "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
     )),)

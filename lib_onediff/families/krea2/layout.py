@@ -1,14 +1,11 @@
-"""What a Krea 2 network is, which parameter does what without holding any; read from Forge Neo's module
-(backend.nn.krea)."""
+"""What a Krea 2 network is, which parameter does what without holding any."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...core.family import Layout
 from ...core.leaves import (
@@ -27,18 +24,11 @@ from ...core.leaves import (
     digest_without,
     feed_forward_layers,
 )
-from ..leaf_reader import LeafReader, is_class
+from ..leaf_reader import LeafReader
 from ..rotary import RotaryAxes
 
 # By this a timestep is multiplied before its sinusoids are computed.
 TIME_SCALE = 1000.0
-# Of a block: its norms; what makes queries, keys, values and gate, the norms of the first two, the output and the
-# numbers of heads of queries and of keys; and the parts of its feed-forward layers.
-NORMS = attrgetter("prenorm", "postnorm")
-ATTENTION = attrgetter(*(
-    f"attn.{part}" for part in ("wq", "wk", "wv", "gate", "qknorm.qnorm", "qknorm.knorm", "wo", "heads", "kvheads")
-))
-FEED_FORWARD = attrgetter("mlp.gate", "mlp.up", "mlp.down")
 
 
 @dataclass(frozen=True)
@@ -123,68 +113,18 @@ class Krea2Layout(Layout):
         return [(block, (1, tokens + image)) for block in self.blocks]
 
 
-# --- Forge Neo's ------------------------------------------------------------------------------------------------------
-
-
-def is_krea2(network: nn.Module) -> bool:
-    return is_class(type(network), "backend.nn.krea", "SingleStreamDiT")
-
-
-def read_krea2(network: Any) -> Krea2Layout:
-    """The layout of a SingleStreamDiT module. Raises Refusal with the reason."""
-    leaves = LeafReader(network)
-    first, between, second = network.tmlp
-    into_modulation, modulation = network.tproj
-    prompt_norm, prompt_in, prompt_between, prompt_out = network.txtmlp
-    fusion = network.txtfusion
-    embedder = network.pe_embedder
-    for kind, *modules in (
-        ("SingleStreamBlock", *network.blocks), ("DoubleSharedModulation", *(block.mod for block in network.blocks)),
-        ("TextFusionBlock", *fusion.layerwise_blocks, *fusion.refiner_blocks), ("LastLayer", network.last),
-        ("SimpleModulation", network.last.modulation), ("TextFusionTransformer", fusion), ("EmbedND", embedder),
-        ("GELU", between, into_modulation, prompt_between), ("RMSNorm", prompt_norm, network.last.norm),
-    ):
-        leaves.expect(kind, *modules)
-    for gelu in (between, into_modulation, prompt_between):
-        leaves.require(gelu, approximate="tanh")
-    patches = leaves.linear(network.first)
-    layout = Krea2Layout(
-        channels=network.channels, patch=network.patch, width=patches.out_features,
-        text_layers=network.txtlayers, text_width=network.txtdim, patches=patches,
-        time=time_embedding(leaves.linear(first), leaves.linear(second)), modulation=leaves.linear(modulation),
-        text=TextFusion(
-            tuple(read_layers(block, leaves) for block in fusion.layerwise_blocks), leaves.linear(fusion.projector),
-            tuple(read_layers(block, leaves) for block in fusion.refiner_blocks),
-            leaves.shifted_norm(prompt_norm, "scale"), leaves.linear(prompt_in), leaves.linear(prompt_out),
-        ),
-        axes=axes_of(embedder.axes_dim, embedder.theta),
-        blocks=tuple(
-            StreamBlock(leaves.parameter(block.mod, "lin"), read_layers(block, leaves)) for block in network.blocks
-        ),
-        out_table=leaves.parameter(network.last.modulation, "lin"),
-        out_norm=leaves.shifted_norm(network.last.norm, "scale"), out=leaves.linear(network.last.linear),
-    )
-    leaves.refuse_unclaimed()
-    return layout
-
-
-def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
-    for kind, *modules in (
-        ("RMSNorm", block.prenorm, block.postnorm, block.attn.qknorm.qnorm, block.attn.qknorm.knorm),
-        ("Attention", block.attn), ("QKNorm", block.attn.qknorm), ("SwiGLU", block.mlp),
-    ):
-        leaves.expect(kind, *modules)
-    return gated_layers(leaves, NORMS(block), ATTENTION(block), FEED_FORWARD(block), "scale")
-
-
 # --- what every host's readers share ----------------------------------------------------------------------------------
 
 
 def gated_layers(
     leaves: LeafReader, norms: tuple[Any, ...], attention: tuple[Any, ...], feed_forward: tuple[Any, ...], weight: str
 ) -> GatedLayers:
-    """Attention and feed-forward layers of a block: its modules, in the order of NORMS, ATTENTION and FEED_FORWARD.
-    weight: how the parameter of a norm is called."""
+    """Attention and feed-forward layers of a block.
+
+    norms: before the attention, and before the feed-forward layers. attention: what makes queries, keys, values and
+    gate, the norms of the first two, the output, and the numbers of heads of queries and of keys. feed_forward: what
+    makes gate and value, and the output. weight: the name of a norm's parameter.
+    """
     *projections, query_norm, key_norm, out, heads, key_heads = attention
     gate, up, down = feed_forward
     norm, feed_forward_norm = (leaves.shifted_norm(one, weight) for one in norms)

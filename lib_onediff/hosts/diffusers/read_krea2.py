@@ -19,7 +19,7 @@ from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
 from .krea2 import PATCH
 
-# Of a block, in the order in which families.krea2.layout names them.
+# The parts of a block, as gated_layers takes them.
 NORMS = attrgetter("norm1", "norm2")
 ATTENTION = attrgetter(*(
     f"attn.{part}" for part in

@@ -1,4 +1,5 @@
-"""Forge Neo's Anima (backend.nn.anima): its layout, and what a call depends on beside its arguments."""
+"""Forge Neo's Anima (backend.nn.anima): its layout, its calls as ours, and what a call depends on beside
+its arguments."""
 from __future__ import annotations
 
 import importlib
@@ -8,20 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...core.call import Call
 from ...core.leaves import TimeEmbedding
 from ...core.refusal import Refusal
+from ...families.anima.call import AnimaCall
 from ...families.anima.layout import AdaptiveBlock, AnimaLayout, read_attentions, refuse_biases, rotary_axes
-from ...families.leaf_reader import LeafReader, is_genuine
+from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
 from ...families.rotary import RotaryAxes
+from .call import HostCall, transformer_call
 
 PLACES = ("self_attn", "cross_attn", "mlp")
+# Of a prompt that is (batch, 1, tokens, width).
+WITH_ANOTHER_DIMENSION = 4
 # Of an attention: see read_attentions.
 PARTS = attrgetter("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "output_proj", "n_heads")
 
 
 def is_anima(network: nn.Module) -> bool:
-    return type(network).__name__ == "Anima" and is_genuine(type(network)) and hasattr(network, "x_embedder")
+    return is_class(type(network), "backend.nn.anima", "Anima")
 
 
 def read_anima(network: Any) -> AnimaLayout:
@@ -88,6 +94,14 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
         *read_attentions(block.self_attn, block.cross_attn, PARTS, leaves),
         leaves.linear(block.mlp.layer1), leaves.linear(block.mlp.layer2), norms.pop(),
     )
+
+
+def anima_call(network: Any, given: HostCall, *how: Any) -> Call:
+    """As transformer_call. The host's prompts are (batch, 1, tokens, width)."""
+    context = given.context
+    if context.dim() == WITH_ANOTHER_DIMENSION:
+        context = context.flatten(1, 2)
+    return transformer_call(AnimaCall, network, given._replace(context=context), *how)
 
 
 def refuse_references() -> None:

@@ -27,8 +27,8 @@ HARMLESS_OPTIONS = frozenset({
 # Of a UNet's forward, in their order.
 UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 PARTS = ("input", "middle", "output")
-# Of a prompt that is (batch, 1, tokens, width), as Anima's is.
-WITH_ANOTHER_DIMENSION = 4
+# Of a transformer's prompt: (batch, tokens, width).
+PROMPT_DIMENSIONS = 3
 # What each part of a batch is, in the option cond_or_uncond.
 COND, UNCOND = 0, 1
 NO_MARKS = "the call does not say which rows are the negative prompt's"
@@ -122,11 +122,8 @@ def unet_call(
     patches: OptionPatches | None = None
     if runs_functions:
         patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})
-    context = given.context
-    if context.dim() == WITH_ANOTHER_DIMENSION:
-        context = context.flatten(1, 2)
     return UNetCall(
-        latent=given.x, timestep=given.timesteps, context=context, y=given.y, control=control_of(given.control),
+        latent=given.x, timestep=given.timesteps, context=given.context, y=given.y, control=control_of(given.control),
         upcast_attention=upcast_attention, patches=patches if patches is not None and patches.structure else None,
         image_prompts=image_prompts,
     )
@@ -137,6 +134,8 @@ def transformer_call(
     names_read: Collection[str], image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> Call:
     """As unet_call, of a transformer. kind: makes its family's call of latent, timestep and context."""
+    if given.context.dim() != PROMPT_DIMENSIONS:
+        raise Refusal(f"the prompt is {tuple(given.context.shape)}, not (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
     if call.y is not None or call.control is not None or call.image_prompts:
         raise Refusal(f"a {type(network).__name__} takes no label, ControlNet or image prompt")

@@ -1,19 +1,92 @@
-"""A call of Forge Neo's SingleStreamDiT (backend.nn.krea), which is Krea 2, as ours."""
+"""Forge Neo's SingleStreamDiT (backend.nn.krea), which is Krea 2: its layout, and its calls as ours."""
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...core.call import Call
 from ...families.krea2.call import Krea2Call, filled_prompt
+from ...families.krea2.layout import (
+    GatedLayers,
+    Krea2Layout,
+    StreamBlock,
+    TextFusion,
+    axes_of,
+    gated_layers,
+    time_embedding,
+)
+from ...families.leaf_reader import LeafReader, is_class
+from ...families.registry import FAMILIES
 from .call import HostCall, transformer_call
+
+# The parts of a block, as gated_layers takes them.
+NORMS = attrgetter("prenorm", "postnorm")
+ATTENTION = attrgetter(*(
+    f"attn.{part}" for part in ("wq", "wk", "wv", "gate", "qknorm.qnorm", "qknorm.knorm", "wo", "heads", "kvheads")
+))
+FEED_FORWARD = attrgetter("mlp.gate", "mlp.up", "mlp.down")
+
+
+def is_krea2(network: nn.Module) -> bool:
+    return is_class(type(network), "backend.nn.krea", "SingleStreamDiT")
+
+
+def read_krea2(network: Any) -> Krea2Layout:
+    """The layout of a SingleStreamDiT module. Raises Refusal with the reason."""
+    leaves = LeafReader(network)
+    first, between, second = network.tmlp
+    into_modulation, modulation = network.tproj
+    prompt_norm, prompt_in, prompt_between, prompt_out = network.txtmlp
+    fusion = network.txtfusion
+    embedder = network.pe_embedder
+    for kind, *modules in (
+        ("SingleStreamBlock", *network.blocks), ("DoubleSharedModulation", *(block.mod for block in network.blocks)),
+        ("TextFusionBlock", *fusion.layerwise_blocks, *fusion.refiner_blocks), ("LastLayer", network.last),
+        ("SimpleModulation", network.last.modulation), ("TextFusionTransformer", fusion), ("EmbedND", embedder),
+        ("GELU", between, into_modulation, prompt_between), ("RMSNorm", prompt_norm, network.last.norm),
+    ):
+        leaves.expect(kind, *modules)
+    for gelu in (between, into_modulation, prompt_between):
+        leaves.require(gelu, approximate="tanh")
+    patches = leaves.linear(network.first)
+    layout = Krea2Layout(
+        channels=network.channels, patch=network.patch, width=patches.out_features,
+        text_layers=network.txtlayers, text_width=network.txtdim, patches=patches,
+        time=time_embedding(leaves.linear(first), leaves.linear(second)), modulation=leaves.linear(modulation),
+        text=TextFusion(
+            tuple(read_layers(block, leaves) for block in fusion.layerwise_blocks), leaves.linear(fusion.projector),
+            tuple(read_layers(block, leaves) for block in fusion.refiner_blocks),
+            leaves.shifted_norm(prompt_norm, "scale"), leaves.linear(prompt_in), leaves.linear(prompt_out),
+        ),
+        axes=axes_of(embedder.axes_dim, embedder.theta),
+        blocks=tuple(
+            StreamBlock(leaves.parameter(block.mod, "lin"), read_layers(block, leaves)) for block in network.blocks
+        ),
+        out_table=leaves.parameter(network.last.modulation, "lin"),
+        out_norm=leaves.shifted_norm(network.last.norm, "scale"), out=leaves.linear(network.last.linear),
+    )
+    leaves.refuse_unclaimed()
+    return layout
+
+
+def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
+    for kind, *modules in (
+        ("RMSNorm", block.prenorm, block.postnorm, block.attn.qknorm.qnorm, block.attn.qknorm.knorm),
+        ("Attention", block.attn), ("QKNorm", block.attn.qknorm), ("SwiGLU", block.mlp),
+    ):
+        leaves.expect(kind, *modules)
+    return gated_layers(leaves, NORMS(block), ATTENTION(block), FEED_FORWARD(block), "scale")
 
 
 def krea2_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """As transformer_call. The host has each prompt as long as it is."""
+    """As transformer_call. The host has each prompt as long as it is, and takes a second dimension of one away."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> Krea2Call:
         return Krea2Call(latent, timestep, *filled_prompt(context), **others)
 
-    return transformer_call(call_of, network, given, *how)
+    return transformer_call(call_of, network, given._replace(context=given.context.squeeze(1)), *how)
+
+
+FAMILIES.take_reader((is_krea2, read_krea2))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ...core.call import Call
 from ...core.leaves import SelfAttention
 from ...core.refusal import Refusal
-from ...families.leaf_reader import LeafReader, is_genuine
+from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
 from ...families.rotary import RotaryAxes
 from ...families.z_image.call import ZImageCall, joined_prompts
@@ -19,7 +19,7 @@ from .call import HostCall, transformer_call
 
 
 def is_lumina(network: nn.Module) -> bool:
-    return type(network).__name__ == "NextDiT" and is_genuine(type(network)) and hasattr(network, "cap_embedder")
+    return is_class(type(network), "backend.nn.lumina", "NextDiT")
 
 
 def read_lumina(network: Any) -> ZImageLayout:

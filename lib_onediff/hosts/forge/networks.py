@@ -4,7 +4,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,9 @@ from torch import Tensor
 from ...core.call import Call
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
-from ...families.anima.call import AnimaCall
 from ..contract import UNETS, Need, lack_of
-from .anima import refuse_references
-from .call import UNET_PARAMETERS, names_read_by, transformer_call, unet_call
+from .anima import anima_call, refuse_references
+from .call import UNET_PARAMETERS, names_read_by, unet_call
 from .krea import krea2_call
 from .lumina import z_image_call
 
@@ -155,7 +154,7 @@ NETWORKS = (
     HostNetwork(
         ANIMA, "Anima", ("x", "timesteps", "context", "padding_mask"),
         HostAttention("backend.attention", ANIMA, "attention_function"), {"pad_to_patch_size": "backend.utils"},
-        ("Anima",), refuse_references, partial(transformer_call, AnimaCall),
+        ("Anima",), refuse_references, anima_call,
         (".mlp.", "x_embedder.", "final_layer."),
     ),
     HostNetwork(
