@@ -143,7 +143,7 @@ class Settings:
     )
     transformer_interval: int = option(
         0, "DeepCache interval of transformers",
-        "For Anima and others, with one block in the steps between. 0: as DeepCache interval.",
+        "Computes all blocks every Nth step, one block in the others. 0: as DeepCache interval.",
         group=EXPERT, per_run=True, bounds=(0, MOST_INTERVAL),
     )
     vae_precision: str = option(

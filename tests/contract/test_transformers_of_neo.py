@@ -116,6 +116,18 @@ def test_functions_that_a_transformer_never_calls_change_nothing(host: Transform
         assert calls == {"plain": 1} and relative_error(ours, expected) < 1e-5, runtime.status()["reason"]
 
 
+@pytest.mark.parametrize("host", [Krea2Host, ZImageHost, Lumina2Host], ids=lambda kind: kind.model, indirect=True)
+def test_a_prompt_with_a_dimension_too_many_fails_as_in_the_host(host: TransformerHost) -> None:
+    context = host.context(2, 20, seed=4).unflatten(1, (2, 10))
+    with pytest.raises(Exception) as theirs:
+        host.output(context=context)
+    host.begin()
+    with pytest.raises(theirs.type) as ours:
+        host.output(context=context)
+    assert str(ours.value) == str(theirs.value)
+    assert "the prompt is (2, 2, 10" in runtime.status()["reason"]
+
+
 def test_a_unet_after_a_transformer_and_back(host: TransformerHost) -> None:
     expected = {}
     for host.is_transformer in (False, True):

@@ -83,11 +83,13 @@ class TransformerHost(FamilyHost):
     ) -> Tensor:
         """Of one call of the network. options: its transformer_options."""
         dtype = self.unet.get_submodule(self.last_layer).weight.dtype
-        given = {"x": self.latent(batch, size, seed=3).to(dtype), **others}
+        given = {
+            "x": self.latent(batch, size, seed=3).to(dtype), "context": self.context(batch, tokens, seed=4).to(dtype),
+            **others,
+        }
         with torch.inference_mode():
             return self.unet(
-                given.pop("x"), torch.linspace(0.9, 0.2, batch), context=self.context(batch, tokens, seed=4).to(dtype),
-                control=None, transformer_options=options or {}, **given,
+                given.pop("x"), torch.linspace(0.9, 0.2, batch), control=None, transformer_options=options or {}, **given,
             )
 
 

@@ -57,7 +57,7 @@ GROUPS = 32
 EPS = 1e-5
 # The standard deviation of random int8 numbers.
 SPREAD = 32.0
-# The widest tokens of UNets and of Anima.
+# Networks with wider tokens are taken for single-stream transformers: see is_of_stream.
 WIDEST_USUAL = 2048
 # The sizes that are measured, for each class those that take the most time in a network: sides of a feature map, rows
 # of tokens, queries and keys of a cross-attention.

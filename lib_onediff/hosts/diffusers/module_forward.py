@@ -218,11 +218,11 @@ def lead_to_ours(module: nn.Module) -> None:
 
 def stand_in_front(module: nn.Module, slot: str) -> None:
     """Replace the forward in a slot of a module's instance by a front: a functools.partial of the class's function,
-    whose __wrapped__ is the forward that was there. So a call reaches ours first, which runs the wrapped one as the
-    host's.
+    with the previous forward as its __wrapped__.
 
-    diffusers' hooks put such a partial there, too. The partial holds nothing of ours but the class's function, and a
-    copy of the module runs as the host's would.
+    A call then reaches our function first. Where the host's own forward is needed, our function calls __wrapped__.
+    diffusers' own hooks install the same kind of partial. The partial refers to nothing of ours but the class's
+    function, so a deep copy of the module, which is not attached, runs the host's forward.
     """
     present: Any = module.__dict__[slot]
     below = present.__wrapped__ if is_front(present) else present

@@ -1,5 +1,5 @@
-"""Forge Neo's Anima (backend.nn.anima): its layout, its calls as ours, and what a call depends on beside
-its arguments."""
+"""Forge Neo's Anima (backend.nn.anima): its layout, its calls as ours, and a check of state outside a call's
+arguments."""
 from __future__ import annotations
 
 import importlib
@@ -20,7 +20,7 @@ from ...families.rotary import RotaryAxes
 from .call import HostCall, transformer_call
 
 PLACES = ("self_attn", "cross_attn", "mlp")
-# Of a prompt that is (batch, 1, tokens, width).
+# A context that is (batch, 1, tokens, width) has so many dimensions.
 WITH_ANOTHER_DIMENSION = 4
 # Of an attention: see read_attentions.
 PARTS = attrgetter("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "output_proj", "n_heads")
@@ -97,7 +97,7 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
 
 
 def anima_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """As transformer_call. The host's prompts are (batch, 1, tokens, width)."""
+    """As transformer_call. The host's context is (batch, tokens, width) or (batch, 1, tokens, width)."""
     context = given.context
     if context.dim() == WITH_ANOTHER_DIMENSION:
         context = context.flatten(1, 2)

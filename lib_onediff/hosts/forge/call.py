@@ -27,7 +27,7 @@ HARMLESS_OPTIONS = frozenset({
 # Of a UNet's forward, in their order.
 UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 PARTS = ("input", "middle", "output")
-# Of a transformer's prompt: (batch, tokens, width).
+# A transformer's context is (batch, tokens, width).
 PROMPT_DIMENSIONS = 3
 # What each part of a batch is, in the option cond_or_uncond.
 COND, UNCOND = 0, 1
@@ -138,7 +138,7 @@ def transformer_call(
         raise Refusal(f"the prompt is {tuple(given.context.shape)}, not (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
     if call.y is not None or call.control is not None or call.image_prompts:
-        raise Refusal(f"a {type(network).__name__} takes no label, ControlNet or image prompt")
+        raise Refusal("this network takes no label, ControlNet or image prompt")
     return kind(call.latent, call.timestep, call.context, upcast_attention=upcast_attention, patches=call.patches)
 
 

@@ -81,7 +81,8 @@ def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
 
 
 def krea2_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """As transformer_call. The host has each prompt as long as it is, and takes a second dimension of one away."""
+    """As transformer_call. The host's context is (batch, tokens, width) or (batch, 1, tokens, width), and not padded:
+    ours is padded, so that prompts of most lengths share a shape."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> Krea2Call:
         return Krea2Call(latent, timestep, *filled_prompt(context), **others)
