@@ -87,10 +87,9 @@ class TransformerHost(FamilyHost):
             "x": self.latent(batch, size, seed=3).to(dtype), "context": self.context(batch, tokens, seed=4).to(dtype),
             **others,
         }
+        timesteps = torch.linspace(0.9, 0.2, batch)
         with torch.inference_mode():
-            return self.unet(
-                given.pop("x"), torch.linspace(0.9, 0.2, batch), control=None, transformer_options=options or {}, **given,
-            )
+            return self.unet(given.pop("x"), timesteps, control=None, transformer_options=options or {}, **given)
 
 
 class AnimaHost(TransformerHost):
