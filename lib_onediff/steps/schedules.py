@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from functools import cache, lru_cache
+from fractions import Fraction
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,6 @@ from typing import NamedTuple
 TRANSFORMER = "transformer"
 # Of networks without a schedule.
 SLOPE = 0.5
-TABLES = Path(__file__).with_name("schedules.json")
 # The DeepCache authors' exponent, and how their search for one that leaves as many different steps goes down.
 POWER = 1.4
 POWER_STEP = 0.02
@@ -32,13 +32,16 @@ class Schedule(NamedTuple):
     steps: int
 
 
-@cache
-def tables() -> dict[str, list[Schedule]]:
-    """The schedules of each kind of network; see core.family.Family.schedule."""
+def read_tables(path: Path) -> dict[str, list[Schedule]]:
+    """The schedules of each kind of network in a file; see core.family.Family.schedule."""
     found: dict[str, list[Schedule]] = {}
-    for kind, read in json.loads(TABLES.read_text(encoding="utf-8")).items():
+    for kind, read in json.loads(path.read_text(encoding="utf-8")).items():
         found[kind] = [Schedule(one["slope"], tuple(one["whole"]), one["steps"]) for one in read]
     return found
+
+
+# Read with this module: an update while the WebUI runs may bring a file of another form.
+TABLES = read_tables(Path(__file__).with_name("schedules.json"))
 
 
 def count_of(total: int, interval: int) -> int:
@@ -47,14 +50,15 @@ def count_of(total: int, interval: int) -> int:
 
 
 def nearest(kind: str, total: int, interval: int) -> Schedule | None:
-    """The schedule of a kind of network whose number of steps is nearest, and among these the share of whole ones."""
-    schedules = tables().get(kind, [])
-    share = count_of(total, interval) / total
+    """The schedule of a kind of network whose number of steps is nearest, and among these the share of whole ones; of
+    two that are as near, the one with more whole steps."""
+    share = Fraction(count_of(total, interval), total)
 
-    def distance(one: Schedule) -> tuple[float, float]:
-        return abs(math.log(one.steps / total)), abs(len(one.whole) / one.steps - share)
+    def distance(one: Schedule) -> tuple[Fraction, Fraction, int]:
+        ratio = Fraction(max(one.steps, total), min(one.steps, total))
+        return ratio, abs(Fraction(len(one.whole), one.steps) - share), -len(one.whole)
 
-    return min(schedules, key=distance, default=None)
+    return min(TABLES.get(kind, []), key=distance, default=None)
 
 
 @lru_cache(maxsize=256)

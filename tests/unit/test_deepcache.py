@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sampling import Position, Sampling, Step, Timeline
 from lib_onediff.families.unet.call import Control, UNetCall
-from lib_onediff.steps.schedules import early, last_whole, stretched, tables, whole_steps
+from lib_onediff.steps.schedules import TABLES, early, last_whole, nearest, stretched, whole_steps
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for depth in (1, 3, 8)]
@@ -104,7 +104,7 @@ def test_without_a_table_whole_steps_are_the_authors_with_the_center_at_the_firs
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
 def test_a_table_is_followed_and_stretched(kind: str) -> None:
     """To as many whole steps as without a table, the first always among them, at most."""
-    for one in tables().get(kind, []):
+    for one in TABLES.get(kind, []):
         assert stretched(one.whole, one.steps, one.steps, len(one.whole)) == frozenset(one.whole)
     for total in range(1, 61):
         assert whole_steps(kind, total, 1) == frozenset(range(total))
@@ -112,6 +112,14 @@ def test_a_table_is_followed_and_stretched(kind: str) -> None:
             whole = whole_steps(kind, total, interval)
             assert 0 in whole and max(whole) < total
             assert len(whole) <= min(total, math.ceil(total / interval) + 1)
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_the_order_of_a_table_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [(total, interval) for total in range(1, 61) for interval in range(1, 21)]
+    expected = [nearest(kind, *case) for case in cases]
+    monkeypatch.setitem(TABLES, kind, TABLES[kind][::-1])
+    assert [nearest(kind, *case) for case in cases] == expected
 
 
 def test_there_are_as_many_as_at_equal_distances() -> None:
