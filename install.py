@@ -37,6 +37,9 @@ LONGEST_PATH_SHOWN = 300
 # tests/conftest.py decides how many processes "auto" is. The user's arguments follow these, and override them.
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
 
+# The model that comes with the demo beside its usual one, and is chosen by its name.
+EMOJI_DIT = "emoji-dit"
+
 REPOSITORY = Path(__file__).resolve().parent
 VENV = REPOSITORY / ".venv"
 VENV_PYTHON = VENV / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
@@ -220,7 +223,7 @@ def demo_command(arguments: list[str]) -> list[str]:
     in use.
     """
     parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False, add_help=False)
-    parser.add_argument("--model", type=model_path)
+    parser.add_argument("--model", type=model_argument)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
     chosen, others = parser.parse_known_args(arguments)
@@ -229,17 +232,19 @@ def demo_command(arguments: list[str]) -> list[str]:
         socket.create_server((chosen.host, chosen.port), family=family).close()
     except (OSError, OverflowError, ValueError) as error:
         parser.error(f"port {chosen.port} on {chosen.host} cannot be used ({error}); choose another with --port")
-    model = [] if chosen.model is None else ["--model", str(chosen.model)]
+    model = [] if chosen.model is None else ["--model", chosen.model]
     port = ["--port", str(chosen.port)] if chosen.port else []
     return [str(VENV_PYTHON), "-m", "lib_onediff.demo", *others, "--host", chosen.host, *port, *model]
 
 
-def model_path(text: str) -> Path:
-    """A model's absolute path, because the demo runs in another folder than the caller."""
+def model_argument(text: str) -> str:
+    """A model's absolute path, because the demo runs in another folder than the caller; or EMOJI_DIT."""
+    if text == EMOJI_DIT:
+        return text
     if not os.path.exists(text):
         shown = "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_PATH_SHOWN])
         raise argparse.ArgumentTypeError(f"there is no file or folder {shown}")
-    return Path(text).absolute()
+    return str(Path(text).absolute())
 
 
 def hand_over(command: list[str]) -> int:

@@ -19,6 +19,7 @@ import pytest
 
 import install
 from lib_onediff.core.version import NEWEST_TORCH
+from lib_onediff.demo import EMOJI_DIT
 
 REPOSITORY = Path(install.__file__).parent
 EMPTY_PACKAGE_INDEX = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
@@ -136,6 +137,13 @@ def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, arguments, 
     assert answer.returncode == 2
     assert sentence in answer.stderr and "Traceback" not in answer.stderr
     assert not (checkout / ".venv").exists()
+
+
+def test_the_demo_gets_a_models_path_or_the_name_of_one_that_comes_with_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("mine").mkdir()
+    assert install.demo_command(["--model", "mine"])[-2:] == ["--model", str(tmp_path / "mine")]
+    assert install.demo_command(["--model", EMOJI_DIT.name])[-2:] == ["--model", EMOJI_DIT.name]
 
 
 def test_too_little_room_is_said_and_what_is_there_counts(tmp_path, monkeypatch):
