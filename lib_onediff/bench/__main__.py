@@ -88,6 +88,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="all but step: steps of an image (default: 20, quality and schedules "
                         "30)")
     parser.add_argument("--images", type=int, default=200, help="quality, schedules: number of images")
+    parser.add_argument("--whole", type=int, nargs="+", help="schedules: numbers of whole steps (default: those of "
+                        "intervals 2 to 5)")
     options = parser.parse_args(arguments)
     options.runs = options.runs or (40 if options.command == "step" else 5)
     options.batch = options.batch or [1 if options.command == "image" else 2]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -25,18 +25,18 @@ from ..devices.torch import operators
 from ..families.anima.call import AnimaCall
 from ..families.registry import FAMILIES
 from ..families.unet.call import UNetCall
-from ..hosts.diffusers.model_folder import load_folder, load_network
+from ..hosts.diffusers.model_folder import load_folder
 from ..steps.deepcache import FARTHEST
+from ..steps.schedules import count_of
 from ..weights.binding import Binding
 from .images import GUIDANCE, LOWEST, PROMPTS, REDUCTION, SIDE, TOKENS
 from .steps import DTYPES, Row
 
-TRANSFORMER_FOLDER = EMOJI_DIT / "transformer"
 UNET = "unet"
 TRANSFORMER = "transformer"
-KINDS = {"emoji-sd": UNET, "emoji-dit": TRANSFORMER}
-# The best factors on the line through the last two full passes, as measured (.readme/developing.md).
-SLOPES = {UNET: 0.5, TRANSFORMER: 1.0}
+KINDS = {SHIPPED.name: UNET, EMOJI_DIT.name: TRANSFORMER}
+# Factors on the line through the last two full passes. The fewer steps, the smaller is the best one.
+SLOPES = (0.0, 0.5, 1.0)
 INTERVALS = (2, 3, 4, 5)
 # The shift of flow matching that Anima uses.
 SHIFT = 3.0
@@ -45,7 +45,7 @@ RUNS_BEFORE_CAPTURE = 2
 WORST = 0.25
 
 
-# --- noise schedules and samplers -------------------------------------------------------------------------------------
+# --- noise schedules --------------------------------------------------------------------------------------------------
 
 
 class Track(NamedTuple):
@@ -60,94 +60,23 @@ class Track(NamedTuple):
     times: list[float]
 
 
-def flow_track(steps: int, shift: float = SHIFT) -> Track:
+def flow_track(steps: int) -> Track:
     """The schedule of flow matching: sigmas at equal distances, shifted."""
     line = [1 - index / steps for index in range(steps + 1)]
-    sigmas = [shift * one / (1 + (shift - 1) * one) for one in line]
+    sigmas = [SHIFT * one / (1 + (SHIFT - 1) * one) for one in line]
     return Track([1 - sigma for sigma in sigmas], sigmas, sigmas[:-1])
 
 
-def diffusion_track(steps: int, karras: bool = False) -> Track:
-    """The schedule of Stable Diffusion at the timesteps of diffusers' Euler. karras: at those of Karras et al. 2022."""
+def diffusion_track(steps: int) -> Track:
+    """The schedule of Stable Diffusion at the timesteps of diffusers' Euler."""
     line = torch.linspace(0.00085**0.5, 0.012**0.5, 1000, dtype=torch.float64, device="cpu")
     shares = (1 - line**2).cumprod(0)
     ratios = ((1 - shares) / shares).sqrt()
     times = [float(index * (1000 // steps) + 1) for index in reversed(range(steps))]
     chosen = [float(ratios[int(time)]) for time in times]
-    if karras:
-        most, least = float(ratios[-1]) ** (1 / 7), float(ratios[0]) ** (1 / 7)
-        chosen = [(most + index / (steps - 1) * (least - most)) ** 7 for index in range(steps)]
-        times = [time_of_ratio(ratio, ratios) for ratio in chosen]
     alphas = [1 / math.sqrt(1 + ratio**2) for ratio in chosen]
     sigmas = [ratio * alpha for ratio, alpha in zip(chosen, alphas, strict=True)]
     return Track([*alphas, 1.0], [*sigmas, 0.0], times)
-
-
-def time_of_ratio(ratio: float, ratios: Tensor) -> float:
-    """The timestep, a fraction, at which sigma / alpha has this value."""
-    after = min(int(torch.searchsorted(ratios, ratio)), len(ratios) - 1)
-    before = max(after - 1, 0)
-    low, high = (math.log(float(ratios[index])) for index in (before, after))
-    return before + (math.log(ratio) - low) / (high - low or 1)
-
-
-class Step(NamedTuple):
-    """A step of a sampler.
-
-    number: from 0.
-    image, noise: the network's predictions.
-    last_image: the image predicted at the step before.
-    """
-
-    number: int
-    latent: Tensor
-    image: Tensor
-    noise: Tensor
-    last_image: Tensor | None
-    track: Track
-
-
-def euler(step: Step) -> Tensor:
-    """The next latent by Euler's method, which equals DDIM."""
-    return step.track.alphas[step.number + 1] * step.image + step.track.sigmas[step.number + 1] * step.noise
-
-
-def dpm_2m(step: Step) -> Tensor:
-    """The next latent by DPM++ 2M (Lu et al. 2022, arXiv 2211.01095)."""
-    index = step.number
-    alphas, sigmas, _ = step.track
-    if step.last_image is None or sigmas[index + 1] == 0 or alphas[index - 1] == 0 or alphas[index] == 0:
-        return euler(step)
-    before, now, after = (math.log(alphas[at] / sigmas[at]) for at in (index - 1, index, index + 1))
-    ratio = (after - now) / (now - before) / 2
-    image = (1 + ratio) * step.image - ratio * step.last_image
-    return sigmas[index + 1] / sigmas[index] * step.latent - alphas[index + 1] * math.expm1(now - after) * image
-
-
-def er_sde(step: Step) -> Tensor:
-    """The next latent by the first-order solver of the extended reverse-time SDE (Cui et al. 2023, arXiv 2309.06169).
-    The noise that it adds is the same for the same step."""
-    index = step.number
-    alphas, sigmas, _ = step.track
-    if sigmas[index + 1] == 0:
-        return step.image
-    generator = torch.Generator(step.latent.device).manual_seed(index)
-    noise = torch.randn(
-        step.latent.shape, generator=generator, device=step.latent.device, dtype=step.latent.dtype
-    )
-    after = sigmas[index + 1] / alphas[index + 1]
-    if alphas[index] == 0:
-        # For pure noise, sigma / alpha is infinite.
-        return alphas[index + 1] * step.image + sigmas[index + 1] * step.noise
-    now = sigmas[index] / alphas[index]
-    scaled = [one * (math.exp(one**0.3) + 10) for one in (now, after)]
-    kept = scaled[1] / scaled[0]
-    added = math.sqrt(max(0.0, after**2 - (now * kept) ** 2))
-    ahead = kept * step.latent / alphas[index] + (1 - kept) * step.image + added * noise
-    return alphas[index + 1] * ahead
-
-
-SAMPLERS: dict[str, Callable[[Step], Tensor]] = {"euler": euler, "dpm_2m": dpm_2m, "er_sde": er_sde}
 
 
 # --- full and cached passes -------------------------------------------------------------------------------------------
@@ -166,12 +95,14 @@ class Model:
 
     @classmethod
     def load(cls, kind: str, dtype: torch.dtype, device: torch.device) -> Model:
-        from diffusers import CosmosTransformer3DModel
-
-        pipe = load_folder(SHIPPED, torch.float32)
-        network = pipe.unet
         if kind == TRANSFORMER:
-            network = load_network(TRANSFORMER_FOLDER, CosmosTransformer3DModel, torch.float32)
+            from ..demo.flow_pipeline import load_emoji_dit
+
+            pipe: Any = load_emoji_dit(torch.float32)
+            network = pipe.transformer
+        else:
+            pipe = load_folder(SHIPPED, torch.float32)
+            network = pipe.unet
         parts = [part.to(device).eval().requires_grad_(False) for part in (network, pipe.text_encoder, pipe.vae)]
         return cls(kind, parts[0].to(dtype), parts[1], pipe.tokenizer, parts[2], device)
 
@@ -190,8 +121,8 @@ class Model:
         dtype: torch.dtype = next(self.network.parameters()).dtype
         return dtype
 
-    def track(self, steps: int, **more: Any) -> Track:
-        return flow_track(steps, **more) if self.kind == TRANSFORMER else diffusion_track(steps, **more)
+    def track(self, steps: int) -> Track:
+        return flow_track(steps) if self.kind == TRANSFORMER else diffusion_track(steps)
 
     def call(self, latent: Tensor, time: Tensor, context: Tensor, cut: Cut | None) -> Call:
         if self.kind == TRANSFORMER:
@@ -274,18 +205,16 @@ class State(NamedTuple):
     """A sampling before a step. points: (step, written feature) of the last three full passes."""
 
     latent: Tensor
-    last_image: Tensor | None = None
     points: tuple[tuple[int, Tensor], ...] = ()
 
 
 @dataclass(frozen=True)
 class Imitation:
-    """Makes samplings as the step policy does. slope: a factor on the slope of the line through the features of the
-    last two full passes; 0 reuses the last feature."""
+    """Makes samplings as the step policy does, by Euler's method, which equals DDIM. slope: a factor on the slope of
+    the line through the features of the last two full passes; 0 reuses the last feature."""
 
     passes: Passes
     track: Track
-    sampler: Callable[[Step], Tensor]
     slope: float
 
     @property
@@ -303,7 +232,7 @@ class Imitation:
 
     def step(self, index: int, whole: frozenset[int], state: State) -> State:
         alphas, sigmas, times = self.track
-        latent, last_image, points = state
+        latent, points = state
         passes = self.passes
         if index in whole:
             output = passes.run(latent, times[index], reads=False)
@@ -312,7 +241,7 @@ class Imitation:
             passes.memory.write(forecast(points, index, self.slope))
             output = passes.run(latent, times[index], reads=True)
         image, noise = passes.model.predicted(output, latent, alphas[index], sigmas[index])
-        return State(self.sampler(Step(index, latent, image, noise, last_image, self.track)), image, points)
+        return State(alphas[index + 1] * image + sigmas[index + 1] * noise, points)
 
 
 def forecast(points: tuple[tuple[int, Tensor], ...], index: int, slope: float) -> Tensor:
@@ -422,25 +351,27 @@ def cases(count: int, of: int = 0) -> tuple[list[str], list[int]]:
     return [known[number % len(known)] for number in range(count)], [1000 * of + number for number in range(count)]
 
 
-def tried(images: Sequence[Images], whole: frozenset[int]) -> Row:
-    """The PSNR of many images with these steps whole, as a part of a row."""
-    psnr = torch.cat([one.psnr(whole) for one in images]).sort().values.tolist()
+def tried(images: Images, whole: frozenset[int]) -> Row:
+    """The PSNR of images with these steps whole, as a part of a row."""
+    psnr = images.psnr(whole).sort().values.tolist()
     return {"psnr_db": psnr[len(psnr) // 2], "psnr_lowest_5": psnr[int(LOWEST * len(psnr))]}
 
 
 def schedules(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows with the whole steps of a sampling of --steps steps, one for each interval: searched with the Euler
-    sampler on --images prompts, and tried on as many others. Raises Refusal."""
+    """The rows with the whole steps of a sampling of --steps steps, one for each slope and number of whole steps
+    (--whole): searched with the Euler sampler on --images prompts, and tried on as many others. Raises Refusal."""
+    counts = options.whole or [count_of(options.steps, interval) for interval in INTERVALS]
+    if not all(1 <= count <= options.steps for count in counts):
+        raise Refusal(f"--whole takes numbers from 1 to {options.steps}, the number of steps")
     for name in options.model or KINDS:
         if name not in KINDS:
             raise Refusal(f"schedules are searched on {' and '.join(KINDS)}, not on {name}")
-        kind = KINDS[name]
-        model = Model.load(kind, DTYPES[options.dtype], device)
-        track = model.track(options.steps)
-        imitation = Imitation(Passes(model, 1, options.images), track, euler, SLOPES[kind])
-        images = Images.of(imitation, *cases(options.images))
-        others = Images.of(imitation, *cases(options.images, 1))
-        counts = [1 + math.ceil(options.steps / interval) for interval in INTERVALS]
-        for count, whole in searched(images, counts):
-            row = {"model": name, "steps": options.steps, "whole": count}
-            yield {**row, **tried([others], whole), "all_whole": sorted(whole)}
+        model = Model.load(KINDS[name], DTYPES[options.dtype], device)
+        passes = Passes(model, 1, options.images)
+        for slope in SLOPES:
+            imitation = Imitation(passes, model.track(options.steps), slope)
+            images = Images.of(imitation, *cases(options.images))
+            others = Images.of(imitation, *cases(options.images, 1))
+            for count, whole in searched(images, counts):
+                row = {"model": name, "steps": options.steps, "slope": slope, "whole": count}
+                yield {**row, **tried(others, whole), "all_whole": sorted(whole)}
