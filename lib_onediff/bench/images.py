@@ -98,6 +98,11 @@ def random_prompt(unet: Any) -> dict[str, Any]:
     }
 
 
+def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """The pipeline of a shipped model by its name, or of a diffusers folder. Raises Refusal."""
+    return load_pipeline(SHIPPED if name == SHIPPED.name else Path(name), dtype, device)
+
+
 def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
     """The pipeline of a diffusers folder, with the Euler scheduler, or of emoji-dit. Raises Refusal."""
     from diffusers import EulerDiscreteScheduler
@@ -170,10 +175,11 @@ def held_out(count: int) -> list[Row]:
     return [{**known[number % len(known)], "seed": number // len(known)} for number in range(count)]
 
 
-def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
-    """The images of these prompts, (n, 3, SIDE, SIDE) of uint8, as in a file. All calls have the same shape."""
+def draw(pipe: Any, wanted: list[Row], steps: int, at_once: int = IMAGES_AT_ONCE) -> Tensor:
+    """The images of these prompts, (n, 3, SIDE, SIDE) of float32 from 0 to 1. All calls have the same shape. at_once:
+    the number of images of a call."""
     parts = []
-    at_once = min(IMAGES_AT_ONCE, len(wanted))
+    at_once = min(at_once, len(wanted))
     network: Any = network_of(pipe)
     shape = network.config.in_channels, SIDE // REDUCTION, SIDE // REDUCTION
     for start in range(0, len(wanted), at_once):
@@ -184,8 +190,13 @@ def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
             [each["prompt"] for each in part], num_inference_steps=steps, guidance_scale=GUIDANCE, height=SIDE,
             width=SIDE, output_type="pt", latents=torch.stack(noise).to(pipe.device, network.dtype),
         ).images
-        parts.append((images.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu())
+        parts.append(images.float().clamp(0, 1))
     return torch.cat(parts)[: len(wanted)]
+
+
+def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
+    """The images of these prompts, (n, 3, SIDE, SIDE) of uint8 on the CPU, as in a file."""
+    return (draw(pipe, wanted, steps) * 255).round().to(torch.uint8).cpu()
 
 
 def draw_ready(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
@@ -198,16 +209,14 @@ def draw_ready(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The rows of differences between diffusers' own images in float32, and those of diffusers, of OneDiff, and of
     OneDiff with each --set in half precision. Raises Refusal."""
-    folder = Path((options.model or [SHIPPED])[0])
-    if str(folder) == SHIPPED.name:
-        folder = SHIPPED
+    model = (options.model or [SHIPPED.name])[0]
     steps = options.steps
     wanted = held_out(options.images)
-    exact = draw_prompts(load_pipeline(folder, torch.float32, device), wanted, steps)
+    exact = draw_prompts(load_model(model, torch.float32, device), wanted, steps)
     judge = partial(judged, load_judge(JUDGE, device), exact=exact, wanted=wanted)
     yield {"options": HOST32, **judge(exact)}
     yield {"options": ANOTHER, **judge(exact.roll(1, 0))}
-    pipe = load_pipeline(folder, DTYPES[options.dtype], device)
+    pipe = load_model(model, DTYPES[options.dtype], device)
     yield {"options": f"{HOST}, {options.dtype}", **judge(draw_prompts(pipe, wanted, steps))}
     # This model is too small to be faster in eight bits. Its images show their effect if every layer uses them.
     with runtime.devices.lossy.low_bit.used_everywhere():

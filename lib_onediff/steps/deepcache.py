@@ -15,7 +15,7 @@ from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
 from ..core.settings import Settings
 from .prompts import Prompts
-from .schedules import TRANSFORMER, last_whole, slope_of, whole_steps
+from .schedules import TRANSFORMER, Schedule, schedule_for
 
 NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
 # The largest extrapolation that was measured, in multiples of the interval between the two features' steps.
@@ -140,7 +140,9 @@ class DeepCache:
     title = "DeepCache"
     whole_batch = False
 
-    def __init__(self) -> None:
+    def __init__(self, schedule_of: Callable[[str, int, int], Schedule] = schedule_for) -> None:
+        """schedule_of: returns the whole steps of a sampling; see schedules.schedule_for."""
+        self._schedule_of = schedule_of
         self.status: dict[str, Any] = {FULL: 0, CACHED: 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
@@ -167,14 +169,12 @@ class DeepCache:
             cached.slots[key] = CacheSlot(step_context.cut_memory(key))
         slot = cached.slots[key]
         index = position.step.index
-        schedule = whole_steps(kind, position.step.total, interval)
-        whole = index in schedule
+        schedule = self._schedule_of(kind, position.step.total, interval)
+        whole = index in schedule.whole
         # With added noise, or a sampler of a higher order, features do not lie on a line.
-        slope = 0.0
-        if not step_context.sampling.why_no_forecast():
-            slope = slope_of(kind, position.step.total, interval)
+        slope = 0.0 if step_context.sampling.why_no_forecast() else schedule.slope
         # A line needs the feature of the whole step before this one.
-        slot.drop_older(last_whole(schedule, index, before=whole and slope > 0))
+        slot.drop_older(schedule.last_whole(index, before=whole and slope > 0))
         feature = slot.features.setdefault(prompt, CachedFeature())
         passes = Passes(step_context, cached, depth, slot, feature, slope)
 

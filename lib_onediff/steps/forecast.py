@@ -20,7 +20,7 @@ from ..core.settings import Settings
 from ..core.table import Stopwatch
 from .deepcache import Line
 from .prompts import Prompts
-from .schedules import TRANSFORMER, whole_steps
+from .schedules import TRANSFORMER, schedule_for
 
 # The first steps change direction: they are computed.
 FIRST_COMPUTED = 3
@@ -77,8 +77,8 @@ class Forecast:
         outputs = step_context.memory_of(self.name, Outputs)
         known = outputs.by_prompt[outputs.prompts.identify(call, position.time)]
         index = position.step.index
-        whole = whole_steps(NO_TABLE, position.step.total, settings.forecast_interval)
-        computed = index < FIRST_COMPUTED or index in whole
+        schedule = schedule_for(NO_TABLE, position.step.total, settings.forecast_interval)
+        computed = index < FIRST_COMPUTED or index in schedule.whole
 
         def answer(compute: Compute) -> Answer:
             self.status["reason"] = ""

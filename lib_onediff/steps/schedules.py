@@ -1,8 +1,8 @@
-"""Which steps of a sampling are whole: tables that were searched on trained weights (schedules.json), and a rule for
-networks without one.
+"""The steps of a sampling in which DeepCache computes the whole network (whole steps).
 
-`python -m lib_onediff.bench schedules` makes the tables. A sampling with another number of steps than theirs gets the
-nearest one's schedule by position: where in the sampling the whole steps are close together, they are close together.
+schedules.json has schedules that were searched on trained weights by `python -m lib_onediff.bench schedules`, for some
+numbers of steps. A sampling with another number of steps takes the nearest schedule, stretched. Networks without a
+searched schedule follow the DeepCache authors' rule.
 """
 from __future__ import annotations
 
@@ -13,54 +13,90 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-# See core.family.Family.schedule.
+# The Family.schedule of transformers.
 TRANSFORMER = "transformer"
-# Of networks without a schedule.
+# The slope of networks without a searched schedule; see Schedule.
 SLOPE = 0.5
-# The DeepCache authors' exponent, and how their search for one that leaves as many different steps goes down.
+# The exponent of the DeepCache authors' non-uniform schedule. POWER_STEP: see early().
 POWER = 1.4
 POWER_STEP = 0.02
 ROUNDING = 1e-6
 
 
 class Schedule(NamedTuple):
-    """slope: how far the inner part's result is continued along the line through its last two, of the whole way: the
-    line misses more the farther it goes. whole: the whole steps. steps: of how many."""
+    """The whole steps of a sampling.
 
-    slope: float
+    whole: their indices from 0, in ascending order.
+    steps: the number of steps of the sampling.
+    slope: the factor on the slope of the line by which the other steps extrapolate the deep feature; 0 reuses the last
+        feature. Schedules with few whole steps have a smaller factor: the error of the line grows with the distance.
+    """
+
     whole: tuple[int, ...]
     steps: int
+    slope: float
 
     @property
     def interval(self) -> int:
-        """The interval that it was searched for."""
+        """The DeepCache interval for which a searched schedule is used."""
         return round(self.steps / len(self.whole))
 
-    def count(self, total: int) -> int:
-        """The number of whole steps of so many, with the schedule's share of them."""
-        return round(total * len(self.whole) / self.steps)
+    def last_whole(self, index: int, before: bool = False) -> int:
+        """The last whole step up to a step. before: the last one before the step."""
+        return max((one for one in self.whole if one <= index - before), default=0)
+
+    def stretched(self, total: int, count: int) -> Schedule:
+        """The schedule of a sampling with total steps, of which count are whole, from 2 to total. In each part of the
+        sampling, its whole steps are as dense as here."""
+        whole = self.whole
+        found: list[int] = []
+        for number in range(count):
+            position = number * (len(whole) - 1) / (count - 1)
+            before = min(int(position), len(whole) - 2)
+            index = whole[before] + (position - before) * (whole[before + 1] - whole[before])
+            earliest = found[-1] + 1 if found else 0
+            latest = total - count + number
+            found.append(min(latest, max(earliest, round(index * (total - 1) / (self.steps - 1)))))
+        return Schedule(tuple(found), total, self.slope)
 
 
 def read_tables(path: Path) -> dict[str, list[Schedule]]:
-    """The schedules of each kind of network in a file; see core.family.Family.schedule."""
+    """The searched schedules in a file, by Family.schedule."""
     found: dict[str, list[Schedule]] = {}
-    for kind, read in json.loads(path.read_text(encoding="utf-8")).items():
-        found[kind] = [Schedule(one["slope"], tuple(one["whole"]), one["steps"]) for one in read]
+    for kind, schedules in json.loads(path.read_text(encoding="utf-8")).items():
+        found[kind] = [Schedule(tuple(one["whole"]), one["steps"], one["slope"]) for one in schedules]
     return found
 
 
-# Read with this module: an update while the WebUI runs may bring a file of another form.
+# Read at import: an update while the WebUI runs may replace the file by one in another format.
 TABLES = read_tables(Path(__file__).with_name("schedules.json"))
 
 
+@lru_cache(maxsize=256)
+def schedule_for(kind: str, total: int, interval: int) -> Schedule:
+    """The schedule of a sampling. kind: the network's Family.schedule. total: the number of steps. interval: the number
+    of steps from one whole step to the next, in the mean; 1 makes every step whole."""
+    found = nearest(kind, total, interval)
+    slope = SLOPE if found is None else found.slope
+    count = count_of(total, interval)
+    if interval <= 1 or count >= total:
+        return Schedule(tuple(range(total)), total, slope)
+    if found is None:
+        return Schedule(tuple(sorted(early(total, interval) | {total - 1})), total, slope)
+    if found.interval == interval:
+        # The searched share of whole steps. With one less of 32, images of emoji-dit lost 2 dB of PSNR.
+        count = round(total * len(found.whole) / found.steps)
+    return found.stretched(total, count)
+
+
 def count_of(total: int, interval: int) -> int:
-    """The number of whole steps of so many, where no schedule says: about one in interval, and one more."""
+    """The number of whole steps where no schedule was searched for this interval. total: the number of all steps."""
     return min(total, math.ceil(total / interval) + 1)
 
 
 def nearest(kind: str, total: int, interval: int) -> Schedule | None:
-    """The schedule of a kind of network whose number of steps is nearest, and among these the share of whole ones; of
-    two that are as near, the one with more whole steps."""
+    """The searched schedule with the nearest number of steps; of several, the one with the nearest share of whole
+    steps; then the one with more of them. None for a kind of network without schedules."""
     share = Fraction(count_of(total, interval), total)
 
     def distance(one: Schedule) -> tuple[Fraction, Fraction, int]:
@@ -70,49 +106,11 @@ def nearest(kind: str, total: int, interval: int) -> Schedule | None:
     return min(TABLES.get(kind, []), key=distance, default=None)
 
 
-@lru_cache(maxsize=256)
-def slope_of(kind: str, total: int, interval: int) -> float:
-    """See Schedule; SLOPE for networks without any."""
-    found = nearest(kind, total, interval)
-    return SLOPE if found is None else found.slope
-
-
-@lru_cache(maxsize=256)
-def whole_steps(kind: str, total: int, interval: int) -> frozenset[int]:
-    """The indices of the steps that compute the whole network, of so many. kind: of the network; one without a schedule
-    has the rule of early, and the last step."""
-    count = count_of(total, interval)
-    if interval <= 1 or count >= total:
-        return frozenset(range(total))
-    found = nearest(kind, total, interval)
-    if found is None:
-        return early(total, interval) | {total - 1}
-    if found.interval == interval:
-        # With one whole step less than were searched, images of emoji-dit lost 2 dB.
-        count = found.count(total)
-    return stretched(found.whole, found.steps, total, count)
-
-
-def stretched(whole: tuple[int, ...], steps: int, total: int, count: int) -> frozenset[int]:
-    """A schedule of so many steps for another number of them, total, and of whole ones, count: each whole step is as
-    far into the sampling as between its neighbours in the schedule."""
-    found: list[int] = []
-    for number in range(count):
-        position = number * (len(whole) - 1) / (count - 1)
-        before = min(int(position), len(whole) - 2)
-        index = whole[before] + (position - before) * (whole[before + 1] - whole[before])
-        earliest = found[-1] + 1 if found else 0
-        latest = total - count + number
-        found.append(min(latest, max(earliest, round(index * (total - 1) / (steps - 1)))))
-    return frozenset(found)
-
-
-@lru_cache(maxsize=256)
 def early(total: int, interval: int) -> frozenset[int]:
-    """The whole steps of a sampling with total steps: as many as at equal distances, close together at the beginning
-    and ever rarer. It is the DeepCache authors' non-uniform schedule with its center at the first step.
+    """Whole steps that are close together at the beginning of a sampling and rarer later: ceil(total / interval) of
+    them. This is the DeepCache authors' non-uniform schedule (sample_from_quad_center) with its center at step 0.
 
-    Where the power would put two of them on one step, a smaller one is taken.
+    If their exponent puts two whole steps at the same index, it is lowered until all differ.
     """
     count = -(-total // interval)
     power = POWER
@@ -121,8 +119,3 @@ def early(total: int, interval: int) -> frozenset[int]:
         if len(chosen) == count:
             return chosen
         power = max(1.0, power - POWER_STEP)
-
-
-def last_whole(whole: frozenset[int], index: int, before: bool = False) -> int:
-    """The last whole step up to this one. before: without this one."""
-    return max((one for one in whole if one <= index - before), default=0)

@@ -2,7 +2,7 @@
 call from the two halves."""
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet import forward as deepcache
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import Runtime
+from lib_onediff.steps import schedules
 from lib_onediff.weights.bound import BoundUNet
 from lib_onediff.weights.scan import HostTraits
 
@@ -44,11 +45,15 @@ def few_steps_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def equal_distances(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For files that import it: whole steps are interval steps apart."""
-    whole = lambda kind, total, interval: frozenset(range(0, total, interval)) | {total - 1}  # noqa: E731
-    monkeypatch.setattr("lib_onediff.steps.deepcache.whole_steps", whole)
-    monkeypatch.setattr("lib_onediff.steps.forecast.whole_steps", whole)
+def equal_distances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """For files that import it: the whole steps of networks without a searched schedule are interval steps apart."""
+    def at_equal_distances(total: int, interval: int) -> frozenset[int]:
+        return frozenset(range(0, total, interval))
+
+    monkeypatch.setattr(schedules, "early", at_equal_distances)
+    schedules.schedule_for.cache_clear()
+    yield
+    schedules.schedule_for.cache_clear()
 
 
 def counts(runtime: Any) -> dict[str, int]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sampling import Position, Sampling, Step, Timeline
 from lib_onediff.families.unet.call import Control, UNetCall
-from lib_onediff.steps.schedules import TABLES, early, last_whole, nearest, whole_steps
+from lib_onediff.steps.schedules import TABLES, early, nearest, schedule_for
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for depth in (1, 3, 8)]
@@ -94,31 +94,32 @@ def test_without_a_table_whole_steps_are_the_authors_with_the_center_at_the_firs
 ) -> None:
     total, interval = case
     assert sorted(early(total, interval)) == PUBLISHED[case]
-    whole = whole_steps("no table", total, interval)
-    assert sorted(whole) == sorted({*PUBLISHED[case], total - 1})
+    schedule = schedule_for("no table", total, interval)
+    whole = schedule.whole
+    assert list(whole) == sorted({*PUBLISHED[case], total - 1})
     for index in range(total):
-        assert last_whole(whole, index) == max(one for one in whole if one <= index)
-        assert last_whole(whole, index, before=True) == max((one for one in whole if one < index), default=0)
+        assert schedule.last_whole(index) == max(one for one in whole if one <= index)
+        assert schedule.last_whole(index, before=True) == max((one for one in whole if one < index), default=0)
 
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_searched_schedule_is_followed_as_it_is(kind: str) -> None:
     for one in TABLES[kind]:
-        assert whole_steps(kind, one.steps, one.interval) == frozenset(one.whole)
+        assert schedule_for(kind, one.steps, one.interval) == one
 
 
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
 def test_a_table_is_stretched(kind: str) -> None:
     """To other numbers of steps, and to intervals that were not searched; the first step is always whole."""
     for total in range(1, 61):
-        assert whole_steps(kind, total, 1) == frozenset(range(total))
+        assert schedule_for(kind, total, 1).whole == tuple(range(total))
         for interval in range(2, 21):
-            whole = whole_steps(kind, total, interval)
+            whole = schedule_for(kind, total, interval).whole
             one = nearest(kind, total, interval)
             most = math.ceil(total / interval) + 1
             if one is not None and one.interval == interval:
                 most = max(most, math.ceil(total * len(one.whole) / one.steps))
-            assert 0 in whole and max(whole) < total
+            assert whole[0] == 0 and list(whole) == sorted(set(whole)) and whole[-1] < total
             assert len(whole) <= min(total, most)
 
 

@@ -1,51 +1,52 @@
-"""The search for whole steps: which it leaves out, and that it imitates the step policy."""
+"""The search for whole steps: which steps it leaves out, and that DeepCache computes its trials."""
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
 
 pytest.importorskip("diffusers")
 
-from lib_onediff.bench import schedules
-from lib_onediff.steps.deepcache import FARTHEST, Line
+from lib_onediff.bench import images, schedules
+from lib_onediff.demo import EMOJI_DIT
+from lib_onediff.public import compile_pipe, uncompile_pipe
+from lib_onediff.runtime.runtime import runtime
 
-# What it costs to leave each step out, in decibels.
+# What it costs to leave each step out.
 COSTS = [100.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0]
-
-
-class Priced:
-    """Images that lose so much for each step that is left out."""
-
-    def __init__(self) -> None:
-        self.imitation = SimpleNamespace(steps=len(COSTS))
-
-    def states(self, whole: frozenset[int]) -> list[Any]:
-        return [None] * len(COSTS)
-
-    def psnr(self, whole: frozenset[int], state: Any = None, start: int = 0) -> torch.Tensor:
-        lost = sum(cost for index, cost in enumerate(COSTS) if index not in whole)
-        return torch.full((4,), 200 - lost)
+CPU = torch.device("cpu")
 
 
 def test_the_steps_that_cost_least_are_left_out_first() -> None:
-    images: Any = Priced()
-    found = dict(schedules.searched(images, (3, 6)))
+    def score(whole: frozenset[int]) -> float:
+        return -sum(cost for index, cost in enumerate(COSTS) if index not in whole)
+
+    found = dict(schedules.searched(score, len(COSTS), (3, 6)))
     assert found == {6: frozenset({0, 1, 2, 4, 6, 7}), 3: frozenset({0, 1, 2})}
 
 
-@pytest.mark.parametrize("slope", [0.5, 1.0])
-def test_its_forecast_is_the_policys(slope: float) -> None:
-    line = Line()
-    points = []
-    for step in (0, 3, 5):
-        tensor = torch.full((2,), float(step**2))
-        line.note(step, tensor, 0)
-        points.append((step, tensor))
-    for step in (6, 7, 12):
-        ours = schedules.forecast(tuple(points), step, slope)
-        expected = line.at(step, slope, FARTHEST)
-        assert expected is not None and torch.equal(ours, expected)
-    assert torch.equal(schedules.forecast(tuple(points), 6, 0.0), points[-1][1])
+def test_whole_steps_move_to_where_the_images_are_nearest() -> None:
+    wanted = frozenset({0, 3, 6})
+
+    def score(whole: frozenset[int]) -> float:
+        return -sum(abs(one - other) for one, other in zip(sorted(whole), sorted(wanted), strict=True))
+
+    assert schedules.moved(score, 8, frozenset({0, 2, 5})) == wanted
+
+
+def test_trials_are_computed_by_deepcache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(images, "SIDE", 64)
+    pipe = images.load_model(EMOJI_DIT.name, torch.float32, CPU)
+    policies = runtime.stepping.policies
+    trial = schedules.Trial()
+    with trial.in_place():
+        compile_pipe(pipe, **schedules.OPTIONS)
+        drawn = schedules.Images(trial, partial(images.draw, pipe, schedules.cases(1), 12), 12)
+        [policy] = runtime.stepping.policies
+        before = policy.status.copy()
+        nearer = drawn.psnr(frozenset(range(12)) - {5, 10})
+        assert (policy.status["full"] - before["full"], policy.status["cached"] - before["cached"]) == (10, 2)
+        assert drawn.psnr(frozenset(range(12))) >= 80 > nearer > drawn.psnr(frozenset({0}))
+        uncompile_pipe(pipe)
+    assert trial.kind == "transformer" and runtime.stepping.policies is policies
