@@ -12,6 +12,7 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ SLOPES = (0.0, 0.5, 1.0)
 INTERVALS = (2, 3, 4, 5)
 # DeepCache at these settings; only its schedule is replaced. More layers in the cached steps were no nearer in the same
 # time.
-OPTIONS = {"deepcache_interval": 2, "deepcache_depth": 1}
+OPTIONS: dict[str, Any] = {"deepcache_interval": 2, "deepcache_depth": 1}
 # The share of the images, the worst ones, that counts for half of a schedule's score.
 WORST = 0.25
 # Rounds of moving whole steps by one.
