@@ -161,6 +161,7 @@ class ImageRecord:
     by_host: the number of calls that the host computed, by the reason.
     first_uses: the number of calls with a first check, capture, measurement or compilation.
     backends: all pairs (backend, what it computed lossily) that computed a step.
+    cache_options: the names of DeepCache's options by which parts of its steps were left out.
     policies: the counts of each step policy, by its name.
     inactive: each policy's last reason for being inactive.
     vae: (route, reason) of the last decode.
@@ -189,6 +190,7 @@ class ImageRecord:
     by_host: Mapping[str, int] = field(default_factory=dict)
     first_uses: int = 0
     backends: frozenset[tuple[str, str]] = frozenset()
+    cache_options: frozenset[str] = frozenset()
     policies: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     inactive: Mapping[str, Inactive] = field(default_factory=dict)
     vae: tuple[str, str] = ("", "")
@@ -234,6 +236,7 @@ class ImageLog:
         self.by_host: Counter[str] = Counter()
         self.policies: dict[str, Counter[str]] = {}
         self.inactive: dict[str, Counter[str]] = {}
+        self.cache_options: set[str] = set()
         self.vae = ("", "")
         self.inside: list[ImageRecord] = []
 
@@ -289,6 +292,7 @@ class ImageLog:
             backends=frozenset(
                 (step.entry.key.backend, str(step.entry.key.lossy)) for step in steps if step.entry is not None
             ),
+            cache_options=frozenset(self.cache_options),
             policies={name: dict(done) for name, done in self.policies.items()},
             inactive={name: last_of(reasons) for name, reasons in self.inactive.items() if reasons},
             vae=self.vae, inside=tuple(self.inside),

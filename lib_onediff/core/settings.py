@@ -34,6 +34,10 @@ MOST_INTERVAL = 20
 MOST_DEPTH = 11
 # Blocks of a transformer in the steps between: two were no nearer in the time that they take (.readme/developing.md).
 TRANSFORMER_DEPTH = 1
+# The options of DeepCache: those for every network, and those that take their place for transformers. See
+# Settings.cache_options.
+DEEPCACHE_OPTIONS = frozenset({"deepcache_interval", "deepcache_depth"})
+TRANSFORMER_OPTIONS = frozenset({"transformer_interval"})
 # Beyond it, a line through two outputs misses the image.
 MOST_FORECAST = 4
 # The value of second_gpu with which one GPU computes.
@@ -193,6 +197,10 @@ class Settings:
     def has_cache(self) -> bool:
         """Whether DeepCache is on, for some networks at least."""
         return self.transformer_interval > 1 or (self.deepcache_interval > 1 and self.deepcache_depth > 0)
+
+    def cache_options(self, is_transformer: bool) -> frozenset[str]:
+        """The names of DeepCache's options that a network of this kind follows; the others have no effect on it."""
+        return TRANSFORMER_OPTIONS if is_transformer and self.transformer_interval else DEEPCACHE_OPTIONS
 
     def cache(self, is_transformer: bool) -> tuple[int, int]:
         """DeepCache's interval, 1 where it is off, and its depth, for a network of this kind."""

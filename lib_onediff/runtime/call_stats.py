@@ -294,9 +294,11 @@ class CallStats:
         for place in {entry.place for entry in known} - places_left:
             self.parts.pop(place, None)
             self.images.pop(place, None)
-        for step in list(self._open.steps):
-            if step.entry is not None and step.entry in known:
-                del self._open.steps[step]
+        forgotten = [step for step in self._open.steps if step.entry is not None and step.entry in known]
+        for step in forgotten:
+            del self._open.steps[step]
+        if forgotten and not self._open.steps:
+            self._open = ImageLog()
 
     def _log(self) -> ImageLog | None:
         """The log of the image that the present call belongs to; None in a warm-up."""
@@ -321,6 +323,11 @@ class CallStats:
         finally:
             if (current := self._log()) is not None:
                 current.durations[CHECK].add(stop())
+
+    def note_cache_options(self, names: Collection[str]) -> None:
+        """Note the options by which a part of the present step is left out."""
+        if (current := self._log()) is not None:
+            current.cache_options.update(names)
 
     def note_decode(self, route: str, reason: str) -> None:
         """Note the route of a decode. reason: why it took no better one, for users."""

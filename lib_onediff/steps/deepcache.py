@@ -154,7 +154,8 @@ class DeepCache:
         if call.patches is not None:
             raise Refusal(PATCHED)
         kind = step_context.schedule()
-        interval, wanted_depth = step_context.settings.cache(kind == TRANSFORMER)
+        is_transformer = kind == TRANSFORMER
+        interval, wanted_depth = step_context.settings.cache(is_transformer)
         if interval <= 1:
             # Only networks of the other kind have it.
             raise Refusal("")
@@ -177,11 +178,15 @@ class DeepCache:
         slot.drop_older(schedule.last_whole(index, before=whole and slope > 0))
         feature = slot.features.setdefault(prompt, CachedFeature())
         passes = Passes(step_context, cached, depth, slot, feature, slope)
+        options = step_context.settings.cache_options(is_transformer)
 
         def answer(compute: Compute) -> Answer:
             answered = None if whole or feature.made_at is None else passes.cached(compute)
             name = FULL if answered is None else CACHED
-            answered = answered or passes.full(compute)
+            if answered is None:
+                answered = passes.full(compute)
+            else:
+                step_context.call_stats.note_cache_options(options)
             if step_context.is_counted:
                 self.status[name] += 1
                 self.status["reason"] = cached.failure if name == FULL else ""

@@ -16,7 +16,7 @@ from ..core.call import PATCHED
 from ..core.image import FORECAST
 from ..core.policy import Answer, Compute, StepContext, StepMemory
 from ..core.refusal import Refusal
-from ..core.settings import Settings
+from ..core.settings import DEEPCACHE_OPTIONS, Settings
 from ..core.table import Stopwatch
 from .deepcache import Line
 from .prompts import Prompts
@@ -67,8 +67,8 @@ class Forecast:
         if call.patches is not None:
             raise Refusal(PATCHED)
         settings = step_context.settings
-        has_own_interval = settings.transformer_interval > 0 and step_context.schedule() == TRANSFORMER
-        if step_context.is_warm_up or has_own_interval:
+        options = settings.cache_options(step_context.schedule() == TRANSFORMER)
+        if step_context.is_warm_up or options != DEEPCACHE_OPTIONS:
             raise Refusal("")
         position = step_context.position()
         no_line = step_context.sampling.why_no_forecast()
@@ -89,6 +89,7 @@ class Forecast:
             if output is not None:
                 stop()
                 self.status["calls"] += 1
+                step_context.call_stats.note_cache_options(options)
                 step_context.call_stats.count(FORECAST, self._stopwatch, known.host)
                 return Answer(output, host_times=known.host)
             answer = compute(call, step_context.host)

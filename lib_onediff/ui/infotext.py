@@ -38,16 +38,24 @@ PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
 def describe(
     settings: Settings, inactive: Collection[str] = (), is_served: bool = True, has_our_vae: bool = False,
+    of_other_models: Collection[str] = (),
 ) -> str:
-    """The infotext of a generation that was made with these settings. inactive: options that did not count. is_served:
-    whether its model is one that OneDiff serves; pasting from another one sets nothing. has_our_vae: whether OneDiff
-    has decoded its images."""
+    """The infotext of a generation that was made with these settings.
+
+    inactive: options without effect; pasting sets their defaults.
+    is_served: whether its model is one that OneDiff serves; pasting from another one sets nothing.
+    has_our_vae: whether OneDiff has decoded its images.
+    of_other_models: options without effect on its model. They are not named, and a preset may set them: pasted for the
+        same model, they have no effect again.
+    """
     word = WORD_OF_BOOL[settings.enabled]
     if settings.enabled and not is_served:
         word = VAE_ALONE if has_our_vae else NOT_SERVED
     defaults = Settings()
     preset, changes = shortest(replace(settings, **{name: getattr(defaults, name) for name in inactive}), defaults)
-    return "; ".join([word, *([] if preset == AS_IN_SETTINGS else [f"{SPEED} {preset}"]), *changes])
+    words = [word] if preset == AS_IN_SETTINGS else [word, f"{SPEED} {preset}"]
+    words += [change for change in changes if change.partition(" ")[0] not in of_other_models]
+    return "; ".join(words)
 
 
 def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:

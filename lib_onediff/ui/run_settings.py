@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..core.call import CACHED
-from ..core.image import FORECAST, PROMPT_ALONE, ImageRecord
+from ..core.image import PROMPT_ALONE, ImageRecord
 from ..core.key import LATENT_PIXEL, Lossy
-from ..core.settings import OFF_IN_SETTINGS, Settings, options_of_a_run
+from ..core.settings import DEEPCACHE_OPTIONS, OFF_IN_SETTINGS, TRANSFORMER_OPTIONS, Settings, options_of_a_run
 from ..runtime.runtime import runtime
 from ..runtime.vae.route import OURS
 from . import infotext
@@ -26,11 +25,7 @@ MAKE_IMAGES_ALIKE = (
 )
 # What a record has of weights that the GPU holds in eight bits alone.
 ONLY = str(Lossy("int8", only=True))
-# The kinds of steps that options make.
-MAKES = {
-    "skip_negative_after": {PROMPT_ALONE},
-    **dict.fromkeys(("deepcache_interval", "deepcache_depth", "transformer_interval"), {CACHED, FORECAST}),
-}
+CACHE_OPTIONS = DEEPCACHE_OPTIONS | TRANSFORMER_OPTIONS
 # What the accordion's checkbox, preset and changes are.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 
@@ -93,16 +88,22 @@ def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | N
     of_a_run = options_of_a_run()
     inactive = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
     if not is_served:
-        image = ImageRecord() if image is None else replace(image, steps={}, backends=frozenset())
+        image = ImageRecord() if image is None else ImageRecord(vae=image.vae)
+    of_other_models: frozenset[str] = frozenset()
     if settings.enabled and image is not None:
         inactive += inactive_options(settings, image)
+        if image.cache_options:
+            of_other_models = CACHE_OPTIONS - image.cache_options
     has_our_vae = image is not None and image.vae[0] == OURS
-    p.extra_generation_params[KEY] = infotext.describe(settings, inactive, is_served, has_our_vae)
+    p.extra_generation_params[KEY] = infotext.describe(settings, inactive, is_served, has_our_vae, of_other_models)
 
 
 def inactive_options(settings: Settings, image: ImageRecord) -> Iterator[str]:
     """The options without which these images were made."""
-    yield from (name for name, kinds in MAKES.items() if not kinds & image.steps.keys())
+    if PROMPT_ALONE not in image.steps:
+        yield "skip_negative_after"
+    if not image.cache_options:
+        yield from CACHE_OPTIONS
     lossy = {lossy for _, lossy in image.backends}
     if lossy <= {""}:
         yield from ("low_bit", "low_bit_budget")

@@ -17,6 +17,7 @@ from test_hook_faults import broken
 from torch import Tensor
 from vae_builders import diffusers_vae
 
+from lib_onediff.core.settings import DEEPCACHE_OPTIONS, TRANSFORMER_OPTIONS
 from lib_onediff.demo.modules import modules_importable, paths, script_callbacks, scripts, sd_models, shared
 from lib_onediff.hosts.diffusers.module_forward import attached
 from lib_onediff.runtime.runtime import runtime
@@ -150,6 +151,23 @@ def test_what_has_rested_is_not_said_to_have_counted(
     runtime.generations.innermost.log.vae = OURS, ""
     standalone.page.postprocess_batch(p)
     assert p.extra_generation_params["OneDiff"] == ("only the VAE accelerated" if infotext != "off" else "off")
+    standalone.page.postprocess(p, SimpleNamespace())
+
+
+@pytest.mark.parametrize(("followed", "infotext"), [
+    (DEEPCACHE_OPTIONS, "on; deepcache_interval 3"), (TRANSFORMER_OPTIONS, "on; transformer_interval 2"),
+    (frozenset(), "on"),
+], ids=["UNet", "transformer", "too few steps"])
+def test_an_infotext_names_the_options_that_the_images_network_followed(
+    followed: frozenset[str], infotext: str, standalone: Standalone
+) -> None:
+    p = Generation()
+    standalone.page.process(p, {"deepcache_interval": 3, "transformer_interval": 2})
+    standalone.page.process_before_every_sampling(p)
+    served(standalone.unet, a_call(standalone.unet))
+    runtime.generations.innermost.log.cache_options.update(followed)
+    standalone.page.postprocess_batch(p, images=[])
+    assert p.extra_generation_params["OneDiff"] == infotext
     standalone.page.postprocess(p, SimpleNamespace())
 
 

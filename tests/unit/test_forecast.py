@@ -12,6 +12,7 @@ from samplings import FORECAST, STEPS, WHOLE, Samplings
 from torch import Tensor
 
 from lib_onediff.core.sampling import OTHER_SAMPLER, UNKNOWN_SAMPLER, Sampling
+from lib_onediff.core.settings import DEEPCACHE_OPTIONS
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.families.unet.patch_points import PatchPoints
 
@@ -44,6 +45,7 @@ def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, 
         assert output.dtype == o1.dtype and torch.allclose(output.double(), expected, atol=1e-5)
     assert found == steps()
     assert ours.runtime.status()["forecast"] == {"calls": 11, "reason": ""}
+    assert ours.runtime.call_stats.image.cache_options == DEEPCACHE_OPTIONS
     # A forecast is no call of the UNet: it has no route and no time.
     assert ours.runtime.call_stats.total == 9 and ours.runtime.table.entries()[0].uses == 9
 

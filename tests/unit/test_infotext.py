@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.core.settings import Settings, options_of_a_run
+from lib_onediff.core.settings import DEEPCACHE_OPTIONS, TRANSFORMER_OPTIONS, Settings, options_of_a_run
 from lib_onediff.demo.modules import processing
 from lib_onediff.ui import infotext
-from lib_onediff.ui.presets import AS_IN_SETTINGS, EXACT, FAST, with_preset
+from lib_onediff.ui.presets import AS_IN_SETTINGS, BALANCED, DRAFT, EXACT, FAST, PRESETS, with_preset
 from lib_onediff.ui.run_settings import settings_of_run
 
 
@@ -80,6 +80,27 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
     for settings in every_setting():
         run = settings_of_run(read_by_the_accordion({infotext.KEY: infotext.describe(settings)}, standing), standing)
         assert per_run(run) == per_run(settings)
+
+
+@pytest.mark.parametrize(("options", "is_transformer", "text"), [
+    ({"deepcache_interval": 3, "transformer_interval": 3}, False, "on; deepcache_interval 3"),
+    ({"deepcache_interval": 3, "transformer_interval": 3}, True, "on; transformer_interval 3"),
+    ({"deepcache_interval": 4, "deepcache_depth": 2}, True, "on; deepcache_interval 4; deepcache_depth 2"),
+    (PRESETS[BALANCED].values, False, "on; speed Balanced"), (PRESETS[BALANCED].values, True, "on; speed Balanced"),
+    ({**PRESETS[DRAFT].values, "transformer_interval": 5}, False, "on; speed Draft"),
+    ({**PRESETS[DRAFT].values, "transformer_interval": 5}, True, "on; speed Draft; transformer_interval 5"),
+], ids=str)
+def test_an_option_that_the_images_model_does_not_follow_is_not_named(
+    options: dict[str, Any], is_transformer: bool, text: str
+) -> None:
+    """A preset's name stays. Pasted for the same model, the run does the same."""
+    settings = Settings(**options)
+    followed = settings.cache_options(is_transformer)
+    others = (DEEPCACHE_OPTIONS | TRANSFORMER_OPTIONS) - followed
+    assert infotext.describe(settings, of_other_models=others) == text
+    run = settings_of_run(read_by_the_accordion({infotext.KEY: text}, Settings()), Settings())
+    assert run.cache(is_transformer) == settings.cache(is_transformer)
+    assert run.changed_from(settings).keys() <= others
 
 
 @pytest.mark.parametrize(("text", "standing", "arguments"), [

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import lib_onediff
 from lib_onediff.core.call import Call, Cut, CutMemory
 from lib_onediff.core.layer_weights import LayerWeights, Weights
+from lib_onediff.core.settings import DEEPCACHE_OPTIONS, TRANSFORMER_OPTIONS
 from lib_onediff.devices.torch import operators
 from lib_onediff.families.anima.call import AnimaCall
 from lib_onediff.families.registry import FAMILIES
@@ -211,6 +212,8 @@ def test_deepcache_computes_the_first_blocks_of_a_transformer(unet: Any) -> None
 def test_transformers_have_an_interval_of_their_own(options: dict[str, int], depth: int, cached: int) -> None:
     unet = lib_onediff.compile_unet(network(num_layers=BLOCKS), **options)
     assert run_steps(unet, HostCut(unet, depth)) == cached
+    followed = TRANSFORMER_OPTIONS if "transformer_interval" in options else DEEPCACHE_OPTIONS
+    assert runtime.call_stats.image.cache_options == (followed if cached else frozenset())
     lib_onediff.uncompile_unet(unet)
 
 
