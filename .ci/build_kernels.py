@@ -94,7 +94,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         SwiGLU,
     )
     from lib_onediff.core.operators import QuantizedTokens
-    from lib_onediff.devices.cuda import native, tuning
+    from lib_onediff.devices.cuda import loading, native, tuning
     from lib_onediff.devices.cuda.kernels import launch_config, products, rounding, tokens
     from lib_onediff.weights.contents import MemorySpan
     from lib_onediff.weights.low_bit import ALIGNED, FP8, GROUP_NORMED, INT8, KERNEL, Product
@@ -127,15 +127,15 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         make = lambda *shape: torch.empty(shape, device=meta, dtype=dtype)  # noqa: B023, E731
         for number in range(max(len(kernel.candidates) for kernel in tunable)):
             for users in networks:
-                yield from tuning.launches_of(users, dtype, meta, Nth(number))
+                yield from loading.exact_launches(users, dtype, meta, Nth(number))
                 for kind in (FP8, INT8) if dtype != torch.float32 else ():
-                    yield from tuning.low_bit_launches(users, dtype, meta, Nth(number), kind)
+                    yield from loading.low_bit_launches(users, dtype, meta, Nth(number), kind)
         if dtype == torch.float32:
             continue
         for rule in rounding.Rule:
             if rule != rounding.Rule.OURS:
                 for users in networks:
-                    yield from tuning.stored_launches(users, dtype, meta, rule)
+                    yield from loading.stored_launches(users, dtype, meta, rule)
                 for width in ROUNDED_WIDTHS:
                     if rule == rounding.Rule.HOSTS or width % rounding.GROUP == 0:
                         yield partial(rounding.rounded, make(4, width), INT8, rule=rule)
@@ -151,10 +151,10 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
             # With LoRAs.
             yield partial(products.int8_product, tokens_of_int8, weight_of_int8, None, dtype, config, factors)
         trials = [
-            tuning.trial_of(Product(16, ALIGNED, ALIGNED, PLAIN_INPUT), make, meta, dtype, INT8, dtype),
-            tuning.trial_of(Product(16, ALIGNED, ALIGNED, GATED), make, meta, dtype, FP8, dtype),
+            tuning.product_trial(Product(16, ALIGNED, ALIGNED, PLAIN_INPUT), make, meta, dtype, INT8, dtype),
+            tuning.product_trial(Product(16, ALIGNED, ALIGNED, GATED), make, meta, dtype, FP8, dtype),
             *(
-                tuning.trial_of(
+                tuning.product_trial(
                     Product(16, KERNEL**2 * ALIGNED, ALIGNED, GROUP_NORMED, (4, 4)), make, meta, dtype, kind, dtype
                 ) for kind in (FP8, INT8)
             ),

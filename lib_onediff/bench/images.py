@@ -219,7 +219,7 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     pipe = load_model(model, DTYPES[options.dtype], device)
     yield {"options": f"{HOST}, {options.dtype}", **judge(draw_prompts(pipe, wanted, steps))}
     # This model is too small to be faster in eight bits. Its images show their effect if every layer uses them.
-    with runtime.devices.lossy.low_bit.used_everywhere():
+    with runtime.devices.lossy.low_bit.every_layer_quantized():
         for row, images in by_onediff(pipe, options.set, partial(draw_ready, pipe, wanted, steps)):
             yield {**row, **judge(images)}
 

@@ -205,7 +205,7 @@ class LowBitRoute:
             # The 8-bit weights of other settings.
             self._graphs.drop_low_bit(network)
         wanted = low_bit.wanted(lossy, layout, call)
-        if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.everywhere:
+        if lossy.only or budget >= MOST_LOW_BIT_ERROR or low_bit.quantizes_every_layer:
             network.low_bit_choice = None
             left_out: frozenset[str] = frozenset()
         else:

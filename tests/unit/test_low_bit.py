@@ -158,7 +158,7 @@ def a_choice(tuning_cache: TuningCache) -> LowBit:
 def test_the_bench_has_every_product_in_eight_bits() -> None:
     choice = a_choice(TuningCache())
     small = Product(8, 16, 32, GATED)
-    with choice.used_everywhere():
+    with choice.every_layer_quantized():
         assert choice.best(small, torch.float16, KINDS) is FP8, "the lossier of both"
         assert choice.best(small, torch.float16, [INT8]) is INT8
     assert choice.best(small, torch.float16, KINDS) is None, "nothing was measured"

@@ -24,7 +24,8 @@ from lib_onediff.core.leaves import AdaptiveNorm, LayerNorm, RMSNorm
 from lib_onediff.core.operators import SWIGLU, Activation, Modulation, QuantizedTokens, Residual
 from lib_onediff.devices.cuda.kernels import rounding
 from lib_onediff.devices.cuda.kernels.launch_config import LAYER_NORM
-from lib_onediff.devices.cuda.kernels.operators import NativeOperators, updated
+from lib_onediff.devices.cuda.kernels.operators import NativeOperators
+from lib_onediff.devices.cuda.kernels.residuals import updated
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind, empty_like
 

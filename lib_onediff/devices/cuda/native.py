@@ -28,8 +28,9 @@ from .kernels.launch_config import Launches
 from .kernels.launching import launch, why_not
 from .kernels.rounding import Rule, hosts_rule
 from .kernels.tokens import ATTENTION_DTYPES as DTYPES
+from .loading import load_candidates, load_kernels
 from .low_bit.choice import LowBit
-from .tuning import load_candidates, load_kernels, tune_down, tune_gated, tune_half_sums, tune_kernels, tune_stored
+from .tuning import tune_down, tune_gated, tune_half_sums, tune_kernels, tune_stored
 
 log = logging.getLogger("onediff")
 # The kernel that sums contents: words for each program, words for each load, and warps.

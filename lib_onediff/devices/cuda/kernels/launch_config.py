@@ -104,7 +104,7 @@ class Launches:
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
-        # The sizes of convolutions that were met where float16 sums are allowed: see tuning.tune_half_sums.
+        # The sizes of convolutions that were computed while float16 sums were allowed: see tuning.tune_half_sums.
         self.convolutions: set[tuple[int, ...]] = set()
         # (rows, out, width, dtype) of the products that were met with weights that are stored in INT8: see
         # tuning.tune_stored.

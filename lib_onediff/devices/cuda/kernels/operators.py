@@ -1,5 +1,8 @@
-"""The operators of the native backend: channels-last images, our kernels where torch launches several or reads twice,
-and the largest matrix products in eight bits where weights are (weights/low_bit.py says which)."""
+"""The operators of the native backend.
+
+Our kernels compute what torch would compute by several launches, or by reading a tensor twice. Large matrix products
+are in eight bits if their weights are (weights/low_bit.py). Images are in channels-last memory format.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -25,33 +28,25 @@ from ....core.operators import (
     Residual,
     WeightedNorm,
 )
-from ....weights.low_bit import (
-    FEWEST_PIXELS,
-    FP8,
-    GROUP_NORMED,
-    INT8,
-    KERNEL,
-    Kind,
-    Product,
-    has_kernel,
-    kind_of,
-)
+from ....weights.low_bit import FP8, INT8, has_kernel
 from ...torch import operators as torch_ops
 from ...torch.attention import FEW_KEYS, sums_in_half
 from ...torch.operators import bias_or_zeros, channels_last
-from ...torch.quantized import check_rotation, decoded, rotated
+from ...torch.quantized import decoded, rotated
 from ..low_bit import float8
 from . import images as native_images
 from . import launch_config as configs
 from . import products, rounding
 from . import tokens as native_tokens
+from .input_formats import Choose, InputFormats, ResultDtype, rule_for
 from .launch_config import Kernel, LaunchConfig, Launches, attention_kernel, image_class, row_class
 from .launching import ALIGNED
-from .rounding import Rule, rule_of
+from .residuals import contiguous, updated
+from .rounding import Rule
 
 
 class VirtualConcatenation(NamedTuple):
-    """Two images that count as one with the channels of both, without a copy."""
+    """Two images that stand for their concatenation along the channels, without a copy."""
 
     first: Tensor
     second: Tensor
@@ -62,39 +57,36 @@ class VirtualConcatenation(NamedTuple):
         return torch.Size((batch, channels + self.second.shape[1], height, width))
 
 
-# More norms of convolutions than there are at one size of images.
-SOON = 16
+# More group norms than a network has at one size of images.
+MOST_NORMS_AT_A_SIZE = 16
 Image = Tensor | VirtualConcatenation
-# The input of a linear layer, as the operator before it makes it.
+# The input of a linear layer, as the operator before it writes it.
 Rows = Tensor | QuantizedTokens
-ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype | None]
-# Chooses the kind of eight bits in which a product is computed, of those given; None: in 16 bits.
-Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
 
 class NativeOperators:
-    """See core.operators. Images are made channels-last. The input of a layer that has its weight in eight bits is
-    written in eight bits by the operator that computes it, if that is faster. A weight that exists in eight bits only
-    is on torch's meta device in 16 bits; one that is stored so gets its input rounded by the hosts' rule.
+    """See core.operators. Our kernels compute the cases that the served networks have; torch's operators compute the
+    others.
 
-    Our kernels compute the cases that the served networks have; torch's operators compute the others.
+    Each operator before a layer with an 8-bit weight may write that layer's input in eight bits: see input_formats.py.
+    If a weight exists in eight bits only, LayerWeights.weight is a tensor on torch's meta device, which has the layer's
+    dtype and shape.
     """
 
     def __init__(
         self, launches: Launches | None = None, attention: Callable[..., Tensor] = torch_ops.attention,
         result_dtype: ResultDtype = lambda device, dtype: dtype, choose: Choose = lambda product, dtype, kinds: None,
     ) -> None:
-        """launches: how kernels are launched, None for their first choice. attention: as Operators.attention.
-        result_dtype: the dtype of products in float8 on a device, for a model's dtype; None: it has none. choose: see
-        Choose."""
+        """launches: the launch config of each kernel; None: each kernel's first one. attention: as Operators.attention.
+        result_dtype, choose: see input_formats.py."""
         self._launches = launches or Launches(TuningCache())
         self._attention = attention
         self._result_dtype = result_dtype
-        self._choose = choose
-        # Norms before convolutions since the last one that was written in eight bits: soon after it, others may be.
-        self._exact_norms = SOON
-        # Statistics of images that an addition has made, as long as these live.
-        self._strips: MutableMapping[Tensor, native_images.PartialStatistics] = WeakIdKeyDictionary()
+        self._formats = InputFormats(result_dtype, choose)
+        # How many group norms have written 16 bits since the last one that wrote eight bits.
+        self._exact_norms = MOST_NORMS_AT_A_SIZE
+        # The statistics that were measured while an image was written, as long as the image exists.
+        self._measured: MutableMapping[Tensor, native_images.PartialStatistics] = WeakIdKeyDictionary()
 
     # Torch computes these in one launch.
     sinusoids = staticmethod(torch_ops.sinusoids)
@@ -107,27 +99,28 @@ class NativeOperators:
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
         if isinstance(x, QuantizedTokens):
             return self._with_loras(x, layer, layer.bias).view(*x.shape, -1)
-        return self._alone(x, layer) if layer.weight.is_meta else torch_ops.linear(x, layer)
+        return self._quantized_linear(x, layer) if layer.weight.is_meta else torch_ops.linear(x, layer)
 
-    def _alone(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """As linear, of a layer that has its weight in eight bits alone."""
+    def _quantized_linear(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """As linear, for a layer whose weight exists in eight bits only."""
         quantized = layer.low_bit[0]
         dtype = layer.weight.dtype
         if not quantized.stored:
-            # The prompt's tokens are not rounded, since a text encoder gives outliers; only the weights are.
+            # Low-bit has quantized the weight. An input that no operator has quantized stays in 16 bits: a prompt's tokens
+            # are such an input, because text encoders have outliers.
             return torch_ops.linear(x, LayerWeights(decoded(quantized, dtype), layer.bias))
-        kind = self._kind_stored(layer)
+        kind = self._formats.of_stored(layer)
         if kind is None:
             return torch_ops.linear(x, layer)
-        # Kernels rotate groups of one size.
+        # Our kernels rotate groups of one size only.
         given = x if quantized.rotation == rounding.GROUP else rotated(x, quantized)
         rows = rounding.rounded(given, kind, rule=rule_for(layer))
         return self._with_loras(rows._replace(plain=x), layer, layer.bias).view(*x.shape[:-1], -1)
 
     def _with_loras(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
-        """x @ weight^T + bias, (rows, out), with the product of the layer's LoRAs, in the layer's dtype."""
+        """x @ weight^T + bias plus the products of the layer's LoRAs: (rows, out) in the layer's dtype."""
         dtype, low_rank = layer.weight.dtype, layer.low_rank
-        # Layers beside their weights in 16 bits have their LoRAs in those in eight bits.
+        # Without x.plain, the LoRAs are merged into the 8-bit weight already.
         if low_rank is None or x.plain is None:
             return self._product(x, layer, bias).to(dtype)
         rows = x.plain.flatten(0, -2)
@@ -137,7 +130,8 @@ class NativeOperators:
         return self._product(x, layer, bias, (self._down_product(rows.contiguous(), down), up))
 
     def _down_product(self, rows: Tensor, down: Tensor) -> Tensor:
-        """Rows times the downs of LoRAs (ranks, in) beside a layer that is stored in INT8."""
+        """The product of rows (rows, in) and the down matrices of LoRAs (ranks, in): (rows, ranks). For LoRAs of a
+        layer that is stored in INT8."""
         count = len(rows)
         shape_class = products.product_class(count, *down.shape)
         self._launches.down_products.add((count, *down.shape, down.dtype))
@@ -150,7 +144,7 @@ class NativeOperators:
         batch, _, height, width = first.shape
         if weight.is_meta:
             together = rows(first) if second is None else torch.cat([rows(first), rows(second)], dim=1)
-            pixels = self._alone(together, layer._replace(weight=weight))
+            pixels = self._quantized_linear(together, layer._replace(weight=weight))
             return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
         if second is None:
             pixels = functional.linear(rows(first), weight, layer.bias)
@@ -161,7 +155,7 @@ class NativeOperators:
             down = layer.low_rank.down.flatten(1)
             ups = layer.low_rank.ups
             if second is not None and layer.low_rank.scales:
-                # Rounded once, not once for each half.
+                # The product must be rounded once, not once for each half.
                 together = torch.cat([rows(first), rows(second)], dim=1)
                 torch_ops.add_low_rank(pixels, together, layer.low_rank)
             else:
@@ -174,19 +168,19 @@ class NativeOperators:
         if isinstance(image, QuantizedImage):
             shape_class = products.convolution_class(image.values, shape.out_channels)
             config = self._launches.of(configs.CONVOLUTIONS[image.values.dtype], shape_class, layer.weight.dtype)
-            # The bias is added with the shift or with the residual.
+            # The forward adds the bias later, with the shift or with the residual.
             assert layer.bias is None
             return products.convolution(image, weight_like(image, layer), layer.weight.dtype, config)
         image = channels_last(image)
         if layer.bias is None or shape.out_channels % ALIGNED:
             return self._convolution(image, layer, shape)
-        # torch adds a bias in another pass, and a slower one.
+        # torch would add the bias in a pass of its own, which is slower.
         output = channels_last(self._convolution(image, layer._replace(bias=None), shape))
         self._add(None, output, layer.bias, output)
         return output
 
     def _convolution(self, image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
-        """A convolution, summed in float16 if that is allowed and was measured to be faster."""
+        """The convolution. Its sums are in float16 if the settings allow it and it was measured to be faster."""
         weight = layer.weight
         is_half = image.dtype == weight.dtype == torch.float16
         is_plain = has_kernel(shape) and layer.bias is None and layer.low_rank is None
@@ -204,11 +198,10 @@ class NativeOperators:
         consumer: LayerWeights | None = None,
     ) -> Any:
         first, second = halves(image)
-        kind = self._image_kind(image.shape, norm.groups, consumer)
+        kind = self._formats.of_image(image.shape, norm.groups, consumer)
         if consumer is not None:
             self._exact_norms = 0 if kind is not None else self._exact_norms + 1
-        # Statistics that the addition before has measured.
-        measured = self._strips.get(first), None if second is None else self._strips.get(second)
+        measured = self._measured.get(first), None if second is None else self._measured.get(second)
         return native_images.group_norm(
             first, second, layer.weight, bias_or_zeros(layer), norm.groups, norm.eps, silu, shift,
             measured, self._config(configs.STATISTICS, first), self._config(configs.APPLICATION, first), kind,
@@ -221,13 +214,13 @@ class NativeOperators:
         dtype = consumer.weight.dtype
         if isinstance(norm, LayerNorm) and layer is not None and modulation is None:
             return self._layer_norm(residual, layer, norm, consumer)
-        # The kernel adds an update, and no vectors.
+        # The kernel adds the residual's update, but no biases.
         if residual.bias is not None or residual.deferred_bias is not None:
             residual = Residual(self.materialize(residual))
         elif not rounding.has_norm_kernel(residual, layer, norm, modulation, dtype):
             residual = updated(residual)
         if not isinstance(norm, LayerNorm) and rounding.has_norm_kernel(residual, layer, norm, modulation, dtype):
-            kind, is_plain_too = self._kinds(residual.tokens, consumer, NORMED)
+            kind, is_plain_too = self._formats.with_plain(residual.tokens, consumer, NORMED)
             residual = contiguous(residual)
             rule = Rule.OURS if kind is None else rule_for(consumer)
             return rounding.residual_norm(residual, layer, norm, modulation, dtype, kind, rule, is_plain_too)
@@ -237,8 +230,9 @@ class NativeOperators:
     def _layer_norm(
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights
     ) -> tuple[Residual, Rows]:
-        kind, is_plain_too = self._kinds(residual.tokens, consumer, NORMED)
-        # The kernel that gives eight bits adds an update, without a gate and a norm.
+        """residual_norm for a layer norm without modulation."""
+        kind, is_plain_too = self._formats.with_plain(residual.tokens, consumer, NORMED)
+        # The kernel that writes eight bits adds an update, but applies no gate or norm to it.
         if kind is None or residual.gate is not None or residual.norm is not None:
             residual = updated(residual)
         residual = contiguous(residual)
@@ -253,35 +247,36 @@ class NativeOperators:
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        # Beside float16, tokens may be float32: no GEMM adds to those.
+        # In a float16 network the tokens may be in float32, and no GEMM adds float16 products to those.
         is_wide = residual.tokens.dtype != layer.weight.dtype
         if gate is not None or norm is not None or is_wide:
-            return self._add_changed(residual, x, layer, gate, norm)
+            return self._add_at_next_norm(residual, x, layer, gate, norm)
         x = self._rounded(x, layer)
         if not isinstance(x, QuantizedTokens) and not layer.weight.is_meta:
-            return self._add_exact(updated(residual), x, layer)
+            return self._add_in_place(updated(residual), x, layer)
         if residual.bias is not None or residual.update is not None:
             residual = Residual(self.materialize(residual))
-        # No library adds such a product to what is there: the next norm does, which may scale float8's rows as well.
+        # No library adds an 8-bit product to its output. The next norm adds it, and also applies float8's row scales.
         if isinstance(x, QuantizedTokens):
             update, scales = self._update(x, layer)
         else:
-            update, scales = self._alone(x, layer._replace(bias=None)), None
+            update, scales = self._quantized_linear(x, layer._replace(bias=None)), None
         return Residual(residual.tokens, residual.deferred_bias, layer.bias, update, scales)
 
-    def _add_changed(
+    def _add_at_next_norm(
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None, norm: WeightedNorm | None
     ) -> Residual:
-        """As add_linear: the addition is left to the next norm, with a gate or a norm."""
+        """As add_linear, but the product becomes the residual's update, which the kernel of the next norm adds."""
         tokens = self.materialize(residual)
         x = self._rounded(x, layer)
-        # A bias is normed and multiplied by the gate too, so it belongs to the product.
+        # The gate and the norm apply to the bias too, so the bias must be in the product.
         if layer.bias is not None or not isinstance(x, QuantizedTokens):
             return Residual(tokens, update=self.linear(x, layer), gate=gate, norm=norm)
         return Residual(tokens, None, None, *self._update(x, layer), gate, norm)
 
-    def _add_exact(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
-        # A GEMM adds to its output for nothing; with a bias too it would need another pass.
+    def _add_in_place(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
+        """As add_linear, with a weight in the model's dtype and without gate and norm: the GEMM adds to the tokens."""
+        # The GEMM adds to its output at no cost, but not a bias as well: the biases are deferred.
         if residual.bias is not None:
             residual = Residual(self.materialize(residual))
         tokens = residual.tokens.contiguous()
@@ -320,10 +315,10 @@ class NativeOperators:
     def _gated(
         self, numbers: Tensor, gates: Tensor, activation: Activation, consumer: LayerWeights, source: str
     ) -> Rows:
-        """numbers * activation(gates), as the consumer wants it. source: a TokenLinear's."""
+        """numbers * activation(gates), in the format of the consumer's input. source: see core.leaves.TokenLinear."""
         if activation not in native_tokens.ACTIVATIONS:
             return self._rounded(numbers * torch_ops.activated(gates, activation), consumer)
-        kind, is_plain_too = self._kinds(numbers, consumer, source)
+        kind, is_plain_too = self._formats.with_plain(numbers, consumer, source)
         if kind is not None:
             return rounding.gated(numbers, gates, activation, kind, rule_for(consumer), is_plain_too)
         config = self._launches.of(configs.GEGLU, row_class(numbers.shape[-1]), numbers.dtype)
@@ -337,8 +332,8 @@ class NativeOperators:
         if isinstance(x, QuantizedTokens):
             count = len(x.values)
             config = self._launches.of(configs.GATED_PRODUCT, products.product_class(count, *layer.weight.shape), dtype)
-            both = x.values.dtype == FP8.dtype and self._kind_of(count, consumer, GATED) is FP8
-            if both and config != configs.LIBRARY and scale is not None and layer.bias is not None:
+            both_in_fp8 = x.values.dtype == FP8.dtype and self._formats.of_rows(count, consumer, GATED) is FP8
+            if both_in_fp8 and config != configs.LIBRARY and scale is not None and layer.bias is not None:
                 return products.gated_product(x, weight_like(x, layer), layer.bias, scale, config)
         elif not consumer.low_bit:
             width = x.shape[-1]
@@ -347,7 +342,7 @@ class NativeOperators:
             weight = layer.weight
             bias = layer.bias
             is_plain = config != configs.LIBRARY and layer.low_rank is None and not weight.is_meta
-            # The kernel reads the weight row after row; a host may hold a view that is not contiguous.
+            # The kernel needs contiguous weights, and a host's may be views that are not.
             if is_plain and bias is not None and weight.is_contiguous() and bias.is_contiguous():
                 tokens = x.contiguous().view(-1, width)
                 return products.exact_gated_product(tokens, weight, bias, config).view(*x.shape[:-1], -1)
@@ -357,8 +352,8 @@ class NativeOperators:
         product = self.linear(x, layer)
         if activation is not Activation.GELU:
             return self._rounded(torch_ops.activated(product, activation), consumer)
-        kind = self._kind(product, consumer, PLAIN_INPUT)
-        if kind is None and self._reads_both(consumer):
+        kind = self._formats.of_tokens(product, consumer, PLAIN_INPUT)
+        if kind is None and self._formats.reads_both(consumer):
             return rounding.gelu_and_rounded(product, rule_for(consumer))
         if kind is None:
             return native_tokens.gelu(product)
@@ -382,91 +377,28 @@ class NativeOperators:
         return native_images.resize(channels_last(image), height, width)
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
-        """Writes image + update + bias into output, and measures it for the group norm that follows."""
+        """Write image + update + bias to output, and measure its statistics for the group norm that follows."""
         config = self._config(configs.ADDITION, output)
-        bounded = self._exact_norms < SOON
+        # If a norm at this size has written eight bits, the next one may too, and needs the bounds.
+        bounded = self._exact_norms < MOST_NORMS_AT_A_SIZE
         measured = native_images.add_and_measure(image, update, bias, output, config, bounded)
         if output.shape[2] * output.shape[3] > native_images.SMALL_IMAGE_PIXELS:
-            self._strips[output] = measured
+            self._measured[output] = measured
 
     def _config(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
 
     # --- in eight bits --------------------------------------------------------------------------------------------
 
-    def _image_kind(self, shape: torch.Size, groups: int, consumer: LayerWeights | None) -> Kind | None:
-        """The kind of eight bits in which a group norm writes an image for its consumer, a convolution; None: the
-        model's dtype."""
-        batch, channels, height, width = shape
-        pixels = height * width
-        if consumer is None or not consumer.low_bit or pixels < FEWEST_PIXELS or groups > native_images.MOST_GROUPS:
-            return None
-        product = Product(batch * pixels, KERNEL**2 * channels, len(consumer.weight), GROUP_NORMED, (height, width))
-        return self._choose(product, consumer.weight.dtype, kinds_of(consumer))
-
     def _rounded(self, x: Rows, consumer: LayerWeights) -> Rows:
-        """Tokens in the kind of eight bits in which they are multiplied with the consumer's weight, or as they are."""
+        """Tokens in the format of the consumer's input."""
         if isinstance(x, QuantizedTokens):
             return x
-        kind = self._kind(x, consumer, PLAIN_INPUT)
+        kind = self._formats.of_tokens(x, consumer, PLAIN_INPUT)
         return x if kind is None else rounding.rounded(x, kind, rule=rule_for(consumer))
 
-    def _kinds(self, tokens: Tensor, consumer: LayerWeights, source: str) -> tuple[Kind | None, bool]:
-        """As _kind, and whether the consumer's LoRAs read the same rows in the model's dtype."""
-        kind = self._kind(tokens, consumer, source)
-        if kind is None and self._reads_both(consumer):
-            return INT8, True
-        return kind, False
-
-    def _kind(self, tokens: Tensor, consumer: LayerWeights, source: str) -> Kind | None:
-        return self._kind_of(tokens.numel() // tokens.shape[-1], consumer, source)
-
-    def _kind_of(self, rows: int, consumer: LayerWeights, source: str) -> Kind | None:
-        """The kind of eight bits in which so many rows are multiplied with the consumer's weight; None: the model's
-        dtype."""
-        if not consumer.low_bit:
-            return None
-        if consumer.weight.is_meta:
-            return self._kind_alone(consumer)
-        there = kinds_of(consumer)
-        out, width = consumer.weight.shape
-        return self._choose(Product(rows, width, out, source), consumer.weight.dtype, there)
-
-    def _kind_alone(self, consumer: LayerWeights) -> Kind | None:
-        """The kind of eight bits in which rows are made for a weight that is there in eight bits alone; None: the
-        model's dtype, which LoRAs read, and in which groups are rotated that no kernel rotates."""
-        weight = consumer.low_bit[0]
-        if not weight.stored:
-            return kind_of(weight.values)
-        if consumer.low_rank is not None or weight.rotation not in (0, rounding.GROUP):
-            return None
-        return self._kind_stored(consumer)
-
-    def _reads_both(self, consumer: LayerWeights) -> bool:
-        """Whether a layer reads rows of int8, and its LoRAs read the same rows as they are."""
-        if not consumer.weight.is_meta or consumer.low_rank is None:
-            return False
-        weight = consumer.low_bit[0]
-        return weight.stored and weight.rotation in (0, rounding.GROUP) and self._kind_stored(consumer) is INT8
-
-    def _kind_stored(self, layer: LayerWeights) -> Kind | None:
-        """The kind of a stored weight that our products or the library's multiply here; None: torch's operators do."""
-        weight = layer.low_bit[0]
-        check_rotation(weight)
-        out, width = weight.values.shape
-        dtype, device = layer.weight.dtype, weight.values.device
-        if dtype not in native_tokens.ATTENTION_DTYPES or width % ALIGNED or out % ALIGNED:
-            return None
-        if weight.values.dtype == FP8.dtype:
-            # No product of the library's adds LoRAs. On an H200, two more passes over the output take longer than to
-            # decode the weight, to merge them and to multiply in the layer's dtype, which rounds less.
-            has_units = self._result_dtype(device, dtype) is not None and layer.low_rank is None
-            return FP8 if has_units else None
-        is_int8 = weight.values.dtype == INT8.dtype
-        return INT8 if is_int8 and float8.why_not(INT8, device, dtype) is None else None
-
     def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        """A product as a Residual's update, and its update_scales."""
+        """The layer's product as a Residual's update and update_scales."""
         if x.values.dtype == INT8.dtype:
             return self._with_loras(x, layer, None).view(*x.shape, -1), None
         update, scales = float8.update(x, weight_like(x, layer))
@@ -475,8 +407,8 @@ class NativeOperators:
     def _product(
         self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None, added: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """x @ weight^T + bias, (rows, out), in the layer's dtype or a wider one. added: as products.int8_product has
-        it, for int8."""
+        """x @ weight^T + bias: (rows, out), in the layer's dtype or a wider one. added: see products.int8_product; for
+        int8 only."""
         dtype = layer.weight.dtype
         weight = weight_like(x, layer)
         if x.values.dtype != INT8.dtype and x.unit is None:
@@ -484,7 +416,7 @@ class NativeOperators:
             assert result is not None
             return float8.product(x, weight, bias, result)
         if x.values.dtype != INT8.dtype:
-            # Rows with scales of their own, which the library's product leaves out.
+            # The library's product does not apply the scales of rows.
             sums, scales = float8.update(x, weight)
             product = sums if scales is None else sums * scales
             return product if bias is None else product + bias
@@ -497,6 +429,7 @@ class NativeOperators:
 
 
 def halves(image: Image) -> tuple[Tensor, Tensor | None]:
+    """The two images of a VirtualConcatenation, or an image and None; in channels-last memory format."""
     if isinstance(image, VirtualConcatenation):
         return channels_last(image.first), channels_last(image.second)
     return channels_last(image), None
@@ -507,53 +440,6 @@ def rows(image: Tensor) -> Tensor:
     return image.permute(0, 2, 3, 1).flatten(0, 2)
 
 
-def rule_for(consumer: LayerWeights) -> Rule:
-    """The rule for rows in eight bits that are multiplied with a layer's weight."""
-    weight = consumer.low_bit[0]
-    return rule_of(weight, weight.values.device) if consumer.weight.is_meta else Rule.OURS
-
-
-def kinds_of(layer: LayerWeights) -> list[Kind]:
-    """The kinds of eight bits in which a layer has its weight."""
-    return [kind_of(weight.values) for weight in layer.low_bit]
-
-
 def weight_like(x: QuantizedTokens | QuantizedImage, layer: LayerWeights) -> QuantizedWeight:
-    """The layer's weight in the same kind of eight bits as x."""
+    """The layer's weight in the same 8-bit format as x."""
     return next(weight for weight in layer.low_bit if weight.values.dtype == x.values.dtype)
-
-
-def contiguous(residual: Residual) -> Residual:
-    """The same residual, its tokens and their update row after row in memory."""
-    update = None if residual.update is None else residual.update.contiguous()
-    return residual._replace(tokens=residual.tokens.contiguous(), update=update)
-
-
-def updated(residual: Residual) -> Residual:
-    """The same residual, with its update added to its tokens in place."""
-    update = residual.update
-    if update is None:
-        return residual
-    tokens = residual.tokens.contiguous()
-    factor = residual.update_scales
-    if residual.norm is not None:
-        alone = Residual(tokens, None, None, update.contiguous(), *residual[4:])
-        dtype = update.dtype if residual.gate is None else residual.gate.dtype
-        if rounding.has_norm_kernel(alone, None, None, None, dtype):
-            rounding.add_update(alone, dtype)
-        else:
-            tokens.copy_(torch_ops.materialize(alone))
-        return without_update(residual, tokens)
-    if residual.gate is not None:
-        if factor is not None:
-            update = update * factor
-        factor = residual.gate[:, None]
-    if factor is None:
-        tokens.add_(update)
-    else:
-        tokens.addcmul_(update, factor)
-    return without_update(residual, tokens)
-
-
-def without_update(residual: Residual, tokens: Tensor) -> Residual:
-    return residual._replace(tokens=tokens, update=None, update_scales=None, gate=None, norm=None)

@@ -34,8 +34,9 @@ from ...torch import operators as torch_ops
 from ..kernels import rounding
 from ..kernels.launch_config import Launches, random_on, tuned
 from ..kernels.operators import NativeOperators
-from ..tuning import trial_of, way_of
+from ..tuning import product_trial
 from .float8 import float8_support, why_not
+from .timed_forwards import product_forward
 
 log = logging.getLogger("onediff")
 Found = TypeVar("Found")
@@ -53,11 +54,11 @@ WIDEST_OUTPUTS = 5
 class LowBit:
     """Chooses the layers of a call that are computed in eight bits: those whose products were measured to be faster.
 
-    everywhere: choose eight bits for every layer, whatever it gains, so that tests with small models can measure the
-    effect on images.
+    quantizes_every_layer: choose eight bits for every layer, even if that is slower, so that measurements with small
+    models show the effect on images.
     """
 
-    everywhere = False
+    quantizes_every_layer = False
 
     def __init__(self, tuning_cache: TuningCache, launches: Launches) -> None:
         self.tuning_cache = tuning_cache
@@ -125,7 +126,7 @@ class LowBit:
             return {name: kind for name, kind in found.items() if kind is not None}
 
         inputs = every, layout, dtype, kinds, self._changes, current_card()
-        return self._once("wanted alone" if lossy.only else "wanted", inputs, find)
+        return self._once("wanted, low-bit only" if lossy.only else "wanted", inputs, find)
 
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
         """Why this call does not gain by 8-bit products, in one sentence; None if it does, or may."""
@@ -135,7 +136,7 @@ class LowBit:
         names = " or ".join(kind.name.upper() for kind in kinds)
         every = self._products_of(lossy, layout, call)
         # Low-bit only is for memory, not for speed.
-        if self.everywhere or (every and lossy.only):
+        if self.quantizes_every_layer or (every and lossy.only):
             return None
         if not every:
             return f"this UNet's matrix products are too small to be faster in {names}"
@@ -162,9 +163,9 @@ class LowBit:
         height, width = call.latent.shape[-2:]
         # With lossy.only, convolutions keep the host's weights.
         convolves = call.latent.is_cuda and not lossy.only
-        inputs = layout, batch, height, width, call.tokens, 0 if self.everywhere else None, convolves
+        inputs = layout, batch, height, width, call.tokens, 0 if self.quantizes_every_layer else None, convolves
         # One call may need both results, with lossy.only and without.
-        name = "products alone" if lossy.only else "products"
+        name = "products, low-bit only" if lossy.only else "products"
         return self._once(name, (inputs, self._changes), lambda: low_bit_products(*inputs))
 
     def _once(self, name: str, inputs: object, find: Callable[[], Found]) -> Found:
@@ -186,7 +187,7 @@ class LowBit:
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
         """best() without its cache."""
         preferred = [kind for kind in KINDS if kind in kinds]
-        if self.everywhere:
+        if self.quantizes_every_layer:
             return next(iter(preferred), None)
         times = {kind: ms for kind in preferred if (ms := self.measured(product, dtype, kind)) is not None}
         takes = {kind: rounded for kind, (plain, rounded) in times.items() if rounded < WORTH_ROUNDING * plain}
@@ -222,7 +223,7 @@ class LowBit:
         dtype = call.latent.dtype
         device = call.latent.device
         measured = False
-        every = set() if self.everywhere else set(self._products_of(lossy, layout, call).values())
+        every = set() if self.quantizes_every_layer else set(self._products_of(lossy, layout, call).values())
         for kind in self._kinds_for(lossy, call):
             for product in every:
                 untimed = product, dtype, kind, current_card()
@@ -244,10 +245,10 @@ class LowBit:
     ) -> None:
         """Measure a product in the model's dtype and in a format, and keep the times."""
         result: Any = self._float8_support(device, dtype).result
-        trial = trial_of(product, random_on(device, dtype), device, dtype, kind, result)
+        trial = product_trial(product, random_on(device, dtype), device, dtype, kind, result)
         if trial is not None:
             tuned(self._launches, trial, dtype, time_ms)
-        way = way_of(product, dtype, device, kind)
+        forward = product_forward(product, dtype, device, kind)
 
         def plainly(one: Product, *given: Any) -> Kind | None:
             # In a feed-forward, the first product is in eight bits in both measurements, so that they compare the
@@ -255,7 +256,7 @@ class LowBit:
             return kind if product.source == GATED and one.source == NORMED else None
 
         plain, rounded = (
-            time_ms(functools.partial(way, self.operators(torch_ops.attention, choose)))
+            time_ms(functools.partial(forward, self.operators(torch_ops.attention, choose)))
             for choose in (plainly, lambda *given: kind)
         )
         self.note(product, dtype, kind, plain, rounded)
@@ -266,14 +267,14 @@ class LowBit:
         self._forget_results()
 
     @contextlib.contextmanager
-    def used_everywhere(self) -> Iterator[None]:
-        """A context in which everywhere is True."""
-        self.everywhere = True
+    def every_layer_quantized(self) -> Iterator[None]:
+        """A context in which quantizes_every_layer is True."""
+        self.quantizes_every_layer = True
         self._forget_results()
         try:
             yield
         finally:
-            self.everywhere = False
+            self.quantizes_every_layer = False
             self._forget_results()
 
     def _forget_results(self) -> None:

@@ -1,0 +1,110 @@
+"""Decides the format in which an operator writes the input of the layer after it, its consumer.
+
+The format is the model's dtype, float8 or int8 (weights.low_bit.Kind). A consumer whose weight exists in eight bits
+besides the model's dtype gets the format in which its product is the fastest, so that no pass of its own quantizes the
+input. A consumer whose weight exists in eight bits only gets the format of that weight, if our products or the
+library's can multiply it here.
+"""
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ....core.layer_weights import LayerWeights
+from ....weights.low_bit import FEWEST_PIXELS, FP8, GROUP_NORMED, INT8, KERNEL, Kind, Product, kind_of
+from ...torch.quantized import check_rotation
+from ..low_bit import float8
+from . import images, rounding, tokens
+from .launching import ALIGNED
+from .rounding import Rule, rule_of
+
+# result_dtype(device, dtype): the dtype of the outputs of float8 products for a model of this dtype; None if the device
+# has no such products.
+ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype | None]
+# choose(product, dtype, kinds): the one of these formats in which a product is the fastest; None: the model's dtype.
+Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
+
+
+class InputFormats:
+    """The formats of the inputs of layers. Each method returns an 8-bit format, or None for the model's dtype."""
+
+    def __init__(self, result_dtype: ResultDtype, choose: Choose) -> None:
+        self._result_dtype = result_dtype
+        self._choose = choose
+
+    def of_image(self, shape: torch.Size, groups: int, consumer: LayerWeights | None) -> Kind | None:
+        """The format of an image of this shape (batch, channels, height, width) that a group norm writes for a
+        convolution. groups: of the norm."""
+        batch, channels, height, width = shape
+        pixels = height * width
+        if consumer is None or not consumer.low_bit or pixels < FEWEST_PIXELS or groups > images.MOST_GROUPS:
+            return None
+        product = Product(batch * pixels, KERNEL**2 * channels, len(consumer.weight), GROUP_NORMED, (height, width))
+        return self._choose(product, consumer.weight.dtype, kinds_of(consumer))
+
+    def of_tokens(self, tokens: Tensor, consumer: LayerWeights, source: str) -> Kind | None:
+        """The format of tokens (..., width) for a linear layer. source: see core.leaves.TokenLinear."""
+        return self.of_rows(tokens.numel() // tokens.shape[-1], consumer, source)
+
+    def of_rows(self, rows: int, consumer: LayerWeights, source: str) -> Kind | None:
+        """As of_tokens, for so many rows."""
+        if not consumer.low_bit:
+            return None
+        if consumer.weight.is_meta:
+            return self._of_quantized_only(consumer)
+        out, width = consumer.weight.shape
+        return self._choose(Product(rows, width, out, source), consumer.weight.dtype, kinds_of(consumer))
+
+    def with_plain(self, tokens: Tensor, consumer: LayerWeights, source: str) -> tuple[Kind | None, bool]:
+        """As of_tokens, and whether the tokens must also be written in the model's dtype, for the consumer's LoRAs."""
+        kind = self.of_tokens(tokens, consumer, source)
+        if kind is None and self.reads_both(consumer):
+            return INT8, True
+        return kind, False
+
+    def reads_both(self, consumer: LayerWeights) -> bool:
+        """Whether a layer reads its input in int8, and its LoRAs read the same input in the model's dtype."""
+        if not consumer.weight.is_meta or consumer.low_rank is None:
+            return False
+        weight = consumer.low_bit[0]
+        return weight.stored and weight.rotation in (0, rounding.GROUP) and self.of_stored(consumer) is INT8
+
+    def of_stored(self, layer: LayerWeights) -> Kind | None:
+        """The format in which our products or the library's multiply a weight that is stored in eight bits; None if
+        they cannot, and torch's operators decode it. Raises Refusal for an invalid rotation."""
+        weight = layer.low_bit[0]
+        check_rotation(weight)
+        out, width = weight.values.shape
+        dtype, device = layer.weight.dtype, weight.values.device
+        if dtype not in tokens.ATTENTION_DTYPES or width % ALIGNED or out % ALIGNED:
+            return None
+        if weight.values.dtype == FP8.dtype:
+            # The library's float8 product cannot add LoRAs. On an H200, two more passes over the output take longer
+            # than decoding the weight, merging the LoRAs and multiplying in the layer's dtype, which also rounds less.
+            has_units = self._result_dtype(device, dtype) is not None and layer.low_rank is None
+            return FP8 if has_units else None
+        is_int8 = weight.values.dtype == INT8.dtype
+        return INT8 if is_int8 and float8.why_not(INT8, device, dtype) is None else None
+
+    def _of_quantized_only(self, consumer: LayerWeights) -> Kind | None:
+        """of_rows for a weight that exists in eight bits only. None: LoRAs read the input in the model's dtype, or its
+        rotation has groups of a size that our kernels do not rotate."""
+        weight = consumer.low_bit[0]
+        if not weight.stored:
+            return kind_of(weight.values)
+        if consumer.low_rank is not None or weight.rotation not in (0, rounding.GROUP):
+            return None
+        return self.of_stored(consumer)
+
+
+def rule_for(consumer: LayerWeights) -> Rule:
+    """The rule by which the int8 input of a layer is rounded."""
+    weight = consumer.low_bit[0]
+    return rule_of(weight, weight.values.device) if consumer.weight.is_meta else Rule.OURS
+
+
+def kinds_of(layer: LayerWeights) -> list[Kind]:
+    """The 8-bit formats in which a layer's weight exists."""
+    return [kind_of(weight.values) for weight in layer.low_bit]

@@ -1,0 +1,45 @@
+"""Prepares residuals (core.operators.Residual) for kernels that do not take every form of them."""
+from __future__ import annotations
+
+from torch import Tensor
+
+from ....core.operators import Residual
+from ...torch import operators as torch_ops
+from . import rounding
+
+
+def contiguous(residual: Residual) -> Residual:
+    """The same residual with contiguous tokens and a contiguous update."""
+    update = None if residual.update is None else residual.update.contiguous()
+    return residual._replace(tokens=residual.tokens.contiguous(), update=update)
+
+
+def updated(residual: Residual) -> Residual:
+    """The residual after its update, with scales, norm and gate, was added to its tokens. Adds in place."""
+    update = residual.update
+    if update is None:
+        return residual
+    tokens = residual.tokens.contiguous()
+    factor = residual.update_scales
+    if residual.norm is not None:
+        alone = Residual(tokens, None, None, update.contiguous(), *residual[4:])
+        dtype = update.dtype if residual.gate is None else residual.gate.dtype
+        if rounding.has_norm_kernel(alone, None, None, None, dtype):
+            rounding.add_update(alone, dtype)
+        else:
+            tokens.copy_(torch_ops.materialize(alone))
+        return without_update(residual, tokens)
+    if residual.gate is not None:
+        if factor is not None:
+            update = update * factor
+        factor = residual.gate[:, None]
+    if factor is None:
+        tokens.add_(update)
+    else:
+        tokens.addcmul_(update, factor)
+    return without_update(residual, tokens)
+
+
+def without_update(residual: Residual, tokens: Tensor) -> Residual:
+    """A residual with these tokens and the same biases, without an update."""
+    return residual._replace(tokens=tokens, update=None, update_scales=None, gate=None, norm=None)
