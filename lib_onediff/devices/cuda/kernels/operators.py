@@ -106,8 +106,8 @@ class NativeOperators:
         quantized = layer.low_bit[0]
         dtype = layer.weight.dtype
         if not quantized.stored:
-            # Low-bit has quantized the weight. An input that no operator has quantized stays in 16 bits: a prompt's tokens
-            # are such an input, because text encoders have outliers.
+            # Low-bit has quantized the weight. An input that no operator has quantized stays in 16 bits, such as a
+            # prompt's tokens, because text encoders have outliers.
             return torch_ops.linear(x, LayerWeights(decoded(quantized, dtype), layer.bias))
         kind = self._formats.of_stored(layer)
         if kind is None:
