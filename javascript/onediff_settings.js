@@ -117,8 +117,10 @@ window.onediffSettings = (() => {
         }
         head.append(aButton("Reset all to defaults", "Reset all to defaults", defaults));
         section.querySelector(".onediff-group").before(head);
-        const bar = element("div", "onediff-settings-apply", ""), words = element("span", "", "");
+        const bar = element("div", "onediff-settings-apply", ""), words = element("div", "", "");
         words.setAttribute("role", "status");
+        // Each on a line of its own where there is no room for both.
+        words.append(element("span", "", ""), " ", element("span", "", ""));
         const apply = element("button", "onediff-small", "Apply");
         apply.type = "button";
         apply.addEventListener("click", () => document.getElementById("settings_submit").click());
@@ -177,10 +179,14 @@ window.onediffSettings = (() => {
         const pending = Object.keys(told.options).filter((key) => isPending(key, now)).length;
         const bar = section.querySelector(".onediff-settings-apply");
         const wrong = Object.keys(checked.problems).length;
-        const words = `${pending} changed ${pending === 1 ? "option is" : "options are"} not applied` +
-            (wrong ? `; ${wrong} ${wrong === 1 ? "has a wrong value" : "have wrong values"}.` : ".");
+        const words = [
+            `${pending} changed ${pending === 1 ? "option is" : "options are"} not applied${wrong ? ";" : "."}`,
+            wrong ? `${wrong} ${wrong === 1 ? "has a wrong value" : "have wrong values"}.` : "",
+        ];
         bar.hidden = !pending;
-        if (bar.firstChild.textContent !== words) bar.firstChild.textContent = words;
+        bar.querySelectorAll("span").forEach((place, at) => {
+            if (place.textContent !== words[at]) place.textContent = words[at];
+        });
     }
 
     function look() {

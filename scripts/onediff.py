@@ -28,7 +28,8 @@ show_on_console()
 guard = runtime.guard
 guard.forget()
 webui = this_webui()
-jobs = JobQueue(HostImages(runtime.generations).jobs)
+images_of_host = guard.hook("reading the WebUI's images", otherwise=())(HostImages(runtime.generations).jobs)
+jobs = JobQueue(images_of_host)
 warmup = WarmUp(webui, runtime, jobs)
 
 

@@ -167,7 +167,7 @@ class JobQueue:
             running.append(self._running)
         has_turn = next((job for job in running if job.kind == IMAGE), None) or self._in_turn
         for job in jobs:
-            if job.waits and has_turn is not None:
+            if job.waits and job.pending and has_turn is not None:
                 job.what = f"waits for {has_turn.name}"
             elif job.state == QUEUED:
                 ours_first = None if job.kind == IMAGE else self._running

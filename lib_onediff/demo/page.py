@@ -41,6 +41,7 @@ SECONDS_BETWEEN_LOOKS = 0.2
 # They wait for each other beside gradio's queue, so that each can say what it waits for.
 MOST_IMAGES_AT_ONCE = 10
 TXT2IMG = "txt2img"
+NEVER_BEGUN = "Interrupted before the first image."
 UNCHANGED = gr.update()
 # The first one is there when the page opens. Emoji, which the demo's own model draws.
 EXAMPLES = (
@@ -131,7 +132,7 @@ def build_generation_tab(runner: Any) -> None:
     fields = [(inputs[name], parameter) for name, parameter in PASTED.items()]
     connect_paste(paste, [*fields, *runner.infotext_fields], inputs["prompt"])
     interrupt.click(
-        shared.state.interrupt, inputs=[], outputs=[], show_progress="hidden", queue=False, api_visibility="private"
+        stop_image, inputs=[], outputs=[], show_progress="hidden", queue=False, api_visibility="private"
     )
 
 
@@ -184,10 +185,10 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
     """A handler of the Generate button. names: of the first components' values; the others go to the scripts. Yields
     (progress line, gallery, infotext, the text box that tells scripts of new images)."""
 
-    def generate(*values: Any) -> Iterator[tuple[Any, ...]]:
+    def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         started = time.perf_counter()
         worker = ThreadPoolExecutor(1)
-        task = secrets.token_hex(8)
+        task = page_of(request) + secrets.token_hex(8)
         fields = dict(zip(names, values, strict=False))
         arguments = [0, *values[len(names) :]]
         p = StableDiffusionProcessingTxt2Img(**fields)
@@ -195,6 +196,9 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
         # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
         worker.shutdown(wait=False)
         while not wait([work], SECONDS_BETWEEN_LOOKS).done:
+            if task in progress.withdrawn_tasks:
+                yield "", UNCHANGED, f"<p>{NEVER_BEGUN}</p>", UNCHANGED
+                return
             yield progress_bar(task), UNCHANGED, UNCHANGED, UNCHANGED
         try:
             processed = work.result()
@@ -211,20 +215,38 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
     return generate
 
 
+def page_of(request: gr.Request) -> str:
+    """How the names of a page's tasks begin."""
+    return f"{request.session_hash}/"
+
+
+def stop_image(request: gr.Request) -> None:
+    """Stop the image in progress. While this page's own waits for others, it is taken back, and they go on."""
+    own = page_of(request)
+    waiting = [task for task in list(progress.pending_tasks) if task.startswith(own)]
+    if not waiting or progress.current_task.startswith(own):
+        shared.state.interrupt()
+    else:
+        for task in waiting:
+            progress.withdraw(task)
+
+
 def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> Processed:
     """Wait for the queue and make the images of p. task: a name of one's own for this. Raises Refusal with a sentence
     for the user, whatever goes wrong."""
     progress.add_task_to_queue(task)
     try:
         with queue_lock, contextlib.closing(p):
+            if not progress.start_task(task):
+                raise Refusal(NEVER_BEGUN)
             shared.state.begin(TXT2IMG)
-            progress.start_task(task)
             try:
                 p.scripts = runner
                 p.script_args = tuple(script_args)
                 return process_images(p)
             finally:
                 shared.state.end()
+                progress.finish_task()
     except Refusal:
         raise
     except Exception as error:
@@ -260,7 +282,7 @@ def infotext_html(processed: Processed, seconds: float) -> str:
     lines = "<br>".join(html.escape(line) for line in processed.infotexts[0].split("\n"))
     comments = "".join(f"<p class='comment'>{html.escape(line)}</p>" for line in processed.comments.split("\n") if line)
     if not processed.images:
-        lines = "Interrupted before the first image."
+        lines = NEVER_BEGUN
     return f"<p>{lines}</p>{comments}<p class='performance'>Time taken: {seconds:.1f} s</p>"
 
 

@@ -39,11 +39,11 @@ class HostImages:
         if job is None:
             job = Job(IMAGE, "", SOURCE, state=RUNNING, cancel=state.interrupt)
             self._running[generation] = job
-        steps = getattr(state, "sampling_steps", 0)
-        batches = max(1, getattr(state, "job_count", 1))
+        step, steps = step_of_host()
+        batches = max(1, number_of(state, "job_count"))
         job.title = ", ".join(filter(None, (generation.resolution, f"{steps} steps" if steps else "")))
         job.total = steps * batches
-        job.done = min(job.total, steps * getattr(state, "job_no", 0) + getattr(state, "sampling_step", 0))
+        job.done = min(job.total, steps * number_of(state, "job_no") + step)
         job.share = min(MOST_OF_A_JOB, job.done / max(1, job.total))
         job.seconds = time.perf_counter() - generation.log.began
         job.what = "" if job.done else "begins"
@@ -54,6 +54,19 @@ class HostImages:
         tasks = list(getattr(module_of_host("progress"), "pending_tasks", ()))[:MOST_WAITING]
         self._waiting = {task: self._waiting.get(task) or Job(IMAGE, "", SOURCE, state=QUEUED) for task in tasks}
         return self._waiting.values()
+
+
+def step_of_host() -> tuple[int, int]:
+    """The step of the batch that the WebUI makes now, and how many it has; (0, 0) where the WebUI does not say."""
+    state = getattr(module_of_host("shared"), "state", None)
+    steps = number_of(state, "sampling_steps")
+    return min(steps, number_of(state, "sampling_step")), steps
+
+
+def number_of(state: Any, name: str) -> int:
+    """A number of the WebUI's state; 0 where it has none of that name."""
+    value = getattr(state, name, 0)
+    return value if isinstance(value, int) else 0
 
 
 def module_of_host(name: str) -> Any:

@@ -101,6 +101,22 @@ def test_in_its_turn_a_job_makes_the_webuis_images_and_before_it_waits_for_them(
     assert turns.over() == [("A", "done", "")]
 
 
+def test_one_that_is_cancelled_while_it_waits_waits_for_nothing(turns: Turns) -> None:
+    lock = threading.Lock()
+    turns.images = [Job(IMAGE, "512x512", state="running")]
+
+    def exclusively(work: Callable[[], Any]) -> Any:
+        with lock:
+            return work()
+
+    job = Job(COMPARISON, "A")
+    job.work = lambda: turns.queue.in_turn(job, exclusively, str)
+    with lock:
+        turns.queue.add([job])
+        until(lambda: turns.told()[-1] == ("A", "running", "waits for the image 512x512"), turns.told, SECONDS, 0.01)
+        assert turns.queue.cancel(job.id) and turns.told()[0] == ("A", "cancelled", "")
+
+
 def test_how_a_job_ends_is_said_and_the_next_goes_on(turns: Turns) -> None:
     def fails(error: Exception) -> Callable[[], str]:
         def work() -> str:

@@ -8,14 +8,15 @@ LEVELS = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", 
 CONTRAST = {"type": "rule", "values": ["color-contrast"]}
 # axe measures no placeholder, no text on a gradient or an image, and none below something: a field is given its
 # placeholder's colour, a gradient one of its ends, and what lies over text is there with one of these ends only.
+# Nor does it tell the background of a text of several lines that lies over different elements, even where its own box
+# hides them all: what stands in a fixed box has lines of their own.
 PREPARE = """
 const [root, end] = arguments;
 for (const at of [root, ...root.querySelectorAll('*')]) {
   const ends = at.dataset.ends || (getComputedStyle(at).backgroundImage.match(/rgba?\\([^)]*\\)/g) || []).join(';');
   if (ends) { at.dataset.ends = ends; at.style.background = ends.split(';').at(end); }
   if (at.placeholder && !at.value) at.style.color = getComputedStyle(at, '::placeholder').color;
-  if (at.matches('.onediff-handle, .onediff-frame img')) at.style.visibility = 'hidden';
-  if (at.matches('.onediff-title, .onediff-right')) at.style.visibility = end ? 'hidden' : '';
+  if (at.matches('.onediff-title, .onediff-settings-apply')) at.style.visibility = end ? 'hidden' : '';
 }
 """
 RESTORE = """

@@ -17,6 +17,7 @@ from ...core.jobs import COMPARISON, PREWARM, RUNNING, Exclusively, Job, JobQueu
 from ...core.quality import ImageComparison, compare
 from ...core.settings import Settings, options_of_a_run
 from ...core.sizes import Size
+from ...hosts.images import step_of_host
 from ..amounts import number_in, whole_number
 from ..infotext import read_changes
 from ..presets import PRESETS, with_preset
@@ -162,9 +163,8 @@ class TextToImage:
     @staticmethod
     def share_of_image() -> float:
         """How far the image is that is being made, from 0 to 1."""
-        from modules import shared
-
-        return min(1.0, shared.state.sampling_step / max(1, shared.state.sampling_steps))
+        step, steps = step_of_host()
+        return step / max(1, steps)
 
     def interrupt(self) -> None:
         """Stop the image that is being made, if it is one of ours."""
