@@ -19,6 +19,7 @@ from webui_page import (
     make_picture,
     open_advanced,
     open_page,
+    paste,
     show_settings,
     show_tab,
 )
@@ -272,13 +273,6 @@ def test_a_run_without_onediff_threatens_with_nothing(page) -> None:
 
 
 # --- pasting ----------------------------------------------------------------------------------------------------------
-
-
-def paste(page: Any, tab: str, infotext: str) -> None:
-    """Put a text into the prompt and have the WebUI read it."""
-    buttons = f"#{tab}_paste, #tab_{tab} #paste, #{tab}_tools #paste"
-    page.type(f"#{tab}_prompt textarea", infotext)
-    page.find(buttons).click()
 
 
 PASTED = [

@@ -89,6 +89,13 @@ def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> 
     return page.wait_for_text(f"html_info_{tab}", f"Seed: {seed},")
 
 
+def paste(page: Any, tab: str, infotext: str) -> None:
+    """Put a text into the prompt and have the WebUI read it."""
+    buttons = f"#{tab}_paste, #tab_{tab} #paste, #{tab}_tools #paste"
+    page.type(f"#{tab}_prompt textarea", infotext)
+    page.find(buttons).click()
+
+
 def show_inner_page(page: Any, name: str) -> None:
     """Show one of the pages in the OneDiff tab: Cache or Compare."""
     page.choose_tab(TAB_TITLE)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from busy import patience
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
 from selenium.webdriver.support.expected_conditions import alert_is_present
 from webui_client import WebUI
 from webui_page import show_inner_page
@@ -17,7 +17,6 @@ ROWS = f"return [...document.querySelectorAll('{TABLE} .onediff-table > table > 
 SECONDS_TO_WARM = 240
 SECONDS_TO_TELL = 30
 SECONDS_FOR_A_LIST = 5
-TRIES = 20
 
 
 class Panel:
@@ -53,12 +52,15 @@ class Panel:
         )
 
     def click_at(self, selector: str) -> None:
-        """Click something that may be drawn anew at any moment."""
-        for _ in range(TRIES):
-            with contextlib.suppress(StaleElementReferenceException):
+        """Click something that may be drawn anew at any moment, or is there a moment later."""
+
+        def clicked() -> bool:
+            with contextlib.suppress(NoSuchElementException, StaleElementReferenceException):
                 self.page.find(selector).click()
-                return
-        raise AssertionError(f"{selector} is drawn anew all the time")
+                return True
+            return False
+
+        self.page.wait(clicked, f"a {selector} that can be clicked", 20)
 
     def texts(self, selector: str) -> list[str]:
         """What elements say, on one line each."""

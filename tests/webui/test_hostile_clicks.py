@@ -1,0 +1,182 @@
+"""What a user does who clicks on everything, twice, in two tabs, and pastes what is broken."""
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from webui_client import WebUI
+from webui_compare_tab import Compare
+from webui_page import (
+    accordion_values,
+    choose_preset,
+    make_picture,
+    open_advanced,
+    paste,
+    show_inner_page,
+    show_settings,
+    show_tab,
+)
+from webui_panel import Panel
+
+from lib_onediff.ui.amounts import milliseconds
+from lib_onediff.ui.presets import AS_IN_SETTINGS, PRESETS
+
+SEEN = "const seen = [...document.querySelectorAll(arguments[0])].filter(at => at.checkVisibility() && !at.disabled);"
+BUTTONS = f"{SEEN} return seen.length"
+TWICE = f"{SEEN} window.confirm = () => true;" """
+for (const at of seen) { at.click(); at.click(); }
+return seen.length;
+"""
+ENDED_REQUESTS = ("AbortError", "Connection errored out", "Failed to fetch")
+LEAVES_NO_TRACE = "Steps: 3, Sampler: Euler, Seed: 11, Size: 64x64"
+MUTATED = (
+    "", "OneDiff: ", "OneDiff: on; on; off; on", "OneDiff: on; speed", "OneDiff: on; speed speed Fast",
+    "OneDiff: on; deepcache_interval 1e309", "OneDiff: on; deepcache_interval -0; backend \u202enative",
+    "OneDiff: on; deepcache_interval 3; deepcache_interval 2", 'OneDiff: "on; backend eager',
+    "OneDiff: " + "on; " * 400,
+    "OneDiff: on; <img src=x onerror=document.title='taken'> 3",
+    "OneDiff problem: none, OneDiff: on; vae_precision fp32",
+)
+
+
+def twice(page: Any, selector: str, least: int = 1) -> None:
+    """Click everything that is seen twice, without a moment between."""
+    assert page.run(TWICE, selector) >= least, selector
+
+
+def jobs_of(webui: WebUI) -> list[dict[str, Any]]:
+    """The list of jobs, whose numbers agree with one another."""
+    jobs = webui.get("/onediff/v1/jobs")["jobs"]
+    assert all(0 <= job["share"] <= 1 and (job["share"] == 1) == (job["state"] == "done") for job in jobs), jobs
+    assert all(job["done"] == job["total"] for job in jobs if job["state"] == "done" and job["kind"] == "comparison")
+    assert all(job["done"] <= job["total"] for job in jobs), jobs
+    assert sum(job["state"] == "running" and job["kind"] != "image" for job in jobs) <= 1, jobs
+    assert not [job for job in jobs if job["state"] in ("done", "cancelled", "failed") and job["what"]], jobs
+    return jobs
+
+
+def pending(webui: WebUI) -> list[dict[str, Any]]:
+    return [job for job in jobs_of(webui) if job["state"] in ("queued", "running")]
+
+
+def comparisons(webui: WebUI) -> list[dict[str, Any]]:
+    return [job for job in jobs_of(webui) if job["kind"] == "comparison"]
+
+
+def errors_of(page: Any) -> list[str]:
+    """The errors in the browser's console since the last call."""
+    return [entry["message"] for entry in page.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def reload(page: Any) -> None:
+    """Open the page anew. The browser ends the requests of the page that it leaves, and gradio logs these."""
+    assert not errors_of(page)
+    page.refresh()
+    assert not [error for error in errors_of(page) if not any(ended in error for ended in ENDED_REQUESTS)]
+
+
+def click_everything(page: Any, webui: WebUI) -> None:
+    """Every button of the demo and of our pages: what is made, compared and purged meanwhile may go."""
+    open_advanced(page, "txt2img")
+    twice(page, "#txt2img_toprow button", 6)
+    twice(page, ".onediff-accordion button", 2)
+    for name in ("Compare", "Cache"):
+        show_inner_page(page, name)
+        root = f"#onediff_{name.lower()}"
+        page.wait(lambda at=root: page.run(BUTTONS, f"{at} button"), f"the page {name}", 20)
+        twice(page, f"{root} button:not([data-onediff-size]), {root} [data-onediff-size='64x64']")
+    show_settings(page)
+    heads = "#settings_onediff .onediff-settings-head button"
+    page.wait(lambda: page.run(BUTTONS, heads), "the speeds", 20)
+    # The last resets all, so nothing is there to apply.
+    twice(page, heads, 5)
+    twice(page, "#settings_submit")
+    page.wait(lambda: not pending(webui), "the end of all that was begun", 120)
+
+
+def compare_in_two_tabs(page: Any, webui: WebUI) -> None:
+    """While an image is made, by double clicks, with a page opened anew in the middle: one result, whole and shown on
+    both."""
+    compare = Compare(page)
+    compare.show()
+    wanted = {"seed": 41, "images": 2, "width": 128, "height": 128, "steps": 10}
+    before = {job["id"] for job in comparisons(webui)}
+    compare.ask(**wanted)
+    page.run("document.getElementById('txt2img_generate').click()")
+    twice(page, "#onediff_compare_start")
+    page.wait(lambda: {job["id"] for job in comparisons(webui)} - before, "the comparison", 20)
+    (first,) = {job["id"] for job in comparisons(webui)} - before
+    reload(page)
+    own = page.driver.current_window_handle
+    page.driver.switch_to.new_window("tab")
+    page.open(webui.url)
+    compare.show()
+    compare.ask(**{**wanted, "seed": 61, "images": 1})
+    twice(page, "#onediff_compare_start")
+    page.wait(lambda: len({job["id"] for job in comparisons(webui)} - before) == 2, "the second tab's", 20)
+    page.wait(lambda: not pending(webui), "the end of both", 120)
+    made = {job["id"]: job for job in comparisons(webui) if job["id"] not in before}
+    assert [job["state"] for job in made.values()] == ["done", "done"], made
+    (second,) = made.keys() - {first}
+    for tab in (page.driver.current_window_handle, own):
+        page.driver.switch_to.window(tab)
+        compare.show()
+        for job, seeds in ((first, ["41", "42"]), (second, ["61"])):
+            compare.click_at(f"#onediff_compare_jobs [data-onediff-show='{job}']")
+            page.wait(lambda now=seeds: [row[0] for row in compare.rows()] == now, f"seeds {seeds}", 20)
+            page.wait(lambda now=seeds: len(compare.images()) == 3 * len(now), "their images", 20)
+        if tab != own:
+            assert not errors_of(page)
+            page.driver.close()
+
+
+def paste_what_is_broken(page: Any, webui: WebUI) -> None:
+    """The page stays usable: what is not understood changes nothing, and nothing is run as markup."""
+    for text in MUTATED:
+        paste(page, "txt2img", f"a fox\n{LEAVES_NO_TRACE}, {text}")
+        paste(page, "txt2img", f"a fox\n{LEAVES_NO_TRACE[:len(text) % 40]}{text}")
+        assert accordion_values(page, "txt2img")[1] in (AS_IN_SETTINGS, *PRESETS)
+    assert page.driver.title != "taken"
+
+
+def numbers_agree(page: Any, webui: WebUI) -> None:
+    """After all that, an image is made, and each page says of it what the status says."""
+    assert "Size: 64x64" in make_picture(page)
+    page.open_accordion("onediff_txt2img_accordion")
+    page.wait_for_text("onediff_txt2img_status", "64x64", 30)
+    known = webui.status()
+    step = milliseconds(known["step_ms"])
+    page.wait_for_text("onediff_txt2img_summary", f"{step}/step", 20)
+    page.wait_for_text("onediff_txt2img_status", step, 20)
+    panel = Panel(page)
+    panel.show()
+    (row,) = [row for row in webui.get("/onediff/v1/shapes")["rows"] if row["resolution"] == "64x64"]
+    page.wait(lambda: milliseconds(row["step_ms"]) in panel.rows().get("64x64", ""), f"{row} in the table", 20)
+
+
+def test_hostile_clicking(opened: Any, webui: WebUI) -> None:
+    page = opened
+    show_tab(page, "txt2img")
+    errors_of(page)
+    click_everything(page, webui)
+    reload(page)
+    show_tab(page, "txt2img")
+    compare_in_two_tabs(page, webui)
+    show_tab(page, "txt2img")
+    open_advanced(page, "txt2img")
+    choose_preset(page, "txt2img", "Fast")
+    paste_what_is_broken(page, webui)
+    show_tab(page, "txt2img")
+    numbers_agree(page, webui)
+    assert not errors_of(page)
+
+
+@pytest.fixture(autouse=True)
+def as_a_new_page(browser: Any) -> Any:
+    """One tab is left, whatever has failed."""
+    yield
+    first, *others = browser.driver.window_handles
+    for other in others:
+        browser.driver.switch_to.window(other)
+        browser.driver.close()
+    browser.driver.switch_to.window(first)
