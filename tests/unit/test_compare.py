@@ -1,8 +1,10 @@
 """Comparing two settings: what is asked for, making it, showing it."""
 from __future__ import annotations
 
+import html
 import json
 import logging
+import re
 import sys
 import threading
 from collections.abc import Callable
@@ -37,8 +39,9 @@ from lib_onediff.ui.compare.job import (
     request_of,
     side_of,
 )
-from lib_onediff.ui.compare.report import difference_of, speed_of_right
+from lib_onediff.ui.compare.report import speed_of_right
 from lib_onediff.ui.compare.tab import ComparePanel
+from lib_onediff.ui.compare.viewer import difference_of
 from lib_onediff.ui.presets import PRESETS
 from lib_onediff.ui.run_settings import settings_of_run
 
@@ -186,7 +189,7 @@ def test_the_difference_shows_where() -> None:
     changed.putpixel((6, 4), (131, 131, 131))
     difference, caption = difference_of(grey, changed)
     assert difference.getpixel((6, 4)) == (192, 192, 192) and difference.getpixel((5, 4)) == (0, 0, 0)
-    assert caption == "difference times 64" and difference_of(grey, grey)[1] == "no pixel differs"
+    assert caption == "Difference times 64" and difference_of(grey, grey)[1] == "No pixel differs"
 
 
 # --- the page -----------------------------------------------------------------------------------------------------
@@ -196,6 +199,12 @@ def a_panel(painter: Painter, **values: Any) -> ComparePanel:
     queue = JobQueue()
     comparisons = Comparisons(painter, values.pop("exclusively", exclusively), queue)  # type: ignore[arg-type]
     return ComparePanel(comparisons, queue, Settings, lambda *given: settings_of_run(given, Settings()))
+
+
+def shown_seeds(numbers: str) -> list[dict[str, Any]]:
+    """What the page's viewer gets to show, by seed."""
+    (told,) = re.findall('data-onediff-compared="([^"]*)"', numbers)
+    return json.loads(html.unescape(told))["seeds"]
 
 
 def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,9 +258,15 @@ def test_the_first_image_is_seen_before_the_second_is_made() -> None:
     until(lambda: panel.look("{}", "")[3] != gradio.update(), "an image", SECONDS, 0.01)
     markup, numbers, images, _ = panel.look("{}", "")
     assert "“a fox”" in numbers and "Verdict" not in numbers
-    assert [caption for _, caption in images] == [f"Seed 7, left: {OFF}"] and "step 30 of 80" in markup
+    (early,) = shown_seeds(numbers)
+    assert list(early["images"]) == ["left"] and early["verdict"] == "" and "step 30 of 80" in markup
+    assert [caption for _, caption in images] == [early["images"]["left"]]
     go.set()
     over(panel.queue)
+    _, numbers, images, _ = panel.look("{}", "")
+    (measured,) = shown_seeds(numbers)
+    assert [caption for _, caption in images] == list(measured["images"].values()) and measured["verdict"]
+    assert early["images"]["left"] not in measured["images"].values(), "another image has another name"
 
 
 @pytest.mark.parametrize(("choice", "changes", "says"), [

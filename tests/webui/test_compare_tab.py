@@ -8,6 +8,8 @@ import numpy
 import pytest
 import requests
 from PIL import Image
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
 from webui_compare_tab import CURRENT, OFF, Compare
 from webui_page import open_advanced
@@ -54,6 +56,43 @@ def test_presets_with_changed_options_several_seeds(compare: Compare) -> None:
     assert "Left: Exact + backend eager" in told and "on; backend eager" in told
     assert "Right: Fast + skip_negative_after 50" in told and "on; speed Fast; skip_negative_after 50" in told
     assert [row[0] for row in compare.rows()] == ["21", "22", "23"] and len(compare.images()) == 9
+
+
+def test_the_viewer_shows_both_images_in_one_place(compare: Compare) -> None:
+    """The slider by mouse and keyboard, the flip by button and by a click in the picture, the strip of seeds, and all
+    of it again on a page that is opened anew."""
+    page = compare.page
+    compare.choose("compare_right", "Fast")
+    compare.made(seed=31, images=2, steps=6, width=128, height=64)
+    assert compare.view() == "slider" and compare.names() == [f"Left: {OFF}", "Right: Fast"]
+    assert compare.split() == (50, 50, "50 % left, 50 % right")
+    frame = page.find("[data-onediff-viewer] .onediff-frame")
+    width = frame.size["width"]
+    assert width >= 512 and abs(width / frame.size["height"] - 2) < 0.02
+    pointer = ActionChains(page.driver)
+    pointer.move_to_element(frame).click_and_hold().move_by_offset(round(width / 4), 0).release().perform()
+    assert abs(compare.split()[0] - 75) <= 1 and compare.split()[0] == compare.split()[1]
+    there = compare.split()[0]
+    pointer.send_keys(Keys.ARROW_LEFT).perform()
+    assert compare.split()[:2] == (there - 1, there - 1) and compare.view() == "slider"
+    left, right, difference = (compare.drawn(name) for name in ("left", "right", "difference"))
+    assert [left, right, difference] == compare.images()[:3]
+    for seen, name in (("left", f"Left: {OFF}"), ("right", "Right: Fast"), ("left", f"Left: {OFF}")):
+        compare.choose_view("flip")
+        assert compare.view() == seen and compare.names() == [name]
+    page.find("[data-onediff-viewer] .onediff-frame").click()
+    assert compare.view() == "right"
+    compare.choose_view("difference")
+    assert compare.view() == "difference" and compare.names()[0].startswith("Difference")
+    compare.choose_view("slider")
+    assert [seed.split()[0] for seed in compare.seeds()] == ["31", "32"]
+    compare.choose_seed(32)
+    assert [compare.drawn(name) for name in ("left", "right", "difference")] == compare.images()[3:]
+    assert abs(pixels(compare.drawn("left")) - pixels(left)).max() > 0
+    page.refresh()
+    compare.show()
+    page.wait(lambda: len(compare.seeds()) == 2, "both seeds on a page that is opened anew", 20)
+    assert compare.view() == "slider" and pixels(compare.drawn("left")).shape == (64, 128, 3)
 
 
 def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:

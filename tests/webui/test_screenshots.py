@@ -67,6 +67,6 @@ def test_screenshots(page: Any) -> None:
     compare.show()
     compare.choose("compare_right", "Balanced")
     compare.made(prompt="an owl and a rocket on a blue background", width=256, height=256, steps=20, seed=7)
-    draw(page, "#onediff_compare_numbers", "compare", last="#onediff_compare_gallery")
+    draw(page, "[data-onediff-viewer]", "compare", last="#onediff_compare_numbers")
     draw(page, f"#{show_settings(page)}", "settings")
     assert all((FOLDER / f"{name}.png").stat().st_size > 10_000 for name in DRAWN)

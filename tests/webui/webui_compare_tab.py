@@ -10,6 +10,19 @@ OFF = "Off: the WebUI's own"
 CURRENT = "Current settings"
 SMALL = {"prompt": "a lighthouse at dusk", "width": 64, "height": 64, "steps": 3, "cfg_scale": 7, "seed": 21}
 SECONDS = 300
+VIEWER = "[data-onediff-viewer]"
+VIEW = f"const at = document.querySelector('{VIEWER}'); return at && at.checkVisibility() ? at.dataset.view : ''"
+NAMES = f"""
+return [...document.querySelectorAll('{VIEWER} [data-onediff-name]')]
+  .filter(at => at.checkVisibility({{visibilityProperty: true}})).map(at => at.innerText);
+"""
+LOADED = "const at = document.querySelector(arguments[0]); return at.complete && at.naturalWidth ? at.src : ''"
+SPLIT = f"""
+const frame = document.querySelector('{VIEWER} .onediff-frame'), range = frame.querySelector('input');
+const box = frame.getBoundingClientRect(), line = frame.querySelector('.onediff-divider').getBoundingClientRect();
+const drawn = 100 * ((line.left + line.right) / 2 - box.left) / box.width;
+return [Number(range.value), Math.round(drawn), range.ariaValueText];
+"""
 
 
 class Compare(Panel):
@@ -86,10 +99,39 @@ class Compare(Panel):
         self.click_at(f'#onediff_compare_jobs [aria-label="{what}: {name}"]')
 
     def images(self) -> list[str]:
-        """The addresses of the images that are shown: of each seed left, right and difference."""
+        """The addresses of the images that the page has: of each seed left, right and difference."""
         return self.page.run(
             "return [...document.querySelectorAll('#onediff_compare_gallery img')].map(image => image.src)"
         )
+
+    # --- the viewer -----------------------------------------------------------------------------------------------
+
+    def view(self) -> str:
+        """What the viewer shows: "slider", "left", "right" or "difference"; "" while there is no image."""
+        return self.page.run(VIEW)
+
+    def choose_view(self, name: str) -> None:
+        self.click_at(f"{VIEWER} [data-onediff-view={name}]")
+
+    def choose_seed(self, seed: int) -> None:
+        self.click_at(f"{VIEWER} [data-onediff-seed='{seed}']")
+
+    def seeds(self) -> list[str]:
+        """What the strip of seeds says, a text for each."""
+        return self.texts(f"{VIEWER} [data-onediff-seed]")
+
+    def drawn(self, name: str) -> str:
+        """The address of the viewer's "left", "right" or "difference" image, loaded."""
+        selector = f"{VIEWER} img[data-onediff-image={name}]"
+        return self.page.wait(lambda: self.page.run(LOADED, selector), f"the {name} image", 20)
+
+    def names(self) -> list[str]:
+        """The names above the picture that can be seen."""
+        return self.page.run(NAMES)
+
+    def split(self) -> tuple[float, float, str]:
+        """How many percent of the picture are the left image's: by the slider, by what is drawn, and in words."""
+        return tuple(self.page.run(SPLIT))
 
     def rows(self) -> list[list[str]]:
         """The table of numbers, a list of cells for each seed."""

@@ -2,17 +2,16 @@
 from __future__ import annotations
 
 import html
-import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from ...core.table import ENOUGH
 from ..amounts import milliseconds, seconds, times
 from ..infotext import describe
 from ..markup import table_html
 from ..status import ROUTES, reasons_of
-from .job import SIDE_NAMES, GeneratedImage, Pair, Request, Side
+from .job import Pair, Request, Side
+from .viewer import psnr_of
 
 COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "ΔE", "Left", "Right")
 MEANINGS = {
@@ -22,7 +21,6 @@ MEANINGS = {
     "ΔE": "mean distance in CIELAB; people notice 2.3",
     "Left": "how long the left image took", "Right": "how long the right image took",
 }
-MOST_GAIN = 64
 
 
 def request_html(title: str, first: Request) -> str:
@@ -89,38 +87,6 @@ def cells_of(pair: Pair) -> Sequence[str]:
     found = pair.comparison
     times = [seconds(image.seconds) for image in pair.images]
     return (
-        str(pair.seed), found.sentence(), "equal" if math.isinf(found.psnr) else f"{found.psnr:.1f} dB",
+        str(pair.seed), found.sentence(), psnr_of(found),
         f"{found.ssim:.4f}", f"{found.largest:.0f}", f"{found.delta_e:.2f}", *times,
     )
-
-
-def early_images(early: Mapping[int, GeneratedImage], sides: Sequence[Side], seed: int) -> list[tuple[Any, str]]:
-    """The images that were made to warm up, by the number of their side: to be seen before any is measured."""
-    if len(early) == len(sides):
-        return [(image, f"Seed {seed}, {words}") for image, words in of_both((early[0], early[1]), sides)]
-    ((side, made),) = early.items()
-    return [(made.image.convert("RGB"), f"Seed {seed}, {SIDE_NAMES[side]}: {sides[side].name}")]
-
-
-def images_of(pair: Pair, sides: Sequence[Side]) -> list[tuple[Any, str]]:
-    """Left, right, and what differs, each with its caption."""
-    return [(image, f"Seed {pair.seed}, {words}") for image, words in of_both(pair.images, sides)]
-
-
-def of_both(images: tuple[GeneratedImage, GeneratedImage], sides: Sequence[Side]) -> list[tuple[Any, str]]:
-    left, right = (image.image.convert("RGB") for image in images)
-    difference, caption = difference_of(left, right)
-    return [(left, f"left: {sides[0].name}"), (right, f"right: {sides[1].name}"), (difference, caption)]
-
-
-def difference_of(left: Any, right: Any) -> tuple[Any, str]:
-    """The absolute difference of two images, amplified by a power of two at which nothing is cut off."""
-    from PIL import ImageChops
-
-    difference = ImageChops.difference(left, right)
-    extrema: Any = difference.getextrema()
-    largest = max(high for _, high in extrema)
-    if not largest:
-        return difference, "no pixel differs"
-    gain = min(MOST_GAIN, 2 ** int(math.log2(255 / largest)))
-    return difference.point(lambda value: gain * value), f"difference times {gain}"

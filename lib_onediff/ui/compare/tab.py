@@ -38,7 +38,8 @@ from .job import (
     request_of,
     side_of,
 )
-from .report import early_images, images_of, outcome_html, request_html
+from .report import outcome_html, request_html
+from .viewer import gallery_of, images_of, viewer_data, viewer_html
 
 ELEM_ID = "onediff_compare"
 EXPLAINED = "Generates the txt2img image (prompt, size, sampler, seed) twice, once with each setting."
@@ -99,15 +100,13 @@ class ComparePanel:
             # One that was taken out of the list stays on the page.
             return jobs_html(jobs), UNCHANGED, UNCHANGED, UNCHANGED
         pairs = list(job.pairs)
-        early = dict(job.early)
-        now = f"{job.id}, {len(early)}, {len(pairs)}"
+        now = f"{job.id}, {len(job.early)}, {len(pairs)}"
         if now == seen:
             return jobs_html(jobs), UNCHANGED, UNCHANGED, UNCHANGED
-        images: list[Any] = [] if pairs else early_images(early, job.sides, job.first["seed"])
-        for pair in pairs:
-            images += images_of(pair, job.sides)
-        numbers = request_html(job.title, job.first) + (outcome_html(pairs, job.sides) if pairs else "")
-        return jobs_html(jobs), numbers, images, now
+        seeds = images_of(job)
+        outcome = outcome_html(pairs, job.sides) if pairs else ""
+        numbers = viewer_data(job, seeds) + request_html(job.title, job.first) + outcome
+        return jobs_html(jobs), numbers, gallery_of(job, seeds), now
 
 
 def build_compare_page(panel: ComparePanel) -> None:
@@ -132,10 +131,12 @@ def build_compare_page(panel: ComparePanel) -> None:
         with gr.Row(elem_classes=ACTIONS):
             compare = a_button("Compare", "compare_start", variant="primary")
         gr.HTML(f'<p class="onediff-reason">{ONE_BY_ONE}</p>')
-        jobs, numbers = (live_html(f"compare_{name}") for name in ("jobs", "numbers"))
+        jobs = live_html("compare_jobs")
+        gr.HTML(viewer_html())
+        numbers = live_html("compare_numbers")
+        # Serves the viewer's images.
         gallery = gr.Gallery(
-            label="Images", show_label=False, columns=3, object_fit="contain", elem_id="onediff_compare_gallery",
-            **LOSSLESS,
+            show_label=False, elem_id="onediff_compare_gallery", elem_classes=HIDDEN, **LOSSLESS,
         )
         look = a_button("", "compare_look", elem_classes=HIDDEN)
     clicks = nothing_seen()

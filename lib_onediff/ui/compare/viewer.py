@@ -1,0 +1,138 @@
+"""The viewer of a comparison: the left and the right image in one place, with a slider, a flip and the difference map.
+
+gradio serves the images: a hidden gallery holds them, each with its name as caption, which every version of gradio puts
+into the attribute `alt` of its image. javascript/onediff_viewer.js shows them in viewer_html, as viewer_data says.
+"""
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.quality import ImageComparison
+from .job import SIDE_NAMES, Comparison, GeneratedImage
+
+DIFFERENCE = "difference"
+MOST_GAIN = 64
+IMAGES = (*SIDE_NAMES, DIFFERENCE)
+# The buttons: what each is called and what it does, by its view.
+VIEWS = {
+    "slider": ("Slider", "Drag in the picture, or use the arrow keys"),
+    "flip": ("Flip", "Shows the other image in the same place; so does a click in the picture"),
+    DIFFERENCE: ("Difference", "How far apart the colours of each pixel are"),
+}
+
+
+def viewer_html() -> str:
+    """The viewer without images, hidden until the script has filled it in.
+
+    A range input covers the picture: it is the slider for keyboards and screen readers, while the script moves the
+    divider to where a mouse or a finger points.
+    """
+    buttons = "".join(
+        f'<button type="button" class="onediff-small" data-onediff-view="{view}" title="{title}">{text}</button>'
+        for view, (text, title) in VIEWS.items()
+    )
+    saves = "".join(f'<a data-onediff-save="{name}">{name}</a>' for name in IMAGES)
+    names = "".join(f'<b data-onediff-name="{name}"></b>' for name in IMAGES)
+    # The left image lies over the right one, and the difference map over both.
+    layers = "".join(
+        f'<img data-onediff-image="{name}" alt="" draggable="false">' for name in ("right", "left", DIFFERENCE)
+    )
+    return (
+        '<div class="onediff-viewer" data-onediff-viewer hidden>'
+        '<div class="onediff-strip" role="group" aria-label="Seed"></div>'
+        f'<div class="onediff-views" role="group" aria-label="View">{buttons}'
+        f'<span class="onediff-saves">Save: {saves}</span></div>'
+        f'<div class="onediff-names">{names}</div>'
+        f'<div class="onediff-frame">{layers}'
+        '<input type="range" min="0" max="100" value="50" aria-label="Divider between the left and the right image">'
+        '<div class="onediff-divider" aria-hidden="true"></div></div>'
+        '<p class="onediff-reason" data-onediff-verdict></p>'
+        '<span class="onediff-unseen" role="status"></span></div>'
+    )
+
+
+@dataclass(frozen=True)
+class SeedImages:
+    """The images of a seed, by "left", "right" and "difference"; without those that are not made yet.
+
+    difference: a caption for the difference map. measured: how the two differ; None for images that were made to warm
+    up.
+    """
+
+    seed: int
+    images: dict[str, Any]
+    difference: str = ""
+    measured: ImageComparison | None = None
+
+
+def images_of(job: Comparison) -> list[SeedImages]:
+    """The images of a comparison by seed: those that were measured, or, before there are any, those of the first seed
+    that were made to warm up."""
+    pairs = list(job.pairs)
+    if not pairs:
+        return [images_of_seed(job.first["seed"], dict(job.early))]
+    return [images_of_seed(pair.seed, dict(enumerate(pair.images)), pair.comparison) for pair in pairs]
+
+
+def images_of_seed(
+    seed: int, made: dict[int, GeneratedImage], measured: ImageComparison | None = None
+) -> SeedImages:
+    """The images of one seed. made: by the number of their side."""
+    images = {SIDE_NAMES[side]: image.image.convert("RGB") for side, image in made.items()}
+    if len(images) < len(SIDE_NAMES):
+        return SeedImages(seed, images)
+    difference, caption = difference_of(*(images[name] for name in SIDE_NAMES))
+    return SeedImages(seed, {**images, DIFFERENCE: difference}, caption, measured)
+
+
+def difference_of(left: Any, right: Any) -> tuple[Any, str]:
+    """The absolute difference of two PIL images, multiplied by the largest power of two that clips no pixel (at most
+    MOST_GAIN), and its caption."""
+    from PIL import ImageChops
+
+    difference = ImageChops.difference(left, right)
+    extrema: Any = difference.getextrema()
+    largest = max(high for _, high in extrema)
+    if not largest:
+        return difference, "No pixel differs"
+    gain = min(MOST_GAIN, 2 ** int(math.log2(255 / largest)))
+    return difference.point(lambda value: gain * value), f"Difference times {gain}" if gain > 1 else "Difference"
+
+
+def gallery_of(job: Comparison, seeds: Sequence[SeedImages]) -> list[tuple[Any, str]]:
+    """The images for the hidden gallery, each with its name as caption."""
+    return [(image, name_of(job, each, side)) for each in seeds for side, image in each.images.items()]
+
+
+def name_of(job: Comparison, images: SeedImages, side: str) -> str:
+    """An image's name, which no other image has that the page has ever shown."""
+    return f"{job.id} {'warm-up' if images.measured is None else 'measured'} {images.seed} {side}"
+
+
+def viewer_data(job: Comparison, seeds: Sequence[SeedImages]) -> str:
+    """Hidden markup that tells javascript/onediff_viewer.js what the viewer shows."""
+    told = {
+        "sides": {name: f"{name.capitalize()}: {side.name}" for name, side in zip(SIDE_NAMES, job.sides, strict=True)},
+        "size": [job.first["width"], job.first["height"]],
+        "seeds": [
+            {
+                "seed": each.seed, "difference": each.difference, "psnr": psnr_of(each.measured),
+                "verdict": each.measured.sentence() if each.measured else "",
+                "images": {side: name_of(job, each, side) for side in each.images},
+            }
+            for each in seeds
+        ],
+    }
+    return f'<span hidden data-onediff-compared="{html.escape(json.dumps(told))}"></span>'
+
+
+def psnr_of(measured: ImageComparison | None) -> str:
+    """The peak signal-to-noise ratio for a table, in decibels; "" for images that were not compared."""
+    if measured is None:
+        return ""
+    return "equal" if math.isinf(measured.psnr) else f"{measured.psnr:.1f} dB"
