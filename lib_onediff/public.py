@@ -18,8 +18,8 @@ from .hosts.diffusers import unet as diffusers
 from .hosts.diffusers import vae as diffusers_decoder
 from .hosts.diffusers.model_folder import load_folder as load_folder
 from .hosts.diffusers.model_folder import load_unet as load_unet
-from .hosts.diffusers.module_forward import stay_on, unwrapped
-from .hosts.diffusers.schedule import no_longer_announce
+from .hosts.diffusers.module_forward import keep_replaced, unwrapped
+from .hosts.diffusers.schedule import stop_announcing
 from .runtime.runtime import runtime
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Itera
     """
     must_be_network(unet, "sampling")
     times = None if timesteps is None else [float(time) for time in timesteps]
-    runtime.guard.attempt("beginning a sampling", lambda: stay_on(unwrapped(unet)))
+    runtime.guard.attempt("beginning a sampling", lambda: keep_replaced(unwrapped(unet)))
     runtime.begin_sampling(unet, Sampling(times=lambda: times), of_all=False)
     try:
         yield
@@ -220,7 +220,7 @@ def uncompile_pipe(pipe: Pipe) -> Pipe:
     """Undo compile_pipe. Returns the same pipe."""
     must_be_pipeline(pipe, "uncompile_pipe")
     unet = network_of(pipe)
-    no_longer_announce(pipe)
+    stop_announcing(pipe)
     runtime.leave_alone(first_network(pipe), "")
     if unet is not None:
         uncompile_unet(unet)

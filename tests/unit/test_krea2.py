@@ -155,7 +155,7 @@ def test_loras_are_computed_and_a_pipeline_is_left_as_it_was() -> None:
     (IN_CALL, {"timestep": torch.ones(1)}, "different batches"),
     (IN_CALL, {"position_ids": torch.zeros(3, 22, 3)}, "positions are"),
     (IN_CALL, {"position_ids": torch.zeros(21, 3)}, "22 tokens"),
-    (IN_CALL, {"hidden_states": None}, "no tensor"),
+    (IN_CALL, {"hidden_states": None}, "not a tensor"),
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
 def test_what_only_the_host_knows_is_the_hosts(where: str, change: dict[str, Any], reason: str) -> None:

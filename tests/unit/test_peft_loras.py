@@ -279,14 +279,14 @@ def test_a_scale_that_diffusers_must_know_is_the_hosts() -> None:
     is_the_hosts(unet, "the pipeline's LoRA scale is 0", cross_attention_kwargs={"scale": 0})
     is_ours(unet, **given)
     add(unet, ["to_q", "time_embedding.linear_1"])
-    is_the_hosts(unet, "the pipeline scales LoRAs", **given)
+    is_the_hosts(unet, "the pipeline sets a LoRA scale", **given)
     needs_adapters(unet)
     unet.unload_lora()
     add(unet)
     from diffusers.models.attention_processor import SlicedAttnProcessor
 
     unet.set_attn_processor(SlicedAttnProcessor(2))
-    is_the_hosts(unet, "the pipeline scales LoRAs", **given)
+    is_the_hosts(unet, "the pipeline sets a LoRA scale", **given)
     is_ours(unet)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import lib_onediff
 from lib_onediff.core.call import half_of
 from lib_onediff.core.sampling import FEW_STEP_MODEL, FEW_STEPS, UNANNOUNCED, UNKNOWN_SAMPLER, Step
-from lib_onediff.hosts.diffusers.module_forward import by_name
+from lib_onediff.hosts.diffusers.module_forward import arguments_by_name
 from lib_onediff.hosts.diffusers.unet import NO_GUIDANCE, NO_PIPELINE, DiffusersForward, arguments_of_prompt
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps.registry import step_policies
@@ -39,7 +39,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Called]:
 
     def noted(self: DiffusersForward, original: Any, host: Any, unet: Any, *args: Any, **kwargs: Any) -> Any:
         answer = serve(self, original, host, unet, *args, **kwargs)
-        given = by_name(unet, original, args, kwargs)
+        given = arguments_by_name(unet, original, args, kwargs)
         given.pop("return_dict", None)
         found.append(Called(given, answer[0]))
         return answer

@@ -85,7 +85,7 @@ def test_a_forward_that_somebody_else_has_replaced_is_named_and_kept(unet: Any) 
         return type(output)(sample=3 * output.sample)
 
     unet.forward = louder
-    with pytest.raises(ValueError, match="somebody else has replaced this UNet's forward"):
+    with pytest.raises(ValueError, match="other code has replaced this UNet's forward"):
         lib_onediff.compile_unet(unet)
     assert unet.forward is louder
     assert answer(unet)[0] == 3.0

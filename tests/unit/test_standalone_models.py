@@ -83,7 +83,7 @@ def test_checkpoint_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
 
 def test_folder_of_another_architecture(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
-    assert_refused(tmp_path, "no folder of Stable Diffusion 1.x, 2.x or XL", "it has no unet/, vae/, scheduler/.")
+    assert_refused(tmp_path, "not a Stable Diffusion 1.x, 2.x or XL model", "it has no unet/, vae/, scheduler/.")
 
 
 def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
@@ -110,7 +110,7 @@ def write_over_tokenizer(folder: Path) -> None:
 SCHEDULER = ("scheduler", "scheduler_config.json")
 CONFIG = ("text_encoder", "config.json")
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no weights": (lambda folder: (folder / UNET_WEIGHTS).unlink(), "no weights of the unet"),
+    "no weights": (lambda folder: (folder / UNET_WEIGHTS).unlink(), "no .safetensors weights in the folder unet"),
     "no configuration": (lambda folder: (folder / "unet" / "config.json").unlink(), "config.json"),
     "a weight left out": (
         lambda folder: change_weights(folder, lambda weights: weights.pop("conv_in.weight")), "conv_in.weight",
@@ -123,15 +123,16 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a broken tokenizer": (write_over_tokenizer, "in tokenizer cannot be read"),
     "no tokenizer": (lambda folder: [file.unlink() for file in (folder / "tokenizer").iterdir()], "vocab.json"),
     "another class for a scheduler": (
-        write(*SCHEDULER, text='{"_class_name": "UNet2DConditionModel"}'), "does not know the scheduler",
+        write(*SCHEDULER, text='{"_class_name": "UNet2DConditionModel"}'), "does not support the model's scheduler",
     ),
     "code for a scheduler": (
-        write(*SCHEDULER, text='{"_class_name": ["os", "system"]}'), "does not know the scheduler",
+        write(*SCHEDULER, text='{"_class_name": ["os", "system"]}'), "does not support the model's scheduler",
     ),
-    "no scheduler": (write(*SCHEDULER, text="{}"), "does not know the scheduler"),
+    "no scheduler": (write(*SCHEDULER, text="{}"), "does not support the model's scheduler"),
     # transformers would load the model that it names.
     "an adapter": (
-        write("text_encoder", "adapter_config.json", text='{"base_model_name_or_path": "/other"}'), "brings an adapter",
+        write("text_encoder", "adapter_config.json", text='{"base_model_name_or_path": "/other"}'),
+        "contains an adapter",
     ),
     **{f"{text[:8]} for a configuration": (write(*CONFIG, text=text), "config.json in text_encoder")
        for text in ("[" * 100_000, "\ufeff{}", '"text"', "null")},
@@ -158,16 +159,16 @@ PYTHON_FILES = (
 )
 
 
-def bring_python(folder: Path, file: str, witness: Path) -> None:
+def write_python(folder: Path, file: str, witness: Path) -> None:
     """A file of Python in a model folder, and what exists once that file has run."""
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(PYTHON.format(witness=str(witness)))
 
 
 @pytest.mark.parametrize("file", PYTHON_FILES)
-def test_folder_that_brings_python_is_not_loaded(damaged_folder: Path, tmp_path: Path, file: str) -> None:
-    bring_python(damaged_folder, file, tmp_path / "witness")
-    assert_refused(damaged_folder, "brings Python code", "runs nothing that comes with a model")
+def test_a_folder_with_python_files_is_not_loaded(damaged_folder: Path, tmp_path: Path, file: str) -> None:
+    write_python(damaged_folder, file, tmp_path / "witness")
+    assert_refused(damaged_folder, "contains Python code", "runs no code that comes with a model")
     assert not (tmp_path / "witness").exists()
 
 
@@ -176,7 +177,7 @@ def test_nothing_imports_python_that_comes_after_the_check(
 ) -> None:
     """The check is not what keeps the code from running: nothing looks for it."""
     for file in PYTHON_FILES:
-        bring_python(damaged_folder, file, tmp_path / "witness")
+        write_python(damaged_folder, file, tmp_path / "witness")
     monkeypatch.setattr(model_folder_module, "check_files", lambda folder: None)
     assert load_model(str(damaged_folder)).name == "damaged-model"
     assert not (tmp_path / "witness").exists()
@@ -188,7 +189,7 @@ def test_pickled_weights_in_a_folder_are_not_opened(damaged_folder: Path, tmp_pa
         torch.save({"state_dict": Trap(witness)}, damaged_folder / "unet" / name)
     assert load_model(str(damaged_folder)).name == "damaged-model"
     (damaged_folder / UNET_WEIGHTS).unlink()
-    assert_refused(damaged_folder, "no weights of the unet as .safetensors")
+    assert_refused(damaged_folder, "no .safetensors weights in the folder unet")
     assert not witness.exists()
 
 
@@ -324,7 +325,7 @@ def test_an_index_names_safetensors_of_its_own_folder_alone(tmp_path: Path, name
     name = str(part / "decoy.safetensors") if named == "{absolute}" else named
     index = {"weight_map": {"first": "decoy.safetensors", "last": name}}
     (part / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(Refusal, match="index.json in unet names .*, which is no .safetensors file in that folder"):
+    with pytest.raises(Refusal, match="index.json in unet names .*, which is not a .safetensors file in that folder"):
         model_files.weight_files(part)
 
 
@@ -370,7 +371,7 @@ def test_nothing_is_unpickled_where_all_is_well(damaged_folder: Path, unpickled:
 ])
 def test_an_adapter_under_any_name_that_a_file_system_takes_for_it(damaged_folder: Path, name: str) -> None:
     (damaged_folder / "text_encoder" / name).write_text('{"base_model_name_or_path": "/other"}')
-    assert_refused(damaged_folder, "brings an adapter")
+    assert_refused(damaged_folder, "contains an adapter")
 
 
 def change_json(*path: str, **changes: Any) -> Callable[[Path], object]:
@@ -412,7 +413,7 @@ def test_numbers_that_no_image_can_come_of(
     began = time.process_time()
     change(damaged_folder)
     is_size = request.node.callspec.id.startswith("10^") and "steps" not in request.node.callspec.id
-    assert_refused(damaged_folder, *["a much larger network than its weights"] * is_size)
+    assert_refused(damaged_folder, *["a much larger network than there are weights for"] * is_size)
     assert time.process_time() - began < 10
 
 

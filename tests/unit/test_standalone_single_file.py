@@ -185,7 +185,7 @@ def test_a_pipe_for_words_beside_a_checkpoint_is_not_waited_for(tmp_path: Path) 
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "vocab.json").unlink()
     os.mkfifo(tmp_path / "tokenizer" / "vocab.json")
-    assert_refused(file, "vocab.json in tokenizer is no regular file")
+    assert_refused(file, "vocab.json in tokenizer is not a regular file")
 
 
 def assert_refused(file: Path, *parts: str) -> None:

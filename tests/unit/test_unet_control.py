@@ -207,5 +207,5 @@ def test_an_adapter_in_the_old_way_is_left_to_the_host() -> None:
     lib_onediff.compile_unet(scene.unet)
     assert torch.equal(scene.output(down_block_additional_residuals=list(residuals)), expected)
     assert (lib_onediff.status()["route"], lib_onediff.status()["reason"]) == (
-        "host", "a T2I adapter passes its residuals in the old way"
+        "host", "a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated"
     )

@@ -1,1 +1,1 @@
-"""diffusers' pipelines: UNet, VAE, and the steps of their schedulers."""
+"""The adapter of diffusers' pipelines: their networks, VAEs and schedulers, and loading models from folders."""

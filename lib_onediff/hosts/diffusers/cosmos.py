@@ -1,4 +1,4 @@
-"""A call of diffusers' CosmosTransformer3DModel as ours."""
+"""Converts a call of diffusers' CosmosTransformer3DModel to ours."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,21 +15,27 @@ def cosmos_call(
     network: Any, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor,
     condition_mask: Tensor | None = None, padding_mask: Any = None, **others: Any,
 ) -> AnimaCall:
-    """Masks become channels of the latent, as in the host's own forward. Raises Refusal for what ours does not take,
-    and whatever the host raises for masks that do not fit."""
+    """Our call for these arguments of the host's forward. The masks become channels of the latent, as in the host.
+
+    Raises Refusal for arguments that our forward does not compute, and torch's exceptions for masks of wrong shapes,
+    for which the host raises them too.
+    """
     passed = [name for name, value in others.items() if value is not None]
     if passed:
         raise Refusal(f"the pipeline passes {', '.join(passed)}")
     if isinstance(encoder_hidden_states, (tuple, list)):
         raise Refusal("the context has several parts")
     if not all(isinstance(one, Tensor) for one in (hidden_states, timestep, encoder_hidden_states)):
-        raise Refusal("the latent, the timestep or the context is no tensor")
+        raise Refusal("the latent, the timestep or the context is not a tensor")
     batch, _, frames, *size = hidden_states.shape
     if timestep.dim() != 1:
         raise Refusal(f"the timestep is {tuple(timestep.shape)}, not one for each image")
-    patch, most = network.config.patch_size[-1], max(network.rope.max_size)
+    patch = network.config.patch_size[-1]
+    most = max(network.rope.max_size)
     if any(side % patch or side > patch * most for side in size):
-        raise Refusal(f"the latent is {tuple(hidden_states.shape)}, not of up to {most} patches of {patch} a side")
+        raise Refusal(
+            f"the latent is {tuple(hidden_states.shape)}: its sides must be up to {most} whole patches of {patch}"
+        )
     parts = [hidden_states] if condition_mask is None else [hidden_states, condition_mask]
     if network.config.concat_padding_mask:
         parts.append(functional.interpolate(padding_mask, size).unsqueeze(2).repeat(batch, 1, frames, 1, 1))

@@ -1,4 +1,4 @@
-"""A call of diffusers' Krea2Transformer2DModel as ours."""
+"""Converts a call of diffusers' Krea2Transformer2DModel to ours, and our output to the host's sample."""
 from __future__ import annotations
 
 import weakref
@@ -12,16 +12,17 @@ from ...core.call import Call
 from ...core.refusal import Refusal
 from ...families.krea2.call import Krea2Call
 
-# Of the packed latents: the pipeline's patches.
+# The pipeline packs a latent's patches of this height and width into tokens.
 PATCH = 2
+# The attention_kwargs that have no effect.
 UNSCALED: tuple[dict[str, float], ...] = ({}, {"scale": 1.0})
 
 
 class Krea2Calls:
-    """Makes our calls of one network's: the latent of an image, of tokens in which its patches are packed.
+    """Converts the calls of one network. The host's latent is tokens, each a packed patch; ours is an image.
 
-    The tokens' positions are an input of the call. Only what people see as the image's size follows from the numbers in
-    them, which are read once for each tensor.
+    The tokens' positions are an input of our call too. Their numbers only decide the image's height and width, which
+    users read. Reading them waits for the GPU, so they are read once for each tensor.
     """
 
     def __init__(self) -> None:
@@ -33,7 +34,9 @@ class Krea2Calls:
         position_ids: Tensor, encoder_attention_mask: Tensor | None = None,
         attention_kwargs: dict[str, Any] | None = None, **others: Any,
     ) -> Krea2Call:
-        """Raises Refusal for what ours does not take."""
+        """Our call for these arguments of the host's forward. Raises Refusal for those that our forward does not
+        compute.
+        """
         passed = [name for name, value in others.items() if value is not None]
         if (attention_kwargs or {}) not in UNSCALED:
             passed.append("attention_kwargs")
@@ -41,7 +44,7 @@ class Krea2Calls:
             raise Refusal(f"the pipeline passes {', '.join(passed)}")
         given = hidden_states, encoder_hidden_states, timestep, position_ids
         if not all(isinstance(one, Tensor) for one in given):
-            raise Refusal("the latent, the timestep, the context or the positions are no tensor")
+            raise Refusal("the latent, the timestep, the context or the positions are not a tensor")
         if hidden_states.dim() != 3 or encoder_hidden_states.dim() != 4 or position_ids.dim() != 2:
             shapes = [tuple(one.shape) for one in given]
             raise Refusal(f"latent, context, timestep and positions are {', '.join(map(str, shapes))}")
@@ -52,7 +55,8 @@ class Krea2Calls:
         )
 
     def _grid_of(self, positions: Tensor, tokens: int) -> tuple[int, int]:
-        """How many rows and columns of patches the last so many positions are of; one row where they are no grid."""
+        """(rows, columns) of the grid of patches that these positions describe, of which `tokens` are the image's; one
+        row if they are not a full grid. positions: (tokens of prompt and image, 3)."""
         known = None if self._positions is None else self._positions()
         if known is not positions:
             last = positions[-1:].float().cpu().flatten().tolist()
@@ -63,17 +67,17 @@ class Krea2Calls:
 
 
 def image_of(tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """(batch, rows * columns, channels * 4) -> (batch, channels, 2 * rows, 2 * columns)."""
+    """Unpacks tokens to an image: (batch, rows * columns, channels * 4) to (batch, channels, 2 * rows, 2 * columns)."""
     return functional.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
 
 
 def tensor_of(sample: Tensor, call: Call) -> Tensor:
-    """The network's sample as our output of a call."""
+    """The host's sample, packed tokens, in the shape of our output of this call."""
     height, width = call.latent.shape[-2:]
     return image_of(sample, height // PATCH, width // PATCH)
 
 
 def sample_of(output: Tensor) -> Tensor:
-    """Our output as the network's sample."""
+    """Our output as the host's sample, packed tokens."""
     packed: Tensor = functional.pixel_unshuffle(output, PATCH).flatten(2).transpose(1, 2)
     return packed.contiguous(memory_format=torch.contiguous_format)

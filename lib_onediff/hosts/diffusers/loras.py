@@ -1,7 +1,8 @@
-"""The LoRAs that diffusers puts around a UNet's layers by peft, while they are not merged.
+"""Reads LoRAs that diffusers, by peft, has put around layers of a network and not merged.
 
-Such a layer (peft.tuners.lora.layer) has lora_A and lora_B, the factors by adapter, and scaling, a number for each. It
-adds what active_adapters names of those, and nothing while it is disabled, or while any adapter is merged.
+Such a layer (peft.tuners.lora.layer) has lora_A and lora_B, the factors by the adapter's name, and scaling, a number
+for each adapter. Its forward adds the updates of the adapters in active_adapters; none while it is disabled, or while
+any adapter is merged.
 """
 from __future__ import annotations
 
@@ -17,12 +18,17 @@ from ...core.origins import is_lora, layer_within
 from ...core.refusal import Refusal
 from ...weights.scan import Change, LowRankUpdate, Parts, WeightFunctions
 
-# What of a convolution and of a LoRA's first factor has to be the same.
+# Attributes that must be equal for a convolution and the first factor of its LoRA.
 GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups")
 
 
 class Factors(NamedTuple):
-    """What one adapter adds to one layer. scaling: a number; a tensor once adapters are to be swapped."""
+    """One adapter's update of one layer.
+
+    name: the adapter's.
+    down, up: the factors, which are layers themselves.
+    scaling: a number, or a tensor if the pipeline has prepared its adapters for hot-swapping.
+    """
 
     name: str
     down: Any
@@ -31,29 +37,30 @@ class Factors(NamedTuple):
 
 
 class LoraReader:
-    """weights.scan.FunctionReader of one UNet.
+    """The weights.scan.FunctionReader of one network.
 
-    scale: what the pipeline multiplies all LoRAs by, cross_attention_kwargs["scale"]. The host writes that into its
-    layers for the time of a call; we leave them as they are.
+    scale: the pipeline's factor for all LoRAs, cross_attention_kwargs["scale"]. During a call, diffusers writes it to
+        the layers; OneDiff leaves these unchanged.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        return bool(around(layers))
+        return bool(lora_indices(layers))
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
         parts = Parts(facts=[self.scale])
-        for index in around(layers):
+        for index in lora_indices(layers):
             layer: Any = layers[index]
             if layer._disable_adapters and layer.merged_adapters:
-                raise Refusal("peft takes a merged LoRA that was disabled out of the weights in this call")
-            factors = at_work(layer)
+                raise Refusal("a merged LoRA is disabled, and peft removes it from the weights during this call")
+            factors = active_factors(layer)
             if factors:
                 parts.indices.append(index)
             for name, down, up, scaling in factors:
-                weights, swapped = up._parameters, isinstance(scaling, Tensor)
+                weights = up._parameters
+                swapped = isinstance(scaling, Tensor)
                 parts.objects += (down, up)
                 parts.facts += (name, 0.0 if swapped else scaling, casts_inputs(layer))
                 tensors: tuple[Any, ...] = (
@@ -63,75 +70,83 @@ class LoraReader:
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
-        refuse_others(layer)
+        refuse_unsupported(layer)
         within: Any = layer_within(layer)
         updates: list[LowRankUpdate] = []
         biases: list[tuple[Tensor, float]] = []
-        for _, down, up, scaling in at_work(layer):
+        for _, down, up, scaling in active_factors(layer):
             scale = self.scale * float(scaling)
-            one, other = down.weight.detach(), up.weight.detach()
-            updates.append(LowRankUpdate(other.flatten(1), one, scale, in_own_type=True))
+            updates.append(
+                LowRankUpdate(up.weight.detach().flatten(1), down.weight.detach(), scale, in_own_type=True)
+            )
             if up.bias is not None:
                 biases.append((up.bias.detach(), scale))
         added: Change = lambda bias: sum((scale * part.to(bias) for part, scale in biases), start=bias)  # noqa: E731
         return WeightFunctions(tuple(updates), bias=added if biases and within.bias is not None else None)
 
     def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
-        """Have all LoRAs of the UNet computed times the scale of this call. Raises Refusal where the host has to.
-        whole: whether no attention is computed by the host's modules, which do not know the scale."""
+        """Multiply all LoRAs of the UNet by this scale, a call's, from now on. whole: whether our forward computes all
+        attentions; the host's modules would ignore the scale. Raises Refusal if only the host can compute this."""
         if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
-            # diffusers forgets the weights of adapters after a scale of 0.
+            # After a scale of 0, diffusers cannot restore the adapters' weights.
             raise Refusal("the pipeline's LoRA scale is 0 or not a number")
         if scale != 1:
-            # Some releases of diffusers begin to scale after these.
+            # Some releases of diffusers set the scale only after they have computed these layers.
             early = [unet.conv_in, *unet.time_embedding.children()]
             if unet.config.addition_embed_type is not None:
                 early += unet.add_embedding.children()
             if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
-                raise Refusal("the pipeline scales LoRAs, and diffusers computes some of them")
+                raise Refusal("the pipeline sets a LoRA scale, which only diffusers can apply to some of these LoRAs")
         self.scale = float(scale)
 
 
-def around(layers: Sequence[nn.Module]) -> list[int]:
-    """The indices of LoRAs among these; most often there are none: 20 microseconds for SDXL."""
+def lora_indices(layers: Sequence[nn.Module]) -> list[int]:
+    """The indices of LoRA layers among these. Most often there are none; that takes 20 microseconds for SDXL."""
     kinds = {kind for kind in set(map(type, layers)) if is_lora(kind)}
     return [index for index, layer in enumerate(layers) if type(layer) in kinds] if kinds else []
 
 
-def at_work(layer: Any) -> list[Factors]:
-    """What a LoRA's forward adds now, in its order."""
-    # As disable_adapters and active_adapters, without their properties: this is asked of every layer at every call.
+def active_factors(layer: Any) -> list[Factors]:
+    """The updates that a LoRA layer's forward adds now, in its order."""
+    # Reads the attributes behind the properties disable_adapters and active_adapters, because this runs for every layer
+    # at every call.
     if layer._disable_adapters or layer.merged_adapters:
         return []
-    active, parts, scaling = layer._active_adapter, layer._modules, layer.scaling
-    downs, ups = parts["lora_A"]._modules, parts["lora_B"]._modules
+    active = layer._active_adapter
+    parts = layer._modules
+    scaling = layer.scaling
+    downs = parts["lora_A"]._modules
+    ups = parts["lora_B"]._modules
     names = (active,) if isinstance(active, str) else active
     return [Factors(name, downs[name], ups[name], scaling[name]) for name in names if name in downs]
 
 
-def refuse_others(layer: Any) -> None:
-    """Raise Refusal where a LoRA layer does something else now than to add plain LoRAs."""
+def refuse_unsupported(layer: Any) -> None:
+    """Raise Refusal if a LoRA layer now does more than to add plain LoRAs."""
     within: Any = layer_within(layer)
-    for name, down, up, _ in at_work(layer):
-        # Releases of peft before lora_variant have the other.
+    for name, down, up, _ in active_factors(layer):
+        # Older releases of peft have use_dora instead of lora_variant.
         variant = getattr(layer, "lora_variant", {}).get(name)
         if variant is not None or getattr(layer, "use_dora", {}).get(name):
             kind = "DoRA" if variant is None else type(variant).__name__
             raise Refusal(f"the LoRA {name} is not a plain one ({kind})")
-        one, other = down.weight, up.weight
+        one = down.weight
+        other = up.weight
         fits = one.shape[1:] == within.weight.shape[1:] and other.flatten(1).shape == (len(within.weight), len(one))
         if isinstance(within, nn.Conv2d):
             names = GEOMETRY if within.padding == (0, 0) else (*GEOMETRY, "padding_mode")
             fits = fits and all(getattr(down, name) == getattr(within, name) for name in names)
         if one.dtype != within.weight.dtype and not casts_inputs(layer):
-            raise Refusal(f"peft does not cast what the LoRA {name} takes to its type (disable_input_dtype_casting)")
-        # Where a layer has no bias, ours has no place for a LoRA's; one of a narrower type is rounded with the product.
+            raise Refusal(f"peft does not cast the input of the LoRA {name} to its dtype (disable_input_dtype_casting)")
+        # Our forward cannot add a LoRA's bias to a layer without one; and peft adds a bias in a narrower dtype to the
+        # product in that dtype, which rounds both.
         is_narrow = torch.finfo(one.dtype).eps > torch.finfo(within.weight.dtype).eps
         is_odd = up.bias is not None and (within.bias is None or is_narrow)
         if not fits or down.bias is not None or is_odd:
-            raise Refusal(f"the LoRA {name} is built in a way that OneDiff does not know")
+            raise Refusal(f"the LoRA {name} has a form that OneDiff does not support")
 
 
 def casts_inputs(layer: Any) -> bool:
-    """Whether peft casts what a LoRA takes to the LoRA's own type, and does not leave a mismatch to fail."""
+    """Whether peft casts the input of a LoRA layer to the LoRA's dtype. If not, an input of another dtype is an error.
+    """
     return bool(getattr(layer, "cast_input_dtype_enabled", True))

@@ -1,7 +1,8 @@
-"""A model in diffusers' layout, of which JSON, a tokenizer's words and .safetensors files are read and nothing is run.
+"""Loads a model folder in diffusers' layout that may be malicious. Reads JSON, a tokenizer's vocabulary and
+.safetensors files, and runs no code from the folder.
 
-A model_index.json can name any module for a part, also a Python file beside its weights, and a pipeline's own
-from_pretrained would run it. Here the folder has no say in what a part is.
+A model_index.json can name any Python module for a part of the pipeline, even a file in the folder, and a pipeline's
+own from_pretrained would run it. Here, the folder does not decide the class of any part.
 """
 from __future__ import annotations
 
@@ -16,35 +17,38 @@ from ...core.refusal import Refusal
 from .model_files import check_files, read_json, read_shapes, weight_files
 from .tokenizer import load_tokenizer
 
-NEEDED, CONFIG = ("unet", "vae", "scheduler"), "config.json"
-# What of a text encoder's configuration is read. The rest can name other weights and code.
+NEEDED = ("unet", "vae", "scheduler")
+CONFIG = "config.json"
+# The entries of a text encoder's configuration that are used. Others can name other weights, or code.
 TEXT_CONFIG = (
     "vocab_size", "hidden_size", "intermediate_size", "projection_dim", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
     "initializer_factor", "pad_token_id", "bos_token_id", "eos_token_id",
 )
-# How many layers a network has: the product of these, for each of its blocks.
+# The number of layers of a network is at most the product of the largest of each of these, times the number of blocks.
 COUNTS = ("layers_per_block", "transformer_layers_per_block", "reverse_transformer_layers_per_block",
           "num_hidden_layers")
 BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
-# The files may hold fewer weights than the configuration describes: those that lack are named. But not that few.
+# A configuration may describe at most this many times the weights in the files. Missing weights are reported when they
+# are loaded; this limit is against configurations of huge networks.
 FEWER_WEIGHTS = 2
-MOST_TRAIN_STEPS, LARGEST_SAMPLE = 100_000, 100_000
+MOST_TRAIN_STEPS = 100_000
+LARGEST_SAMPLE = 100_000
 
 
 def load_folder(folder: Path, dtype: torch.dtype) -> Any:
-    """The pipeline of a folder, its weights in dtype on the CPU. Raises Refusal, and whatever the libraries raise."""
+    """The pipeline of a folder, with its weights in dtype on the CPU. Raises Refusal, and the libraries' exceptions."""
     import diffusers
     import transformers
 
     lacking = [f"{part}/" for part in NEEDED if not (folder / part).is_dir()]
     if lacking:
         raise Refusal(
-            f"{readable(folder.name)} is no folder of Stable Diffusion 1.x, 2.x or XL in diffusers' layout: it has no "
+            f"{readable(folder.name)} is not a Stable Diffusion 1.x, 2.x or XL model in diffusers' layout: it has no "
             f"{', '.join(lacking)}."
         )
     check_files(folder)
-    # What is read at once first: nobody waits for gigabytes to hear of a broken list of words.
+    # Small files come first, so that an error in them is reported before gigabytes of weights are read.
     parts = {"scheduler": load_scheduler(folder / "scheduler")}
     for name in ("tokenizer", "tokenizer_2"):
         if (folder / name).is_dir():
@@ -61,7 +65,7 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Any:
     if parts["unet"].config.addition_embed_type == "text_time":
         if "text_encoder" in parts:
             return diffusers.StableDiffusionXLPipeline(**parts)
-        # The refiner has the second text encoder only, and wants a score.
+        # The refiner has only the second text encoder, and takes an aesthetics score.
         parts.update(text_encoder=None, tokenizer=None, requires_aesthetics_score=True)
         return diffusers.StableDiffusionXLImg2ImgPipeline(**parts)
     return diffusers.StableDiffusionPipeline(
@@ -70,8 +74,8 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def load_unet(path: Path) -> Any:
-    """The UNet of a folder in diffusers' layout, of its unet folder, or of a .safetensors checkpoint, in float32 on the
-    CPU. Raises Refusal, and whatever the libraries raise."""
+    """The UNet of a model folder in diffusers' layout, of its unet folder, or of a .safetensors checkpoint, in float32
+    on the CPU. Raises Refusal, and the libraries' exceptions."""
     from diffusers import UNet2DConditionModel
 
     if not path.is_dir():
@@ -84,8 +88,8 @@ def load_unet(path: Path) -> Any:
 
 
 def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
-    """A network of diffusers or transformers that was checked, in float16 where there are no other weights. Raises
-    Refusal."""
+    """The network in a checked folder (check_network), with weights in dtype. Reads the float16 files if there are no
+    others. kind: its class, of diffusers or transformers. Raises Refusal if weights are missing."""
     options: dict[str, Any] = {}
     if is_text_encoder(kind):
         options["config"] = text_config(kind, read_json(folder / CONFIG))
@@ -96,13 +100,15 @@ def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
     )
     missing = sorted(found["missing_keys"])
     if missing:
-        raise Refusal(f"{folder.name} lacks {len(missing)} of its weights, the first of them {missing[0]}.")
+        raise Refusal(f"{len(missing)} weights are missing in {folder.name}, the first of them {missing[0]}.")
     return network.eval()
 
 
 def check_network(folder: Path, kind: Any) -> None:
-    """Raise Refusal for a configuration and weights that no library should be handed; see weight_files and below."""
-    names, config = weight_files(folder), read_json(folder / CONFIG)
+    """Raise Refusal if a network's weights or configuration are not safe to load; see weight_files, check_numbers and
+    check_size."""
+    names = weight_files(folder)
+    config = read_json(folder / CONFIG)
     check_numbers(folder.name, config)
     check_size(folder, kind, config, names)
 
@@ -112,53 +118,56 @@ def is_text_encoder(kind: Any) -> bool:
 
 
 def text_config(kind: Any, config: dict[str, Any]) -> Any:
-    """A text encoder's configuration."""
+    """The configuration object of a text encoder, with the entries of TEXT_CONFIG."""
     return kind.config_class(**{name: config[name] for name in TEXT_CONFIG if name in config})
 
 
 def check_size(folder: Path, kind: Any, config: dict[str, Any], names: list[str]) -> None:
-    """Raise Refusal where a configuration describes a much larger network than the weights are of, which would take all
+    """Raise Refusal if a configuration describes a much larger network than there are weights for, which could take all
     time or memory. names: of the files with weights."""
     shapes = [shape for name in names for shape in read_shapes(folder / name).values()]
     counts = [most_in(config[name], name, folder) for name in COUNTS if config.get(name) is not None]
     blocks = [len(config[name]) for name in BLOCKS if isinstance(config.get(name), list)]
-    layers, held = math.prod([*counts, max([1, *blocks])]), sum(map(math.prod, shapes))
+    layers = math.prod([*counts, max([1, *blocks])])
+    held = sum(map(math.prod, shapes))
     if layers <= len(shapes):
-        # Not one number is computed, and no memory taken.
+        # On this device, parameters take neither time nor memory.
         with torch.device("meta"):
             network = kind(text_config(kind, config)) if is_text_encoder(kind) else kind.from_config(config)
         if sum(parameter.numel() for parameter in network.parameters()) <= FEWER_WEIGHTS * held:
             return
-    raise Refusal(f"config.json in {folder.name} describes a much larger network than its weights are of.")
+    raise Refusal(f"config.json in {folder.name} describes a much larger network than there are weights for.")
 
 
 def most_in(value: Any, name: str, folder: Path) -> int:
-    """The largest of the whole numbers from 1 on that a count is, or that its lists hold. Raises Refusal."""
+    """The largest number in the entry `name` of a configuration: a whole number from 1, or nested lists of them. Raises
+    Refusal for other values."""
     if isinstance(value, list) and value:
         return max(most_in(one, name, folder) for one in value)
     if not is_whole(value) or value < 1:
-        raise Refusal(readable(f"config.json in {folder.name} has {name} = {value!r}, which is no number of layers."))
+        raise Refusal(readable(f"config.json in {folder.name} has {name} = {value!r} instead of a number of layers."))
     return int(value)
 
 
 def check_numbers(part: str, config: dict[str, Any]) -> None:
-    """Raise Refusal for numbers that no library looks at before an image is made, and for weights in a format that
-    needs another loader."""
+    """Raise Refusal for numbers that the libraries would not check before they make an image, and for quantized
+    weights.
+    """
     if config.get("quantization_config") is not None:
-        raise Refusal(f"The weights of the {part} are quantized, which this loader does not read.")
+        raise Refusal(f"The weights of the {part} are quantized, which OneDiff cannot load.")
     if part == "unet":
         sides: Any = config.get("sample_size")
         known = sides if isinstance(sides, list) and len(sides) == 2 else [sides]
         if not all(is_whole(side) and 0 < side <= LARGEST_SAMPLE for side in known):
-            raise Refusal(readable(f"config.json in {part} has sample_size = {sides!r}, which is no size of a latent."))
+            raise Refusal(readable(f"config.json in {part} has sample_size = {sides!r} instead of a latent's size."))
     if part == "vae":
         factor: Any = config.get("scaling_factor", 1)
         if not is_real(factor) or factor <= 0:
-            raise Refusal(readable(f"config.json in {part} has scaling_factor = {factor!r}, which is no factor."))
+            raise Refusal(readable(f"config.json in {part} has scaling_factor = {factor!r} instead of a factor."))
         for name in ("latents_mean", "latents_std"):
             values = config.get(name)
             if values is not None and not (isinstance(values, list) and all(map(is_real, values))):
-                raise Refusal(readable(f"config.json in {part} has {name} = {values!r}, which is no list of numbers."))
+                raise Refusal(readable(f"config.json in {part} has {name} = {values!r} instead of a list of numbers."))
 
 
 def is_whole(value: Any) -> bool:
@@ -171,29 +180,30 @@ def is_real(value: Any) -> bool:
 
 
 def load_scheduler(folder: Path) -> Any:
-    """The scheduler that a folder names, one of those that diffusers lists as exchangeable. Raises Refusal."""
+    """The scheduler of a folder. Raises Refusal unless it is one that diffusers lists as exchangeable, LCM's or
+    TCD's."""
     import diffusers
     from diffusers.schedulers import KarrasDiffusionSchedulers
 
     config = read_json(folder / "scheduler_config.json")
     name = config.get("_class_name")
     if name not in (*KarrasDiffusionSchedulers.__members__, "LCMScheduler", "TCDScheduler"):
-        raise Refusal(readable(f"This host does not know the scheduler {name!r} of the model."))
+        raise Refusal(readable(f"OneDiff does not support the model's scheduler {name!r}."))
     check_schedule(config)
     return getattr(diffusers, name).from_config(config)
 
 
 def check_schedule(config: dict[str, Any]) -> None:
-    """Raise Refusal for numbers by which a scheduler would take all memory, or make images of nothing."""
+    """Raise Refusal for numbers with which a scheduler would take all memory, or make useless images."""
     steps = config.get("num_train_timesteps", 1000)
     if not is_whole(steps) or not 0 < steps <= MOST_TRAIN_STEPS:
-        raise Refusal(readable(f"The model's scheduler has num_train_timesteps = {steps!r}, which is no such number."))
+        raise Refusal(readable(f"The model's scheduler has num_train_timesteps = {steps!r}, which is not valid."))
     for name in ("beta_start", "beta_end"):
         beta = config.get(name, 0)
         if not is_real(beta) or not 0 <= beta < 1:
-            raise Refusal(readable(f"The model's scheduler has {name} = {beta!r}, which is no number from 0 to 1."))
+            raise Refusal(readable(f"The model's scheduler has {name} = {beta!r}, which is not a number from 0 to 1."))
     betas = config.get("trained_betas")
     if betas is None:
         return
     if not isinstance(betas, list) or len(betas) > MOST_TRAIN_STEPS or not all(map(is_real, betas)):
-        raise Refusal("The model's scheduler has trained_betas, which are no list of numbers.")
+        raise Refusal("The model's scheduler has trained_betas that are not a list of numbers.")

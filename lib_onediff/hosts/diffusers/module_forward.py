@@ -1,8 +1,8 @@
-"""Put a forward of ours in front of one of diffusers' modules, and take it off again.
+"""Replaces the forward of single modules of diffusers' classes by ours, and undoes that.
 
-The forward of the module's class is replaced once, and finds the module in a weak table. Libraries that put a forward
-of their own on the module's instance (accelerate, diffusers' hooks, torch.compile) keep the one that they found there,
-a bound method. It is bound anew, to the class's function as it is now.
+The forward of a module's class is replaced once, by a function that looks the module up in a weak table. Libraries that
+set a forward of their own on the module's instance (accelerate, diffusers' hooks, torch.compile) keep a bound method of
+the forward that they found. Such references are bound again, to the function that the class has now.
 """
 from __future__ import annotations
 
@@ -23,52 +23,57 @@ from ...runtime.runtime import runtime
 from ...weights.scan import refuse_replaced
 from ..hooks import Replacement, TablePatch, link_of
 
-# accelerate's offloading hooks put their forward in front and keep the one that they found here.
+# accelerate's offloading hooks set their own forward on the instance, and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
+# The attributes of a module's instance that may have a forward.
 SLOTS = ("forward", BEHIND_A_HOOK)
-# Where diffusers keeps its own hooks of a module.
+# The attribute in which diffusers keeps the hooks of a module.
 HOOKS = "_diffusers_hook"
-# What diffusers' group offloading registers on modules: they move weights around a forward, and change nothing in it.
+# The names of the hooks of diffusers' group offloading. They move weights before and after a forward, and do not change
+# its result.
 MOVERS = frozenset({"group_offloading", "layer_execution_tracker", "lazy_prefetch_group_offloading"})
-# Where torch.compile(function) keeps the function.
+# The attribute in which the result of torch.compile(function) has the function.
 COMPILED = "_torchdynamo_orig_callable"
 
 
 class ModuleForward(abc.ABC):
-    """Answers the calls of one module in place of its class's forward. Holds no reference to the module.
+    """Serves the calls of one module in place of its class's forward, as a hooks.StandIn. Does not keep the module
+    alive.
 
-    kind: the module's class when this was made. follows: the class's function that the references kept by others were
-    bound to last (lead_to_ours). Where the class has another one by now, they are bound anew (stay_on).
+    kind: the module's class when this was created.
+    bound_to: the function of the class that the forwards kept by other code were last bound to (rebind_kept_forwards).
+        If the class has another function by now, keep_replaced binds them again.
     """
 
-    # What it does, in words that complete "a fault of OneDiff in ...".
+    # Words for users that complete "a fault of OneDiff in ...".
     hook = "the forward"
 
     def __init__(self, kind: type[nn.Module]) -> None:
         self.kind = kind
-        self.follows: Any = None
-        # By thread: whether the host's own forward of this module runs now, through hooks that end in the class's.
+        self.bound_to: Any = None
+        # By thread: whether it is running the host's own forward of this module now, with diffusers' hooks around it.
         self._turn = threading.local()
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """What answers a call of this module, and the host's own forward, a function of (module, *args); None where
-        that forward of this module is running in this thread already. Mends hooks that call a front; see _beneath."""
+        """See hooks.StandIn. The host's function is the class's forward, with diffusers' hooks around it if there are
+        any. None if this thread is running that function already: the hooks are calling the class's forward."""
         if getattr(self._turn, "is_hosts", False):
             return None
         present = module.__dict__.get("forward")
         if present is None:
-            # Nothing stands on the instance, so that _answer would find nothing to stand in front of.
+            # _answer has nothing to do without a forward on the instance.
             return functools.partial(self.serve, original), original
         host = original
         if is_front(present) and not hasattr(present.__wrapped__, COMPILED):
             host = functools.partial(self._by_hooks, present.__wrapped__)
         elif HOOKS in module.__dict__:
-            host = runtime.guard.attempt("looking at a module's hooks", lambda: self._beneath(module, host)) or host
+            host = runtime.guard.attempt("looking at a module's hooks", lambda: self._below_front(module, host)) or host
         return functools.partial(self._answer, original), host
 
-    def _beneath(self, module: nn.Module, host: Callable[..., Any]) -> Callable[..., Any]:
-        """The host's own forward, where hooks of diffusers were registered over our front (stand_in_front): has them
-        call again what was below the front, and returns that. The given host where no hook calls a front."""
+    def _below_front(self, module: nn.Module, host: Callable[..., Any]) -> Callable[..., Any]:
+        """The host's own forward of a module on which hooks of diffusers were registered after our front (add_front),
+        so that they call the front. Makes them call what is below the front, and returns that. If no hook calls a
+        front, returns `host`."""
         for reference in hooks_of(module):
             if is_front(reference.forward):
                 reference.forward = reference.forward.__wrapped__
@@ -76,7 +81,8 @@ class ModuleForward(abc.ABC):
         return host
 
     def _by_hooks(self, forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """The module's own forward with the hooks of diffusers around it, which take no module."""
+        """Call the host's own forward of a module: one with diffusers' hooks around it, which does not take the module.
+        """
         self._turn.is_hosts = True
         try:
             return forward(*args, **kwargs)
@@ -88,30 +94,32 @@ class ModuleForward(abc.ABC):
     ) -> Any:
         present = module.__dict__.get("forward")
         if present is not None and not is_front(present) and only_moves(module):
-            # They were put around us since. This call has come through them.
-            stand_in_front(module, "forward")
+            # Hooks of diffusers were set around our function later, and this call came through them. With a front, the
+            # next one reaches us first.
+            add_front(module, "forward")
         return self.serve(original, host, module, *args, **kwargs)
 
     @abc.abstractmethod
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """The answer to a call. host: the module's own forward, which takes the module first. original: what has the
-        host's signature, the function of its class."""
+        """Serve a call. host: the host's own forward, host(module, *args, **kwargs). original: the forward of the
+        class, for its signature."""
 
     @classmethod
     @abc.abstractmethod
     def declined(cls, module: Any, reason: str) -> None:
-        """The host's own forward is about to run in our place."""
+        """Called when the host's own forward runs in place of ours. reason: for the user."""
 
 
-def by_name(
+def arguments_by_name(
     module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call by their names. original: the class's forward beneath our patch.
+    """The arguments of a call, by parameter. original: the class's forward below our patch.
 
-    Raises Refusal if somebody has replaced the class's forward, above ours or beneath it, and for arguments that the
-    forward does not take, which the host is to refuse. (Signature.bind does the same in a tenth of a millisecond.)
+    Raises Refusal if other code has replaced the class's forward, above or below our patch; also for arguments that the
+    forward does not take, so that the host raises its own error. Signature.bind would do the same, but takes a tenth of
+    a millisecond.
     """
     kind: Any = type(module)
     names = parameters_of(kind, kind.forward, original)
@@ -123,31 +131,32 @@ def by_name(
 
 @functools.lru_cache(maxsize=16)
 def parameters_of(kind: type, standing: Callable[..., Any], original: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of what a class's forward takes besides the module. Raises Refusal where the class's own is neither the
-    one that stands there nor the one beneath ours."""
+    """The names of a forward's parameters, without self. standing: the class's present forward. original: the one below
+    our patch. Raises Refusal if either, without our patch, is not the class's own."""
     for function in (beneath_ours(standing), original):
         refuse_replaced(kind, below=function)
     return tuple(inspect.signature(original).parameters)[1:]
 
 
-# --- on and off -------------------------------------------------------------------------------------------------------
+# --- replacing and restoring ------------------------------------------------------------------------------------------
 
 
 def patch_of(kind: type) -> Any:
-    """The TablePatch of a class's forward; None where no module of it was ever attached."""
+    """The TablePatch of a class's forward; None if no module of this class was ever attached."""
     return runtime.patches.get((kind, "forward"))
 
 
 def attached(module: Any) -> Any:
-    """The ModuleForward of a module; None where it has none."""
+    """The ModuleForward of a module; None if it has none."""
     patch = patch_of(type(module))
     return None if patch is None else patch.get(module)
 
 
-def put_on(module: nn.Module, forward: type[ModuleForward], whose: str) -> None:
-    """Put such a forward in front of a module that has none yet. The module is of one of diffusers' own classes.
+def replace_forward(module: nn.Module, forward: type[ModuleForward], whose: str) -> None:
+    """Serve the calls of a module, of one of diffusers' classes, by a ModuleForward. Safe to call twice.
 
-    Raises ValueError if somebody else has replaced the module's own forward; whose: that is, for people.
+    Raises ValueError if other code has replaced the module's own forward. whose: the module's name in this message,
+    such as "this UNet's".
     """
     kind = type(module)
     patch = patch_of(kind)
@@ -158,28 +167,28 @@ def put_on(module: nn.Module, forward: type[ModuleForward], whose: str) -> None:
     if patch.get(module) is None:
         refuse_foreign(module, whose)
     patch.put(module, patch.get(module) or forward(kind))
-    lead_to_ours(module)
-    stay_on(module)
+    rebind_kept_forwards(module)
+    keep_replaced(module)
 
 
-def stay_on(module: nn.Module) -> None:
-    """Put our function back into the class of an attached module, if somebody has taken it off since."""
+def keep_replaced(module: nn.Module) -> None:
+    """Set our function on the class of an attached module again, if other code has removed it."""
     patch = patch_of(type(module))
     if patch is None or patch.get(module) is None:
         return
     patch.apply()
     for one in patch.objects():
-        if patch.get(one).follows is not patch.function:
-            lead_to_ours(one)
+        if patch.get(one).bound_to is not patch.function:
+            rebind_kept_forwards(one)
 
 
-def take_off(module: nn.Module) -> None:
-    """Undo put_on: the module, and what others keep of it, lead to the host's own forward again."""
+def restore_forward(module: nn.Module) -> None:
+    """Undo replace_forward: calls of the module, and of forwards that other code keeps, run the host's own forward."""
     patch = patch_of(type(module))
     if patch is None or patch.get(module) is None:
         return
     patch.take(module)
-    for holder, name in places_of(module):
+    for holder, name in kept_forwards(module):
         found = holder[name]
         if is_front(found):
             holder[name] = found.__wrapped__
@@ -188,7 +197,8 @@ def take_off(module: nn.Module) -> None:
 
 
 def refuse_foreign(module: nn.Module, whose: str) -> None:
-    """Raise ValueError if the forward that stands on a module's instance is neither its class's nor known hooks'."""
+    """Raise ValueError if the forward on a module's instance is neither its class's, nor one with hooks that OneDiff
+    knows around its class's."""
     slot = BEHIND_A_HOOK if BEHIND_A_HOOK in module.__dict__ else "forward"
     present = module.__dict__.get(slot)
     own = getattr(present, COMPILED, present)
@@ -196,16 +206,15 @@ def refuse_foreign(module: nn.Module, whose: str) -> None:
         return
     standing = beneath_ours(type(module).forward)
     if not is_bound(own, module) and getattr(own, "__func__", None) is not standing:
-        raise ValueError(f"somebody else has replaced {whose} forward ({present!r}); undo that first")
+        raise ValueError(f"other code has replaced {whose} forward ({present!r}): undo that before you compile it")
 
 
-def lead_to_ours(module: nn.Module) -> None:
-    """Make every kept reference to this module's forward reach our function: bind kept methods (places_of) to it anew,
-    and put a front (stand_in_front) before forwards on the instance that only move weights or that torch.compile made.
-    """
+def rebind_kept_forwards(module: nn.Module) -> None:
+    """Make every forward of this module that other code keeps reach our function: bind its methods (kept_forwards) to
+    it, and add a front (add_front) to forwards on the instance that only move weights or are torch.compile's."""
     patch = patch_of(type(module))
-    patch.get(module).follows = patch.function
-    for holder, name in places_of(module):
+    patch.get(module).bound_to = patch.function
+    for holder, name in kept_forwards(module):
         if is_bound(holder[name], module):
             holder[name] = types.MethodType(patch.function, module)
     state = module.__dict__
@@ -213,16 +222,16 @@ def lead_to_ours(module: nn.Module) -> None:
         present = state.get(slot)
         is_mover = slot == "forward" and present is not None and only_moves(module)
         if is_front(present) or hasattr(present, COMPILED) or (is_mover and not is_bound(present, module)):
-            stand_in_front(module, slot)
+            add_front(module, slot)
 
 
-def stand_in_front(module: nn.Module, slot: str) -> None:
-    """Replace the forward in a slot of a module's instance by a front: a functools.partial of the class's function,
-    with the previous forward as its __wrapped__.
+def add_front(module: nn.Module, slot: str) -> None:
+    """Replace the forward in an attribute of a module's instance by a front: a functools.partial of our function, with
+    the previous forward as its __wrapped__.
 
     A call then reaches our function first. Where the host's own forward is needed, our function calls __wrapped__.
-    diffusers' own hooks install the same kind of partial. The partial refers to nothing of ours but the class's
-    function, so a deep copy of the module, which is not attached, runs the host's forward.
+    diffusers' own hooks install the same kind of partial. A front refers to nothing of ours but the class's function,
+    so a deep copy of the module, which is not attached, runs the host's forward.
     """
     present: Any = module.__dict__[slot]
     below = present.__wrapped__ if is_front(present) else present
@@ -231,19 +240,19 @@ def stand_in_front(module: nn.Module, slot: str) -> None:
 
 
 def is_front(forward: Any) -> bool:
-    """Whether a forward on a module's instance was made by stand_in_front."""
+    """Whether a forward on a module's instance is a front; see add_front."""
     return type(forward) is functools.partial and link_of(forward.func) is not None
 
 
 def is_bound(forward: Any, module: nn.Module) -> bool:
-    """Whether a forward is our function, or what stood in the class before it, bound to this very module."""
+    """Whether a forward is a method bound to this very module, of our function or of the class's function below it."""
     if type(forward) is not types.MethodType or forward.__self__ is not module:
         return False
     return beneath_ours(forward.__func__) is beneath_ours(patch_of(type(module)).original)
 
 
-def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where others keep a forward of a module, as a dictionary and a key of it."""
+def kept_forwards(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """The places where other code keeps a forward of a module, each as a dictionary and a key in it."""
     state = module.__dict__
     holders = [(state, slot) for slot in SLOTS]
     holders += [(vars(one), name) for one in hooks_of(module) for name in ("forward", "original_forward")]
@@ -254,13 +263,13 @@ def places_of(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """What holds the forwards around which diffusers' own hooks run, the innermost first."""
+    """The objects in which diffusers keeps the forwards that its hooks wrap, the innermost hook's first."""
     return list(getattr(module.__dict__.get(HOOKS), "_fn_refs", None) or ())
 
 
 def only_moves(module: nn.Module) -> bool:
-    """Whether a module has hooks of diffusers, all of which only move weights between memories. False with offloading
-    to the disk, where weights have no values in main memory in between."""
+    """Whether a module has hooks of diffusers, and all of them only move weights between GPU and main memory. False for
+    offloading to disk, where weights are in neither between calls."""
     hooks = module.__dict__[HOOKS].hooks if hooks_of(module) else {}
     groups = (getattr(hook, "group", None) for hook in hooks.values())
     on_disk = any(getattr(group, "offload_to_disk_path", None) is not None for group in groups)
@@ -268,5 +277,5 @@ def only_moves(module: nn.Module) -> bool:
 
 
 def unwrapped(module: Any) -> Any:
-    """The module that torch.compile(module) has wrapped; any other as it is."""
+    """The module inside of the result of torch.compile(module); any other object is returned as it is."""
     return vars(module).get("_modules", {}).get("_orig_mod", module) if isinstance(module, nn.Module) else module

@@ -1,4 +1,5 @@
-"""The classes of diffusers' networks that OneDiff serves: how a call becomes ours, and our output its answer."""
+"""The classes of diffusers' networks that OneDiff serves: how to convert a call to ours, and our output to the host's.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,14 +21,17 @@ OUTPUT_OF_TRANSFORMERS = "diffusers.models.modeling_outputs", "Transformer2DMode
 
 @dataclass(frozen=True)
 class DiffusersNetwork:
-    """One of diffusers' classes.
+    """One of diffusers' classes of networks.
 
-    name: of the class. is_one: returns whether a module is of this class, and of none derived from it. output: the
-    Python module and the class of the object in which its forward returns its sample. call_of: makes our call of a
-    module and the arguments of its forward by name, or raises Refusal; None where it takes more than these
-    (DiffusersForward). caller: makes such a function for one network, which keeps something from call to call.
-    tensor_of: returns its sample of a call as one tensor, of the shape of our output. sample_of: returns the sample for
-    such a tensor. None for both where the sample is the tensor.
+    name: the class's name.
+    is_one: returns whether a module is of this class, and not of a derived one.
+    output: the Python module and the name of the class in which its forward returns the sample.
+    call_of: call_of(module, **arguments) returns our Call for these arguments of the forward, or raises Refusal. None
+        for UNets, whose calls also depend on the module's state: see DiffusersForward.
+    caller: returns a new call_of for one module, if it keeps something from call to call; otherwise None.
+    tensor_of: tensor_of(sample, call) returns the host's sample as one tensor in the shape of our output; None if it is
+        that tensor already.
+    sample_of: sample_of(output) returns our output as the host's sample; None likewise.
     """
 
     name: str

@@ -1,5 +1,5 @@
-"""What users put on a diffusers UNet: IP-Adapters, which our forward computes itself, FreeU and other attention
-processors, which are points of our forward."""
+"""Reads what users add to a diffusers UNet: IP-Adapters as image prompts, which our forward computes itself; FreeU and
+other attention processors as patch points of our forward."""
 from __future__ import annotations
 
 import logging
@@ -21,16 +21,18 @@ log = logging.getLogger("onediff")
 
 IP_ADAPTERS = {"IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0"}
 MASKS = "ip_adapter_masks"
-# The last part of an attention's path in the layout, and of its queries'.
-OUT, QUERY = ".to_out.0", ".to_q"
+# The paths of an attention's output projection and query, relative to the attention.
+OUT = ".to_out.0"
+QUERY = ".to_q"
 
 
 class UNetPatches(PatchPoints):
-    """The processors and the FreeU of a UNet, as they are at one call.
+    """The attention processors and FreeU settings of a UNet at one call, as patch points.
 
-    image_tokens: what the projection of its IP-Adapters makes of the image embeddings, (batch, images, tokens, width)
-    for each; None without one. arguments: the pipeline's cross_attention_kwargs. known: the classes of processors that
-    our forward stands for.
+    image_tokens: for each IP-Adapter, its projected image embeddings, (batch, images, tokens, width); None if there is
+        no IP-Adapter.
+    arguments: the pipeline's cross_attention_kwargs.
+    known: the classes of processors that our forward computes itself, besides plain attention.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class UNetPatches(PatchPoints):
         known: Collection[type] = (),
     ) -> None:
         self._unet = weakref.ref(unet)
-        self._image_tokens, self._arguments, self._known = image_tokens, arguments, known
+        self._image_tokens = image_tokens
+        self._arguments = arguments
+        self._known = known
         self._attentions: dict[str, Any] = {}
         kinds = Counter(map(type, processors))
         self.functions = [one for one in processors if not self._is_ours(type(one))]
-        # By output stage: FreeU's arguments there. It is for the two lowest resolutions.
+        # By output stage: FreeU's arguments. The host applies FreeU at the two lowest resolutions only.
         blocks = enumerate(block for block in unet.up_blocks for _ in block.resnets)
         self._freeu = {
             stage: {name: getattr(block, name) for name in ("resolution_idx", *FREEU_FACTORS)}
@@ -67,7 +71,7 @@ class UNetPatches(PatchPoints):
             return hidden_states, skip
         from diffusers.utils.torch_utils import apply_freeu
 
-        # It writes to the hidden states.
+        # apply_freeu writes to the hidden states.
         given = hidden_states.clone(memory_format=torch.contiguous_format), skip.contiguous()
         joined: tuple[Tensor, Tensor] = apply_freeu(
             hidden_states=given[0], res_hidden_states=given[1], **self._freeu[index]
@@ -94,21 +98,25 @@ class UNetPatches(PatchPoints):
         return added
 
 
-class Within(NamedTuple):
-    """What runs within the UNet in one call beside its own layers; see UNetCall."""
+class Additions(NamedTuple):
+    """What a UNet computes in one call besides its own layers: the UNetCall's fields of these names."""
 
     patches: UNetPatches | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()
 
 
-def within(
+def additions_of(
     unet: Any, processors: dict[str, Any], latent: Tensor, added: dict[str, Any], arguments: dict[str, Any]
-) -> Within:
-    """processors: by the path of their attention. arguments: the pipeline's cross_attention_kwargs. Raises Refusal."""
+) -> Additions:
+    """The Additions of a call with this latent. Raises Refusal for arguments that OneDiff does not support.
+
+    processors: by the path of their attention. added: the pipeline's added_cond_kwargs. arguments: the pipeline's
+    cross_attention_kwargs.
+    """
     unknown = sorted(set(arguments) - {MASKS})
     if unknown:
         raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})")
-    # What an IP-Adapter makes of the image embeddings, (batch, images, tokens, width) for each.
+    # For each IP-Adapter, (batch, images, tokens, width).
     tokens = unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
     kinds = {
         kind for kind in set(map(type, processors.values()))
@@ -118,20 +126,20 @@ def within(
     try:
         if kinds:
             if arguments.get(MASKS) is not None:
-                raise Refusal("masks say where in the image they work")
+                raise Refusal("masks limit them to parts of the image")
             adapters = {path: one for path, one in processors.items() if type(one) in kinds}
             prompts = image_prompts(adapters, latent, tokens)
     except Refusal as reason:
         log.debug("diffusers' IP-Adapter processors run as they are: %s", reason)
     patches = UNetPatches(unet, processors.values(), tokens, arguments, kinds if prompts else ())
-    return Within(patches if patches.structure else None, prompts)
+    return Additions(patches if patches.structure else None, prompts)
 
 
 def image_prompts(
     processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None
 ) -> tuple[ImagePrompt, ...]:
-    """What each IP-Adapter of these processors adds. image_tokens: see UNetPatches. Raises Refusal where diffusers has
-    to run them, or to refuse their inputs."""
+    """One image prompt for each IP-Adapter of these processors. image_tokens: see UNetPatches. Raises Refusal if
+    diffusers must run the processors itself, or raise its own error for their inputs."""
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
         raise Refusal("they are not at an image prompt's layers")
     counts = {len(parts) for one in processors.values() for parts in (one.to_k_ip, one.to_v_ip, one.scale)}
@@ -141,7 +149,8 @@ def image_prompts(
 
 
 def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens: Tensor) -> ImagePrompt:
-    """What one adapter adds for all of its images together, in every attention where its scale is not 0."""
+    """The image prompt of one adapter, with the tokens of all its images, for each attention where its scale is not 0.
+    tokens: (batch, images, tokens, width)."""
     if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
         raise Refusal(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")
     tokens = tokens.flatten(1, 2)

@@ -1,4 +1,4 @@
-"""Read diffusers' CosmosTransformer3DModel: Cosmos-Predict2, and Anima."""
+"""Reads the layout of diffusers' CosmosTransformer3DModel, which is the network of Cosmos-Predict2 and Anima."""
 from __future__ import annotations
 
 from operator import attrgetter
@@ -19,9 +19,10 @@ from ...families.anima.layout import (
 from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
 
-# Of an attention: what makes queries, keys and values, the norms of the first two, the output and how many heads.
+# An attention's projections to queries, keys and values, the norms of queries and keys, the output projection, and the
+# number of heads; see read_attentions.
 PARTS = attrgetter("to_q", "to_k", "to_v", "norm_q", "norm_k", "to_out.0", "heads")
-# What diffusers' may have besides, by its configuration.
+# Entries of the configuration that switch on parts which our forward does not compute, each with a name for users.
 VARIANTS = {
     "extra_pos_embed_type": "learned positions", "use_crossattn_projection": "a projection of the prompt",
     "img_context_dim_in": "a second attention, to images",
@@ -29,19 +30,19 @@ VARIANTS = {
 
 
 def is_cosmos(network: nn.Module) -> bool:
-    """Whether a module is of diffusers' own CosmosTransformer3DModel, and of no class derived from it."""
+    """Whether a module's class is diffusers' own CosmosTransformer3DModel, and not a derived one."""
     return is_class(type(network), "diffusers.models.transformers.transformer_cosmos", "CosmosTransformer3DModel")
 
 
 def made_of_anima(network: Any) -> bool:
-    """Whether a CosmosTransformer3DModel was loaded as Anima's: Cosmos-Predict2's is the same network with other
-    weights. For the name that people see, and nothing else."""
+    """Whether a CosmosTransformer3DModel was loaded from an Anima model, by the name of its files. Cosmos-Predict2 is
+    the same network with other weights, so this only decides the model's name for users."""
     return "anima" in str(network.config.get("_name_or_path")).lower()
 
 
 def read_cosmos(network: Any) -> AnimaLayout:
-    """The layout of a CosmosTransformer3DModel (Cosmos-Predict2, Anima). Its masks are channels of the latent. Raises
-    Refusal with the reason."""
+    """The layout of a CosmosTransformer3DModel. in_channels includes the masks, which the network takes as channels of
+    the latent. Raises Refusal with the reason."""
     leaves = LeafReader(network, reads_loras=True)
     time = network.time_embed
     final = network.norm_out
@@ -52,7 +53,7 @@ def read_cosmos(network: Any) -> AnimaLayout:
     sizes = {tuple(part.patch_size) for part in (network.config, network.patch_embed, rope)}
     (frames, patch, across), *others = sizes
     if others or frames != 1 or patch != across:
-        raise Refusal(f"its patches are {' and '.join(map(str, sizes))}, not of one image and square")
+        raise Refusal(f"its patches are {' and '.join(map(str, sizes))} instead of squares of one frame")
     places = [norm for block in network.transformer_blocks for norm in (block.norm1, block.norm2, block.norm3)]
     for kind, *modules in (
         ("CosmosPatchEmbed", network.patch_embed), ("CosmosEmbedding", time), ("Timesteps", time.time_proj),

@@ -1,4 +1,4 @@
-"""Read diffusers' Krea2Transformer2DModel."""
+"""Reads the layout of diffusers' Krea2Transformer2DModel."""
 from __future__ import annotations
 
 from operator import attrgetter
@@ -30,7 +30,7 @@ TABLE = "scale_shift_table"
 
 
 def is_krea2(network: nn.Module) -> bool:
-    """Whether a module is of diffusers' own Krea2Transformer2DModel, and of no class derived from it."""
+    """Whether a module's class is diffusers' own Krea2Transformer2DModel, and not a derived one."""
     return is_class(type(network), "diffusers.models.transformers.transformer_krea2", "Krea2Transformer2DModel")
 
 

@@ -1,4 +1,4 @@
-"""Read diffusers' UNet2DConditionModel, and recognise what its users put on it: attention processors, FreeU and
+"""Reads the layout of diffusers' UNet2DConditionModel, and finds what users add to it: attention processors, FreeU and
 IP-Adapters."""
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from ...families.unet.read import read_block, read_transformer
 
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
-# These compute plain softmax attention; any other processor may compute something else.
+# The attention processors that compute plain softmax attention.
 PLAIN_PROCESSORS = {"AttnProcessor", "AttnProcessor2_0"}
-# What fuse_qkv_projections() sets, and the layers that it makes and leaves behind when that is undone.
+# The processor that fuse_qkv_projections() sets, and the layers that it creates. unfuse_qkv_projections() leaves them.
 FUSED_PROCESSOR = "FusedAttnProcessor2_0"
 FUSED_LAYERS = ("to_qkv", "to_kv")
-# An IP-Adapter's: its tokens go to attention processors, beside the context.
+# The class of an IP-Adapter's projection. Its tokens go to the attention processors, besides the context.
 IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
 PROCESSOR_OF = attrgetter("processor")
 FREEU_FACTORS = ("s1", "s2", "b1", "b2")
 
 
 def is_diffusers_unet(unet: nn.Module) -> bool:
-    """Whether a module is of diffusers' own UNet2DConditionModel, and of no class derived from it."""
+    """Whether a module's class is diffusers' own UNet2DConditionModel, and not a derived one."""
     return is_class(type(unet), "diffusers.models.unets.unet_2d_condition", "UNet2DConditionModel")
 
 
@@ -76,7 +76,7 @@ def read_diffusers(unet: Any) -> UNetLayout:
 
 
 def attentions_of(unet: nn.Module) -> dict[str, Any]:
-    """Every attention module below a UNet by its path, with the processor that computes it."""
+    """The attention modules of a UNet, by path. Each has a processor, which computes the attention."""
     found = unet.named_modules()
     return {path: module for path, module in found if hasattr(module, "processor") and hasattr(module, "to_q")}
 
@@ -91,12 +91,12 @@ def has_ip_adapter(unet: Any) -> bool:
 
 
 def has_freeu(block: Any) -> bool:
-    # Plain numbers that enable_freeu sets: asking a module for what it lacks takes microseconds.
+    # enable_freeu sets plain numbers. They are read without getattr, which takes microseconds for a missing attribute.
     return all(vars(block).get(name) for name in FREEU_FACTORS)
 
 
 def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
-    """What runs within a UNet beside its own layers, each once, in words for the user. kinds: the classes of its
+    """What a UNet computes besides its own layers, in words for the user, each once. kinds: the classes of its
     attention processors."""
     found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
     found += sorted(f"attention processor {kind.__name__}" for kind in kinds if not is_plain(kind))
@@ -104,6 +104,7 @@ def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
 
 
 def refuse_diffusers_variants(unet: Any, leaves: LeafReader) -> None:
+    """Raise Refusal for a UNet with inputs or layers that our forward does not compute."""
     config = unet.config
     text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
     if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
@@ -145,8 +146,9 @@ def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 
 
 def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) -> list[list[Any]]:
-    """The layers of one resolution, or of the middle, in the order of the host's forward: a list for each residual
-    block. No attention is None. Raises Refusal for a block of a class that is not known."""
+    """The modules of a down, middle or up block, in the order of the host's forward: a list for each residual block,
+    [resnet, attention]; the attention is None if there is none. known: the classes of blocks that are allowed. Raises
+    Refusal for others."""
     if leaves.kind(block) not in known:
         raise leaves.unknown(block)
     resnets = list(block.resnets)
@@ -194,10 +196,10 @@ def diffusers_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 
 def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = False) -> None:
-    """Raise Refusal for an attention that computes more than its queries, keys, values and output. is_residual: whether
-    it is to have a norm of its own, and to add its result to what it reads, as a VAE's."""
+    """Raise Refusal for an attention that computes more than queries, keys, values, attention and output. is_residual:
+    for a VAE's attention, which also has a norm, and adds its output to its input."""
     if type(attention.processor).__name__ == FUSED_PROCESSOR:
-        raise Refusal("fuse_qkv_projections() is on: OneDiff does that without a copy, after unfuse_qkv_projections()")
+        raise Refusal("fuse_qkv_projections() is on: call unfuse_qkv_projections(), OneDiff fuses them without a copy")
     for name in FUSED_LAYERS:
         leaves.leave(getattr(attention, name, None))
     leaves.require(attention, residual_connection=is_residual, rescale_output_factor=1, scale_qk=True)
@@ -213,6 +215,6 @@ READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
     "ResnetBlock2D": diffusers_residual_block, "Transformer2DModel": diffusers_transformer,
     "Downsample2D": diffusers_downsample, "Upsample2D": read_upsample,
 }
-# The first two are of releases that do without peft. A LoRA in one is a layer of its own inside, and refused.
+# Releases of diffusers without peft have the first two. A LoRA in one is a module inside of it, which is refused.
 HOST_LAYERS.take("diffusers", "LoRACompatibleLinear", "LoRACompatibleConv", "RMSNorm")
 FAMILIES.take_reader((is_diffusers_unet, read_diffusers))

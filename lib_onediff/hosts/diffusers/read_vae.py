@@ -1,4 +1,4 @@
-"""Read the decoder and the encoder of diffusers' AutoencoderKL."""
+"""Reads the layouts of the decoder and the encoder of diffusers' AutoencoderKL."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,13 +16,14 @@ from ...families.vae import residual_block as residual_block_of
 from .read_unet import check_attention, is_plain, modules_of, read_upsample, require_silu
 
 VAE = "diffusers.models.autoencoders.vae"
+# The classes of blocks, each with the layers of one resolution.
 LEVELS = {
     "UNetMidBlock2D", "UpDecoderBlock2D", "AttnUpDecoderBlock2D", "DownEncoderBlock2D", "AttnDownEncoderBlock2D",
 }
 
 
 def is_diffusers(half: nn.Module) -> bool:
-    """Whether a module is a decoder or an encoder of diffusers' AutoencoderKL."""
+    """Whether a module's class is diffusers' own Decoder or Encoder of AutoencoderKL, and not a derived one."""
     return is_class(type(half), VAE, *HALVES)
 
 
@@ -39,7 +40,7 @@ def read_diffusers(half: Any) -> DecoderLayout:
 
 
 def diffusers_level(block: Any, leaves: LeafReader) -> list[Any]:
-    """The layers of one resolution, or of the middle, in the order of the host's forward."""
+    """The modules of one of LEVELS, in the order of the host's forward."""
     resamplers = getattr(block, "upsamplers", None) or getattr(block, "downsamplers", None) or ()
     return [*chain(*modules_of(block, leaves, LEVELS)), *resamplers]
 

@@ -1,4 +1,4 @@
-"""Read diffusers' ZImageTransformer2DModel."""
+"""Reads the layout of diffusers' ZImageTransformer2DModel."""
 from __future__ import annotations
 
 from typing import Any
@@ -13,22 +13,23 @@ from ...families.rotary import RotaryAxes
 from ...families.z_image.layout import ZImageLayout
 from ...families.z_image.read import HostParts, read_stream, without_bias
 
-# To which multiple prompt and patches are filled up.
+# The host pads the tokens of the prompt, and those of the image, to a multiple of this.
 MULTIPLE = 32
+# The height and width of a patch, in latent pixels.
 PATCH = 2
-# The host's name of the layers for patches of one image.
+# The host's key for the layers of patches of this size and one frame.
 LAYERS = f"{PATCH}-1"
 
 
 def is_z_image(network: nn.Module) -> bool:
-    """Whether a module is of diffusers' own ZImageTransformer2DModel, and of no class derived from it."""
+    """Whether a module's class is diffusers' own ZImageTransformer2DModel, and not a derived one."""
     return is_class(type(network), "diffusers.models.transformers.transformer_z_image", "ZImageTransformer2DModel")
 
 
 def read_z_image(network: Any) -> ZImageLayout:
     """The layout of a ZImageTransformer2DModel. Raises Refusal with the reason."""
     if network.siglip_embedder is not None:
-        raise Refusal("it takes other images beside the prompt (omni)")
+        raise Refusal("it takes other images besides the prompt (omni)")
     if list(network.all_x_embedder) != [LAYERS]:
         raise Refusal(f"its patches are {', '.join(network.all_x_embedder)}, not {LAYERS}")
     leaves = LeafReader(network, reads_loras=True)

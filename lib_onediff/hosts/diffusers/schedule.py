@@ -1,5 +1,5 @@
-"""When the samplings of a diffusers pipeline begin and end, and at which timesteps their steps begin: its progress bar
-and its scheduler say so."""
+"""Announces the samplings of diffusers pipelines to the runtime: they begin and end with the progress bar. Reads the
+timesteps of their steps from the scheduler."""
 from __future__ import annotations
 
 import weakref
@@ -16,16 +16,16 @@ from ...families.leaf_reader import is_genuine
 from ...runtime.runtime import runtime
 from ..hooks import Replacement, TablePatch
 from ..schedule import HostMethod, replace_next_call, why_no_line
-from .module_forward import stay_on
+from .module_forward import keep_replaced
 
 BAR = "progress_bar"
-# These go on from one output, and add no noise between their steps as the pipelines call them (eta 0).
+# Schedulers whose steps use one output of the network, and add no noise as pipelines call them (eta 0).
 FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler", "FlowMatchEulerDiscreteScheduler")
 
 
 class LoopAnnouncer:
-    """Announces the samplings of one pipeline: each of diffusers' pipelines runs its steps within its progress_bar, so
-    its samplings begin and end with that. A hooks.StandIn; keeps neither pipeline nor UNet alive."""
+    """Announces the samplings of one pipeline to the runtime, as a hooks.StandIn of its progress_bar. Pipelines of
+    diffusers run all their steps inside of the progress bar. Keeps neither the pipeline nor the UNet alive."""
 
     def __init__(self, pipe: Any, unet: nn.Module) -> None:
         self._pipe, self._unet = reference_to(pipe), reference_to(unet)
@@ -40,11 +40,12 @@ class LoopAnnouncer:
         return bar
 
     def _follow(self, bar: Any) -> None:
-        """A loop begins. It ends when its bar is closed: by the loop itself, or where nobody holds the bar."""
+        """Announce that a sampling begins now, and its end when this progress bar is closed. The loop closes it; if the
+        loop fails, Python does when it deletes the bar."""
         from tqdm import tqdm
 
         if not isinstance(bar, tqdm):
-            # A pipeline of somebody's own: nobody would say when it ends.
+            # A pipeline's own kind of bar may never be closed, so that the end would be unknown.
             return
 
         def close(original: HostMethod) -> None:
@@ -57,8 +58,8 @@ class LoopAnnouncer:
     def _begin(self) -> None:
         pipe, unet = self._pipe(), self._unet()
         if pipe is not None and unet is not None:
-            stay_on(unet)
-            # Now: callbacks may end the guidance in mid-sampling.
+            keep_replaced(unet)
+            # guidance_scale_of is read now, because a callback may switch the guidance off during the sampling.
             scheduler = pipe.scheduler
             runtime.begin_sampling(unet, sampling_of(lambda: scheduler, guidance_scale_of(pipe)), of_all=False)
 
@@ -69,7 +70,7 @@ class LoopAnnouncer:
 
 
 def announce_samplings(pipe: Any, unet: nn.Module) -> None:
-    """Have this pipeline's samplings announced. A pipeline that never calls diffusers' progress_bar announces none."""
+    """Announce this pipeline's samplings from now on. Does nothing if its progress_bar is not diffusers'."""
     owner = owner_of_bar(pipe)
     if owner is None:
         return
@@ -81,7 +82,7 @@ def announce_samplings(pipe: Any, unet: nn.Module) -> None:
     patch.put(pipe, LoopAnnouncer(pipe, unet))
 
 
-def no_longer_announce(pipe: Any) -> None:
+def stop_announcing(pipe: Any) -> None:
     """Undo announce_samplings."""
     owner = owner_of_bar(pipe)
     patch = None if owner is None else runtime.patches.get((owner, BAR))
@@ -90,7 +91,7 @@ def no_longer_announce(pipe: Any) -> None:
 
 
 def owner_of_bar(pipe: Any) -> type | None:
-    """The class of diffusers that defines a pipeline's progress_bar; None for a pipeline that is none of diffusers'."""
+    """The class of diffusers that defines a pipeline's progress_bar; None if diffusers does not define it."""
     return next((
         kind for kind in type(pipe).__mro__
         if BAR in vars(kind) and package(kind.__module__) == "diffusers" and is_genuine(kind)
@@ -98,7 +99,7 @@ def owner_of_bar(pipe: Any) -> type | None:
 
 
 def reference_to(pipe: Any) -> Callable[[], Any]:
-    """A weak reference; to nothing where there can be none, as to what only stands for a pipe."""
+    """A weak reference to a pipeline or network; a function that returns None if the object supports none."""
     try:
         return weakref.ref(pipe)
     except TypeError:
@@ -106,7 +107,8 @@ def reference_to(pipe: Any) -> Callable[[], Any]:
 
 
 def guidance_scale_of(pipe: Any) -> float | None:
-    """The guidance scale of the image that a pipeline is making: 1 where it is built into the UNet, as LCM's."""
+    """The guidance scale of the image that a pipeline is making, at most 1 if the guidance is built into the UNet, as
+    in LCM; None if unknown."""
     scale = getattr(pipe, "_guidance_scale", None)
     if not isinstance(scale, (int, float)):
         return None
@@ -114,8 +116,8 @@ def guidance_scale_of(pipe: Any) -> float | None:
 
 
 def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = None) -> Sampling:
-    """The sampling that the timesteps of a diffusers scheduler are for. scheduler: returns it, from the first UNet call
-    on; None where there is none."""
+    """The Sampling of a diffusers scheduler, which has set its timesteps by the first UNet call. scheduler: returns the
+    scheduler, or None if there is none."""
     clock = Clock(scheduler)
     return Sampling(
         times=clock.times, read=clock.read, guidance_scale=guidance_scale,
@@ -124,7 +126,7 @@ def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = Non
 
 
 def is_first_order(scheduler: Any) -> bool:
-    """Whether this is one of diffusers' own schedulers whose steps use one output and add no noise."""
+    """Whether this is a scheduler of diffusers whose steps use one output of the network and add no noise."""
     kind = type(scheduler)
     adds_noise = getattr(getattr(scheduler, "config", None), "stochastic_sampling", False)
     is_known = kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
@@ -132,20 +134,20 @@ def is_first_order(scheduler: Any) -> bool:
 
 
 class Clock:
-    """A scheduler's timesteps, whose values are asked for once."""
+    """The timesteps of a scheduler, whose values are read from the GPU once."""
 
     def __init__(self, scheduler: Callable[[], Any]) -> None:
         self._scheduler = scheduler
         self._values: list[float] = []
 
     def times(self) -> list[float] | None:
-        """Where steps begin. Of two calls a step, the second is at a place between or where the next one begins."""
+        """See Sampling.times. A scheduler of order 2 has two timesteps for each step; the first one begins it."""
         scheduler = self._scheduler()
         return None if scheduler is None else self._all(scheduler)[::max(1, int(getattr(scheduler, "order", 1)))]
 
     def read(self, timestep: Tensor) -> float | None:
-        """The timestep of a call: a pipeline hands over a view of one of the scheduler's, so where it lies tells which,
-        and the GPU need not be waited for."""
+        """See Sampling.read. A pipeline passes a view of one of the scheduler's timesteps, so its offset in memory is
+        the index of that one, and we need not wait for the GPU."""
         ours: Any = getattr(self._scheduler(), "timesteps", None)
         same_memory = ours is not None and (timestep.dtype, timestep.device) == (ours.dtype, ours.device) and (
             timestep.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr()
@@ -155,5 +157,6 @@ class Clock:
         return self._all(self._scheduler())[timestep.storage_offset() - ours.storage_offset()]
 
     def _all(self, scheduler: Any) -> list[float]:
+        """All timesteps of the scheduler. Waits for the GPU the first time."""
         self._values = self._values or [float(value) for value in scheduler.timesteps.tolist()]
         return self._values

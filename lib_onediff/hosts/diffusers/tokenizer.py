@@ -1,8 +1,8 @@
-"""CLIP's tokenizer, made of a model's words alone.
+"""Loads CLIP's tokenizer from a model folder that may be malicious.
 
-A tokenizer.json describes a whole program to the Rust library that runs it: its regular expressions may take for ever,
-and some of its numbers end the process. tokenizer_config.json can name files elsewhere. So the words, their merges and
-plain options are read and checked here, and the tokenizer is made of a folder that holds nothing else.
+A tokenizer.json describes a program, which a Rust library runs: its regular expressions can take forever, and some of
+its numbers crash the process. tokenizer_config.json can name files elsewhere. So the vocabulary, the merges and plain
+options are read and checked here, and the tokenizer is loaded from a temporary folder that contains nothing else.
 """
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ from ...core.logs import readable
 from ...core.refusal import Refusal
 from .model_files import read_json, read_text
 
-VOCABULARY, MERGES, WHOLE = "vocab.json", "merges.txt", "tokenizer.json"
-CONFIG, SPECIAL, ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-# CLIP has 49,408 words.
-MOST_WORDS, LONGEST_WORD, MOST_TOKENS = 1_000_000, 1000, 100_000
+VOCABULARY = "vocab.json"
+MERGES = "merges.txt"
+WHOLE = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL = "special_tokens_map.json"
+ADDED = "added_tokens.json"
+# CLIP's vocabulary has 49,408 words.
+MOST_WORDS = 1_000_000
+LONGEST_WORD = 1000
+# The largest model_max_length.
+MOST_TOKENS = 100_000
+# Options of tokenizer_config.json that are copied, and their types.
 OPTIONS: dict[str, type] = {
     "errors": str, "do_lower_case": bool, "add_prefix_space": bool, "clean_up_tokenization_spaces": bool,
 }
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# Of a token that is more than its letters.
+# The flags of an added token.
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 VERSION_LINE = "#version: 0.2"
 
 
 def load_tokenizer(folder: Path, kind: Any) -> Any:
-    """The tokenizer in a part's folder. kind: CLIPTokenizer of transformers. Raises Refusal where its files lack or are
-    not a tokenizer's."""
+    """The tokenizer in a folder of a model, such as tokenizer_2. kind: the class CLIPTokenizer of transformers. Raises
+    Refusal if its files are missing or invalid."""
     with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as copy:
         copy_tokenizer(folder, Path(copy))
         try:
@@ -38,14 +46,14 @@ def load_tokenizer(folder: Path, kind: Any) -> Any:
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:
-            # A panic of the Rust library is no Exception.
-            raise Refusal(readable(f"The words in {folder.name} are no tokenizer's ({error}).")) from None
+            # A panic of the Rust library is a BaseException.
+            raise Refusal(readable(f"The files in {folder.name} are not those of a tokenizer ({error}).")) from None
     made.name_or_path = str(folder)
     return made
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Write the files that make a tokenizer of source's words into target, which exists. Raises Refusal."""
+    """Write the checked files of the tokenizer in source into target, an empty folder. Raises Refusal."""
     added = write_words(source, target)
     config = read_json(source / CONFIG) if (source / CONFIG).exists() else {}
     special = read_json(source / SPECIAL) if (source / SPECIAL).exists() else {}
@@ -64,8 +72,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def write_words(source: Path, target: Path) -> dict[str, Any]:
-    """Write the vocab.json and merges.txt of source's words into target, which exists. Returns what source adds to the
-    words, by number. Raises Refusal."""
+    """Write the checked vocab.json and merges.txt of the tokenizer in source into target. Returns its added tokens, by
+    number. Raises Refusal."""
     words, merges, added = read_words(source)
     (target / VOCABULARY).write_text(json.dumps(words), encoding="utf-8")
     (target / MERGES).write_text("\n".join([VERSION_LINE, *merges, ""]), encoding="utf-8")
@@ -73,7 +81,8 @@ def write_words(source: Path, target: Path) -> dict[str, Any]:
 
 
 def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]:
-    """The number of each word, the merges as "a b", and what was added to the words by number. Raises Refusal."""
+    """A tokenizer's vocabulary, {word: number}; its merges, each as "a b"; and its added tokens, by number. Raises
+    Refusal."""
     added: dict[str, Any] = {}
     if (folder / VOCABULARY).exists() and (folder / MERGES).exists():
         words: Any = read_json(folder / VOCABULARY)
@@ -83,48 +92,50 @@ def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]
             added = {str(number): word for word, number in read_json(folder / ADDED).items()}
     elif (folder / WHOLE).exists():
         content = read_json(folder / WHOLE)
-        model, more = content.get("model"), content.get("added_tokens")
-        words, merges = (model.get("vocab"), model.get("merges")) if isinstance(model, dict) else (None, None)
+        model = content.get("model")
+        more = content.get("added_tokens")
+        words = model.get("vocab") if isinstance(model, dict) else None
+        merges = model.get("merges") if isinstance(model, dict) else None
         for token in more if isinstance(more, list) else ():
             if isinstance(token, dict):
                 added[str(token.get("id"))] = token
     else:
-        raise Refusal(f"{folder.name} lacks its vocab.json or merges.txt.")
+        raise Refusal(f"vocab.json or merges.txt is missing in {folder.name}.")
     return checked_words(words, folder), checked_merges(merges, words, folder), added
 
 
 def checked_words(words: Any, folder: Path) -> dict[str, int]:
-    """Words by number, each number once. Raises Refusal."""
+    """The words, if they are a vocabulary, {word: number}, with each number once. Raises Refusal otherwise."""
     if not isinstance(words, dict) or not 0 < len(words) <= MOST_WORDS:
-        raise Refusal(f"The list of words in {folder.name} is empty, or longer than {MOST_WORDS}.")
+        raise Refusal(f"The vocabulary in {folder.name} is empty, or has more than {MOST_WORDS} words.")
     numbers = {number for number in words.values() if is_number(number)}
     if len(numbers) != len(words) or any(len(word) > LONGEST_WORD for word in words):
-        raise Refusal(f"The words in {folder.name} are not numbered as a tokenizer's.")
+        raise Refusal(f"The vocabulary in {folder.name} has invalid numbers or words.")
     return words
 
 
 def checked_merges(merges: Any, words: dict[str, int], folder: Path) -> list[str]:
-    """Merges of two words to a third as "a b". Raises Refusal."""
+    """The merges, each as "a b", if each joins two words of the vocabulary to a third one. Raises Refusal otherwise."""
     found = []
     for merge in merges if isinstance(merges, list) and len(merges) <= MOST_WORDS else [None]:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
-            raise Refusal(f"The merges in {folder.name} are no pairs of words.")
+            raise Refusal(f"The merges in {folder.name} are not pairs of words.")
         if not all(one in words for one in (*pair, "".join(pair))):
-            raise Refusal(readable(f"The merges in {folder.name} name words that its list lacks, such as {pair}."))
+            raise Refusal(readable(f"The merges in {folder.name} have words that are not in the vocabulary ({pair})."))
         found.append(" ".join(pair))
     return found
 
 
 def tokens_in(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The special tokens that a configuration names."""
+    """The special tokens in a configuration file, by name ("bos_token"). Raises Refusal."""
     return {name: token_of(content[name], folder) for name in TOKENS if content.get(name) is not None}
 
 
 def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Added tokens by number. Raises Refusal."""
+    """The added tokens, by number, as tokenizer_config.json has them (added_tokens_decoder). Raises Refusal."""
     if len(given) > MOST_WORDS or not all(str(number).isdecimal() and is_number(int(number)) for number in given):
-        raise Refusal(f"The added tokens in {folder.name} are not numbered as a tokenizer's.")
+        raise Refusal(f"The added tokens in {folder.name} have invalid numbers.")
     found = {}
     for number, token in given.items():
         plain = token_of(token, folder)
@@ -134,10 +145,10 @@ def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def token_of(token: Any, folder: Path) -> Any:
-    """A token as its letters, or as its letters and flags. Raises Refusal."""
+    """A token, as its text or as a dictionary with its text and flags. Raises Refusal."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str) or not 0 < len(content) <= LONGEST_WORD:
-        raise Refusal(f"A token in {folder.name} has no letters, or more than {LONGEST_WORD}.")
+        raise Refusal(f"A token in {folder.name} is empty, or longer than {LONGEST_WORD} letters.")
     if not isinstance(token, dict):
         return content
     flags = {name: token[name] for name in FLAGS if isinstance(token.get(name), bool)}

@@ -1,4 +1,6 @@
-"""Put our forward on a network of one of diffusers' classes that OneDiff serves, and take it off again."""
+"""Serves the calls of diffusers' networks by our forwards: attaches and detaches single modules, and converts their
+calls.
+"""
 from __future__ import annotations
 
 import importlib
@@ -22,20 +24,27 @@ from ...runtime.runtime import runtime
 from ...weights.scan import HostTraits
 from ...weights.snapshot import no_object
 from .loras import LoraReader
-from .module_forward import ModuleForward, attached, by_name, only_moves, put_on, take_off
+from .module_forward import (
+    ModuleForward,
+    arguments_by_name,
+    attached,
+    only_moves,
+    replace_forward,
+    restore_forward,
+)
 from .networks import NETWORKS, DiffusersNetwork
-from .patches import Within, within
+from .patches import Additions, additions_of
 from .read_unet import FREEU_FACTORS, PROCESSOR_OF, attentions_of, foreign_parts, is_plain
 from .schedule import announce_samplings, reference_to
 
 log = logging.getLogger("onediff")
 
-# The attention processor that may compute scores in float32.
+# The attention processor that computes scores in float32 if its attention has upcast_attention.
 UPCASTING = "AttnProcessor"
-# The list from whose front UNet2DConditionModel.forward removes what it uses.
+# The argument with a list from whose front UNet2DConditionModel.forward removes the elements that it uses.
 CONSUMED = "down_intrablock_additional_residuals"
-# These pipelines call with the negative prompt's rows first and as many of the prompt's after them. Others, of
-# diffusers or of somebody else, may have three predictions an image, or another order.
+# In calls of these pipelines, the first half of the rows is the negative prompt's, the other half the prompt's. Other
+# pipelines may have three rows for an image, or another order.
 TWO_HALVES = frozenset({
     "StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline",
     "StableDiffusionDepth2ImgPipeline", "StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline",
@@ -44,24 +53,26 @@ TWO_HALVES = frozenset({
     "StableDiffusionXLControlNetImg2ImgPipeline", "StableDiffusionXLControlNetInpaintPipeline",
     "StableDiffusionAdapterPipeline", "StableDiffusionXLAdapterPipeline",
 })
-NO_PIPELINE = "the UNet was compiled without its pipeline (compile_pipe knows it)"
+NO_PIPELINE = "the UNet was compiled without its pipeline (use compile_pipe instead of compile_unet)"
 NO_GUIDANCE = "the pipeline computes no negative prompt (its guidance scale is 1 or less)"
 ODD_BATCH = "the call does not have one row of the prompt and one of the negative prompt for each image"
-# Arguments that are for all rows of a call, whatever their size.
+# Arguments whose tensors have no row for each of the call's rows.
 FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 
 def is_served(network: Any) -> bool:
-    """Whether a network is of one of diffusers' own classes that OneDiff serves, and of none derived from it."""
+    """Whether OneDiff serves this network: it is of one of diffusers' classes in NETWORKS, and not of a derived one."""
     return isinstance(network, nn.Module) and any(one.is_one(network) for one in NETWORKS)
 
 
 @dataclass(eq=False)
 class HostsAnswer:
-    """Makes the host's own answer to a call, each time that it is called, and keeps what the host returned last.
+    """The host's own forward with the arguments of one call. Calling this object runs it, and returns the sample as one
+    tensor, which can be compared with our output.
 
-    Calling it returns the sample alone, as one tensor, which is what others compare with. call: as ours. answer: what
-    the host returned last; None before. sample: the sample in it.
+    call: the same call, as ours.
+    answer: what the host's forward returned last; None before the first run.
+    sample: the sample in it, as one tensor.
     """
 
     network: DiffusersNetwork
@@ -72,14 +83,14 @@ class HostsAnswer:
     kwargs: dict[str, Any]
     answer: Any = None
     sample: Tensor | None = None
-    # The lists among the arguments, each with what the host's last run has left in it.
+    # The lists among the arguments, each with the elements that the host's last run has left in it.
     _left: list[tuple[list[Any], list[Any]]] = field(init=False, default_factory=list)
 
     # See core.attempt.as_host.
     raises_host_errors: ClassVar[bool] = True
 
     def __call__(self) -> Tensor:
-        # The host removes elements of a list, and may run several times: each run gets the whole list.
+        # The host removes elements from a list, and may run several times. So each run gets the whole list.
         lists = [one for one in (*self.args, *self.kwargs.values()) if type(one) is list]
         before = list(map(list, lists))
         try:
@@ -100,10 +111,11 @@ class HostsAnswer:
 
 
 class Processors(NamedTuple):
-    """What runs in a UNet's attentions at one call.
+    """The attention processors of a UNet at one call.
 
-    processors: of its attention modules. are_foreign: whether anything runs besides the network's own layers; see
-    foreign_parts. upcast: whether attention scores are computed in float32.
+    processors: one for each attention module.
+    are_foreign: whether the UNet computes anything besides its own layers; see foreign_parts.
+    upcast: whether attention scores are computed in float32.
     """
 
     processors: list[Any]
@@ -112,7 +124,7 @@ class Processors(NamedTuple):
 
 
 class DiffusersForward(ModuleForward):
-    """Takes the place of the forward of a network of one of the classes in NETWORKS."""
+    """Serves the calls of a network of one of the classes in NETWORKS."""
 
     hook = "the UNet's forward"
 
@@ -122,10 +134,10 @@ class DiffusersForward(ModuleForward):
         caller = self._network.caller
         self._call_of = (self._network.call_of or self._call) if caller is None else caller()
         self._attentions: dict[str, weakref.ref[Any]] = {}
-        # What foreign_parts read when it last found none.
+        # What foreign_parts had read when it last found none.
         self._without_foreign_parts: tuple[Any, ...] = ()
         self.loras = LoraReader()
-        # Returns the pipeline that calls the network; None where that is not known.
+        # Returns the pipeline that calls the network; None if unknown.
         self.pipeline: Callable[[], Any] = no_object
 
     def serve(
@@ -134,8 +146,8 @@ class DiffusersForward(ModuleForward):
         unread: Attempt[Any] | None = None
         try:
             if type(module) is not self.kind:
-                raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
-            given = by_name(module, original, args, kwargs)
+                raise Refusal(f"its class was changed to {type(module).__qualname__}")
+            given = arguments_by_name(module, original, args, kwargs)
             return_dict = given.pop("return_dict", True)
             call = self._call_of(module, **given)
         except Exception as error:
@@ -175,7 +187,8 @@ class DiffusersForward(ModuleForward):
         down_intrablock_additional_residuals: Any = None, cross_attention_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> Call:
-        """The call with these arguments of UNet2DConditionModel.forward. Raises Refusal."""
+        """Our Call for these arguments of UNet2DConditionModel.forward. Raises Refusal if only the host can compute it.
+        """
         if isinstance(encoder_hidden_states, (tuple, list)):
             raise Refusal("the context has several parts")
         for name, value in others.items():
@@ -185,23 +198,23 @@ class DiffusersForward(ModuleForward):
         if timestep_cond is not None:
             tensors.append(timestep_cond)
         if not all(isinstance(one, Tensor) for one in tensors):
-            raise Refusal("the sample, the context or timestep_cond is no tensor")
+            raise Refusal("the sample, the context or timestep_cond is not a tensor")
         first: Any = unet.conv_in
         weights = first.weight.device
         if weights != sample.device and not (first._forward_pre_hooks or only_moves(unet)):
-            # No hook brings them there during the call, and the host would fail.
+            # No hook moves the weights there during the call, so the host raises its own error.
             raise Refusal(f"the sample is on {sample.device}, and the weights are on {weights}")
         parts = self._processors_of(unet)
         arguments = dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)
-        inside = Within()
+        additions = Additions()
         if parts.are_foreign:
             by_path = dict(zip(self._attentions, parts.processors, strict=True))
-            inside = within(unet, by_path, sample, added_cond_kwargs or {}, arguments)
+            additions = additions_of(unet, by_path, sample, added_cond_kwargs or {}, arguments)
         elif arguments:
             raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(sorted(arguments))})")
         if scale != 1.0 or self.loras.scale != 1.0:
-            self.loras.use_scale(unet, scale, whole=inside.patches is None)
+            self.loras.use_scale(unet, scale, whole=additions.patches is None)
         residuals = (
             down_block_additional_residuals, mid_block_additional_residual, down_intrablock_additional_residuals,
         )
@@ -211,12 +224,12 @@ class DiffusersForward(ModuleForward):
         return UNetCall(
             latent=sample, timestep=timestep_of_batch(timestep, sample), context=encoder_hidden_states,
             y=label_of(unet, sample, added_cond_kwargs), timestep_condition=timestep_cond,
-            control=control, upcast_attention=parts.upcast, **inside._asdict(),
+            control=control, upcast_attention=parts.upcast, **additions._asdict(),
         )
 
     def _processors_of(self, unet: Any) -> Processors:
-        """The attention processors at this call. The attention modules are looked for once: replacing one changes the
-        network's structure, which is compared at every call."""
+        """The UNet's attention processors at this call. Its attention modules are searched once, because replacing one
+        changes the network's structure, which every call compares."""
         attentions: list[Any] = [reference() for reference in self._attentions.values()]
         if not attentions or None in attentions:
             modules = attentions_of(unet)
@@ -224,7 +237,7 @@ class DiffusersForward(ModuleForward):
             attentions = list(modules.values())
         processors = list(map(PROCESSOR_OF, attentions))
         kinds = set(map(type, processors))
-        # All that foreign_parts reads. While that is equal to what it was when there were none, there are none.
+        # Everything that foreign_parts depends on. While it is as it was when there were none, there are none.
         freeu = [list(map(vars(block).get, FREEU_FACTORS)) for block in unet.up_blocks]
         state = type(unet.encoder_hid_proj), kinds, freeu
         are_foreign = state != self._without_foreign_parts and bool(foreign_parts(unet, kinds))
@@ -238,36 +251,36 @@ class DiffusersForward(ModuleForward):
 
 
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:
-    """Serve the calls of this network by our forward, where it can compute them. settings override the runtime's. Safe
-    to call twice.
+    """Serve the calls of this network by our forward. Calls that only the host can compute still run the host's own,
+    and runtime.status() has the reason. settings: override the runtime's. Safe to call twice.
 
-    Calls that only the host can compute go to its own forward, and runtime.status() has the reason. Raises Refusal for
-    a network of other classes than diffusers', and ValueError if somebody else has replaced its forward.
+    Raises Refusal if OneDiff does not serve the network's class, and ValueError if other code has replaced its forward.
     """
     if not is_served(unet):
         kind = type(unet)
         raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a class of diffusers that OneDiff serves")
-    put_on(unet, DiffusersForward, "this UNet's")
+    replace_forward(unet, DiffusersForward, "this UNet's")
     runtime.adopt(unet, settings, HostTraits(
         functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
     ))
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
-    """Note the pipeline that uses an attached UNet: step policies need its samplings and its guidance."""
+    """Note the pipeline that uses an attached UNet. Step policies need to know its samplings and its guidance."""
     note_pipeline(unet, reference_to(pipe))
     announce_samplings(pipe, unet)
 
 
 def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:
-    """Note the pipeline that calls an attached UNet, whose guidance decides which rows are the prompt's."""
+    """Note the pipeline that calls an attached UNet: it decides which rows are the prompt's. pipeline: returns it, or
+    None if it is gone."""
     if (forward := attached(unet)) is not None:
         forward.pipeline = pipeline
 
 
 def detach(unet: nn.Module) -> None:
-    """Undo attach: the UNet has its own forward and ordinary parameters with the same values again."""
-    take_off(unet)
+    """Undo attach: the UNet runs its own forward again, with ordinary parameters of the same values."""
+    restore_forward(unet)
     runtime.release(unet)
 
 
@@ -275,13 +288,15 @@ def detach(unet: nn.Module) -> None:
 
 
 def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
-    """(batch,), from a number, a tensor without dimensions, or one of one or batch values. As
-    UNet2DConditionModel.get_time_embed: a number is rounded as the host rounds it, whatever torch's default type and
-    device are, and only a tensor without dimensions is brought to the sample's device. Raises Refusal for other shapes.
+    """The timestep as (batch,), from a number, a tensor without dimensions, or a tensor of one or `batch` values.
+    Raises Refusal for other shapes.
+
+    This follows UNet2DConditionModel.get_time_embed: a number is rounded as there, whatever torch's default dtype and
+    device are, and only a tensor without dimensions is moved to the sample's device.
     """
     if not isinstance(timestep, Tensor):
         dtype = torch.float64 if isinstance(timestep, float) else torch.int64
-        # Some devices have neither type; the host computes the sinusoids in float32.
+        # Some devices have neither dtype. The host computes the sinusoids in float32, so nothing is lost.
         timestep = torch.tensor([timestep], dtype=dtype, device="cpu").float().to(sample.device)
     elif timestep.dim() == 0:
         timestep = timestep[None].to(sample.device)
@@ -292,13 +307,14 @@ def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
 
 
 def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tensor | None:
-    """y of an SDXL-like UNet, (batch, width) in the sample's dtype: pooled text beside the sinusoids of the size
-    numbers, joined in the wider of their types. As UNet2DConditionModel.get_aug_embed."""
+    """y of an SDXL-like UNet, (batch, width) in the sample's dtype: the pooled text, then the sinusoids of the numbers
+    in time_ids, concatenated in the wider of their dtypes, as UNet2DConditionModel.get_aug_embed does. None for other
+    UNets. Raises Refusal for other conditions."""
     if unet.config.addition_embed_type is None:
         return None
     given = set(added or ()) - {"image_embeds"}
     if added is None or given != {"text_embeds", "time_ids"}:
-        raise Refusal(f"added_cond_kwargs holds {', '.join(sorted(added or {})) or 'nothing'}")
+        raise Refusal(f"added_cond_kwargs has {', '.join(sorted(added or {})) or 'nothing'}")
     text = added["text_embeds"]
     sizes = added["time_ids"]
     waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
@@ -306,7 +322,8 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
 
 
 def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    """The sample that a UNet's own forward makes of these arguments, and of a copy of the list that it empties."""
+    """The sample that a UNet's own forward returns for these arguments. Copies the list that it removes elements from.
+    """
     consumed = given.get(CONSUMED)
     again = {**given, CONSUMED: list(consumed)} if consumed else given
     sample: Tensor = host(unet, **again, return_dict=False)[0]
@@ -314,13 +331,14 @@ def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) 
 
 
 def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
-    """The prompts' rows of a call that this pipeline makes. pipe: None where nobody knows it."""
+    """The prompts' rows of a call that this pipeline makes. pipe: None if unknown. Raises Refusal if they are
+    unknown."""
     if pipe is None:
         raise Refusal(NO_PIPELINE)
     kind = type(pipe)
     if kind.__name__ not in TWO_HALVES or kind.__module__.partition(".")[0] != "diffusers":
         raise Refusal(f"{kind.__name__} may order its rows in another way")
-    # A pipeline has it from its first image on.
+    # A pipeline has this attribute from its first image on.
     if not hasattr(pipe, "_guidance_scale") or not getattr(pipe, "do_classifier_free_guidance", False):
         raise Refusal(NO_GUIDANCE)
     if latent.shape[0] % 2:
@@ -329,18 +347,18 @@ def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
 
 
 def arguments_of_prompt(given: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """The arguments of UNet2DConditionModel.forward for these rows alone."""
+    """The arguments of UNet2DConditionModel.forward for a call of these rows alone."""
     batch = given["sample"].shape[0]
     return {name: value if name in FOR_ALL_ROWS else rows_within(value, rows, batch) for name, value in given.items()}
 
 
 def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intrablock: Any) -> Control | None:
-    """The residuals of a ControlNet (down, middle) and of a T2I adapter (intrablock), sorted into our slots as
-    UNet2DConditionModel.forward adds them."""
+    """The residuals of a ControlNet (down, middle) and of a T2I adapter (intrablock) as a Control, which adds them
+    where UNet2DConditionModel.forward does; None if it adds none. Raises Refusal."""
     if intrablock is None and middle is None and down is not None:
-        raise Refusal("a T2I adapter passes its residuals in the old way")
+        raise Refusal("a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated")
     if intrablock is not None and type(intrablock) is not list:
-        raise Refusal("a T2I adapter's residuals are not in a list, from which the host takes them")
+        raise Refusal("a T2I adapter's residuals are not in a list")
     adapter, waiting = adapter_slots(unet, intrablock or ())
     after_middle: list[Tensor | None] = []
     if is_for_middle(unet, sample, waiting):
@@ -355,20 +373,21 @@ def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intr
 
 
 def is_for_middle(unet: Any, sample: Tensor, waiting: list[Tensor]) -> bool:
-    """Whether the first of a T2I adapter's residuals that no down block takes is added after the middle block."""
+    """Whether the host adds a T2I adapter's residual after the middle block: the first of those that wait after the
+    down blocks, if it has the middle block's shape."""
     return bool(waiting) and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample)
 
 
 def residuals_taken(unet: Any, sample: Tensor, intrablock: list[Tensor]) -> int:
-    """How many of a T2I adapter's residuals the host's forward removes from the front of the caller's list."""
+    """The number of a T2I adapter's residuals that the host's forward removes from the front of the caller's list."""
     waiting = adapter_slots(unet, intrablock)[1]
     return len(intrablock) - len(waiting) + is_for_middle(unet, sample, waiting)
 
 
 def adapter_slots(unet: Any, residuals: Sequence[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
-    """A T2I adapter's residuals by our input stage, and those that no down block takes.
+    """A T2I adapter's residuals: (one or None for each input stage of ours, those left over).
 
-    Each down block takes one: after its last attention, or at the end of a block without attention.
+    Each down block of the host takes one, after its last attention, or at its end if it has no attention.
     """
     if not residuals:
         return (), []
@@ -387,7 +406,7 @@ def adapter_slots(unet: Any, residuals: Sequence[Tensor]) -> tuple[tuple[Tensor 
 
 
 def deepest_shape(unet: Any, sample: Tensor) -> tuple[int, ...]:
-    """The shape of the middle block's output: a T2I adapter's last residual is added there if it has that shape."""
+    """The shape of the middle block's output."""
     reduction = 2 ** sum(len(block.downsamplers or ()) for block in unet.down_blocks)
     height, width = (math.ceil(side / reduction) for side in sample.shape[-2:])
     return sample.shape[0], unet.config.block_out_channels[-1], height, width

@@ -1,7 +1,7 @@
-"""Put our decoder and encoder on a diffusers AutoencoderKL, and take them off again.
+"""Serves the decoder and the encoder of a diffusers AutoencoderKL by our forward.
 
-Their own forwards are replaced, not the VAE's decode() and encode(): tiling and slicing stay the host's, and call them
-per tile.
+Replaces the forwards of Decoder and Encoder, and not the VAE's decode() and encode(). So tiling and slicing stay the
+host's, which call our forward for each tile.
 """
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ...core.attempt import HostFunction
 from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...runtime.runtime import runtime
-from .module_forward import ModuleForward, by_name, put_on, take_off, unwrapped
+from .module_forward import ModuleForward, arguments_by_name, replace_forward, restore_forward, unwrapped
 from .read_vae import is_diffusers
 
-# What the forwards of both take first.
+# The first parameter of both forwards.
 LATENT = "sample"
 
 
 class DecoderForward(ModuleForward):
-    """Stands in for Decoder.forward, and Encoder.forward."""
+    """Serves the calls of one decoder or encoder."""
 
     hook = "the VAE's forward"
 
@@ -33,8 +33,8 @@ class DecoderForward(ModuleForward):
 
         def check() -> None:
             if type(module) is not self.kind:
-                raise Refusal(f"somebody has changed its class to {type(module).__qualname__}")
-            given = by_name(module, original, args, kwargs)
+                raise Refusal(f"its class was changed to {type(module).__qualname__}")
+            given = arguments_by_name(module, original, args, kwargs)
             if not isinstance(given.pop(LATENT, None), Tensor):
                 raise Refusal("the VAE's decoder is called without a latent")
             passed = sorted(name for name, value in given.items() if value is not None)
@@ -49,7 +49,7 @@ class DecoderForward(ModuleForward):
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
-    """The decoder and the encoder of a pipeline's AutoencoderKL; nothing of any other kind of VAE."""
+    """The decoder and the encoder of a pipeline's AutoencoderKL; [] for any other kind of VAE."""
     vae = getattr(owner, "vae", None)
     decoder, encoder = (unwrapped(getattr(vae, name, None)) for name in ("decoder", "encoder"))
     if not isinstance(decoder, nn.Module) or not is_diffusers(decoder):
@@ -58,17 +58,18 @@ def halves_of(owner: Any) -> list[nn.Module]:
 
 
 def attach(decoder: nn.Module, settings: Settings | None = None) -> None:
-    """Serve this decoder's calls by our forward where it can; settings override the runtime's. Safe to call twice.
+    """Serve the calls of this decoder or encoder by our forward. Calls that only the host can compute still run the
+    host's own. settings: override the runtime's. Safe to call twice.
 
-    Raises ValueError if somebody else has replaced its forward, and Refusal for one that is none of diffusers' own.
+    Raises Refusal if its class is not diffusers' own, and ValueError if other code has replaced its forward.
     """
     if not is_diffusers(decoder):
         raise Refusal(f"{type(decoder).__module__}.{type(decoder).__qualname__} is not a class of diffusers' VAE")
-    put_on(decoder, DecoderForward, "the VAE decoder's")
+    replace_forward(decoder, DecoderForward, "the VAE decoder's")
     runtime.vae.adopt(decoder, settings)
 
 
 def detach(decoder: nn.Module) -> None:
-    """Undo attach: the decoder has its own forward again."""
-    take_off(decoder)
+    """Undo attach: the decoder or encoder runs its own forward again."""
+    restore_forward(decoder)
     runtime.vae.release(decoder)

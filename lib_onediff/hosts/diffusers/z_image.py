@@ -1,4 +1,4 @@
-"""A call of diffusers' ZImageTransformer2DModel as ours."""
+"""Converts a call of diffusers' ZImageTransformer2DModel to ours, and our output to the host's sample."""
 from __future__ import annotations
 
 from typing import Any
@@ -15,23 +15,27 @@ from .read_z_image import MULTIPLE, PATCH
 def z_image_call(
     network: Any, x: Any, t: Tensor, cap_feats: Any, patch_size: int = PATCH, f_patch_size: int = 1, **others: Any
 ) -> ZImageCall:
-    """x: a list of latents, (channels, 1, height, width) each. cap_feats: a list of prompts, (tokens, width) each. t:
-    the share of the image. Raises Refusal for what our forward does not take."""
+    """Our call for these arguments of the host's forward. Raises Refusal for those that our forward does not compute.
+
+    x: a list of latents, (channels, 1, height, width) each.
+    t: (batch,), from 0 for noise to 1 for the image; our timestep is 1 - t.
+    cap_feats: a list of prompts, (tokens, width) each.
+    """
     passed = [name for name, value in others.items() if value is not None and value != {}]
     if passed:
         raise Refusal(f"the pipeline passes {', '.join(passed)}")
     if (patch_size, f_patch_size) != (PATCH, 1):
-        raise Refusal(f"the pipeline passes patches of {f_patch_size} images and {patch_size} a side")
+        raise Refusal(f"the pipeline passes patches of {f_patch_size} frames and {patch_size} a side")
     for inputs in (x, cap_feats):
         if not (isinstance(inputs, list) and inputs and all(isinstance(one, Tensor) for one in inputs)):
-            raise Refusal("the latents or the prompts are no list of tensors (omni?)")
+            raise Refusal("the latents or the prompts are not a list of tensors (omni?)")
     if len({(one.shape, one.dtype) for one in x}) > 1:
-        raise Refusal("the latents are of several sizes")
+        raise Refusal("the latents have several sizes")
     if any(one.dim() != 2 for one in cap_feats) or len({(one.shape[1], one.dtype) for one in cap_feats}) > 1:
-        raise Refusal("the prompts are of several widths or types")
+        raise Refusal("the prompts have several widths or dtypes")
     size = x[0].shape
     if len(size) != 4 or size[1] != 1 or any(side % PATCH for side in size[2:]):
-        raise Refusal(f"the latents are {tuple(size)}, not of one image in patches of {PATCH} a side")
+        raise Refusal(f"the latents are {tuple(size)} instead of one frame in patches of {PATCH} a side")
     if not isinstance(t, Tensor) or t.shape != (len(x),) or t.dtype != torch.float32:
         raise Refusal("the timestep is not one for each image, in float32")
     context, lengths, is_ragged = joined_prompts(cap_feats, MULTIPLE)
@@ -40,17 +44,18 @@ def z_image_call(
 
 
 def refuse_places(network: Any, last: tuple[int, int, int]) -> None:
-    """Raise Refusal where the host has no rotary embedding for a position, and raises an error itself. last: the last
-    positions along each axis."""
+    """Raise Refusal if the host has no rotary embedding for the last position along an axis; the host raises an error
+    then."""
     most = network.rope_embedder.axes_lens
     if any(place >= length for place, length in zip(last, most, strict=True)):
-        raise Refusal(f"the prompt or the latent is longer than {most}, up to which it knows positions")
+        raise Refusal(f"the prompt or the latent is longer than the {most} positions of this model")
 
 
 def tensor_of(sample: list[Tensor], call: Call) -> Tensor:
-    """Its sample, (channels, 1, height, width) for each image, as our output of a call."""
+    """The host's sample, a list of (channels, 1, height, width), as one tensor in the shape of our output."""
     return torch.stack(sample).squeeze(2)
 
 
 def sample_of(output: Tensor) -> list[Tensor]:
+    """Our output, (batch, channels, height, width), as the host's sample."""
     return list(output.unsqueeze(2).unbind(0))
