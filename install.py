@@ -3,9 +3,9 @@
     python install.py
         Run by the WebUI when it starts. Does nothing: a WebUI has everything that OneDiff needs.
 
-    python install.py --demo [--model FILE_OR_FOLDER] [--host 127.0.0.1] [--port N] [--allowed-hosts NAME]
-        [--gradio-auth USER:PASSWORD]
+    python install.py --demo [OPTIONS]
         Makes .venv beside this file, installs missing packages and starts a small WebUI with OneDiff in it.
+        --help lists the options.
 
     python install.py --test [pytest arguments]
         Does the same for the tests, and runs them in several processes; -n 0 runs them in one.
@@ -19,26 +19,29 @@ if sys.version_info < (3, 10):  # noqa: UP036
     # Without arguments, the WebUI runs this, and must start in any case.
     sys.exit(1 if sys.argv[1:] else 0)
 
-import argparse
 import ast
 import contextlib
 import json
 import os
+import platform
 import re
+import select
 import shutil
-import socket
 import subprocess
 import tempfile
+import time
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
 FULL_DISK_BYTES = 64 << 20
-LONGEST_PATH_SHOWN = 300
+# A command that prints nothing for so long gets a line that counts the seconds.
+SILENT_SECONDS = 3
+# After Ctrl-C, pip has so long to restore the terminal.
+SECONDS_TO_STOP = 10
+ESCAPE_CODES_AT_END = re.compile(rb"(\x1b\[[0-9;?]*[A-Za-z])+\Z")
 # tests/conftest.py decides how many processes "auto" is. The user's arguments follow these, and override them.
 SIDE_BY_SIDE = ("-n", "auto", "--dist", "loadfile")
-
-# The model that comes with the demo beside its usual one, and is chosen by its name.
-EMOJI_DIT = "emoji-dit"
 
 REPOSITORY = Path(__file__).resolve().parent
 VENV = REPOSITORY / ".venv"
@@ -99,12 +102,36 @@ def prepare_venv(extra: str) -> None:
         refuse_full_disk()
         if not has_pip():
             make_venv()
-        print(f"Installing the packages for --{extra} into .venv: the first time minutes, and a few GB.", flush=True)
+        print(what_it_installs(extra, wanted), flush=True)
         # An interrupted installation continues with the packages that are missing.
         run_pip(usual)
         if without_dependencies:
             run_pip(without_dependencies, "--no-deps")
         STAMPS.write_text(json.dumps({**read_stamps(), extra: wanted}, indent=1), encoding="utf-8")
+
+
+def what_it_installs(extra: str, wanted: list[str]) -> str:
+    """A sentence with what is still to be installed for the extra's requirements."""
+    folders = [str(path) for path in (*VENV.glob("lib/python*/site-packages"), VENV / "Lib" / "site-packages")]
+    installed = {plain_name(found.metadata["Name"] or "") for found in distributions(path=folders)}
+    missing = [re.match(r"[\w-]+", wish)[0] for wish in wanted if is_for_this_system(wish)]
+    missing = [name for name in missing if plain_name(name) not in installed]
+    if "torch" in missing:
+        return f"Installing the packages for --{extra} into .venv: minutes, and up to {venv_bytes() / 2**30:.0f} GB."
+    if not missing:
+        return f"Bringing the packages for --{extra} in .venv up to date."
+    return f"Installing what --{extra} needs and .venv lacks: {', '.join(missing)}."
+
+
+def plain_name(name: str) -> str:
+    """A package's name in its normal form: "DeepCache" and "deepcache", or "a_b" and "a-b", are one package."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def is_for_this_system(requirement: str) -> bool:
+    """Whether the requirement is for no other operating system than this one."""
+    marker = requirement.partition(";")[2]
+    return "platform_system" not in marker or platform.system() in marker
 
 
 def read_stamps() -> dict[str, list[str]]:
@@ -144,8 +171,21 @@ def sole_installer():
 def venv_bytes() -> int:
     """The approximate size of a complete .venv in bytes."""
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
-    sizes = read_strings(text, "tool.onediff.venv-gib", "linux" if sys.platform == "linux" else "other")
+    # Elsewhere, and in the CPU build for Linux, torch brings no CUDA libraries.
+    brings_cuda = sys.platform == "linux" and not is_cpu_build()
+    sizes = read_strings(text, "tool.onediff.venv-gib", "cuda" if brings_cuda else "cpu")
     return int(float(sizes[0]) * 2**30)
+
+
+def is_cpu_build() -> bool:
+    """Whether .venv has the CPU build of torch, or pip's constraints name it."""
+    if any(VENV.glob("lib/python*/site-packages/torch-*+cpu.dist-info")):
+        return True
+    for file in os.environ.get("PIP_CONSTRAINT", "").split():
+        with contextlib.suppress(OSError, ValueError):
+            if re.search(r"^torch *==[^#\n]*\+cpu\b", Path(file).read_text(encoding="utf-8"), re.MULTILINE):
+                return True
+    return False
 
 
 def refuse_full_disk() -> None:
@@ -174,11 +214,9 @@ def make_venv() -> None:
         raise CannotInstall(f"This Python cannot make a .venv: its module venv or ensurepip is missing. {way}")
     print(f"Making .venv with {python}.", flush=True)
     empty_venv()
-    command = [sys.executable, "-m", "venv", VENV]
-    own = own_environment()
-    answer = subprocess.run(command, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace")
-    if answer.returncode != 0:
-        raise CannotInstall(why_failed(answer.stdout) or f"Making .venv failed: {answer.stdout.strip()}")
+    exit_code, output = run_long([sys.executable, "-m", "venv", str(VENV)], shows_output=False)
+    if exit_code:
+        raise CannotInstall(why_failed(output) or f"Making .venv failed: {output.strip()}")
 
 
 def own_environment() -> dict[str, str]:
@@ -189,11 +227,116 @@ def own_environment() -> dict[str, str]:
 
 def run_pip(requirements: list[str], *options: str) -> None:
     """Install requirements into .venv with pip, which prints its progress. Raises CannotInstall with the reason."""
-    command = [VENV_PYTHON, "-m", "pip", "install", "--no-input", "--prefer-binary", *options, *requirements]
-    # errors="replace", because with PYTHONIOENCODING set, pip may write in another encoding.
-    pip = subprocess.run(command, env=own_environment(), stderr=subprocess.PIPE, errors="replace")
-    if pip.returncode:
-        raise CannotInstall(why_failed(pip.stderr) or f"pip stopped with exit code {pip.returncode}:\n{pip.stderr}")
+    command = [str(VENV_PYTHON), "-m", "pip", "install", "--no-input", "--prefer-binary", *options, *requirements]
+    exit_code, errors = run_long(command, shows_output=True)
+    if exit_code:
+        raise CannotInstall(why_failed(errors) or f"pip stopped with exit code {exit_code}:\n{errors}")
+
+
+def run_long(command: list[str], shows_output: bool) -> tuple[int, str]:
+    """Run a command that may take minutes. Returns its exit code, and the text that it did not show.
+
+    shows_output: whether its output goes to ours, so that only its errors are returned. On a terminal, a line counts
+    the seconds while the command shows nothing. Not on Windows: programs cannot be given a terminal of ours there, and
+    pip draws its progress bars on a terminal alone.
+    """
+    is_live = os.name != "nt" and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    hidden, its_errors = os.pipe()
+    shown = None
+    its_output = None if shows_output else its_errors
+    if is_live and shows_output:
+        shown, its_output = os.openpty()
+    # A new terminal does not know how wide ours is.
+    environment = {**own_environment(), "COLUMNS": str(shutil.get_terminal_size().columns)}
+    try:
+        process = subprocess.Popen(command, env=environment, stdout=its_output, stderr=its_errors)
+    finally:
+        for file in {its_output, its_errors} - {None}:
+            os.close(file)
+    try:
+        text = read_to_end(hidden, shown, LiveLine() if is_live else None)
+        return process.wait(), text
+    except KeyboardInterrupt:
+        # The command gets Ctrl-C too.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS_TO_STOP)
+        process.kill()
+        raise
+    finally:
+        for file in {hidden, shown} - {None}:
+            os.close(file)
+
+
+class LiveLine:
+    """The last line of a terminal: it counts the seconds for which nothing was written."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+        self._is_at_start = True
+        self._is_there = False
+
+    def write(self, data: bytes) -> None:
+        """Write a command's output in place of this line."""
+        self.erase()
+        put(data)
+        self._last = time.monotonic()
+        text = ESCAPE_CODES_AT_END.sub(b"", data)
+        if text:
+            # Otherwise a progress bar or a question is on the line.
+            self._is_at_start = text.endswith(b"\n")
+
+    def tick(self) -> None:
+        """Show the seconds, if the command has written nothing for a while."""
+        silent = int(time.monotonic() - self._last)
+        if self._is_at_start and silent >= SILENT_SECONDS:
+            put(f"\r    still working ({silent // 60}:{silent % 60:02})\x1b[K".encode())
+            self._is_there = True
+
+    def erase(self) -> None:
+        """Remove this line."""
+        if self._is_there:
+            put(b"\r\x1b[K")
+            self._is_there = False
+
+
+def put(data: bytes) -> None:
+    """Write bytes to the terminal now."""
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+
+
+def read_to_end(hidden: int, shown: "int | None", line: "LiveLine | None") -> str:
+    """Read a command's output until it ends. Returns the text from the file descriptor hidden.
+
+    shown: a file descriptor whose output goes to the line's terminal. line: None if there is no terminal.
+    """
+    text = b""
+    files = {hidden, shown} - {None}
+    while files:
+        ready = files if line is None else select.select(files, [], [], 1)[0]
+        if not ready:
+            line.tick()
+        for file in list(ready):
+            data = read_some(file)
+            if not data:
+                files.discard(file)
+            elif file == hidden:
+                text += data
+            else:
+                line.write(data)
+    if line is not None:
+        line.erase()
+    # A command may write in another encoding, for example with PYTHONIOENCODING set.
+    return text.decode(errors="replace")
+
+
+def read_some(file: int) -> bytes:
+    """The next bytes of a file descriptor; b"" at its end."""
+    try:
+        return os.read(file, 1 << 16)
+    except OSError:
+        # So Linux reports the end of a terminal.
+        return b""
 
 
 def why_failed(output: str) -> str | None:
@@ -217,34 +360,22 @@ def why_failed(output: str) -> str | None:
 
 
 def demo_command(arguments: list[str]) -> list[str]:
-    """The command that starts the demo, which parses its arguments itself (--help lists them).
+    """The command that starts the demo.
 
-    Ends the process with a sentence now, before an installation of minutes, if the model does not exist or the port is
-    in use.
+    Ends the process now, before an installation of minutes, after --help or with a sentence about a wrong option, a
+    missing model or an address that cannot be used.
     """
-    parser = argparse.ArgumentParser(prog="install.py --demo", allow_abbrev=False, add_help=False)
-    parser.add_argument("--model", type=model_argument)
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
-    chosen, others = parser.parse_known_args(arguments)
+    # Needed where Python leaves a script's folder off the path, as Windows' embeddable one does.
+    sys.path.insert(0, str(REPOSITORY))
+    from lib_onediff.core.refusal import Refusal
+    from lib_onediff.demo.command_line import words_for_the_demo
+
     try:
-        family = socket.AF_INET6 if ":" in chosen.host else socket.AF_INET
-        socket.create_server((chosen.host, chosen.port), family=family).close()
-    except (OSError, OverflowError, ValueError) as error:
-        parser.error(f"port {chosen.port} on {chosen.host} cannot be used ({error}); choose another with --port")
-    model = [] if chosen.model is None else ["--model", chosen.model]
-    port = ["--port", str(chosen.port)] if chosen.port else []
-    return [str(VENV_PYTHON), "-m", "lib_onediff.demo", *others, "--host", chosen.host, *port, *model]
-
-
-def model_argument(text: str) -> str:
-    """A model's absolute path, because the demo runs in another folder than the caller; or EMOJI_DIT."""
-    if text == EMOJI_DIT:
-        return text
-    if not os.path.exists(text):
-        shown = "".join(letter if letter.isprintable() else "?" for letter in text[:LONGEST_PATH_SHOWN])
-        raise argparse.ArgumentTypeError(f"there is no file or folder {shown}")
-    return str(Path(text).absolute())
+        words = words_for_the_demo(arguments)
+    except Refusal as problem:
+        print(problem, file=sys.stderr)
+        sys.exit(2)
+    return [str(VENV_PYTHON), "-m", "lib_onediff.demo", *words]
 
 
 def hand_over(command: list[str]) -> int:
@@ -268,6 +399,9 @@ def install_and_run(extra: str, command: list[str]) -> int:
     except OSError as error:
         print(why_failed(str(error)) or f"Cannot work in {VENV}: {error}", file=sys.stderr)
     except KeyboardInterrupt:
+        if sys.stdout.isatty():
+            # pip hides the cursor while it draws progress bars, and the terminal has written ^C.
+            print("" if os.name == "nt" else "\x1b[?25h", flush=True)
         print("Stopped. Run the same command again to continue.", file=sys.stderr)
         return 130
     else:
@@ -285,7 +419,8 @@ def main(arguments: list[str]) -> int:
         return install_and_run("test", [str(VENV_PYTHON), "-m", "pytest", *SIDE_BY_SIDE, *arguments[1:]])
     if arguments[0] in ("-h", "--help"):
         print(__doc__)
-        return 0
+        # Prints the demo's options too, and ends the process.
+        demo_command(["--help"])
     print(f"install.py takes --demo, --test or nothing, not {arguments[0]!r}.\n\n{__doc__}", file=sys.stderr)
     return 2
 

@@ -22,6 +22,7 @@ from ..hosts.diffusers.model_files import Shapes, read_shapes, read_text
 from ..hosts.diffusers.model_folder import load_folder
 from ..hosts.diffusers.tokenizer import MERGES, VOCABULARY, write_words
 from . import EMOJI_DIT, SHIPPED
+from .command_line import model_location
 
 log = logging.getLogger("onediff")
 
@@ -120,7 +121,7 @@ def load_model(path: str | None) -> LoadedModel:
 
         disable_progress_bar()
         return LoadedModel(load_emoji_dit(DTYPE).to(DEVICE), EMOJI_DIT.name, ABOUT_TRANSFORMER)
-    location = SHIPPED if path is None else existing(path)
+    location = SHIPPED if path is None else model_location(path)
     is_folder = location.is_dir()
     disable_progress_bar()
     try:
@@ -137,17 +138,6 @@ def load_model(path: str | None) -> LoadedModel:
         raise Refusal(f"The model {location.name} is a refiner: it needs an image, which this page does not take.")
     name = location.resolve().name if is_folder else location.stem
     return LoadedModel(pipeline, one_line(name), ABOUT_SHIPPED if path is None else "")
-
-
-def existing(path: str) -> Path:
-    """A path as the user gave it. Raises Refusal where there is nothing."""
-    try:
-        location = Path(path).expanduser()
-        location.stat()
-    except (OSError, ValueError, RuntimeError) as error:
-        # Too long for a path, no text for one, or the home of a user who is unknown.
-        raise Refusal(f"There is no model file or folder {readable(path)}.") from error
-    return location
 
 
 # --- a single file ----------------------------------------------------------------------------------------------------

@@ -24,6 +24,10 @@ from lib_onediff.demo import EMOJI_DIT
 REPOSITORY = Path(install.__file__).parent
 EMPTY_PACKAGE_INDEX = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "", "PIP_CONFIG_FILE": os.devnull}
 
+# The part of OneDiff that install.py imports.
+READ_BY_INSTALL = (
+    "__init__.py", "core/__init__.py", "core/logs.py", "core/refusal.py", "demo/__init__.py", "demo/command_line.py",
+)
 TINY_PYPROJECT = """
 [project]
 name = "sd-webui-onediff"
@@ -42,8 +46,8 @@ test = ["tiny-oracle==1.0"]
 newest = ["tiny-torch<3"]
 
 [tool.onediff.venv-gib]
-linux = ["0.125"]
-other = ["0.125"]
+cuda = ["0.125"]
+cpu = ["0.0625"]
 """
 SAY_ARGUMENTS = "import json, os, sys\nprint(json.dumps([os.getcwd(), *sys.argv[1:]]))\nsys.exit(7)\n"
 WAIT_FOR_INTERRUPT = """
@@ -81,9 +85,11 @@ def write_wheel(folder: Path, name: str, version: str, requires: str = "", main:
 
 def make_checkout(folder: Path) -> Path:
     """A folder with the real install.py, small requirements, and a demo that prints how it was started."""
-    host = folder / "lib_onediff" / "demo"
-    host.mkdir(parents=True)
-    (host / "__main__.py").write_text(SAY_ARGUMENTS)
+    for name in READ_BY_INSTALL:
+        file = folder / "lib_onediff" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / "lib_onediff" / name, file)
+    (folder / "lib_onediff" / "demo" / "__main__.py").write_text(SAY_ARGUMENTS)
     (folder / "pyproject.toml").write_text(TINY_PYPROJECT)
     shutil.copy(install.__file__, folder)
     return folder
@@ -123,9 +129,13 @@ def test_a_webuis_start_needs_no_site_and_no_folder_on_the_path():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--demo", "--model", "no-such.safetensors"], "there is no file or folder no-such.safetensors"),
+        (["--demo", "--model", "no-such.safetensors"], "There is no model file or folder no-such.safetensors."),
         (["--demo", "--port", "TAKEN"], "; choose another with --port"),
-        (["--demo", "--port", "99999"], "port 99999 on 127.0.0.1 cannot be used"),
+        (["--demo", "--port", "99999"], "Port 99999 on 127.0.0.1 cannot be used"),
+        (["--demo", "--prot", "7861"], "install.py --demo: error: unrecognized arguments: --prot 7861"),
+        (["--demo", "--gradio-auth", "nobody"], "give accounts as user:password,user:password"),
+        (["--demo", "--host", "nosuch.invalid"], "There is no address for the host name 'nosuch.invalid'"),
+        (["--demo", "--host", "192.0.2.1"], "192.0.2.1 is not an address of this machine; choose another --host."),
         (["--demmo"], "install.py takes --demo, --test or nothing, not '--demmo'."),
     ],
 )
@@ -139,11 +149,21 @@ def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, arguments, 
     assert not (checkout / ".venv").exists()
 
 
-def test_the_demo_gets_a_models_path_or_the_name_of_one_that_comes_with_it(tmp_path, monkeypatch):
+@pytest.mark.parametrize("arguments", [["--help"], ["--demo", "--help"]])
+def test_help_needs_no_installation(tmp_path, arguments):
+    checkout = make_checkout(tmp_path / "checkout")
+    answer = run_install(checkout, *arguments)
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "--data-dir" in answer.stdout and "--gradio-auth" in answer.stdout
+    assert not (checkout / ".venv").exists()
+
+
+def test_paths_are_those_of_the_folder_in_which_the_user_types(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
-    assert install.demo_command(["--model", "mine"])[-2:] == ["--model", str(tmp_path / "mine")]
-    assert install.demo_command(["--model", EMOJI_DIT.name])[-2:] == ["--model", EMOJI_DIT.name]
+    command = install.demo_command(["--model", "mine", "--data-dir", "data"])
+    assert command[-4:] == ["--data-dir", str(tmp_path / "data"), "--model", str(tmp_path / "mine")]
+    assert str(tmp_path / EMOJI_DIT.name) not in install.demo_command(["--model", EMOJI_DIT.name])
 
 
 def test_too_little_room_is_said_and_what_is_there_counts(tmp_path, monkeypatch):
@@ -154,6 +174,22 @@ def test_too_little_room_is_said_and_what_is_there_counts(tmp_path, monkeypatch)
     with open(tmp_path / "torch.whl", "wb") as sparse:
         sparse.truncate(install.venv_bytes() - (1 << 30))
     install.refuse_full_disk()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="torch brings CUDA's libraries on Linux alone")
+@pytest.mark.parametrize("by", ["constraint", "installation"])
+def test_a_cpu_build_of_torch_needs_less_room(tmp_path, monkeypatch, by):
+    venv = tmp_path / ".venv"
+    constraints = tmp_path / "constraints.txt"
+    constraints.write_text("# torch==1.0+cpu\ntorch==2.13.0\n")
+    monkeypatch.setenv("PIP_CONSTRAINT", str(constraints))
+    monkeypatch.setattr(install, "VENV", venv)
+    with_cuda = install.venv_bytes()
+    if by == "constraint":
+        constraints.write_text("torch==2.13.0+cpu\n")
+    else:
+        (venv / "lib" / "python3.10" / "site-packages" / "torch-2.13.0+cpu.dist-info").mkdir(parents=True)
+    assert install.venv_bytes() < with_cuda
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--demo"], 1)])
@@ -268,6 +304,74 @@ def test_what_pip_says_in_another_encoding_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(install, "VENV_PYTHON", sys.executable)
     with pytest.raises(install.CannotInstall, match="There is no wheel of tiny"):
         install.run_pip(["tiny"])
+
+
+def test_only_what_is_missing_is_announced(installed, monkeypatch):
+    checkout, _ = installed
+    monkeypatch.setattr(install, "VENV", checkout / ".venv")
+    first = install.what_it_installs("demo", ["tiny_torch>=2", "torch>=2"])
+    assert re.fullmatch(r"Installing the packages for --demo into .venv: minutes, and up to [37] GB\.", first)
+    lacking = install.what_it_installs("test", ["Tiny-Torch>=2", "ruff>=1", "wine; platform_system == 'Other'"])
+    assert lacking == "Installing what --test needs and .venv lacks: ruff."
+    newer = install.what_it_installs("test", ["tiny-torch>=3"])
+    assert newer == "Bringing the packages for --test in .venv up to date."
+
+
+class InTerminal:
+    """A Python program that runs in a terminal of its own."""
+
+    def __init__(self, code: str) -> None:
+        import fcntl
+        import termios
+
+        self._terminal, its = os.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=REPOSITORY, stdin=its, stdout=its, stderr=its, start_new_session=True,
+            env={**os.environ, "TERM": "xterm"}, preexec_fn=lambda: fcntl.ioctl(its, termios.TIOCSCTTY, 0),
+        )
+        os.close(its)
+
+    def type(self, text: bytes) -> None:
+        os.write(self._terminal, text)
+
+    def read(self, until: bytes = b"") -> str:
+        """What the program writes, up to a text or to its end."""
+        text = b""
+        while not until or until not in text:
+            data = install.read_some(self._terminal)
+            if not data:
+                break
+            text += data
+        return text.decode()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows gives programs no such terminals")
+def test_a_terminal_shows_that_a_silent_command_works():
+    command = "import sys, time; print('begun', flush=True); time.sleep(4); print('over'); sys.exit('a problem')"
+    program = InTerminal(
+        "import sys, install; install.SILENT_SECONDS = 1;"
+        f"print(install.run_long([sys.executable, '-c', {command!r}], shows_output=True))"
+    )
+    shown = program.read().replace("\r", "")
+    line = r"    still working \(0:0\d\)\x1b\[K"
+    assert re.fullmatch(rf"begun\s+({line})+\x1b\[Kover\s+\(1, 'a problem\\n'\)\s+", shown), repr(shown)
+    assert program.process.wait(60) == 0
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows gives programs no such terminals")
+def test_ctrl_c_leaves_the_cursor_visible_and_a_line_of_its_own():
+    command = r"import time; print('\x1b[?25lloading', flush=True); time.sleep(60)"
+    program = InTerminal(
+        f"import sys, install; command = [sys.executable, '-c', {command!r}];"
+        "install.prepare_venv = lambda extra: install.run_long(command, shows_output=True);"
+        "sys.exit(install.install_and_run('demo', []))"
+    )
+    program.read(until=b"loading\r")
+    program.type(b"\x03")
+    assert program.read().replace("\r", "").endswith(
+        "^C\x1b[?25h\nStopped. Run the same command again to continue.\n"
+    )
+    assert program.process.wait(60) == 130
 
 
 def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):

@@ -20,7 +20,8 @@ pytest.importorskip("PIL")
 from tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 from lib_onediff.core.refusal import Refusal
-from lib_onediff.demo import __main__ as command_line
+from lib_onediff.demo import __main__ as demo
+from lib_onediff.demo import command_line
 from lib_onediff.demo import page
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules import call_queue, processing, shared
@@ -193,9 +194,9 @@ def test_what_gradio_keeps_is_for_this_user_alone(tmp_path: Path, monkeypatch: p
         raise Refusal("seen.")
 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(command_line, "run", run)
+    monkeypatch.setattr(demo, "run", run)
     monkeypatch.setattr(signal, "signal", lambda *given: None)
-    assert command_line.main([]) == 1
+    assert demo.main([]) == 1
     assert folders and not folders[0].exists()
 
 
