@@ -21,8 +21,7 @@ from tiny_model import tiny_sd15_pipeline, tiny_sdxl_pipeline
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.demo import __main__ as demo
-from lib_onediff.demo import command_line
-from lib_onediff.demo import page
+from lib_onediff.demo import command_line, page
 from lib_onediff.demo.models import LoadedModel
 from lib_onediff.demo.modules import call_queue, processing, shared
 from lib_onediff.demo.modules.scripts import ScriptRunner
