@@ -4,7 +4,7 @@ With samplers of the first order that add no noise, the output changes smoothly 
 "From Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923); Han et al. 2026, "Spectrum" (arXiv 2603.01623). A line
 over the steps' numbers was nearer to the exact image than one over timesteps, a parabola, or Chebyshev polynomials.
 Samplers of higher orders go on from differences of outputs, and magnify the line's errors
-(.readme/speed-and-quality.md).
+(.readme/measurements.md).
 """
 from __future__ import annotations
 

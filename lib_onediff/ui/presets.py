@@ -26,7 +26,7 @@ FASTER_LAYERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """what: how its images differ. seconds: an image of SDXL 1024x1024 on an H100, see .readme/speed-and-quality.md.
+    """what: how its images differ. seconds: an image of SDXL 1024x1024 on an H100, see .readme/measurements.md.
     values: what differs from the options' defaults."""
 
     name: str
@@ -47,16 +47,16 @@ class Preset:
         return {name: self.values.get(name, option.default) for name, option in preset_options().items()}
 
 
-# Measured as .readme/speed-and-quality.md says.
+# Measured as .readme/measurements.md says.
 PRESETS = {preset.name: preset for preset in (
     Preset(EXACT, "The same images as without OneDiff", 0.98),
     Preset(BALANCED, "fine details differ", 0.46, {
         "deepcache_interval": 3, "deepcache_depth": 3, "transformer_interval": 2,
     }),
-    Preset(FAST, "details differ slightly", 0.40, {
+    Preset(FAST, "fine details differ, a little more than with Balanced", 0.40, {
         "deepcache_interval": 3, "transformer_interval": 3, **FASTER_LAYERS,
     }),
-    Preset(DRAFT, "details differ", 0.34, {
+    Preset(DRAFT, "details differ, in some images clearly", 0.34, {
         "deepcache_interval": 5, "deepcache_depth": 2, "transformer_interval": 3, **FASTER_LAYERS,
     }),
 )}

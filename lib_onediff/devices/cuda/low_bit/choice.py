@@ -42,7 +42,7 @@ log = logging.getLogger("onediff")
 Found = TypeVar("Found")
 # An 8-bit product must take less than this part of the exact product's time, and INT8 less than this part of FP8's.
 # Only short bursts are measured; at its power limit an H100's clock fell by a tenth under INT8, but not under FP8
-# (.readme/speed-and-quality.md).
+# (.readme/measurements.md).
 WORTH_ROUNDING = 0.9
 # The milliseconds that a call must gain: comparing the weights with those that were quantized takes 0.1 ms.
 WORTH_LOOKING_MS = 0.15
