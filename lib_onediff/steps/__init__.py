@@ -1,1 +1,1 @@
-"""Step policies: what of a network each sampling step computes. Each is one file; the registry lists them."""
+"""Step policies: which part of a network each sampling step computes. Each is one file; registry.py lists them."""

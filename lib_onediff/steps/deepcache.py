@@ -1,5 +1,9 @@
-"""DeepCache (Ma et al. 2023, arXiv 2312.00858): the inner part of a network changes little from step to step, so most
-steps compute the outer stages alone, around what an earlier step has written at the cut between both."""
+"""DeepCache (Ma et al. 2023, arXiv 2312.00858): the output of a network's inner part changes little from step to step,
+so most steps compute the outer part alone.
+
+A whole step computes everything (a full pass), and writes the hidden states at the cut between both parts to memory:
+the deep feature. A cached step (a cached pass) reads the feature of an earlier whole step, or extrapolates it.
+"""
 from __future__ import annotations
 
 import math
@@ -18,33 +22,39 @@ from .prompts import Prompts
 from .schedules import TRANSFORMER, Schedule, schedule_for
 
 NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
-# The largest extrapolation that was measured, in multiples of the interval between the two features' steps.
+# The largest extrapolation that was measured, in multiples of the distance between the two known features' steps.
 FARTHEST = 1.5
 
 
 class Line:
-    """A line through the last two tensors that the same weights computed, over their steps: Liu et al. 2025, "From
-    Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923). values: of the weights (Epoch.values)."""
+    """A line through the last two computed tensors, over the numbers of their steps, which extrapolates later ones: Liu
+    et al. 2025, "From Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923).
+
+    values: Epoch.values of the weights that computed both.
+    """
 
     def __init__(self) -> None:
         self._points: list[tuple[int, Tensor]] = []
         self.values = -1
 
     def note(self, step: int, computed: Tensor, values: int) -> None:
-        """Add the tensor that a step computed. It replaces an earlier one of the same step."""
+        """Add a copy of the tensor that a step computed. It replaces that of an earlier call of the same step.
+
+        values: Epoch.values of the weights. A change begins the line anew.
+        """
         if values != self.values:
             self._points = []
         before = [point for point in self._points if point[0] != step]
-        # The caller may go on computing in its tensor.
+        # A copy, because the caller may overwrite its tensor.
         point = step, computed.detach().clone()
         self._points = [*before[-1:], point]
         self.values = values
 
     def at(self, step: int, damping: float = 1.0, farthest: float = math.inf) -> Tensor | None:
-        """The tensor of a later step, extrapolated in float32; None before two are known.
+        """The extrapolated tensor of a later step, computed in float32; None if fewer than two are known.
 
-        damping: factor on the extrapolation; 1 is the line itself. farthest: the largest extrapolation, in multiples of
-        the interval between the two steps; later steps get the tensor of that point.
+        damping: a factor on the slope; 1 is the line itself. farthest: the largest extrapolation, in multiples of the
+        distance between the two known steps; steps beyond it get the tensor of that point.
         """
         if len(self._points) < 2:
             return None
@@ -54,7 +64,7 @@ class Line:
 
     @property
     def last(self) -> Tensor | None:
-        """The last tensor that was computed; None before the first."""
+        """The last computed tensor; None before the first."""
         return self._points[-1][1] if self._points else None
 
 
@@ -62,8 +72,10 @@ class Line:
 class CachedFeature:
     """The deep feature of one prompt at one shape.
 
-    made_at: the step that computed it; None before the first. values: of the weights then. backup: its values while
-    another prompt's feature is in the slot. line: through the last two computed ones, if forecasts are wanted.
+    made_at: the index of the whole step that computed it; None before the first one.
+    values: Epoch.values of the weights at that step.
+    backup: a copy of its tensor while another prompt's feature is in the slot.
+    line: the line through its last two computed tensors; empty if features are reused.
     """
 
     made_at: int | None = None
@@ -74,9 +86,9 @@ class CachedFeature:
 
 @dataclass
 class CacheSlot:
-    """The memory of a shape's deep feature, which all prompts share: graphs read and write one address.
+    """The memory of the deep feature of one shape. All prompts share it, because a CUDA graph has fixed addresses.
 
-    current: the prompt's feature that is in it now. features: of every prompt, by its number.
+    current: the feature that is in it now. features: the features of all prompts, by the prompt's number.
     """
 
     memory: CutMemory
@@ -84,13 +96,13 @@ class CacheSlot:
     features: dict[int, CachedFeature] = field(default_factory=dict)
 
     def make_room(self, feature: CachedFeature) -> None:
-        """Prepare the slot for this feature's next values; another prompt's are backed up."""
+        """Prepare the slot for a full pass of this feature's prompt. The feature of another prompt is backed up."""
         self._take(feature)
         feature.made_at = None
         feature.backup = None
 
     def bring_back(self, feature: CachedFeature, step: int, slope: float) -> None:
-        """Put this feature's values into the slot, forecast for a step if it has a line. slope: see Passes."""
+        """Put this feature into the slot for a cached step, extrapolated if it has a line. slope: see Schedule."""
         content = None
         if feature.line.values == feature.values:
             content = feature.line.at(step, slope, FARTHEST)
@@ -102,7 +114,7 @@ class CacheSlot:
             self.memory.write(content)
 
     def drop_older(self, oldest: int) -> None:
-        """Forget the features that were computed before a step."""
+        """Forget the features that were computed before this step."""
         self.features = {
             prompt: feature for prompt, feature in self.features.items()
             if feature.made_at is not None and feature.made_at >= oldest
@@ -111,18 +123,20 @@ class CacheSlot:
             self.current = None
 
     def _take(self, feature: CachedFeature) -> None:
+        """Make this feature the current one, and back up the one before. Does not move any values into the slot."""
         other = self.current
         self.current = feature
         if other is not None and other is not feature and other.made_at is not None and other.backup is None:
-            # The slot may hold a forecast: the line has the computed values.
+            # The slot may hold an extrapolated feature; the line has the computed one.
             kept = other.line.last
             other.backup = kept if kept is not None else self.memory.read().clone()
 
 
 class Cached(StepMemory):
-    """The features of one network in one run through a sampling, by shape and depth.
+    """What DeepCache keeps for one network in one run through a sampling.
 
-    failure: why some calls that could be cached passes are full ones.
+    slots: by shape and depth.
+    failure: why a cached step was computed by a full pass, for users; "" if none was.
     """
 
     keeps_tensors = True
@@ -149,7 +163,8 @@ class DeepCache:
         return settings.has_cache
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A cached pass if the schedule has one and the feature exists; otherwise a full pass, which computes it."""
+        """A function that answers the call by a cached pass if its step is not whole and its prompt has a feature;
+        otherwise by a full pass. See StepPolicy.answerer."""
         call = step_context.call
         if call.patches is not None:
             raise Refusal(PATCHED)
@@ -157,7 +172,7 @@ class DeepCache:
         is_transformer = kind == TRANSFORMER
         interval, wanted_depth = step_context.settings.cache(is_transformer)
         if interval <= 1:
-            # Only networks of the other kind have it.
+            # DeepCache is on for networks of the other kind only.
             raise Refusal("")
         depth = min(wanted_depth, step_context.deepest())
         if depth < 1:
@@ -172,7 +187,7 @@ class DeepCache:
         index = position.step.index
         schedule = self._schedule_of(kind, position.step.total, interval)
         whole = index in schedule.whole
-        # With added noise, or a sampler of a higher order, features do not lie on a line.
+        # If the sampler adds noise or has a higher order, features do not lie on a line, and the last one is reused.
         slope = 0.0 if step_context.sampling.why_no_forecast() else schedule.slope
         # A line needs the feature of the whole step before this one.
         slot.drop_older(schedule.last_whole(index, before=whole and slope > 0))
@@ -197,7 +212,11 @@ class DeepCache:
 
 @dataclass(frozen=True)
 class Passes:
-    """Both passes of one call. slope: see schedules.Schedule; 0: the last feature is reused."""
+    """The full and the cached pass of one call.
+
+    memory: what DeepCache keeps for the network. depth: see Cut. feature: that of the call's prompt, in the slot's
+    features. slope: see Schedule.
+    """
 
     step_context: StepContext
     memory: Cached
@@ -207,7 +226,8 @@ class Passes:
     slope: float
 
     def full(self, compute: Compute) -> Answer:
-        """The whole network. Its feature can be used once the cached pass has shown that it repeats the output."""
+        """Compute the whole network, and keep its feature. The first time at a shape, check that a cached pass with
+        this feature gives the same output; if not, the shape has no cached passes."""
         step_context = self.step_context
         slot = self.slot
         feature = self.feature
@@ -227,15 +247,15 @@ class Passes:
         try:
             compute.check(again, answer.served)
             if step_context.is_warm_up:
-                # A warm-up makes no cached passes otherwise.
+                # So that the cached pass is ready too: a warm-up may be a single call.
                 compute(again, None)
         except Refusal as refusal:
             self.memory.failure = str(refusal)
         return answer
 
     def cached(self, compute: Compute) -> Answer | None:
-        """The outer stages alone; None if the full pass is needed, because no checked shape serves the call, or the
-        feature was computed from other weights."""
+        """Compute the outer part alone. Returns None if a full pass is needed: no checked shape serves the call, or
+        the feature was computed from other weights."""
         with self.step_context.ordered():
             self.slot.bring_back(self.feature, self.step_context.position().step.index, self.slope)
         try:

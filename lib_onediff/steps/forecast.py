@@ -1,10 +1,11 @@
-"""Sampling steps that do not run the network: a line through its last two outputs forecasts this one.
+"""Output forecast, which is DeepCache at depth 0: some sampling steps do not run the network, but extrapolate its
+output by a line through the last two outputs.
 
-With samplers of the first order that add no noise, the output changes smoothly from step to step: Liu et al. 2025,
-"From Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923); Han et al. 2026, "Spectrum" (arXiv 2603.01623). A line
-over the steps' numbers was nearer to the exact image than one over timesteps, a parabola, or Chebyshev polynomials.
-Samplers of higher orders go on from differences of outputs, and magnify the line's errors
-(.readme/measurements.md).
+With first-order samplers that add no noise, the output changes smoothly from step to step: Liu et al. 2025, "From
+Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923); Han et al. 2026, "Spectrum" (arXiv 2603.01623). A line over the
+numbers of the steps was nearer to the exact image than one over timesteps, a parabola, or Chebyshev polynomials
+(.readme/developing.md). Samplers of higher orders compute with differences of outputs, which amplifies the error of the
+line (.readme/measurements.md).
 """
 from __future__ import annotations
 
@@ -22,14 +23,14 @@ from .deepcache import Line
 from .prompts import Prompts
 from .schedules import TRANSFORMER, schedule_for
 
-# The first steps change direction: they are computed.
+# The number of steps at the beginning that are always computed: the output changes most there.
 FIRST_COMPUTED = 3
-# Of whole outputs there is no table.
+# A Family.schedule without searched schedules: none were searched for this policy.
 NO_TABLE = ""
 
 
 class Output:
-    """The line through the outputs of a prompt's calls of one shape. host: the times of the host's own calls."""
+    """The outputs of one prompt at one shape. line: through the last two. host: the times of the host's own calls."""
 
     def __init__(self) -> None:
         self.line = Line()
@@ -37,7 +38,8 @@ class Output:
 
 
 class Outputs(StepMemory):
-    """The outputs of one network in one run through a sampling, by shape and prompt."""
+    """What the policy keeps for one network in one run through a sampling. by_prompt: the outputs by shape and prompt.
+    """
 
     keeps_tensors = True
 
@@ -61,8 +63,8 @@ class Forecast:
         return settings.forecast_interval > 1
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """An output on the line, or a computed one. The line goes through our outputs alone, never through the host's.
-        """
+        """A function that extrapolates the output of the call, or computes it. Outputs that the host has computed are
+        not used for the line. See StepPolicy.answerer."""
         call = step_context.call
         if call.patches is not None:
             raise Refusal(PATCHED)

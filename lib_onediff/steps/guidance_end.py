@@ -1,9 +1,9 @@
-"""Skipping the negative prompt: from a step on, the prompt's rows are computed alone, and their output is used for the
-negative prompt's rows too. Guidance between two equal predictions is the prompt's prediction.
+"""Skipping the negative prompt: from a certain step on, only the prompt's rows are computed, and their output is used
+for the negative prompt's rows too. Guidance between two equal predictions gives the prompt's prediction.
 
 Kynkäänniemi et al. 2024, "Applying Guidance in a Limited Interval Improves Sample and Distribution Quality in Diffusion
-Models" (arXiv 2404.07724); Zhang et al. 2024, "T-GATE" (arXiv 2404.02747). The latter keeps the cross attentions'
-outputs too, which did not pay (.readme/developing.md).
+Models" (arXiv 2404.07724); Zhang et al. 2024, "T-GATE" (arXiv 2404.02747). T-GATE also keeps the outputs of the cross
+attentions, which gained nothing here (.readme/developing.md).
 """
 from __future__ import annotations
 
@@ -20,17 +20,23 @@ from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Stopwatch
 
-NOBODY_SAYS = "the caller does not say which rows are the negative prompt's"
+UNKNOWN_ROWS = "the caller does not say which rows are the negative prompt's"
 SEVERAL_CALLS = "a step has other calls besides those of prompt and negative prompt"
 UNLIKE_HALVES = "prompt and negative prompt are not computed for the same latents"
+# The tolerance in comparing the part of the sampling that is done with the setting.
 ROUNDING = 1e-6
 
 
 class Guided(StepMemory):
-    """The kinds of calls that a network had in one run through a sampling.
+    """What the policy knows of one network's calls in one run through a sampling.
 
-    If a timestep has calls of prompt and negative prompt and others too, more than these two make the image: several
-    prompts, areas, perturbed attention. host: the times of the host's own whole call.
+    A pair is a call with the rows of prompt and negative prompt. If a timestep has pairs and other calls, more than one
+    prompt and one negative prompt make the image (several prompts, areas, perturbed attention), and the policy does not
+    apply.
+
+    host: the times of the host's own whole call.
+    refusal: why the policy does not apply for the rest of the run, for users; "" if it does.
+    is_confirmed: whether both halves of a call were found to have equal latents.
     """
 
     def __init__(self) -> None:
@@ -42,7 +48,8 @@ class Guided(StepMemory):
         self._kinds: set[bool] = set()
 
     def note(self, time: float, is_pair: bool) -> bool:
-        """Note a call. Returns whether it belongs to this network's first step, which shows the calls of every step."""
+        """Note a call at a timestep. Returns whether it belongs to the network's first step, at which the policy only
+        learns which calls a step has."""
         if self._first_time is None:
             self._first_time = time
         if time != self._time:
@@ -68,14 +75,15 @@ class GuidanceEnd:
         return settings.skip_negative_after > 0
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """The prompt's half of a call, from skip_negative_after percent of the sampling's steps on."""
+        """A function that computes the whole call, or only the prompt's half from skip_negative_after percent of the
+        steps on. See StepPolicy.answerer."""
         if step_context.is_warm_up:
             raise Refusal("")
         position = step_context.position()
         guided = step_context.memory_of(self.name, Guided)
         try:
             if step_context.guidance is None:
-                raise Refusal(NOBODY_SAYS)
+                raise Refusal(UNKNOWN_ROWS)
             found = step_context.guidance()
         except Refusal:
             guided.note(position.time, is_pair=False)
@@ -88,7 +96,7 @@ class GuidanceEnd:
         if is_first or step.index == 0 or step.fraction < step_context.settings.skip_negative_after / 100 - ROUNDING:
             return lambda compute: self._whole(step_context, guided, compute)
         if not guided.is_confirmed:
-            # Once a sampling, because it waits for the GPU.
+            # Once in each run, because the comparison waits for the GPU.
             if not torch.equal(*step_context.call.latent.chunk(2)):
                 guided.refusal = UNLIKE_HALVES
                 raise Refusal(UNLIKE_HALVES)
@@ -106,5 +114,5 @@ class GuidanceEnd:
             answer = compute(take_rows(step_context.call, found.rows), found.host)
         self.status["without_negative"] += 1
         self.status["reason"] = ""
-        # The negative prompt's rows get the same, in the same order.
+        # The same output for the negative prompt's rows; the order of the two halves does not matter.
         return answer._replace(output=torch.cat([answer.output] * 2))

@@ -1,4 +1,4 @@
-"""The prompts and shapes by which the calls of a sampling are told apart."""
+"""Tells the calls of a sampling apart by their shape and prompt: a step may have several calls."""
 from __future__ import annotations
 
 import itertools
@@ -14,13 +14,17 @@ from ..core.edits import UNCOUNTED, edit_counts
 from ..core.refusal import Refusal
 
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
-# Prompts of one sampling, such as words that alternate; beyond that, the oldest is forgotten.
+# The number of prompts of one sampling that are remembered, the newest; scheduled and alternating words make several.
 MOST_PROMPTS = 32
 
 
 class SeenPrompt(NamedTuple):
-    """A prompt. objects: the host's tensors. edits: their numbers of edits in place at that time. content: their values
-    then."""
+    """A prompt that a call has had.
+
+    objects: the host's tensors of it.
+    edits: torch's numbers of in-place edits of these tensors at that call.
+    content: copies of the tensors at that call.
+    """
 
     number: int
     objects: list[weakref.ref[Tensor]]
@@ -28,22 +32,22 @@ class SeenPrompt(NamedTuple):
     content: list[Tensor]
 
     def is_same(self, tensors: list[Tensor]) -> bool:
-        """Whether these are the same tensors, without an edit that torch counts."""
+        """Whether these are the same tensor objects, without an edit that torch counts. Does not wait for the GPU."""
         is_unedited = UNCOUNTED not in self.edits and self.edits == edit_counts(tensors)
         return is_unedited and all(known() is tensor for known, tensor in zip(self.objects, tensors, strict=True))
 
     def is_equal(self, tensors: list[Tensor]) -> bool:
-        """Whether these tensors hold the same values. Waits for the GPU."""
+        """Whether these tensors have the same values. Waits for the GPU."""
         return len(tensors) == len(self.content) and all(map(same_values, self.content, tensors))
 
 
 class Prompts:
-    """The prompts of a sampling. Each prompt has one call a step at each shape, or more if a sampler (Heun) calls
-    twice. A prompt that is edited during the sampling is another one.
+    """The prompts of a sampling, numbered. A prompt that is edited during the sampling gets another number.
 
-    An extension that calls the network several times a step with the same prompt, such as one for tiles, is recognised
-    at the sampling's first timestep, which has one call for a prompt otherwise. Later timesteps may have two: a Heun
-    step ends at the timestep where the next one begins.
+    Calls of a step with the same prompt and shape are taken for the several calls of a second-order sampler (Heun).
+    They may as well be tiles of the image, computed one by one by an extension. These are recognised at the first
+    timestep of the sampling, at which a sampler makes one call for each prompt. Later timesteps may have two: a Heun
+    step ends at the timestep at which the next one begins.
     """
 
     def __init__(self) -> None:
@@ -54,9 +58,11 @@ class Prompts:
         self._has_tiles = False
 
     def identify(self, call: Call, time: float) -> tuple[Hashable, int]:
-        """The shape and the prompt's number of a call at a timestep. Prompts are compared by their tensors, which waits
-        for the GPU unless these are the same objects as before. Raises Refusal if a prompt may have several calls a
-        step."""
+        """The signature of a call and the number of its prompt. time: its timestep.
+
+        Compares the prompt's tensors with those of earlier calls, which waits for the GPU unless they are the same
+        objects. Raises Refusal if the calls may be tiles.
+        """
         found = call.signature, self._number(list(call.prompt))
         if self._first_time is None:
             self._first_time = time
@@ -81,4 +87,5 @@ class Prompts:
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and values."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) and torch.equal(one, other)

@@ -1,4 +1,4 @@
-"""The step policies, outermost first. A new one is a file beside this and a line here."""
+"""The step policies, the outermost first. A new one is a file in this folder and an entry here."""
 from __future__ import annotations
 
 from ..core.policy import StepPolicy
@@ -8,5 +8,5 @@ from .guidance_end import GuidanceEnd
 
 
 def step_policies() -> tuple[StepPolicy, ...]:
-    """One of each, with counts of its own."""
+    """A new object of each policy, the outermost first. Each has counts of its own."""
     return GuidanceEnd(), Forecast(), DeepCache()
