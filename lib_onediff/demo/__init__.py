@@ -1,9 +1,9 @@
-"""A small WebUI over a diffusers pipeline: how a newcomer sees the product. It loads the script that A1111 loads."""
+"""The demo: a small WebUI over a diffusers pipeline, which runs the same script of OneDiff as A1111."""
 from __future__ import annotations
 
 from pathlib import Path
 
-# The models that ship; their README says how they were trained. The second is a transformer, with the first one's other
-# parts.
+# The models that ship with OneDiff; a README in each folder says how it was trained. emoji-dit is a transformer, which
+# is used with the text encoder and the VAE of emoji-sd.
 SHIPPED = Path(__file__).with_name("emoji-sd")
 EMOJI_DIT = Path(__file__).with_name("emoji-dit")

@@ -1,7 +1,7 @@
-"""Connections to the demo: no more than the process has files for, none waited for without an end, few lines about it.
+"""Limits for the connections to the demo: their number, how long a request may take to arrive, and how much is logged.
 
-uvicorn waits for ever for a request that does not come, and asyncio writes thousands of lines a second where there are
-no files left for connections.
+uvicorn itself waits for a request without a limit, and asyncio logs thousands of lines a second if the process has no
+file descriptors left for connections.
 """
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# A page holds a few. asyncio accepts those that come at once before it counts them, some rounds long: they need files
-# too, as everything else does.
+# The number of connections, of which a page holds a few. asyncio accepts up to ACCEPTED_AT_ONCE new ones in each of
+# several ROUNDS before Connection can count them; these need file descriptors too, and so does the rest of the process
+# (OTHER_FILES).
 MOST_CONNECTIONS = 256
 ACCEPTED_AT_ONCE = 16
 ROUNDS = 4
 OTHER_FILES = 128
 FEWEST_CONNECTIONS = 16
-# For the head of a request; and for each next so many bytes of its body.
+# The time for the head of a request to arrive, and for each BYTES_OF_PART of its body.
 SECONDS_FOR_HEAD = 15.0
 SECONDS_FOR_PART = 30.0
 BYTES_OF_PART = 64 * 1024
-# What has just been connected may have sent what has not arrived yet.
+# A connection without a request is not taken for an idle one for this time: the request may still be on its way.
 SECONDS_ON_THE_WAY = 1.0
-# Of lines that any request can cause.
+# The number of log lines in this time, of those that a request can cause.
 MOST_LINES = 20
 SECONDS_OF_LINES = 60.0
 NOISY = ("uvicorn.error", "asyncio", "python_multipart.multipart")
 
 
 def most_connections() -> int:
-    """How many connections the process has files for."""
+    """The number of connections that the process has file descriptors for, at most MOST_CONNECTIONS."""
     try:
         import resource
     except ImportError:
@@ -47,9 +48,13 @@ def most_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP connection. It is closed where a request comes too slowly, and where there are too many: those
-    without a request first, then those without all of its body, then those that were just made, and those that are
-    being answered last; of these the oldest of the busiest address."""
+    """uvicorn's HTTP connection. It is closed if a request arrives too slowly.
+
+    If there are too many connections, one is closed: the one with the lowest stage(); of several, one from the address
+    that has the most connections; of these, the oldest.
+
+    most: the number of connections that may be open.
+    """
 
     most = MOST_CONNECTIONS
 
@@ -79,7 +84,7 @@ class Connection(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """Wait anew where something else is waited for than before."""
+        """Start the time limit for what the connection waits for now, if that has changed."""
         phase = self.conn.their_state, self._requests
         if phase == self._phase:
             return
@@ -92,11 +97,12 @@ class Connection(H11Protocol):
             self._wait_for_part()
 
     def _wait_for_part(self) -> None:
+        """Start the time limit for the next part of a request's body."""
         self._counted = self._received
         self._timer = self.loop.call_later(SECONDS_FOR_PART, self._end_of_part)
 
     def _end_of_part(self) -> None:
-        # Where the application does not read, the client cannot send.
+        # While the application does not read, the client cannot send.
         if self.flow.read_paused or self._received - self._counted >= BYTES_OF_PART:
             self._wait_for_part()
         else:
@@ -108,6 +114,7 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _make_room(self) -> None:
+        """Close one connection if there are too many."""
         present = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
         if len(present) <= self.most:
             return
@@ -119,11 +126,15 @@ class Connection(H11Protocol):
 
     @property
     def address(self) -> str:
-        """Whose it is."""
+        """The client's IP address; "" if unknown."""
         return self.client[0] if self.client else ""
 
     def stage(self, now: float) -> int:
-        """0: a request is waited for; 1: its body; 2: either, and it may be on its way; 3: it is being answered."""
+        """What the connection is doing. now: time.monotonic().
+
+        0: waiting for a request. 1: waiting for the body of one. 2: either, but for less than SECONDS_ON_THE_WAY.
+        3: answering a request.
+        """
         stage = {h11.IDLE: 0, h11.SEND_BODY: 1}.get(self.conn.their_state)
         if stage is None:
             return 3
@@ -131,7 +142,7 @@ class Connection(H11Protocol):
 
 
 class FewLines(logging.Filter):
-    """Lets some lines through in any minute: whoever sends nonsense must not fill the disk."""
+    """A log filter that passes MOST_LINES lines a minute, so that a client that sends nonsense cannot fill the disk."""
 
     def __init__(self) -> None:
         super().__init__()

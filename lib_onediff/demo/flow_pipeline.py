@@ -1,5 +1,5 @@
-"""Text to image by a transformer that was trained by flow matching, such as emoji-dit, with CLIP's text encoder and
-Stable Diffusion's VAE. diffusers has no pipeline of these."""
+"""A text-to-image pipeline for a transformer that was trained by flow matching (CosmosTransformer3DModel), with CLIP's
+text encoder and Stable Diffusion's VAE: emoji-dit. diffusers has no pipeline with these parts."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -20,9 +20,10 @@ LATENT_PIXEL = 8
 
 
 class FlowPipeline(DiffusionPipeline):
-    """As diffusers' pipelines are called. Its scheduler's timesteps are the shares of noise that the transformer gets.
+    """Called as diffusers' pipelines are. The transformer gets the scheduler's timesteps as they are: noise levels from
+    1 to 0.
 
-    default_side: the side in pixels of the square images that the transformer was made for.
+    default_side: the width and height in pixels that the transformer was trained for.
     """
 
     default_side = 256
@@ -38,7 +39,7 @@ class FlowPipeline(DiffusionPipeline):
 
     @property
     def side_step(self) -> int:
-        """An image's sides are multiples of this."""
+        """The width and height of images must be multiples of this number of pixels."""
         return LATENT_PIXEL * int(self.transformer.config.patch_size[-1])
 
     @torch.no_grad()
@@ -47,8 +48,12 @@ class FlowPipeline(DiffusionPipeline):
         num_inference_steps: int, guidance_scale: float, generator: Sequence[torch.Generator] = (),
         latents: Tensor | None = None, output_type: str = "pt", callback_on_step_end: Callable[..., Any] | None = None,
     ) -> Any:
-        """An object with images, (prompts, 3, height, width) from 0 to 1; output_type "latent": latents. generator: one
-        for each image, on the CPU; latents: the noise in their place. Raises what the networks raise."""
+        """An object whose attribute images has (prompts, 3, height, width) from 0 to 1; with output_type "latent", the
+        latents.
+
+        width, height: in pixels. generator: one for each image, on the CPU, which draws its noise. latents: the noise
+        itself, (prompts, channels, height / 8, width / 8), instead of generators.
+        """
         device = self._execution_device
         transformer = self.transformer
         self._guidance_scale = guidance_scale
@@ -60,7 +65,7 @@ class FlowPipeline(DiffusionPipeline):
         latents = latents.to(device, torch.float32)
         is_guided = guidance_scale > 1
         context = self.context(list(prompt), list(negative_prompt or [""] * len(prompt)) if is_guided else [])
-        # With as many steps as diffusers' pipelines of flow matching make: the first has noise alone.
+        # Noise levels at equal distances, from 1 (noise alone), as in diffusers' pipelines for flow matching.
         shares = torch.linspace(1, 1 / num_inference_steps, num_inference_steps, dtype=torch.float64, device="cpu")
         self.scheduler.set_timesteps(sigmas=shares.tolist(), device=device)
         self.num_timesteps = num_inference_steps
@@ -76,8 +81,11 @@ class FlowPipeline(DiffusionPipeline):
         return SimpleNamespace(images=latents if output_type == "latent" else self.decode(latents))
 
     def velocity(self, latents: Tensor, share: Tensor, context: Tensor, guidance_scale: float) -> Tensor:
-        """What the transformer predicts, with guidance if context has negative prompts too: (batch, channels, height,
-        width) in float32."""
+        """The velocity that the transformer predicts, (batch, channels, height, width) in float32.
+
+        share: the noise level, from 0 to 1. context: see context(). If it has negative prompts too, the prediction is
+        guided by guidance_scale.
+        """
         is_guided = len(context) > len(latents)
         rows = torch.cat([latents, latents]) if is_guided else latents
         output = self.transformer(
@@ -91,7 +99,7 @@ class FlowPipeline(DiffusionPipeline):
         return negative + guidance_scale * (positive - negative)
 
     def context(self, prompts: list[str], negative: list[str]) -> Tensor:
-        """(prompts, tokens, width): of the negative prompts, where there are any, and then of the prompts."""
+        """The text encoder's output, (prompts, tokens, width): of the negative prompts, if any, then of the prompts."""
         tokens = self.tokenizer(
             negative + prompts, padding="max_length", truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
         )
@@ -100,14 +108,14 @@ class FlowPipeline(DiffusionPipeline):
         return context
 
     def decode(self, latents: Tensor) -> Tensor:
-        """(batch, 3, height, width) from 0 to 1."""
+        """The images of latents, (batch, 3, height, width) from 0 to 1."""
         vae = self.vae
         images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor).sample
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
 def load_emoji_dit(dtype: torch.dtype) -> FlowPipeline:
-    """The pipeline of emoji-dit, with emoji-sd's other parts, its weights in dtype on the CPU."""
+    """The pipeline of emoji-dit, with the text encoder and the VAE of emoji-sd; all weights in dtype, on the CPU."""
     parts = load_folder(SHIPPED, dtype)
     transformer = load_network(EMOJI_DIT / "transformer", CosmosTransformer3DModel, dtype)
     config = read_json(EMOJI_DIT / "scheduler" / "scheduler_config.json")

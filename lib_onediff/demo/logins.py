@@ -1,4 +1,5 @@
-"""Accounts of the demo. Passwords that are tried one after the other are slowed; nobody else is locked out by that."""
+"""Checks the demo's accounts. Wrong passwords make the next attempts from the same address wait; other addresses can
+still log in."""
 from __future__ import annotations
 
 import contextlib
@@ -16,14 +17,14 @@ from typing import Any
 from fastapi import HTTPException
 from starlette.types import Receive, Scope, Send
 
-# Wrong passwords that cost nothing, and how long each further one has the next wait.
+# The number of wrong passwords without a wait, and the seconds to wait after the next one, which double with each.
 FREE_FAILURES = 5
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 30.0
-# After so long without a wrong password all are forgiven. So many counts are kept, the last.
+# After this many seconds without a wrong password, the count starts at 0 again. The newest MOST_COUNTS are kept.
 FORGIVEN_AFTER = 600.0
 MOST_COUNTS = 1000
-# Who has an IPv6 address has all of its network.
+# The prefix length of an IPv6 network that belongs to one client.
 IPV6_NETWORK = 64
 LONGEST_PASSWORD = 1000
 WAIT = "Too many wrong passwords from this address: try again in {} s."
@@ -33,7 +34,8 @@ client: ContextVar[str] = ContextVar("client", default="")
 
 @dataclass
 class Failures:
-    """Wrong passwords for an account from an address. until: when the next may be tried (time.monotonic())."""
+    """The wrong passwords for one account from one address. until: the time from which another may be tried. last: the
+    time of the last one. Times are those of time.monotonic()."""
 
     count: int = 0
     until: float = 0.0
@@ -41,10 +43,10 @@ class Failures:
 
 
 class Logins:
-    """Checks names and passwords for gradio, and has the login answer 429 while an address must wait.
+    """Checks names and passwords for gradio. While an address must wait, the login is answered with status 429.
 
-    An account is counted for each address by itself: whoever tries passwords slows that account there, and its owner
-    elsewhere not at all. All names that are no account's are one.
+    Wrong passwords are counted for each pair of account and address, so guessing does not lock out the owner elsewhere.
+    All unknown names count as one account.
     """
 
     def __init__(self, accounts: Mapping[str, str], now: Callable[[], float] = time.monotonic) -> None:
@@ -53,8 +55,8 @@ class Logins:
         self._failures: OrderedDict[tuple[str, str], Failures] = OrderedDict()
 
     async def check(self, name: str, password: str) -> bool:
-        """Whether the password is the account's. Raises HTTPException 429. A coroutine, so that gradio calls it in the
-        event loop's thread, where two cannot count at once."""
+        """Whether the account exists and has this password. Raises HTTPException with status 429 if the address must
+        wait. A coroutine, so that gradio calls it in the event loop's thread, where two calls cannot interleave."""
         now = self._now()
         key = (network_of(client.get()), name if name in self._accounts else "")
         failures = self._failures.get(key, Failures())
@@ -63,7 +65,7 @@ class Logins:
         if now < failures.until:
             seconds = math.ceil(failures.until - now)
             raise HTTPException(429, WAIT.format(seconds), {"Retry-After": str(seconds)})
-        # Compared as well where there is no such account, so that the time tells nothing.
+        # Also compared if there is no such account, so that the time does not reveal whether there is.
         expected = self._accounts.get(name, digest(""))
         is_right = hmac.compare_digest(expected, digest(password[:LONGEST_PASSWORD])) and name in self._accounts
         if is_right and len(password) <= LONGEST_PASSWORD:
@@ -79,7 +81,7 @@ class Logins:
 
 
 class KnowsClient:
-    """ASGI middleware that tells Logins by whom a request was sent."""
+    """ASGI middleware that keeps the client's address in the context variable `client`, for Logins."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -90,17 +92,17 @@ class KnowsClient:
 
 
 def accounts_in(text: str) -> dict[str, str]:
-    """The password of each account in "name:password,name:password", which a password may hold colons of."""
+    """The passwords by account name, from a text "name:password,name:password". A password may contain colons."""
     return dict(account.split(":", 1) for account in text.split(",") if account)
 
 
 def digest(password: str) -> bytes:
-    """Of one length, whatever the password's."""
+    """The SHA-256 of a password, so that all comparisons take equally long."""
     return hashlib.sha256(password.encode("utf-8", "surrogatepass")).digest()
 
 
 def network_of(address: str) -> str:
-    """What an address is counted as."""
+    """The network of an IPv6 address, else the address itself: what Logins counts as one client."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(address.partition("%")[0])
         if found.version == 6 and found.ipv4_mapped is None:

@@ -1,5 +1,5 @@
-"""The model that the host runs: a diffusers folder, a single checkpoint file of Stable Diffusion 1.x, 2.x or XL, or one
-of the two that ship with us. Nothing is downloaded."""
+"""Loads the demo's model: a diffusers folder, a single checkpoint file of Stable Diffusion 1.x, 2.x or XL, or one of
+the two models that ship with OneDiff. Downloads nothing."""
 from __future__ import annotations
 
 import json
@@ -29,15 +29,17 @@ log = logging.getLogger("onediff")
 CONFIGS = Path(__file__).with_name("checkpoint_configs.json")
 UNET_SIGN = "model.diffusion_model.input_blocks.0.0.weight"
 VAE_SIGN = "first_stage_model.decoder.conv_in.weight"
-# The weight of a text encoder that only this family has.
+# The family of a checkpoint, by a weight of the text encoder that only this family has.
 FAMILY_SIGNS = {
     "conditioner.embedders.1.model.token_embedding.weight": "sdxl",
     "cond_stage_model.model.token_embedding.weight": "sd2",
     "cond_stage_model.transformer.text_model.embeddings.token_embedding.weight": "sd1",
 }
-# Blanks of its own line alone: line breaks among them would be tried from each line anew.
+# A line of a .yaml file that says that the model predicts v. \s instead of [ \t] would match line breaks too, and take
+# quadratic time in a file of empty lines.
 V_IN_YAML = re.compile(r'^[ \t]*parameterization:[ \t]*"?v"?[ \t]*(#.*)?$', re.MULTILINE)
 LARGEST_YAML = 1 << 20
+# Repositories of the Hugging Face cache that may have CLIP's tokenizer.
 CACHED = ("openai/clip-vit-large-patch14",)
 ABOUT_SHIPPED = (
     "Draws emoji: try “a red apple on a blue background” or “an owl and a rocket”. "
@@ -52,9 +54,9 @@ DTYPE = torch.float16 if torch.cuda.is_available() else torch.float32
 
 @dataclass(eq=False)
 class LoadedModel:
-    """A diffusers pipeline and its name, as scripts see it in shared.sd_model.
+    """A diffusers pipeline and its name. Scripts see this object as shared.sd_model.
 
-    about: what the user should know of the model, in a sentence or two; empty for one that the user has chosen.
+    about: how to use the model, for users; "" for a model that the user has chosen.
     """
 
     pipeline: Any
@@ -63,21 +65,22 @@ class LoadedModel:
 
     @property
     def unet(self) -> Any:
-        """The UNet, a diffusers UNet2DConditionModel, or the transformer in its place."""
+        """The network that predicts: a UNet2DConditionModel, or a transformer."""
         return self.pipeline.unet if self.is_unet else self.pipeline.transformer
 
     @property
     def is_unet(self) -> bool:
+        """Whether the network is a UNet."""
         return hasattr(self.pipeline, "unet")
 
     @property
     def side_step(self) -> int:
-        """An image's sides are multiples of this."""
+        """The width and height of images must be multiples of this number of pixels."""
         return LATENT_PIXEL if self.is_unet else int(self.pipeline.side_step)
 
     @property
     def side(self) -> int:
-        """The side in pixels of the square images that the model was made for."""
+        """The width and height in pixels that the model was trained for."""
         if not self.is_unet:
             return int(self.pipeline.default_side)
         size = self.unet.config.sample_size
@@ -86,7 +89,7 @@ class LoadedModel:
 
     @cached_property
     def text_pipeline(self) -> Any:
-        """A pipeline of the same parts that makes images from text. Raises Refusal where the model needs more."""
+        """A text-to-image pipeline with the model's parts. Raises Refusal if the model also needs a mask."""
         import diffusers
 
         if not self.is_unet:
@@ -96,8 +99,8 @@ class LoadedModel:
         return diffusers.AutoPipelineForText2Image.from_pipe(self.pipeline)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """(batch, 3, height, width) pixels from 0 to 1 in float32 on the CPU, decoded one image at a time. SDXL's VAE
-        overflows in float16."""
+        """The images of latents, (batch, 3, height, width) from 0 to 1 in float32 on the CPU, decoded one by one. A VAE
+        with force_upcast, such as SDXL's, overflows in float16 and is converted to float32."""
         vae = self.pipeline.vae
         if vae.config.force_upcast:
             vae.to(torch.float32)
@@ -112,8 +115,8 @@ class LoadedModel:
 
 
 def load_model(path: str | None) -> LoadedModel:
-    """The model at path, on the host's device; the transformer that ships with us by its name, emoji-dit; without a
-    path the UNet that does. Raises Refusal with a sentence for the user when it cannot be loaded."""
+    """The model of a file or folder, on DEVICE in DTYPE. path: "emoji-dit" for the transformer that ships with OneDiff;
+    None for emoji-sd. Raises Refusal, for users, if it cannot be loaded."""
     from diffusers.utils.logging import disable_progress_bar
 
     if path == EMOJI_DIT.name:
@@ -129,7 +132,7 @@ def load_model(path: str | None) -> LoadedModel:
     except (Refusal, KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        # Loaders raise dozens of kinds for damaged files; a panic of a Rust library is no Exception.
+        # Loaders raise dozens of classes for damaged files. A panic of a Rust library is a BaseException.
         said = " ".join(str(error).replace(str(location), location.name).split())
         first_sentence = said.partition(". ")[0] or type(error).__name__
         cause = textwrap.shorten(first_sentence, 200, placeholder=" ...").rstrip(".")
@@ -144,15 +147,15 @@ def load_model(path: str | None) -> LoadedModel:
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
-    """A diffusers pipeline of the checkpoint at path. Raises Refusal for what is not such a checkpoint."""
+    """A diffusers pipeline of a single checkpoint file. Raises Refusal, for users, for any other file."""
     import diffusers
 
     shapes = read_shapes(path)
     family = family_of(path, shapes)
     configs = json.loads(CONFIGS.read_text(encoding="utf-8"))[family]
     configs["unet/config.json"]["in_channels"] = shapes[UNET_SIGN][1]
-    # Weights do not say whether a model predicts v. As in A1111 a .yaml beside the file does; else XL checkpoints carry
-    # a mark, and Stable Diffusion 2 counts as predicting it.
+    # The weights do not show whether a model predicts v. As in A1111, a .yaml file beside the checkpoint says it.
+    # Without one, XL checkpoints have a tensor v_pred, and Stable Diffusion 2 is assumed to predict v.
     predicts_v = "v_pred" in shapes or family == "sd2"
     original = path.with_suffix(".yaml")
     if original.exists():
@@ -173,27 +176,28 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
 
 
 def family_of(path: Path, shapes: Shapes) -> str:
-    """Which family a checkpoint belongs to. Raises Refusal unless it holds a UNet, a VAE and a text encoder."""
+    """The family of a checkpoint: "sd1", "sd2" or "sdxl". Raises Refusal, for users, unless it has a UNet, a VAE and a
+    text encoder."""
     family = next((family for sign, family in FAMILY_SIGNS.items() if sign in shapes), None)
     missing = {"UNet": UNET_SIGN not in shapes, "VAE": VAE_SIGN not in shapes, "text encoder": family is None}
     if family is None or any(missing.values()):
         raise Refusal(
-            f"{path.name} is no checkpoint of Stable Diffusion 1.x, 2.x or XL: it holds no "
+            f"{path.name} is not a checkpoint of Stable Diffusion 1.x, 2.x or XL: it has no "
             f"{' and no '.join(part for part, lacking in missing.items() if lacking)} of these."
         )
     return family
 
 
 def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
-    """Put the words of CLIP's tokenizer into folder, from beside the checkpoint or from the Hugging Face cache. Raises
-    Refusal, saying what to put where, when there are none."""
+    """Write the vocabulary files of CLIP's tokenizer into a folder, from a folder beside the checkpoint or from the
+    Hugging Face cache. Raises Refusal if there are none, which tells users where to put them."""
     parent = checkpoint.resolve().parent
     for found_in in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *cached_tokenizers()):
         if (found_in / VOCABULARY).exists() and (found_in / MERGES).exists():
             write_words(found_in, folder)
             return
     raise Refusal(
-        f"{checkpoint.name} holds no tokenizer, and CLIP's was not found on this machine. Put a folder named tokenizer "
+        f"{checkpoint.name} has no tokenizer, and CLIP's was not found on this machine. Put a folder named tokenizer "
         "with vocab.json and merges.txt beside it (every Stable Diffusion folder in diffusers' layout has one)."
     )
 
@@ -206,5 +210,5 @@ def cached_tokenizers() -> Iterator[Path]:
         try:
             yield Path(cached_file(name, VOCABULARY, local_files_only=True) or "").parent
         except Exception:
-            # What is raised where there is none depends on what else is installed.
+            # Which exception is raised if there is none depends on other installed packages.
             log.debug("no tokenizer in %s", name, exc_info=True)

@@ -1,4 +1,4 @@
-"""The page: txt2img, which makes images, the tabs that scripts add, and the settings."""
+"""The demo's page: the txt2img tab, the tabs that scripts add, and the settings tab."""
 from __future__ import annotations
 
 import contextlib
@@ -29,21 +29,22 @@ from .modules.processing import (
 from .modules.shared import OptionInfo
 
 log = logging.getLogger("onediff")
-# name of the field of a StableDiffusionProcessingTxt2Img -> component
+# Components by the field of StableDiffusionProcessingTxt2Img that they set.
 Inputs = dict[str, Any]
-# name of the field -> the infotext parameter that fills its component
+# The infotext parameter that fills a component, by the component's field.
 PASTED = {
     "prompt": "Prompt", "negative_prompt": "Negative prompt", "steps": "Steps", "sampler_name": "Sampler",
     "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
 }
 LARGEST_SIDE = 2048
 SECONDS_BETWEEN_LOOKS = 0.2
-# They wait for each other beside gradio's queue, so that each can say what it waits for.
+# The number of generations that gradio starts at once. They wait for queue_lock instead of gradio's queue, so that each
+# can show what it waits for.
 MOST_IMAGES_AT_ONCE = 10
 TXT2IMG = "txt2img"
 NEVER_BEGUN = "Interrupted before the first image."
 UNCHANGED = gr.update()
-# The first one is there when the page opens. Emoji, which the demo's own model draws.
+# Prompts with a button each; the first one is in the text box at the start. The shipped models draw emoji.
 EXAMPLES = (
     "an owl and a rocket on a blue background", "a lion on a yellow background", "a shinto shrine on a red background",
 )
@@ -53,12 +54,13 @@ MONOSPACE_FONTS = ("ui-monospace", "Consolas", "Liberation Mono", "monospace")
 
 
 def appearance() -> dict[str, Any]:
-    """What gr.mount_gradio_app gives the page: theme, styles and scripts."""
+    """The theme, styles and scripts of the page, as arguments of gr.mount_gradio_app."""
     theme = gr.themes.Default(
         primary_hue="orange", secondary_hue="orange", neutral_hue="slate", radius_size="md", font=FONTS,
         font_mono=MONOSPACE_FONTS,
     ).set(slider_color="*primary_500", slider_color_dark="*primary_500")
-    # gradio rewrites the rules of css; the extension's own must reach the browser as they are, as in a WebUI.
+    # In the head, because gradio rewrites the rules of its argument css; a WebUI serves the extension's style.css as it
+    # is.
     extension = Path(paths.script_path)
     scripts_of_page = "".join(f"<script>{read(file)}</script>" for file in sorted(extension.glob("javascript/*.js")))
     head = f"<style>{read(extension / 'style.css')}</style>{scripts_of_page}"
@@ -66,9 +68,9 @@ def appearance() -> dict[str, Any]:
 
 
 def build_page() -> gr.Blocks:
-    """Build the page, the scripts' components included."""
+    """The page, with the components of all scripts."""
     script_callbacks.call_all("before_ui")
-    # Outside of the page, as in a WebUI: what is built inside stands there already.
+    # The tabs are built outside of the page's context, as in a WebUI, and rendered inside of it.
     tabs = [tab for tabs in script_callbacks.call_all("ui_tabs") for tab in tabs or ()]
     with gr.Blocks(title="OneDiff", analytics_enabled=False) as page:
         model = " · ".join(filter(None, (shared.sd_model.name, shared.sd_model.about)))
@@ -85,7 +87,7 @@ def build_page() -> gr.Blocks:
 
 
 def read(file: Path) -> str:
-    """The text of a file; none when there is no such file."""
+    """The text of a file; "" if there is none."""
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
@@ -93,7 +95,7 @@ def read(file: Path) -> str:
 
 
 def build_generation_tab(runner: Any) -> None:
-    """Build the tab inside the open gradio context; runner holds its scripts."""
+    """Build the txt2img tab inside the open gradio context. runner: the ScriptRunner with its scripts."""
     with gr.Row(elem_id="txt2img_toprow", elem_classes="toprow"):
         inputs, examples = build_prompts()
         with gr.Column(scale=1, min_width=160, elem_classes="actions"):
@@ -116,7 +118,7 @@ def build_generation_tab(runner: Any) -> None:
                 gr.HTML(elem_id="html_info_txt2img", elem_classes="infotext"),
                 made,
             ]
-    # Other WebUIs tell their scripts of every component; OneDiff's asks for this one.
+    # WebUIs call this for every component; OneDiff's script only uses this one.
     runner.after_component(made)
 
     generating: dict[str, Any] = {
@@ -137,7 +139,7 @@ def build_generation_tab(runner: Any) -> None:
 
 
 def build_prompts() -> tuple[Inputs, list[Any]]:
-    """The prompts, and a button for each of EXAMPLES."""
+    """Build the prompts' text boxes, and a button for each of EXAMPLES. Returns (text boxes by field, buttons)."""
     def textbox(label: str, value: str, lines: int, elem_id: str) -> gr.Textbox:
         return gr.Textbox(value, label=label, show_label=False, lines=lines, placeholder=label,
                           elem_id=f"txt2img_{elem_id}", elem_classes="prompt")
@@ -150,8 +152,9 @@ def build_prompts() -> tuple[Inputs, list[Any]]:
 
 
 def build_parameters() -> Inputs:
+    """Build the components for the other parameters of a generation."""
     def slider(label: str, elem_id: str, least: int, most: int, value: int, step: float = 1) -> gr.Slider:
-        # What a request has beyond these is refused by gradio.
+        # gradio refuses requests with values beyond these bounds.
         return gr.Slider(
             least, most, value, step=step, precision=1 if step < 1 else 0, label=label, elem_id=f"txt2img_{elem_id}",
             min_width=180,
@@ -182,8 +185,11 @@ def build_parameters() -> Inputs:
 
 
 def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple[Any, ...]]]:
-    """A handler of the Generate button. names: of the first components' values; the others go to the scripts. Yields
-    (progress line, gallery, infotext, the text box that tells scripts of new images)."""
+    """A handler for the Generate button, which yields values for (progress line, gallery, infotext, the hidden text box
+    whose change tells scripts of new images).
+
+    names: the fields of the first values that it gets; the other values are arguments of the scripts.
+    """
 
     def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
         started = time.perf_counter()
@@ -193,7 +199,7 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
         arguments = [0, *values[len(names) :]]
         p = StableDiffusionProcessingTxt2Img(**fields)
         work = worker.submit(make_images, p, runner, arguments, task)
-        # Not to be waited for where the page is closed meanwhile: that would keep the server from answering.
+        # wait=False: if the page is closed meanwhile, waiting for the images would block the server.
         worker.shutdown(wait=False)
         while not wait([work], SECONDS_BETWEEN_LOOKS).done:
             if task in progress.withdrawn_tasks:
@@ -203,12 +209,12 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
         try:
             processed = work.result()
         except Refusal as refusal:
-            # gradio shows it as markup.
+            # gradio shows the text as HTML.
             sentence = html.escape(str(refusal))
             gr.Warning(sentence)
             yield "", UNCHANGED, f"<p class='error'>{sentence}</p>", UNCHANGED
         else:
-            # The text box must change after each generation, and says no more than that.
+            # Any value that differs each time will do for the hidden text box.
             shown = gr.update(value=processed.images, selected_index=0 if processed.images else None)
             yield "", shown, infotext_html(processed, time.perf_counter() - started), str(started)
 
@@ -232,8 +238,8 @@ def stop_image(request: gr.Request) -> None:
 
 
 def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> Processed:
-    """Wait for the queue and make the images of p. task: a name of one's own for this. Raises Refusal with a sentence
-    for the user, whatever goes wrong."""
+    """The images of a generation, made when it is its turn. task: a unique name for progress_bar(). Raises Refusal, for
+    users, for any error."""
     progress.add_task_to_queue(task)
     try:
         with queue_lock, contextlib.closing(p):
@@ -257,11 +263,11 @@ def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> 
 
 
 def progress_bar(task: str) -> str:
-    """The progress line of a task, while it waits and while its images are made."""
+    """The progress line of a task as HTML: what it waits for, or which step is computed."""
     share = shared.state.share_done()
     state = shared.state
     if task in progress.pending_tasks:
-        # OneDiff makes sizes ready without a job of this host.
+        # While OneDiff pre-warms sizes, the WebUI's state has no job.
         others = {TXT2IMG: "for another image", "": "for OneDiff: see the jobs in its tab"}
         return bar_html(0, f"waiting {others.get(state.job, f'for {state.job}')}")
     batch = f"Batch {state.job_no + 1} out of {state.job_count}" if state.job_count > 1 else ""
@@ -270,7 +276,7 @@ def progress_bar(task: str) -> str:
 
 
 def bar_html(share: float, text: str) -> str:
-    """The progress line as markup."""
+    """A progress line as HTML. share: the part that is done, from 0 to 1."""
     return (
         f"<div class='progressDiv' role='progressbar' aria-valuenow='{share * 100:.0f}'>"
         f"<div class='progress' style='width: {share * 100:.1f}%'></div><span>{html.escape(text)}</span></div>"
@@ -278,7 +284,7 @@ def bar_html(share: float, text: str) -> str:
 
 
 def infotext_html(processed: Processed, seconds: float) -> str:
-    """What is shown under the images."""
+    """The infotext of the first image, comments, and the time taken, as HTML for the place under the images."""
     lines = "<br>".join(html.escape(line) for line in processed.infotexts[0].split("\n"))
     comments = "".join(f"<p class='comment'>{html.escape(line)}</p>" for line in processed.comments.split("\n") if line)
     if not processed.images:
@@ -290,7 +296,8 @@ def infotext_html(processed: Processed, seconds: float) -> str:
 
 
 def build_settings_tab(page: gr.Blocks) -> None:
-    """Build the tab inside the open gradio context; page shows the values in force whenever it is loaded."""
+    """Build the settings tab inside the open gradio context. page: each time it is loaded, it shows the current values.
+    """
     with gr.Row():
         apply = gr.Button("Apply settings", variant="primary", elem_id="settings_submit", scale=0, min_width=200)
     result = gr.HTML(elem_id="settings_result")
@@ -307,7 +314,7 @@ def build_settings_tab(page: gr.Blocks) -> None:
 
 
 def option_component(key: str, info: OptionInfo) -> Any:
-    """The component of one option."""
+    """The component of an option."""
     return info.component(
         value=getattr(shared.opts, key), label=info.label, info=html.unescape(TAGS.sub("", info.explanation)),
         elem_id=f"setting_{key}", **info.component_args,
@@ -315,8 +322,8 @@ def option_component(key: str, info: OptionInfo) -> Any:
 
 
 def apply_settings(values: dict[str, Any]) -> str:
-    """Set and save the options; what happened, as markup."""
-    # Why an option does not take a value, whoever has added the option says.
+    """Set and save options, given by name, and return a sentence about it as HTML."""
+    # The option's onchange tells users why it does not accept a value.
     changed, _, trouble = shared.opts.set_and_save(values, shared.config_filename)
     count = {0: "No setting", 1: "1 setting"}.get(len(changed), f"{len(changed)} settings")
     names = f": {', '.join(changed)}" if changed else ""

@@ -1,4 +1,5 @@
-"""Putting the host together: model, scripts, options, page and API, served by uvicorn. It asks no other host."""
+"""Builds the demo's server from the model, scripts, options, page and API, and runs it with uvicorn. It makes no
+requests to other servers."""
 from __future__ import annotations
 
 import argparse
@@ -29,7 +30,8 @@ PAGE_POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'self'"
 )
-# Answers to what is under way are waited for so long; then connections are closed, which pages keep open for ever.
+# The time for answers in progress when the server ends. Then connections are closed: pages keep theirs open without a
+# limit.
 SECONDS_FOR_ANSWERS = 1
 FOREIGN_ELEMENTS = re.compile(
     r"""<link\s[^>]*rel="preconnect"[^>]*/?>|<script\s[^>]*src="https?://[^"]*"[^>]*>\s*</script>|<meta\s[^>]*content="https?://[^"]*"[^>]*/?>"""
@@ -37,7 +39,7 @@ FOREIGN_ELEMENTS = re.compile(
 
 
 class QuietServer(uvicorn.Server):
-    """Does not report every page that is open when it ends."""
+    """uvicorn's server, which does not log every open page when it ends."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
@@ -45,9 +47,9 @@ class QuietServer(uvicorn.Server):
 
 
 def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machine: bool = False) -> FastAPI:
-    """The whole host as one ASGI app. modules_importable() must be in force.
+    """The demo as one ASGI app: page, API and login. Call it inside of modules_importable().
 
-    only_this_machine: whether nobody else can reach it.
+    arguments: of the command line. only_this_machine: whether only programs on this machine can connect.
     """
     paths.data_path = str(Path(arguments.data_dir).expanduser().resolve())
     shared.config_filename = os.path.join(paths.data_path, "config.json")
@@ -63,29 +65,29 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
         "/openapi.json", lambda: JSONResponse(app.openapi()), include_in_schema=False,
         dependencies=[Depends(check_login)],
     )
-    # Before the page takes every remaining path.
+    # Routes of the API are added first, because the page takes every remaining path.
     script_callbacks.call_all("app_started", page, app)
     origins = own_origins(arguments, only_this_machine)
     app.add_middleware(Gate, origins=origins, identify=check_login, page_policy=PAGE_POLICY)
     app.add_middleware(KnowsClient)
     accounts = accounts_in(arguments.gradio_auth or "")
     check = Logins(accounts).check if accounts else None
-    # Requests beside the queue would take the threads that interrupt and progress need.
+    # api_open=False: requests that bypass the queue would use up the threads that interrupt and progress need.
     queued = page.queue(default_concurrency_limit=4, api_open=False)
     return gr.mount_gradio_app(app, queued, path="/", auth=check, footer_links=[], **appearance())
 
 
 def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origins:
-    """Under which names the host's pages are its own."""
-    # Who listens to others cannot know by which names they find it, unless it is told.
+    """The host names under which requests of the demo's own pages may come."""
+    # If others can reach the demo, their names for it are only known if --allowed-hosts has them.
     strict = only_this_machine or bool(arguments.allowed_hosts)
     names = [arguments.host, *(arguments.allowed_hosts or "").split(",")]
     return Origins(strict_host=strict, names=set(map(host_name, names)) - {""})
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
-    """Answer requests until interrupted."""
-    # No route of gradio's or ours takes a web socket.
+    """Answer requests until interrupted, then unload the scripts."""
+    # ws="none": neither gradio nor the API uses web sockets.
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=SECONDS_FOR_ANSWERS, ws="none",
         http=type("Connection", (Connection,), {"most": most_connections()}), backlog=ACCEPTED_AT_ONCE,
@@ -99,11 +101,11 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
         script_callbacks.call_all("script_unloaded")
 
 
-# --- what gradio would do: ask other hosts, and fetch what a request names --------------------------------------------
+# --- keeping gradio from contacting other servers ---------------------------------------------------------------------
 
 
 class OwnResourcesOnly(jinja2.FileSystemLoader):
-    """gradio's page without its references to other hosts."""
+    """Loads gradio's page template without its references to other servers."""
 
     def get_source(self, environment: jinja2.Environment, template: str) -> tuple:
         source, *more = super().get_source(environment, template)
@@ -111,12 +113,13 @@ class OwnResourcesOnly(jinja2.FileSystemLoader):
 
 
 def refuse(url: Any) -> NoReturn:
+    """Raise httpx.ConnectError, in place of a request to a URL."""
     raise httpx.ConnectError("This server downloads nothing from addresses.")
 
 
 def fetch_nothing() -> None:
-    """Keep gradio in this process from leading a browser to other hosts, and from fetching the addresses that a request
-    gives for files."""
+    """Change gradio in this process: its page has no references to other servers, and it does not download URLs that a
+    request gives in place of files."""
     routes.templates.env.loader = OwnResourcesOnly(routes.STATIC_TEMPLATE_LIB)
     processing_utils.sync_client = httpx.Client(transport=httpx.MockTransport(refuse))
     processing_utils.async_ssrf_protected_get = refuse

@@ -207,7 +207,7 @@ def test_checkpoint_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(models, "CACHED", ())
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "merges.txt").unlink()
-    assert_refused(file, "holds no tokenizer", "vocab.json and merges.txt beside it")
+    assert_refused(file, "has no tokenizer", "vocab.json and merges.txt beside it")
 
 
 @pytest.mark.parametrize("family, parameters", [("sd1", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])

@@ -1,7 +1,8 @@
-"""The part of the WebUI's `modules` API that scripts/onediff.py and this host use, in A1111 1.10.1's names and shapes.
+"""The part of A1111's `modules` package that scripts/onediff.py and the demo use, with the names and signatures of
+A1111 1.10.1.
 
-modules_importable makes them importable as top-level `modules`, which is how scripts know them. Scripts read and set
-attributes of these modules, so the host's state lives in them: the API leaves no other place.
+Scripts import it as top-level `modules`: see modules_importable. The demo's state is in attributes of these modules,
+because scripts read and set them there.
 """
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ TOP_NAME = "modules"
 
 @contextmanager
 def modules_importable() -> Iterator[None]:
-    """Inside, `import modules.shared` and the like give this host's modules. Not for use inside a real WebUI."""
+    """A context in which `import modules.shared` etc. give these modules. Raises RuntimeError inside of a real WebUI,
+    which has its own."""
     if TOP_NAME in sys.modules:
         raise RuntimeError("another WebUI's modules are loaded in this process")
     added = {TOP_NAME: sys.modules[__name__]}

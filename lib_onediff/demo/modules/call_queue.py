@@ -1,4 +1,4 @@
-"""One generation at a time, in the order in which they were asked for."""
+"""The lock that lets one generation run at a time, in the order of the requests."""
 from __future__ import annotations
 
 import threading
@@ -6,7 +6,7 @@ from collections import deque
 
 
 class TurnLock:
-    """A lock that goes to whoever has waited longest."""
+    """A fair lock: the thread that has waited longest gets it."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -14,6 +14,7 @@ class TurnLock:
         self._waiting: deque[threading.Event] = deque()
 
     def locked(self) -> bool:
+        """Whether a thread holds it."""
         return self._is_held
 
     def __enter__(self) -> None:
@@ -29,7 +30,7 @@ class TurnLock:
     def __exit__(self, *exception: object) -> None:
         with self._guard:
             if self._waiting:
-                # It is held on, by the next.
+                # The next thread holds it now, so _is_held stays True.
                 self._waiting.popleft().set()
             else:
                 self._is_held = False

@@ -1,6 +1,5 @@
-"""The standalone host: its model is a diffusers pipeline, so our forward goes on its UNet and its VAE.
-
-OneDiff finds the adapter of this host here, as it finds those of others by the modules that they offer.
+"""OneDiff's adapter for the demo, whose model is a diffusers pipeline: OneDiff's forwards replace those of its network
+and its VAE. hosts/__init__.py finds the adapter by the name of this module.
 """
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from ...hosts.diffusers.module_forward import attached
 from ...hosts.diffusers.schedule import sampling_of
 from ...runtime.runtime import runtime
 
-# Sizes, crop and target, each two.
+# The numbers of SDXL's time_ids: original size, crop and target size, two each.
 NUMBERS_OF_A_LABEL = 6
 
 
@@ -97,13 +96,13 @@ class Standalone(WebUI):
         model = self.checkpoint()
         vae = model.pipeline.vae
         with random_state_kept(), torch.no_grad():
-            # One image after the other, however many there are.
+            # LoadedModel.decode takes the images of a batch one by one, so one is enough.
             shape = 1, vae.config.latent_channels, height // LATENT_PIXEL, width // LATENT_PIXEL
             model.decode(torch.randn(shape, dtype=vae.dtype, device=vae.device))
 
 
 def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[str, Any]:
-    """The arguments by which a pipeline makes this call."""
+    """The arguments with which a pipeline calls a UNet for this call. noise: draws a random tensor of a shape."""
     context, *labels = call.prompt
     conditions = None
     for label in labels:
@@ -116,7 +115,7 @@ def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[st
 
 
 def arguments_of_transformer(call: Call, tokens: int) -> dict[str, Any]:
-    """The arguments by which demo.flow_pipeline makes this call, with a prompt of so many tokens."""
+    """The arguments with which demo.flow_pipeline calls a transformer for this call. tokens: the prompt's length."""
     [context] = call.prompt
     return {
         "hidden_states": call.latent, "timestep": call.timestep, "encoder_hidden_states": context[:, :tokens],

@@ -1,4 +1,4 @@
-"""Where the checkout and the user's data are."""
+"""The folders of OneDiff's checkout and of the user's data."""
 from __future__ import annotations
 
 from pathlib import Path

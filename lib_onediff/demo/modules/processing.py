@@ -1,5 +1,6 @@
-"""A generation: its parameters, the loop over its batches, the hooks that scripts have in it, its samplers, and
-infotext: the text in an image that says how it was made, and reading it back."""
+"""Makes images as A1111's modules.processing does: a generation's parameters, the loop over its batches with the
+scripts' hooks, samplers, and infotext (the text in an image that has its parameters), written and read.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -21,9 +22,9 @@ from . import shared
 from .scripts import ScriptRunner
 
 MOST_TOKENS = 77
-# A tokenizer compares all parts of a word with each other again and again.
+# In characters. A tokenizer takes quadratic time for a long word.
 LONGEST_PROMPT = 2000
-# Infotext of a prompt, of a negative one and of the parameters of many extensions.
+# In characters: two prompts, and the parameters of many extensions.
 LONGEST_INFOTEXT = 20_000
 NAME = re.compile(r"\w[\w \-/]+")
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
@@ -31,7 +32,7 @@ SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
 
 @dataclass(repr=False)
 class StableDiffusionProcessingTxt2Img:
-    """A generation from text; the names are A1111's."""
+    """A txt2img generation. The names are those of A1111."""
 
     sd_model: Any = None
     prompt: str = ""
@@ -46,7 +47,7 @@ class StableDiffusionProcessingTxt2Img:
     width: int = 512
     height: int = 512
     extra_generation_params: dict[str, Any] = field(default_factory=dict)
-    # This host saves no images and overrides no settings; who makes images by this API may ask for neither.
+    # Callers of this API may pass these; the demo saves no images, and overrides no settings.
     do_not_save_samples: bool = True
     override_settings: dict[str, Any] = field(default_factory=dict)
 
@@ -55,22 +56,23 @@ class StableDiffusionProcessingTxt2Img:
     comments: dict[str, int] = field(default_factory=dict, init=False)
     all_seeds: list[int] = field(default_factory=list, init=False)
     seeds: list[int] = field(default_factory=list, init=False)
-    # The diffusers pipeline and its scheduler, once it runs.
+    # The diffusers pipeline and its scheduler, once the sampling begins.
     pipeline: Any = field(default=None, init=False)
     sampler: Any = field(default=None, init=False)
 
     def comment(self, text: str) -> None:
-        """A remark that is shown under the images."""
+        """Add a remark that is shown under the images."""
         self.comments[text] = 1
 
     def sample(self) -> Tensor:
-        """Latents of a batch, (batch, 4, height / 8, width / 8), by the model's pipeline.
+        """The latents of a batch, (batch, channels, height / 8, width / 8), computed by the model's pipeline.
 
-        A seed means the same image on every device and in any batch.
+        Noise is drawn on the CPU for each image by itself, so a seed gives the same image on every device and in any
+        batch.
         """
         count = len(self.seeds)
         pipeline = self.sd_model.text_pipeline
-        # The model's own pipeline keeps the scheduler that it came with.
+        # text_pipeline is a copy with the same parts; sd_model.pipeline keeps the scheduler that the model came with.
         pipeline.scheduler = make_scheduler(self.sampler_name, self.sd_model.pipeline.scheduler, self.seeds)
         self.pipeline = pipeline
         self.sampler = pipeline.scheduler
@@ -85,13 +87,14 @@ class StableDiffusionProcessingTxt2Img:
         ).images
 
     def close(self) -> None:
-        """Let go of what the generation computed."""
+        """Drop the references to the pipeline and the scheduler."""
         self.pipeline = self.sampler = None
 
 
 @dataclass(frozen=True)
 class Processed:
-    """Images and how each was made; comments: a line for each remark."""
+    """The result of a generation. infotexts: one for each image; [""] without images. comments: a line for each remark.
+    """
 
     images: list[Image.Image]
     infotexts: list[str]
@@ -99,7 +102,8 @@ class Processed:
 
 
 def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """Say where the sampling is, and stop it when the user asked for that."""
+    """A callback of diffusers' pipelines after each step: notes the step in shared.state, and stops the sampling if the
+    user has interrupted it."""
     state = shared.state
     state.sampling_step = step + 1
     state.sampling_steps = pipeline.num_timesteps
@@ -109,7 +113,7 @@ def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) 
 
 
 def check_numbers(network: str, values: Tensor) -> None:
-    """Raise Refusal when a network has produced NaN or infinity."""
+    """Raise Refusal, for users, if the output of a network has NaN or infinity. network: its name."""
     if not torch.isfinite(values).all():
         raise Refusal(
             f"The {network} produced numbers that are not finite (NaN or infinity), so there is no image. "
@@ -118,8 +122,8 @@ def check_numbers(network: str, values: Tensor) -> None:
 
 
 def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
-    """Make the images of p. The caller holds call_queue.queue_lock. Without a model of its own, p takes the loaded one.
-    Raises Refusal."""
+    """Make the images of p. The caller must hold call_queue.queue_lock. If p has no model, the loaded one is used.
+    Raises Refusal, for users, for wrong parameters and for images that are not finite."""
     p.sd_model = p.sd_model or shared.sd_model
     for name, side in (("width", p.width), ("height", p.height)):
         if side % p.sd_model.side_step:
@@ -161,12 +165,12 @@ def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     return processed
 
 
-# --- samplers: A1111's by name, each with the noise schedule that "Automatic" stands for there ------------------------
+# --- samplers: A1111's names, each with the noise schedule of "Automatic" there ---------------------------------------
 
 
 MULTISTEP = "DPMSolverMultistepScheduler"
 KARRAS = {"use_karras_sigmas": True}
-# The class in diffusers, and its arguments.
+# The class in diffusers, and its arguments, by the sampler's name.
 SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
     "Euler": ("EulerDiscreteScheduler", {}),
     "Euler a": ("EulerAncestralDiscreteScheduler", {}),
@@ -182,20 +186,20 @@ SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-# Of models that were trained by flow matching.
+# For models that were trained by flow matching.
 FLOW_SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {"Euler": ("FlowMatchEulerDiscreteScheduler", {})}
 
 
 def samplers_of(base: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The samplers for a model that came with this scheduler."""
+    """The samplers for a model. base: the scheduler that it came with."""
     return FLOW_SAMPLERS if type(base).__name__.startswith("FlowMatch") else SAMPLERS
 
 
 def make_scheduler(name: str, base: Any, seeds: list[int]) -> Any:
-    """A fresh diffusers scheduler for a sampler, with the model's own training schedule and prediction type. Raises
-    Refusal when there is no such sampler.
+    """A new diffusers scheduler for a sampler, with the model's training schedule and prediction type.
 
-    base: the scheduler that the model came with. seeds: one per image of the batch.
+    name: of the sampler. base: the scheduler that the model came with. seeds: one for each image of the batch. Raises
+    Refusal, for users, if there is no such sampler for this model.
     """
     import diffusers
 
@@ -203,7 +207,7 @@ def make_scheduler(name: str, base: Any, seeds: list[int]) -> Any:
     if name not in known:
         raise Refusal(f"There is no sampler {name!r} for this model; there are {', '.join(known)}.")
     scheduler, arguments = known[name]
-    # What a scheduler does not know, from_config leaves out: DPM++ SDE alone draws its noise from seeds.
+    # from_config ignores arguments that a scheduler does not have; only DPM++ SDE has noise_sampler_seed.
     arguments = {"use_karras_sigmas": False, "noise_sampler_seed": seeds, **arguments}
     return getattr(diffusers, scheduler).from_config(base.config, **arguments)
 
@@ -212,7 +216,7 @@ def make_scheduler(name: str, base: Any, seeds: list[int]) -> Any:
 
 
 def create_infotext(p: StableDiffusionProcessingTxt2Img, seed: int) -> str:
-    """The infotext of one image of the batch."""
+    """The infotext of one image of the batch. seed: of this image."""
     parameters = {
         "Steps": p.steps, "Sampler": p.sampler_name, "Schedule type": p.scheduler, "CFG scale": p.cfg_scale,
         "Seed": seed, "Size": f"{p.width}x{p.height}", "Model": p.sd_model.name, **p.extra_generation_params,
@@ -223,15 +227,15 @@ def create_infotext(p: StableDiffusionProcessingTxt2Img, seed: int) -> str:
 
 
 def quote(text: Any) -> Any:
-    """A value as it stands in infotext: in quotes when it has a comma, a colon or a line break."""
+    """A value for infotext: quoted as JSON if it has a comma, a colon or a line break."""
     if any(mark in str(text) for mark in ",\n:"):
         return json.dumps(text, ensure_ascii=False)
     return text
 
 
 def parse_generation_parameters(infotext: str) -> dict[str, Any]:
-    """Infotext as a mapping: "Prompt", "Negative prompt", and what the last line names; sizes as "Size-1", "Size-2".
-    Raises Refusal for a text that is too long to be infotext."""
+    """The parameters in an infotext, by name: "Prompt", "Negative prompt", and the named values of its last line. A
+    size such as "Size: 512x768" becomes "Size-1" and "Size-2". Raises Refusal, for users, if the text is too long."""
     if len(infotext) > LONGEST_INFOTEXT:
         raise Refusal(f"This text is too long to be read: infotext has {LONGEST_INFOTEXT} characters at most.")
     *lines, last = infotext.strip().split("\n")
@@ -251,7 +255,7 @@ def parse_generation_parameters(infotext: str) -> dict[str, Any]:
 
 
 def named_values(line: str) -> list[tuple[str, str]]:
-    """The (name, value) of each "name: value" between commas. A comma in quotes is part of a value."""
+    """(name, value) for each "name: value" in a line, separated by commas. A comma in quotes belongs to the value."""
     found = []
     for part in parts_between_commas(line):
         name, colon, value = part.partition(":")
@@ -261,7 +265,8 @@ def named_values(line: str) -> list[tuple[str, str]]:
 
 
 def parts_between_commas(line: str) -> Iterator[str]:
-    """The parts of a line, in one pass: a pattern for quotes begins anew at each of them."""
+    """The parts of a line that commas outside of quotes separate. Takes linear time; a regular expression for quoted
+    texts takes quadratic time if quotes are not closed."""
     begin = 0
     is_quoted = False
     is_escaped = False
@@ -276,9 +281,10 @@ def parts_between_commas(line: str) -> Iterator[str]:
 
 
 def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
-    """Have button read the infotext in the component text into fields, pairs of a component and what fills it.
+    """Make a button fill components from the infotext in the component `text`.
 
-    That is the name of an infotext parameter, or a function of all of them; None leaves the component as it is.
+    fields: pairs of a component and its source: the name of an infotext parameter, or a function of all parameters. If
+    its result is None, the component stays as it is.
     """
     def paste(infotext: str) -> list[Any]:
         try:
@@ -306,17 +312,18 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
 
 
 def as_in(component: Any, value: Any) -> Any:
-    """A value of the kind that a component has. Raises Refusal for one that it does not take."""
+    """A value converted to the type of a component's value. Raises Refusal, for users, if the component does not accept
+    it."""
     if isinstance(component, gr.Dropdown) and not component.allow_custom_value:
         known = [choice for _, choice in component.choices]
         if value not in known:
-            raise Refusal(f"{component.label}: {value!r} is not known here; it stays as it is.")
+            raise Refusal(f"{component.label}: {value!r} is not a choice here; it stays as it is.")
     if not isinstance(component.value, (int, float)) or isinstance(value, bool):
         return value
     try:
         number = float(value)
     except ValueError:
-        raise Refusal(f"{component.label}: {value!r} is no number; it stays as it is.") from None
+        raise Refusal(f"{component.label}: {value!r} is not a number; it stays as it is.") from None
     least = component.minimum
     most = component.maximum
     if not least <= number <= most:

@@ -1,31 +1,32 @@
-"""The images that wait for their turn and the one that has it, by the names of their tasks."""
+"""The generations that wait for their turn, and the one in progress."""
 from __future__ import annotations
 
 import threading
 import time
 
-# name of the task -> when it was asked for
+# The time of each request (time.time()), by the unique name of its task.
 pending_tasks: dict[str, float] = {}
-# "" while no image is made.
+# The task in progress; "" if there is none.
 current_task = ""
-# Tasks that were taken back while they waited, until it would be their turn.
+# The tasks that were withdrawn while they waited, until their turn would come.
 withdrawn_tasks: set[str] = set()
 lock = threading.Lock()
 
 
 def add_task_to_queue(task: str) -> None:
+    """Note that a task waits."""
     pending_tasks[task] = time.time()
 
 
 def withdraw(task: str) -> None:
-    """Take a task back that waits; does nothing for one that does not."""
+    """Withdraw a waiting task. Does nothing if it does not wait."""
     with lock:
         if pending_tasks.pop(task, None) is not None:
             withdrawn_tasks.add(task)
 
 
 def start_task(task: str) -> bool:
-    """Give a task its turn; returns False for one that was taken back."""
+    """Note that it is a task's turn. Returns False if it was withdrawn."""
     global current_task
     with lock:
         pending_tasks.pop(task, None)
@@ -37,6 +38,6 @@ def start_task(task: str) -> bool:
 
 
 def finish_task() -> None:
-    """The task that had its turn is over."""
+    """Note that the task in progress is over."""
     global current_task
     current_task = ""

@@ -1,4 +1,4 @@
-"""Functions that scripts register for moments in the host's life. What they raise is logged and goes no further."""
+"""Callbacks that scripts register for events of the WebUI. Their exceptions are logged and not passed on."""
 from __future__ import annotations
 
 import logging
@@ -11,7 +11,8 @@ callback_map: dict[str, list[Callable[..., Any]]] = {}
 
 
 def call_all(moment: str, *arguments: Any) -> list[Any]:
-    """Call every function registered for moment and return what those that did not fail returned."""
+    """Call every callback that is registered for an event. Returns the results, without those of callbacks that raised
+    an exception."""
     results = []
     for callback in list(callback_map.get(moment, ())):
         try:
@@ -22,6 +23,7 @@ def call_all(moment: str, *arguments: Any) -> list[Any]:
 
 
 def register(moment: str, callback: Callable[..., Any]) -> None:
+    """Register a callback for an event."""
     callback_map.setdefault(moment, []).append(callback)
 
 

@@ -1,7 +1,7 @@
-"""Scripts: their base class, loading them, and running them at each moment of a generation.
+"""Scripts: their base class, loading them, and calling their hooks during a generation.
 
-What a script raises is logged and goes no further. The host loads OneDiff's own scripts alone, so it has the hooks that
-these use; hosts.contract says which hooks others have.
+Exceptions of a script are logged and not passed on. The demo only loads OneDiff's own script, so it has only the hooks
+that this one uses; hosts/contract.py lists those of WebUIs.
 """
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from ...core.logs import debug_wanted
 from . import paths, script_callbacks
 
 log = logging.getLogger("onediff")
-# What a script's show() answers to take part in every generation; OneDiff's do, so this host asks none.
+# The result of Script.show() for scripts that take part in every generation. OneDiff's does, so show() is not called.
 AlwaysVisible = object()
 
 
 class Script:
-    """A script: subclasses have a title() and a ui(is_img2img), which creates gradio components and returns those whose
-    values its hooks get, and a method for each moment that they take part in: process and postprocess of a generation,
-    process_before_every_sampling and postprocess_batch of its batches, after_component of the page."""
+    """The base class of scripts.
+
+    Subclasses have title(), ui(is_img2img), which creates gradio components and returns those whose values the hooks
+    get, and the hooks that they need: process and postprocess for each generation, process_before_every_sampling and
+    postprocess_batch for each batch, after_component for each component of the page.
+    """
 
     name = ""
     args_from = args_to = 0
@@ -44,8 +47,8 @@ class ScriptRunner:
         self.inputs: list[Any] = [None]
 
     def setup_ui(self) -> None:
-        """Create the components of every script inside the gradio context that is open, and give them their places
-        among the arguments."""
+        """Create the components of all scripts inside the open gradio context, and assign each script its range of the
+        script arguments (args_from, args_to)."""
         import gradio as gr
 
         for script in self.alwayson_scripts:
@@ -58,17 +61,18 @@ class ScriptRunner:
             script.args_to = len(self.inputs)
 
     def in_generation(self, hook: str, p: Any, *objects: Any) -> None:
-        """Call a hook of every script with the script's own arguments."""
+        """Call a hook of every script. objects: the hook's further arguments, before the script's own arguments."""
         for script in self.alwayson_scripts:
             call_hook(script, hook, p, *objects, *p.script_args[script.args_from : script.args_to])
 
     def after_component(self, component: Any) -> None:
-        """Tell every script that a component of the page was created."""
+        """Call the hook after_component of every script, for a component that was just created."""
         for script in self.alwayson_scripts:
             call_hook(script, "after_component", component)
 
 
 def call_hook(script: Any, hook: str, *arguments: Any) -> None:
+    """Call a hook of a script, if it has it. Exceptions are logged."""
     if hasattr(script, hook):
         try:
             getattr(script, hook)(*arguments)
@@ -76,13 +80,13 @@ def call_hook(script: Any, hook: str, *arguments: Any) -> None:
             log.exception("%s of the script %s failed", hook, type(script).__name__)
 
 
-# Where other hosts tell of the X/Y/Z plot, which this one has not.
+# WebUIs have their scripts here, among them the X/Y/Z plot. The demo has none.
 scripts_data = ()
 scripts_txt2img = ScriptRunner()
 
 
 def load_scripts() -> None:
-    """Load the extension's scripts and make their runner; a script that fails is logged and left out."""
+    """Load the extension's scripts into scripts_txt2img. A script that raises an exception is logged and left out."""
     global scripts_txt2img
     script_callbacks.callback_map.clear()
     if paths.script_path not in sys.path:
@@ -99,7 +103,7 @@ def load_scripts() -> None:
 
 
 def load_module(path: str) -> ModuleType:
-    """Run the script at path and return it as a module named after its file; what it raises is raised."""
+    """Run a script and return its module, which is named after the file. Raises what the script raises."""
     spec = importlib.util.spec_from_file_location(Path(path).name, path)
     assert spec is not None and spec.loader is not None, "scripts are .py files"
     module = importlib.util.module_from_spec(spec)

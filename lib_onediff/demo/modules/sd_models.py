@@ -1,4 +1,4 @@
-"""Which model is loaded. Unlike shared.sd_model in A1111, reading model_data.sd_model never loads one."""
+"""The loaded model. Reading model_data.sd_model never loads one, in contrast to shared.sd_model in A1111."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -10,6 +10,6 @@ model_data: Any = SimpleNamespace(sd_model=None)
 
 
 def use_model(sd_model: Any) -> None:
-    """Make sd_model the loaded model and tell the scripts."""
+    """Set the loaded model and call the scripts' callbacks for it."""
     model_data.sd_model = shared.sd_model = sd_model
     script_callbacks.call_all("model_loaded", sd_model)

@@ -1,5 +1,5 @@
-"""The host's shared objects: command line, options and the file that keeps them, the loaded model, and what the host is
-doing now."""
+"""Objects that scripts share with the demo: the command line's options, the settings and their file, the loaded model,
+and the state of the generation in progress."""
 from __future__ import annotations
 
 import argparse
@@ -17,7 +17,11 @@ log = logging.getLogger("onediff")
 
 @dataclass
 class OptionInfo:
-    """One option: its default, how the settings tab shows it, and what to call when it changes."""
+    """A setting: its default, its component in the settings tab, and a function that is called when it changes.
+
+    component: a gradio class, with its arguments component_args. section: (id, title) of its part of the settings tab.
+    onchange: may set the option back, to refuse a value.
+    """
 
     default: Any
     label: str
@@ -28,13 +32,14 @@ class OptionInfo:
     explanation: str = ""
 
     def info(self, text: str) -> OptionInfo:
-        """Add an explanation."""
+        """Set the explanation, HTML that the settings tab shows beside the label. Returns this object."""
         self.explanation = text
         return self
 
 
 class Options:
-    """The values of all options, as attributes; data_labels holds their OptionInfo, data what was set, and is saved."""
+    """The values of all settings, as attributes. data_labels: their OptionInfo, by name. data: the values that were
+    set, which are saved."""
 
     def __init__(self) -> None:
         self.data_labels: dict[str, OptionInfo] = {}
@@ -49,12 +54,13 @@ class Options:
         raise AttributeError(key)
 
     def add_option(self, key: str, info: OptionInfo) -> None:
-        """Register an option; a value that was loaded before stays."""
+        """Add a setting. It keeps a value that was loaded before."""
         self.data_labels[key] = info
         self.data.setdefault(key, info.default)
 
     def set(self, key: str, value: Any) -> bool:
-        """Set an option and call its onchange, which takes back what it does not accept; whether the option changed."""
+        """Set a value and call the setting's onchange, which may set it back. Returns whether the setting has the new
+        value now, and had another one."""
         info = self.data_labels[key]
         if getattr(self, key) == value:
             return False
@@ -63,8 +69,8 @@ class Options:
         return bool(getattr(self, key) == value)
 
     def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str], str]:
-        """Set options and save all as JSON: the labels of those that changed, a sentence for each that does not take
-        its value, and why they could not be saved, or ""."""
+        """Set values by name and save all as JSON. Returns the labels of the settings that changed, a sentence for each
+        that did not accept its value, and why they could not be saved ("" if they were)."""
         changed = []
         refused = []
         trouble = ""
@@ -78,25 +84,26 @@ class Options:
             try:
                 self.save(filename)
             except OSError as error:
-                trouble = f"The options hold until the server ends; they could not be saved ({error.strerror})."
+                trouble = f"The settings could not be saved ({error.strerror}); they count until the server ends."
         return changed, refused, trouble
 
     def save(self, filename: str) -> None:
-        """Write all values, as JSON. Raises OSError."""
+        """Write all values to a file as JSON, atomically. Raises OSError."""
         path = Path(filename)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Another process may share the folder.
+        # The name has the process's id, because another process may use the same folder.
         unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
         unfinished.write_text(json.dumps(self.data, indent=4), encoding="utf-8")
         os.replace(unfinished, path)
 
     def load(self, filename: str) -> None:
-        """Read values from such a file, before options are added; a damaged file is set aside."""
+        """Read values from a file that save() has written. A damaged file is renamed, and logged. Call it before
+        settings are added."""
         path = Path(filename)
         try:
             if path.exists() and not path.is_file():
-                # A pipe would be waited for.
-                raise ValueError("it is no file")
+                # Reading a pipe would wait for its other end.
+                raise ValueError("it is not a regular file")
             self.data.update(json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             return
@@ -108,8 +115,13 @@ class Options:
 
 @dataclass
 class State:
-    """What is made now, one generation at a time, as queue_lock guarantees. job: "" for nothing. job_no: how many of
-    job_count batches are done. sampling_step: how many of the batch's sampling_steps are done."""
+    """The state of the generation in progress; call_queue.queue_lock allows one at a time.
+
+    job: its name; "" if there is none.
+    interrupted, skipped: whether the user has stopped it.
+    job_no, job_count: the number of batches that are done, and of all.
+    sampling_step, sampling_steps: the number of steps of the batch that are done, and of all.
+    """
 
     job: str = ""
     interrupted: bool = False
@@ -120,19 +132,19 @@ class State:
     sampling_steps: int = 0
 
     def begin(self, job: str) -> None:
-        """Start a job; what was interrupted before is forgotten."""
+        """Start a job with a new state."""
         vars(self).update(vars(State(job)))
 
     def end(self) -> None:
-        """Finish the job."""
+        """End the job. Only `interrupted` keeps its value."""
         vars(self).update(vars(State(interrupted=self.interrupted)))
 
     def interrupt(self) -> None:
-        """Stop after the current step."""
+        """Stop the generation after the current step."""
         self.interrupted = True
 
     def share_done(self) -> float:
-        """How far the job is, from 0 to 1."""
+        """The part of the job that is done, from 0 to 1."""
         batch = self.sampling_step / max(1, self.sampling_steps)
         return min(1.0, (self.job_no + batch) / max(1, self.job_count))
 
