@@ -196,3 +196,19 @@ def test_a_sampler_that_counts_in_other_timesteps_than_the_models_is_named(
             sampling.position(torch.tensor([0.9]))
     else:
         assert sampling.position(torch.tensor([951.0])).step.total == 19
+
+
+@pytest.mark.parametrize("name", ["sample_euler", "sample_er_sde", "sample_dpmpp_2m"])
+def test_the_steps_of_anima_are_known_with_samplers_of_noise_levels(name: str) -> None:
+    predictor = FlowPredictor(1.0)
+    sampler = BySigmas(named(name, euler))
+    sampler.model_wrap = types.SimpleNamespace(
+        sigmas=predictor.sigmas, log_sigmas=predictor.sigmas.log(), sigma_to_t=predictor.timestep
+    )
+    sampling = sampling_of(Generation(sampler))
+    sigmas = sampler.get_sigmas(None, 20)[:-1]
+    # er_sde begins slightly below the first noise level, at which the signal would be 0.
+    sigmas[0] *= 0.9999
+    steps = [sampling.position(predictor.timestep(sigma[None])).step for sigma in sigmas]
+    assert [step.index for step in steps] == list(range(20)) and {step.total for step in steps} == {20}
+    assert sampling.why_no_forecast() == ("" if name == "sample_euler" else OTHER_SAMPLER)
