@@ -1,5 +1,5 @@
-"""Samplings of a UNet in the care of a runtime, as hosts make them, and what DeepCache is to answer: computed call by
-call from the two halves."""
+"""Samplings of a UNet by a runtime, as hosts make them; and the outputs that DeepCache must have, computed by full and
+cached passes."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,7 +29,7 @@ from lib_onediff.weights.scan import HostTraits
 WEBUI = HostTraits()
 STEPS = [float(time) for time in range(951, 0, -50)]
 EVERY_THIRD: dict[str, Any] = {"deepcache_interval": 3}
-# What answers a call: a forecast, the prompt's rows alone, or the whole UNet.
+# How a call was answered: by a forecast, by the prompt's rows only, or by the whole UNet.
 FORECAST = "forecast"
 ALONE = "prompt alone"
 WHOLE = "whole"
@@ -40,7 +40,7 @@ ON: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def few_steps_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For files that import it: samplings of a few steps are as long ones are."""
+    """For files that import it: policies are also active in samplings of few steps."""
     monkeypatch.setattr(sampling, "FEWEST_STEPS", 0)
 
 
@@ -57,25 +57,25 @@ def equal_distances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def counts(runtime: Any) -> dict[str, int]:
-    """How many passes of DeepCache there were of each kind."""
+    """The number of full and cached passes that DeepCache has counted."""
     status = runtime.status()["deepcache"]
     return {name: status[name] for name in (FULL, CACHED)}
 
 
 def memories(rig: Rig) -> dict[str, StepMemory]:
-    """What step policies keep for the rig's UNet."""
+    """The step policies' memories for the rig's UNet, by the policy's name."""
     kept: dict[str, StepMemory] = rig.runtime.services.networks.get(rig.unet).step_memories
     return kept
 
 
 def prompt(name: str, tokens: int = 77) -> Tensor:
-    """A context of one picture, (1, tokens, width): another one for another name."""
+    """A random context of one prompt, (1, tokens, width). name: equal names give equal contexts."""
     return torch.randn(1, tokens, CONTEXT_WIDTH, generator=torch.Generator().manual_seed(sum(map(ord, name))))
 
 
 def call_of(unet: Any, time: float, names: Sequence[str] = ("cat", "ugly"), size: int = 8, tokens: int = 77,
             seed: int = 0) -> UNetCall:
-    """The call of a step: a picture for each name, with tensors that nobody has seen before."""
+    """The call of a step with new tensors. names: of the prompts, one for each row."""
     generator = torch.Generator().manual_seed(int(time * 8) + 4096 * seed)
     y_width = unet.config.get("projection_class_embeddings_input_dim")
     context = torch.cat([prompt(name, tokens) for name in names])
@@ -87,7 +87,7 @@ def call_of(unet: Any, time: float, names: Sequence[str] = ("cat", "ugly"), size
 
 
 class Oracle:
-    """The whole UNet, and the cached pass around a feature that another call left."""
+    """Computes full passes of a UNet, and cached passes with any deep feature."""
 
     def __init__(self, unet: Any, depth: int) -> None:
         self.unet = unet
@@ -109,7 +109,7 @@ class Oracle:
 
 
 class Adopted:
-    """A UNet in the care of a runtime of its own, or of this one. options: those of Settings."""
+    """A new UNet, adopted by a runtime. runtime: None for a new one. options: those of Settings."""
 
     def __init__(self, config: dict[str, Any] = SMALL, seed: int = 0, runtime: Any = None, **options: Any) -> None:
         self.config = config
@@ -124,8 +124,8 @@ class Adopted:
 
 
 class Rig(Adopted):
-    """By default with DeepCache at every third step, and an oracle beside it, which has weights of its own. log: which
-    half answered."""
+    """A UNet with DeepCache, by default at interval 3, and an oracle with a copy of it. log: the kind of each call's
+    pass, "full" or "cached"."""
 
     def __init__(self, config: dict[str, Any] = SMALL, seed: int = 0, runtime: Any = None, **options: Any) -> None:
         super().__init__(config, seed, runtime, **{**EVERY_THIRD, **options})
@@ -134,12 +134,13 @@ class Rig(Adopted):
         self._feature: dict[str, Tensor] = {}
 
     def host(self, call: UNetCall) -> Tensor:
-        """diffusers' own forward; with residuals, which it takes at other places, the oracle's."""
+        """The output of diffusers' own forward; of the oracle for calls with control residuals, which diffusers adds at
+        other places."""
         return diffusers_output(self.unet, call) if call.control is None else self.oracle.whole(call)[0]
 
     @torch.no_grad()
     def run(self, call: UNetCall) -> Tensor:
-        """What the runtime answers; log takes down which half it was."""
+        """The runtime's output of a call. Adds the kind of its pass to log."""
         before = counts(self.runtime)
         output = self.runtime.run(self.unet, call, lambda: self.host(call))
         after = counts(self.runtime)
@@ -149,7 +150,8 @@ class Rig(Adopted):
         return output
 
     def check(self, call: UNetCall, key: str, expected: str) -> None:
-        """Run a call, which must be answered by this half; a shallow one around the last feature under key."""
+        """Run a call and compare its output with the oracle's. expected: the kind of its pass. key: of the call's prompt
+        and shape; a cached pass must use the last feature of this key."""
         output = self.run(call)
         assert self.log[-1] == expected, (len(self.log), self.log)
         whole, feature = self.oracle.whole(call)
@@ -161,7 +163,7 @@ class Rig(Adopted):
             assert relative_error(output, whole) > 1e-4
 
     def sample(self, times: Iterable[float], **more: Any) -> list[str]:
-        """Which half answered at each of these timesteps."""
+        """Run calls at these timesteps. Returns the kinds of their passes."""
         self.log.clear()
         for time in times:
             self.run(call_of(self.unet, time, **more))
@@ -173,13 +175,13 @@ class Rig(Adopted):
 
 
 def passes(whole: Iterable[int], count: int) -> list[str]:
-    """What answers a sampling with these whole steps."""
+    """The kinds of the passes of a sampling with these whole steps."""
     chosen = set(whole)
     return ["full" if index in chosen else "cached" for index in range(count)]
 
 
 class Samplings(Adopted):
-    """policy: that is on, unless options say otherwise."""
+    """A UNet with one step policy. policy: its name in ON. options: further ones of Settings."""
 
     def __init__(self, policy: str, config: dict[str, Any] = SMALL, **options: Any) -> None:
         super().__init__(config, **{**ON[policy], **options})
@@ -189,7 +191,7 @@ class Samplings(Adopted):
         super().begin(times, **{"why_no_forecast": lambda: "", **more})
 
     def call(self, time: float, **more: Any) -> UNetCall:
-        """Of a step: the same latents for the prompt and for the negative prompt, or as more says, see call_of."""
+        """The call of a step with the same latents for prompt and negative prompt. more: arguments of call_of."""
         if more:
             return call_of(self.unet, time, **more)
         call = call_of(self.unet, time)

@@ -1,5 +1,4 @@
-"""The forward cut in two: full is forward, and shallow around a fresh deep feature is full. Which steps are whole, and
-which step a timestep belongs to."""
+"""Full and cached passes of a UNet; the whole steps of schedules; the step that a timestep belongs to."""
 from __future__ import annotations
 
 import math
@@ -23,7 +22,7 @@ DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for d
 
 @SIZES
 @pytest.mark.parametrize(("name", "depth"), DEPTHS)
-def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tuple[int, int]) -> None:
+def test_a_full_pass_is_the_forward_and_a_cached_pass_repeats_it(name: str, depth: int, size: tuple[int, int]) -> None:
     unet = shared_unet(name)
     cut = Oracle(unet, depth)
     call = a_call(unet, *size)
@@ -34,7 +33,7 @@ def test_full_is_forward_and_shallow_repeats_it(name: str, depth: int, size: tup
 
 @torch.no_grad()
 def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tensor) -> Tensor:
-    """The host's own outer blocks around a deep feature."""
+    """The output of the host's own outer blocks, with a deep feature in place of the inner ones."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
     embedding = unet.time_embed(timestep_embedding(call.timestep, unet.model_channels))
@@ -53,7 +52,7 @@ def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tenso
 
 @SIZES
 @pytest.mark.parametrize("depth", [1, 4, 11])
-def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int, size: tuple[int, int]) -> None:
+def test_a_cached_pass_around_an_old_feature_is_the_hosts_outer_blocks(depth: int, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet()
     cut = Oracle(unet, depth)
     call = a_call(unet, *size)
@@ -63,7 +62,7 @@ def test_a_stale_deep_feature_gives_the_hosts_outer_blocks_around_it(depth: int,
     assert relative_error(output, our_output(unet, call)) > 1e-2
 
 
-def test_shallow_steps_take_their_control_residuals_too() -> None:
+def test_cached_passes_use_their_controlnet_residuals() -> None:
     unet = shared_unet("SD1")
     cut = Oracle(unet, 3)
     call = a_call(unet)
@@ -81,7 +80,7 @@ def steps_of(times: list[float], known: list[float]) -> list[Step]:
     return [timeline.step(time)[0] for time in times]
 
 
-# What the authors' sample_from_quad_center gives for these (steps, interval) with center 0 and power 1.4.
+# The results of the authors' sample_from_quad_center for (steps, interval), with center 0 and power 1.4.
 PUBLISHED = {
     (50, 5): [0, 1, 5, 9, 13, 18, 24, 30, 36, 43], (30, 3): [0, 1, 3, 5, 8, 11, 14, 18, 21, 25],
     (20, 3): [0, 1, 3, 6, 9, 12, 16],
@@ -89,7 +88,7 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("case", PUBLISHED)
-def test_without_a_table_whole_steps_are_the_authors_with_the_center_at_the_first_step_and_the_last(
+def test_without_a_searched_schedule_whole_steps_are_the_authors_and_the_last_one(
     case: tuple[int, int],
 ) -> None:
     total, interval = case
@@ -103,14 +102,14 @@ def test_without_a_table_whole_steps_are_the_authors_with_the_center_at_the_firs
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_searched_schedule_is_followed_as_it_is(kind: str) -> None:
+def test_a_searched_schedule_is_used_unchanged_for_its_steps_and_interval(kind: str) -> None:
     for one in TABLES[kind]:
         assert schedule_for(kind, one.steps, one.interval) == one
 
 
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
-def test_a_table_is_stretched(kind: str) -> None:
-    """To other numbers of steps, and to intervals that were not searched; the first step is always whole."""
+def test_searched_schedules_are_stretched_to_other_steps_and_intervals(kind: str) -> None:
+    """The first step is always whole."""
     for total in range(1, 61):
         assert schedule_for(kind, total, 1).whole == tuple(range(total))
         for interval in range(2, 21):
@@ -124,14 +123,14 @@ def test_a_table_is_stretched(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_the_order_of_a_table_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_order_of_schedules_in_the_file_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(total, interval) for total in range(1, 61) for interval in range(1, 21)]
     expected = [nearest(kind, *case) for case in cases]
     monkeypatch.setitem(TABLES, kind, TABLES[kind][::-1])
     assert [nearest(kind, *case) for case in cases] == expected
 
 
-def test_there_are_as_many_as_at_equal_distances() -> None:
+def test_the_authors_rule_has_as_many_whole_steps_as_equal_distances() -> None:
     for total in range(1, 61):
         for interval in range(2, 21):
             chosen = sorted(early(total, interval))
@@ -148,7 +147,7 @@ def test_there_are_as_many_as_at_equal_distances() -> None:
     ([999.0, 900.5, 800.0, 0.0], [999.0, 900.0, 800.0, 0.0], [0, 1, 2, 3]),
     ([400.0, 300.0, 200.0], [600.0, 500.0, 400.0, 300.0, 200.0], [0, 1, 2]),
 ], ids=["Heun", "DPM2", "rounded down", "rounded up", "img2img"])
-def test_a_call_belongs_to_the_step_that_has_begun(
+def test_a_timestep_belongs_to_the_last_step_that_has_begun(
     times: list[float], known: list[float], indexes: list[int]
 ) -> None:
     steps = steps_of(times, known)
@@ -157,14 +156,14 @@ def test_a_call_belongs_to_the_step_that_has_begun(
     assert {step.total for step in steps} == {indexes[-1] + 1}
 
 
-def test_time_that_jumps_back_is_told() -> None:
+def test_a_jump_back_in_time_is_reported() -> None:
     timeline = Timeline([900.0, 600.0, 300.0, 0.0])
     jumps = [timeline.step(time)[1] for time in (900.0, 600.0, 600.0, 300.0, 900.0, 600.0)]
     assert jumps == [False, False, False, False, True, False]
 
 
 def test_timesteps_in_another_unit_than_the_samplers_are_refused() -> None:
-    """As diffusers' pipelines of Cosmos and Anima hand them over. img2img may begin at the last step."""
+    """diffusers' pipelines of Cosmos and Anima have such timesteps. img2img may begin at the last step."""
     def position(time: float, times: list[float]) -> Position:
         return Sampling(times=lambda: times).position(torch.full((2,), time))
 

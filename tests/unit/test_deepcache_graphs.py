@@ -1,4 +1,4 @@
-"""Graphs of both halves: one address for the deep feature, whoever writes and reads it, and its memory counted."""
+"""CUDA graphs of full and cached passes: the deep feature keeps its address, and its memory is counted."""
 from __future__ import annotations
 
 import random
@@ -51,7 +51,7 @@ def entry(part: str) -> Entry:
 
 
 def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("cat", "ugly"),)) -> list[str]:
-    """The routes of a sampling, every answer of which is checked."""
+    """The routes of the calls of a sampling. Every output is checked."""
     rig.begin(STEPS[:count])
     whole = {*range(0, count, 3), count - 1}
     routes = []
@@ -63,7 +63,7 @@ def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("c
     return routes
 
 
-def test_both_halves_are_captured_and_replayed(rig: Rig, pretended: PretendedGraphs) -> None:
+def test_full_and_cached_passes_are_captured_and_replayed(rig: Rig, pretended: PretendedGraphs) -> None:
     assert sample(rig) == ["plain", "plain", "graph", "plain", "graph", "graph", "graph", "graph"]
     assert [entry(part).state for part in (FULL, CACHED)] == [State.READY] * 2
     assert len(pretended.captured) == 2
@@ -79,10 +79,10 @@ READ_BY_WHOLE_PASSES = "mid_block.resnets.0.conv1"
 @pytest.mark.parametrize(("path", "halves"), [
     (READ_BY_BOTH, [FULL, CACHED, FULL, FULL, CACHED]), (READ_BY_WHOLE_PASSES, [FULL, CACHED, CACHED, FULL, CACHED]),
 ])
-def test_an_edit_counts_at_once_where_a_cached_pass_reads_it_and_at_the_next_whole_step_elsewhere(
+def test_an_edit_counts_at_once_in_the_outer_part_and_at_the_next_whole_step_elsewhere(
     rig: Rig, pretended: PretendedGraphs, path: str, halves: list[str]
 ) -> None:
-    """The first prompt's call finds it out; the other's feature is as old."""
+    """With two prompts: the call of the first one notices the edit, and the other one's feature is outdated too."""
     prompts = (("cat",), ("ugly",))
     for _ in range(2):
         sample(rig, prompts=prompts)
@@ -136,10 +136,10 @@ def routes_and_last(rig: Rig, count: int, edit: Callable[[], None]) -> tuple[lis
 @pytest.mark.parametrize(("block", "routes"), [
     (SHALLOW, ["graph", "graph", "host"]), (DEEP, ["graph", "graph", "graph", "host"]),
 ])
-def test_code_that_is_set_in_a_sampling_counts_at_once_or_at_the_next_whole_step(
+def test_code_that_is_replaced_counts_at_once_or_at_the_next_whole_step(
     rig: Rig, block: str, routes: list[str], edit: Callable[[Any], None]
 ) -> None:
-    """The host alone computes it."""
+    """The host computes calls with such code."""
     layer = rig.unet.get_submodule(f"{block}.conv1")
     assert routes_and_last(rig, len(routes), lambda: edit(layer)) == (routes, 0)
 
@@ -152,7 +152,7 @@ def test_code_of_a_module_that_both_parts_share_counts_at_once(rig: Rig) -> None
 
 
 def test_random_edits_between_steps_count_where_they_are_read(rig: Rig) -> None:
-    """Of numbers and objects: at once in what a cached pass reads, elsewhere at the next whole step."""
+    """Edits of values and of objects count at once in what a cached pass reads, elsewhere at the next whole step."""
     chosen = random.Random(0)
     sample(rig)
     read = {
@@ -190,7 +190,7 @@ def test_random_edits_between_steps_count_where_they_are_read(rig: Rig) -> None:
     assert cached > 24
 
 
-def test_pre_warming_makes_both_halves_ready(rig: Rig) -> None:
+def test_pre_warming_makes_both_passes_ready(rig: Rig) -> None:
     with runtime.warming_up():
         for _ in range(3):
             rig.run(call_of(rig.unet, 500.0))
@@ -199,7 +199,7 @@ def test_pre_warming_makes_both_halves_ready(rig: Rig) -> None:
     assert rig.reason == ""
 
 
-def test_a_shallow_half_that_fails_leaves_the_full_one(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_cached_pass_fails_full_passes_are_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> torch.Tensor:
         raise RuntimeError("a kernel is missing")
 
@@ -210,7 +210,7 @@ def test_a_shallow_half_that_fails_leaves_the_full_one(rig: Rig, monkeypatch: py
     assert "cached pass failed: a kernel is missing" in rig.reason
 
 
-def test_a_shallow_half_that_is_not_the_full_one_is_not_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cached_pass_that_differs_from_the_full_one_is_not_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     right = compute.cached_pass
     monkeypatch.setattr(compute, "cached_pass", lambda *args: right(*args) * 1.01)
     rig.begin(STEPS[:4])

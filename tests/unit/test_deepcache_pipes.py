@@ -1,4 +1,4 @@
-"""DeepCache on diffusers pipelines and UNets: its arguments, and how the steps are known."""
+"""DeepCache with diffusers' pipelines and UNets: arguments, and how it gets the timesteps."""
 from __future__ import annotations
 
 import contextlib
@@ -49,14 +49,14 @@ def test_onediffs_arguments(config: dict[str, Any], arguments: dict[str, int], d
     {"cache_interval": 0}, {"cache_interval": 2.5}, {"cache_interval": 3, "cache_block_id": 3},
     {"cache_interval": 3, "cache_layer_id": -1}, {"deepcache_depth": -1}, {"deepcache_depth": 12},
 ], ids=str)
-def test_wrong_arguments_are_refused_with_a_sentence(wrong: dict[str, Any]) -> None:
+def test_wrong_arguments_raise_an_error_with_a_sentence(wrong: dict[str, Any]) -> None:
     pipe = pipeline(NAME, SMALL)
     with pytest.raises(ValueError, match="DeepCache|cache_layer_id|deepcache_"):
         lib_onediff.compile_pipe(pipe, ignores=("vae",), **wrong)
 
 
-def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
-    """An interrupted one, and then one that begins where that one stopped."""
+def test_every_image_of_a_pipeline_begins_with_a_whole_step() -> None:
+    """Also after an interrupted image, if the next one begins at the timestep at which that one stopped."""
     pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
 
     def stop(pipe: Any, step: int, time: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -66,21 +66,21 @@ def test_every_picture_of_a_pipeline_begins_with_a_whole_step() -> None:
     picture(pipe, 8, callback_on_step_end=stop)
     assert counted() == (1, 1)
     picture(pipe, 8)
-    # 0, 4 and the last one.
+    # Steps 0, 4 and the last one.
     assert counted() == (1 + 3, 1 + 5)
 
 
-def test_a_scheduler_that_is_exchanged_is_followed() -> None:
+def test_a_new_scheduler_of_the_pipeline_is_used() -> None:
     from diffusers import LCMScheduler
 
     pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
     pipe.scheduler = LCMScheduler.from_config(pipe.scheduler.config)
-    # Its last timestep is far from zero: who does not know the schedule takes no step for the last one.
+    # Its last timestep is far from zero, so the last step is only known from the schedule.
     picture(pipe, 4)
     assert counted() == (2, 2)
 
 
-def test_a_loop_of_ones_own_says_when_a_sampling_begins_and_where_its_steps_do() -> None:
+def test_a_users_own_loop_announces_samplings_and_their_timesteps() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3)
     times = range(981, 0, -140)
 
@@ -121,9 +121,9 @@ def ours(pipe: Any, steps: int, interval: int, branch: int) -> torch.Tensor:
 
 
 @grid(layout=[SD1, SDXL], interval=[2, 3], branch=[0, 2, 5])
-def test_the_same_picture_as_the_packages(layout: dict[str, Any], branch: int, interval: int) -> None:
-    """Seven steps: the package's schedule of 2 and of 3 ends with a whole step. A sampler of a higher order has no line
-    through features."""
+def test_the_same_image_as_the_authors_package(layout: dict[str, Any], branch: int, interval: int) -> None:
+    """Seven steps, because the package's schedules for 2 and 3 then end with a whole step as ours do. A sampler of a
+    higher order, because features are reused with it as in the package."""
     name = "StableDiffusionXLPipeline" if layout is SDXL else "StableDiffusionPipeline"
     pipe = pipeline(name, layout, "DPMSolverMultistepScheduler")
     exact = picture(pipe)

@@ -1,4 +1,4 @@
-"""DeepCache in samplings as hosts make them: which calls are whole, and what the others answer."""
+"""DeepCache in samplings: which calls are full and which are cached passes, and their outputs."""
 from __future__ import annotations
 
 import math
@@ -31,7 +31,7 @@ DOG = ("dog", "ugly")
 
 
 @grid(interval=[2, 3, 20], total=[20, 7, 1, 2])
-def test_the_deep_part_is_computed_exactly_as_scheduled(interval: int, total: int) -> None:
+def test_full_passes_are_computed_at_the_scheduled_steps(interval: int, total: int) -> None:
     rig = Rig(deepcache_interval=interval)
     for _ in range(2):
         rig.begin(STEPS[:total])
@@ -43,7 +43,7 @@ def test_the_deep_part_is_computed_exactly_as_scheduled(interval: int, total: in
 
 
 class One(NamedTuple):
-    """A call of a sampling, and which half answers it."""
+    """A call of a sampling, and the expected pass: "full" or "cached"."""
 
     time: float
     half: str
@@ -58,7 +58,7 @@ HALVES = {
         One(time, half, names, tokens=tokens)
         for time, half in EIGHT for names, tokens in ((ALONE, 77), (["ugly"], 154))
     ],
-    # It is left out at some steps, and split off at others: what is new is whole.
+    # The negative prompt is left out at some steps, or a call of its own: each new combination begins with a full pass.
     "a batch that changes": [
         One(STEPS[index], half, names) for index, (names, half) in enumerate([
             (BOTH, "full"), (BOTH, "cached"), (ALONE, "full"), (ALONE, "full"), (BOTH, "full"), (ALONE, "cached"),
@@ -88,7 +88,7 @@ HALVES = {
 
 
 @pytest.mark.parametrize("calls", HALVES.values(), ids=HALVES)
-def test_what_belongs_together_shares_a_feature_and_what_is_new_is_whole(calls: list[One]) -> None:
+def test_calls_of_the_same_prompt_and_shape_share_a_feature_and_new_ones_are_full(calls: list[One]) -> None:
     rig = Rig(SMALL_XL)
     rig.begin(STEPS[:8])
     for number, (time, half, names, size, tokens) in enumerate(calls):
@@ -98,7 +98,7 @@ def test_what_belongs_together_shares_a_feature_and_what_is_new_is_whole(calls: 
 
 
 @pytest.mark.usefixtures("unchecked")
-def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None:
+def test_a_controlnet_that_ends_makes_the_next_step_whole() -> None:
     rig = Rig()
     rig.begin(STEPS[:6])
     for index, half in enumerate(["full", "cached", "full", "full", "cached", "full"]):
@@ -109,7 +109,7 @@ def test_control_that_ends_inside_a_sampling_makes_the_next_step_whole() -> None
         rig.check(call, str(index < 2), half)
 
 
-def test_tiles_are_noticed_and_every_step_is_whole() -> None:
+def test_tiles_are_recognised_and_every_step_is_whole() -> None:
     rig = Rig()
     rig.begin()
     for time in STEPS:
@@ -121,8 +121,8 @@ def test_tiles_are_noticed_and_every_step_is_whole() -> None:
 # --- between samplings --------------------------------------------------------------------------------------------
 
 
-def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -> None:
-    """Interrupted; then img2img, whose timesteps go on where the others stopped; then one that nobody announces."""
+def test_every_sampling_begins_with_a_whole_step() -> None:
+    """One after an interruption; img2img that begins where another one stopped; one that the host does not announce."""
     rig = Rig()
     rig.begin(STEPS)
     assert rig.sample(STEPS[:5]) == passes([0, 3], 5)
@@ -133,13 +133,13 @@ def test_a_new_sampling_begins_with_a_whole_step_wherever_the_last_one_ended() -
     assert rig.reason == f"DeepCache is inactive: {UNANNOUNCED}"
 
 
-def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> None:
+def test_a_refiner_begins_with_a_whole_step() -> None:
     base = Rig(SMALL_XL)
     refiner = Rig(SMALL, seed=1, runtime=base.runtime)
     for _ in range(2):
         base.begin(STEPS)
         assert base.sample(STEPS[:8]) == passes([0, 3, 6], 8)
-        # Nobody announces the second UNet.
+        # The host does not announce the sampling of the refiner.
         refiner.log.clear()
         for index, time in enumerate(STEPS[8:]):
             refiner.check(call_of(refiner.unet, time), "a", "full" if index in (0, 1, 4, 7, 10, 11) else "cached")
@@ -147,7 +147,7 @@ def test_a_refiner_begins_with_a_whole_step_and_the_last_step_is_its_own() -> No
 
 @pytest.mark.parametrize("path", ["down_blocks.0.resnets.0.conv1", "mid_block.resnets.0.conv1"])
 @pytest.mark.parametrize("in_place", [True, False])
-def test_weights_that_change_inside_a_sampling_make_the_next_step_whole(path: str, in_place: bool) -> None:
+def test_a_change_of_weights_makes_the_next_step_whole(path: str, in_place: bool) -> None:
     rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])
@@ -161,7 +161,7 @@ def test_weights_that_change_inside_a_sampling_make_the_next_step_whole(path: st
     assert rig.sample(STEPS[2:5]) == ["full", "full", "cached"]
 
 
-def test_a_release_gives_the_features_back() -> None:
+def test_a_release_frees_the_features() -> None:
     rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])
@@ -170,11 +170,11 @@ def test_a_release_gives_the_features_back() -> None:
     assert rig.sample(STEPS[2:5]) == ["full", "full", "cached"]
 
 
-# --- the feature continued by a line ------------------------------------------------------------------------------
+# --- extrapolated features ----------------------------------------------------------------------------------------
 
 
 def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
-    """The feature of a step after these computed ones: the last one where there is no line yet."""
+    """The extrapolated feature of a step; the last one before two are known. computed: (step, feature)."""
     if len(computed) < 2:
         return computed[-1][1]
     (step_before, before), (step_last, last) = computed[-2:]
@@ -182,7 +182,7 @@ def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
-def test_cached_passes_read_the_forecast_of_their_own_prompt(config: dict) -> None:
+def test_cached_passes_use_the_extrapolated_feature_of_their_prompt(config: dict) -> None:
     rig = Rig(config)
     rig.begin(STEPS[:11], why_no_forecast=lambda: "")
     computed: dict[str, list[tuple[int, Tensor]]] = {"cat": [], "ugly": []}

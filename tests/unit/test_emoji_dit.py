@@ -1,4 +1,4 @@
-"""emoji-dit as it ships: it draws what its prompts say, in the demo and by DeepCache."""
+"""emoji-dit, the shipped transformer: it draws what the prompts say, in the demo and with DeepCache."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -44,13 +44,15 @@ def test_it_draws_what_the_prompt_says(model: LoadedModel, judge: Judge, size: t
 @pytest.mark.parametrize(("changes", "said"), [
     ({"width": 264}, "multiple of 16"), ({"sampler_name": "Euler a"}, "there are Euler"),
 ])
-def test_what_it_cannot_draw_is_refused(model: LoadedModel, changes: dict[str, Any], said: str) -> None:
+def test_unsupported_sizes_and_samplers_are_refused(
+    model: LoadedModel, changes: dict[str, Any], said: str
+) -> None:
     with pytest.raises(Refusal, match=said):
         generate(model, **{"width": 256, "height": 256, **HOW, **changes})
 
 
 @torch.no_grad()
-def test_its_images_are_the_hosts_and_near_with_deepcache(compiled: Any) -> None:
+def test_its_images_equal_the_hosts_and_are_close_with_deepcache(compiled: Any) -> None:
     wanted = held_out(1)
     compiled.set_progress_bar_config(disable=True)
     exact = draw_prompts(compiled, wanted, 12)

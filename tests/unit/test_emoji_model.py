@@ -1,4 +1,4 @@
-"""emoji-sd as it ships: it draws what its prompts say, at every size and from an image, and its judge recognises it."""
+"""emoji-sd, the shipped UNet: it draws what the prompts say, at several sizes and from an image, as the judge finds."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -29,7 +29,7 @@ def judge() -> Judge:
 
 
 def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
-    """Of each image, the judge's first name and the background."""
+    """For each image, the name of the emoji that the judge finds most likely, and the colour of the background."""
     values = torch.stack([torch.tensor(pixels_of(image)).permute(2, 0, 1) for image in images])
     emoji, ground = (likely.argmax(1).tolist() for likely in judge(values))
     return [(judge.names[one], judge.backgrounds[other]) for one, other in zip(emoji, ground, strict=True)]

@@ -1,4 +1,4 @@
-"""Output forecast: which steps run the UNet, what the others answer, and why not."""
+"""Output forecast: which steps run the UNet, the outputs of the others, and when it is inactive."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
@@ -25,7 +25,7 @@ def steps(whole: Iterable[int] = WHOLE_OF_20, count: int = 20) -> list[str]:
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
-def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, Any]) -> None:
+def test_the_other_steps_extrapolate_the_last_two_outputs(config: dict[str, Any]) -> None:
     ours = Samplings("forecast", config)
     plain = Samplings("forecast", config, deepcache_interval=1)
     ours.begin()
@@ -46,11 +46,11 @@ def test_the_other_steps_are_on_the_line_through_the_last_two(config: dict[str, 
     assert found == steps()
     assert ours.runtime.status()["forecast"] == {"calls": 11, "reason": ""}
     assert ours.runtime.call_stats.image.cache_options == DEEPCACHE_OPTIONS
-    # A forecast is no call of the UNet: it has no route and no time.
+    # A forecast does not call the UNet, so it has no route and no time.
     assert ours.runtime.call_stats.total == 9 and ours.runtime.table.entries()[0].uses == 9
 
 
-def test_prompts_and_sizes_that_take_turns_are_told_apart() -> None:
+def test_alternating_prompts_and_sizes_have_their_own_outputs() -> None:
     ours = Samplings("forecast")
     alone = Samplings("forecast")
     ours.begin()
@@ -69,7 +69,7 @@ def test_prompts_and_sizes_that_take_turns_are_told_apart() -> None:
     assert found == steps()
 
 
-def test_weights_that_change_begin_a_history() -> None:
+def test_after_a_change_of_weights_two_steps_are_computed() -> None:
     ours = Samplings("forecast")
     ours.begin()
     found = ours.sample(STEPS[:10])
@@ -78,12 +78,12 @@ def test_weights_that_change_begin_a_history() -> None:
     assert found + ours.sample(STEPS[10:]) == steps(WHOLE_OF_20 | {10, 11})
 
 
-def test_img2img_and_a_second_sampling_begin_anew() -> None:
+def test_every_sampling_begins_with_computed_steps() -> None:
     ours = Samplings("forecast")
     ours.begin()
     ours.sample(STEPS[:15])
     ours.begin()
-    # 12 steps of 20: its first step is the one that comes first.
+    # img2img with 12 of 20 steps.
     assert ours.sample(STEPS[8:]) == steps({0, 1, 2, 4, 8, 11}, 12)
 
 
@@ -95,7 +95,7 @@ SAMPLINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("more", "why"), SAMPLINGS, ids=[why for _, why in SAMPLINGS])
-def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
+def test_samplings_in_which_the_forecast_is_inactive(more: dict[str, Any], why: str) -> None:
     ours = Samplings("forecast")
     ours.begin(**more)
     assert ours.sample(more.get("times", STEPS)) == [WHOLE] * len(more.get("times", STEPS))
@@ -106,14 +106,14 @@ def test_samplings_without_forecasts(more: dict[str, Any], why: str) -> None:
     (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), "at different steps"),
     (lambda call: replace(call, patches=PatchPoints()), "other extensions"),
 ])
-def test_calls_without_forecasts(change: Callable[[UNetCall], UNetCall], why: str) -> None:
+def test_calls_for_which_the_forecast_is_inactive(change: Callable[[UNetCall], UNetCall], why: str) -> None:
     ours = Samplings("forecast")
     ours.begin()
     found = [ours.run(change(ours.call(time)))[0] for time in STEPS]
     assert found == [WHOLE] * 20 and why in ours.reason
 
 
-def test_after_the_end_of_guidance_the_prompt_has_a_history_of_its_own() -> None:
+def test_after_the_negative_prompt_is_skipped_two_steps_are_computed() -> None:
     ours = Samplings("forecast", skip_negative_after=50)
     ours.begin()
     found = []

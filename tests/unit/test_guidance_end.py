@@ -1,4 +1,4 @@
-"""Guidance that ends early: which calls are computed by the prompt's rows alone, what they answer, why not others."""
+"""Skipping the negative prompt: which calls compute the prompt's rows only, their outputs, and when it is inactive."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def steps(whole: int, count: int = 20) -> list[str]:
 
 
 def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda call: call, **more: Any) -> str:
-    """The reason at the end of a sampling that is computed whole."""
+    """The policy's reason at the end of a sampling in which it must be inactive."""
     for time in STEPS:
         call = change(ours.call(time))
         assert ours.run(call, **more)[0] == WHOLE
@@ -32,13 +32,13 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
 
 @pytest.mark.parametrize(("change", "known", "why"), [
     (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), {}, "different steps"),
-    # As where somebody calls a pipeline's UNet himself.
+    # Users may call the UNet of a pipeline themselves.
     (lambda call: replace(call, latent=torch.randn_like(call.latent)), {}, "the same latents"),
     (lambda call: replace(call, patches=PatchPoints()), {}, "other extensions"),
     (lambda call: call, {"why_not": "the sampler's churn moves its steps"}, "the sampler's churn moves its steps"),
     (lambda call: call, {"times": STEPS[:9]}, "fewer than 10 steps"),
 ])
-def test_calls_and_samplings_that_are_computed_whole(
+def test_calls_and_samplings_that_compute_the_negative_prompt(
     change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
 ) -> None:
     ours = Samplings("guidance")
@@ -47,7 +47,7 @@ def test_calls_and_samplings_that_are_computed_whole(
 
 
 def refusing(reason: str) -> Callable[[], PromptRows]:
-    """A host that does not know which rows are the prompt's."""
+    """A StepContext.guidance that raises Refusal with this reason."""
 
     def guidance() -> PromptRows:
         raise Refusal(reason)
@@ -55,7 +55,7 @@ def refusing(reason: str) -> Callable[[], PromptRows]:
     return guidance
 
 
-def test_a_host_that_cannot_tell_the_rows() -> None:
+def test_without_knowing_the_prompts_rows_every_call_is_whole() -> None:
     ours = Samplings("guidance")
     ours.begin()
     assert refused(ours, guidance=refusing("the host's reason")) == "the host's reason"
@@ -65,8 +65,8 @@ def test_a_host_that_cannot_tell_the_rows() -> None:
     assert ours.reason.endswith("the caller does not say which rows are the negative prompt's")
 
 
-def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
-    """Several prompts that do not fit into one call: the first step shows it."""
+def test_steps_with_other_calls_besides_prompt_and_negative_prompt_are_whole() -> None:
+    """A host makes such calls for several prompts. The policy learns it from the first step."""
     ours = Samplings("guidance", skip_negative_after=1)
     ours.begin()
     for time in STEPS:
@@ -77,8 +77,8 @@ def test_a_step_with_other_calls_beside_prompt_and_negative_prompt() -> None:
     assert ours.sample() == steps(1)
 
 
-def test_what_the_first_step_has_shown_stays_where_weights_move_and_a_page_looks() -> None:
-    """Or else a step's other calls would be forgotten between two of them."""
+def test_the_first_steps_calls_are_remembered_if_weights_move_or_the_status_is_read() -> None:
+    """Both happen between the calls of one step."""
     ours = Samplings("guidance", skip_negative_after=1)
     ours.begin()
     for time in STEPS:
@@ -90,7 +90,7 @@ def test_what_the_first_step_has_shown_stays_where_weights_move_and_a_page_looks
         assert ours.run(call, refusing("several prompts"))[0] == WHOLE
 
 
-def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_a_fault_the_whole_call_is_computed(caplog: pytest.LogCaptureFixture) -> None:
     ours = Samplings("guidance")
     ours.begin()
 
@@ -107,7 +107,7 @@ def test_a_fault_of_ours_runs_the_whole_call(caplog: pytest.LogCaptureFixture) -
     assert ours.reason == "Skipping the negative prompt is inactive: a fault of OneDiff"
 
 
-def test_where_the_host_fails_on_half_it_runs_the_whole() -> None:
+def test_if_the_host_fails_on_the_prompts_rows_it_computes_the_whole_call() -> None:
     ours = Samplings("guidance")
     ours.begin()
     assert ours.sample(STEPS[:10]) == steps(10, 10)

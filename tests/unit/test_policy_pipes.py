@@ -1,4 +1,4 @@
-"""Guidance that ends early, forecasts, and too few steps for either, in whole diffusers pipelines."""
+"""Skipping the negative prompt, output forecast, and too few steps for either, in diffusers' pipelines."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -26,7 +26,7 @@ STEPS = 12
 
 
 class Called(NamedTuple):
-    """A UNet call of a pipeline, and what it was answered."""
+    """A UNet call of a pipeline, and its output."""
 
     given: dict[str, Any]
     output: Tensor
@@ -69,7 +69,7 @@ def compiled(name: str, layout: dict[str, Any], **options: Any) -> Any:
     ("StableDiffusionInpaintPipeline", SMALL, {"steps": 16}, 6),
     ("StableDiffusionPipeline", SMALL, {"num_images_per_prompt": 2}, 6),
 ])
-def test_each_call_is_the_hosts_own_on_the_prompts_rows(
+def test_calls_of_the_prompts_rows_equal_the_hosts(
     name: str, layout: dict[str, Any], more: dict[str, Any], early: int, called: list[Called]
 ) -> None:
     oracle = diffusers_unet(**layout, sample_size=8)
@@ -88,7 +88,7 @@ def test_each_call_is_the_hosts_own_on_the_prompts_rows(
     assert told() == (0, "") and relative_error(found, exact) > 1e-3
 
 
-def test_an_ip_adapters_rows(called: list[Called]) -> None:
+def test_the_prompts_rows_of_an_ip_adapter(called: list[Called]) -> None:
     pipe = compiled("StableDiffusionPipeline", SMALL)
     oracle = diffusers_unet(**SMALL, sample_size=8)
     load_ip_adapters(pipe.unet, "plain")
@@ -105,12 +105,12 @@ def test_an_ip_adapters_rows(called: list[Called]) -> None:
 
 
 @pytest.mark.parametrize(("layout", "more"), [(SMALL, {"guidance_scale": 1.0}), (LCM, {})], ids=["off", "distilled"])
-def test_without_guidance_there_is_nothing_to_leave_out(layout: dict[str, Any], more: dict[str, Any]) -> None:
+def test_without_guidance_no_rows_are_skipped(layout: dict[str, Any], more: dict[str, Any]) -> None:
     generate(compiled("StableDiffusionPipeline", layout), steps=16, **more)
     assert told() == (0, f"Skipping the negative prompt is inactive: {NO_GUIDANCE}")
 
 
-def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
+def test_in_other_kinds_of_pipelines_the_rows_are_unknown() -> None:
     pipe = pipeline("StableDiffusionPipeline", SMALL)
 
     class OwnPipeline(type(pipe)):
@@ -122,7 +122,7 @@ def test_another_kind_of_pipeline_is_not_guessed_at() -> None:
     assert told()[1] == "Skipping the negative prompt is inactive: OwnPipeline may order its rows in another way"
 
 
-def test_a_unet_without_its_pipeline() -> None:
+def test_without_a_pipeline_the_rows_are_unknown() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), skip_negative_after=50)
     call = replace(a_call(unet), timestep=torch.full((2,), 500.0))
     with lib_onediff.sampling(unet, range(999, 0, -50)):
@@ -136,7 +136,7 @@ def test_a_unet_without_its_pipeline() -> None:
 
 
 def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[Tensor, int]:
-    """The latents, and how many UNet calls were forecast."""
+    """The latents, and the number of forecast outputs."""
     pipe = pipeline("StableDiffusionPipeline", SMALL)
     pipe.scheduler = getattr(diffusers, scheduler).from_config(pipe.scheduler.config, **arguments)
     lib_onediff.compile_pipe(pipe, ignores=("vae",), **options)
@@ -149,7 +149,7 @@ def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[Te
     ("DDIMScheduler", {}, 6), ("EulerAncestralDiscreteScheduler", {}, 0), ("DPMSolverMultistepScheduler", {}, 0),
     ("HeunDiscreteScheduler", {}, 0),
 ])
-def test_schedulers_of_the_first_order(scheduler: str, arguments: dict[str, Any], forecasts: int) -> None:
+def test_first_order_schedulers_have_forecasts(scheduler: str, arguments: dict[str, Any], forecasts: int) -> None:
     exact, none = drawn(scheduler, arguments)
     found, count = drawn(scheduler, arguments, deepcache_interval=3, deepcache_depth=0)
     assert (none, count) == (0, forecasts)
@@ -161,7 +161,7 @@ def test_schedulers_of_the_first_order(scheduler: str, arguments: dict[str, Any]
         assert distance < 1e-5 and "Euler and DDIM" in reason
 
 
-def test_a_unet_alone_knows_no_sampler() -> None:
+def test_without_a_pipeline_the_sampler_is_unknown() -> None:
     pipe = pipeline("StableDiffusionPipeline", SMALL)
     lib_onediff.compile_unet(pipe.unet, deepcache_interval=3, deepcache_depth=0)
     before = runtime.status()["forecast"]["calls"]
@@ -185,7 +185,7 @@ CACHES: dict[str, dict[str, Any]] = {
     (9, 7.0, FEW_STEPS), (9, 1.0, FEW_STEPS), (9, None, FEW_STEPS), (10, 7.0, ""), (10, None, ""),
     (10, 1.0, FEW_STEP_MODEL), (15, 0.0, FEW_STEP_MODEL), (15, 2.0, FEW_STEP_MODEL), (15, 2.1, ""), (16, 1.0, ""),
 ])
-def test_the_rule(total: int, guidance_scale: float | None, reason: str) -> None:
+def test_the_fewest_steps_by_guidance_scale(total: int, guidance_scale: float | None, reason: str) -> None:
     assert Step(0, total, 0.0, False).why_too_few(guidance_scale) == reason
 
 

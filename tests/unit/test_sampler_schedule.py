@@ -1,5 +1,5 @@
-"""The schedules that are recorded from a WebUI's sampler. The samplers here have the methods and attributes of A1111's
-and Forge's; tests/webui runs the real ones."""
+"""The timesteps that are recorded from a WebUI's sampler. The samplers here are stand-ins with the methods and
+attributes of A1111's and Forge's; tests/webui runs the real ones."""
 from __future__ import annotations
 
 import sys
@@ -53,7 +53,7 @@ def with_eta(model: Any, x: Any, timesteps: Any, eta: float = 0.0) -> None:
 
 
 def named(name: str, like: Any) -> Any:
-    """A sampling function with the host's name."""
+    """A copy of a sampling function with another name."""
     found = types.FunctionType(like.__code__, like.__globals__, name, like.__defaults__)
     assert found.__name__ == name
     return found
@@ -91,7 +91,7 @@ def webui(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 
 @pytest.mark.parametrize("steps", [1, 4, 20])
-def test_noise_levels_are_overheard_and_become_timesteps(steps: int) -> None:
+def test_the_samplers_noise_levels_are_recorded_and_converted_to_timesteps(steps: int) -> None:
     sampler = BySigmas(euler)
     sampling = sampling_of(Generation(sampler, is_hr_pass=True))
     assert sampling.times() is None
@@ -106,7 +106,7 @@ def test_noise_levels_are_overheard_and_become_timesteps(steps: int) -> None:
     assert begun[0].index == 0 and [step.is_last for step in begun] == [False] * (len(begun) - 1) + [True]
 
 
-def test_the_sampler_is_left_as_it_was_once_it_was_heard() -> None:
+def test_the_sampler_is_unchanged_after_its_schedule_was_recorded() -> None:
     sampler = BySigmas(euler)
     for _ in range(2):
         # Forge announces the second pass of hires fix twice.
@@ -115,7 +115,7 @@ def test_the_sampler_is_left_as_it_was_once_it_was_heard() -> None:
     assert "get_sigmas" not in sampler.__dict__
 
 
-def test_what_another_extension_has_put_on_a_sampler_stays_there() -> None:
+def test_another_extensions_method_of_a_sampler_stays() -> None:
     sampler = BySigmas(euler)
     theirs = vars(sampler)["get_sigmas"] = partial(BySigmas.get_sigmas, sampler)
     sampling = sampling_of(Generation(sampler))
@@ -130,7 +130,7 @@ def test_ddim_never_calls_at_its_lowest_timestep() -> None:
     assert sampling.times() == [float(time) for time in range(51, 1000, 50)]
 
 
-def test_samplers_that_choose_their_steps_as_they_go_are_named() -> None:
+def test_samplers_that_choose_their_timesteps_while_they_run_are_refused() -> None:
     for sampler in (BySigmas(dpm_fast), ByTimesteps(unipc)):
         assert "chooses its timesteps" in sampling_of(Generation(sampler)).why_not
     nothing = sampling_of(Generation(None))
@@ -140,7 +140,7 @@ def test_samplers_that_choose_their_steps_as_they_go_are_named() -> None:
 @pytest.mark.parametrize(("name", "why"), [
     ("sample_euler", ""), ("sample_dpmpp_2m", OTHER_SAMPLER), ("sample_euler_ancestral", OTHER_SAMPLER),
 ])
-def test_whose_outputs_follow_a_line(name: str, why: str) -> None:
+def test_samplers_whose_outputs_can_be_extrapolated(name: str, why: str) -> None:
     assert sampling_of(Generation(BySigmas(named(name, euler)))).why_no_forecast() == why
 
 
@@ -180,7 +180,7 @@ class FlowPredictor:
 @pytest.mark.parametrize(("predictor", "reason"), [
     (DiscretePredictor(), ""), (FlowPredictor(1.0), OTHER_TIMESTEPS), (FlowPredictor(1000.0), OTHER_TIMESTEPS),
 ], ids=["sd", "anima", "flow"])
-def test_a_sampler_that_counts_in_other_timesteps_than_the_models_is_named(
+def test_samplers_with_other_timesteps_than_the_models_are_refused(
     kind: Any, predictor: Any, reason: str
 ) -> None:
     sampler = ByTimesteps(kind)
@@ -199,7 +199,7 @@ def test_a_sampler_that_counts_in_other_timesteps_than_the_models_is_named(
 
 
 @pytest.mark.parametrize("name", ["sample_euler", "sample_er_sde", "sample_dpmpp_2m"])
-def test_the_steps_of_anima_are_known_with_samplers_of_noise_levels(name: str) -> None:
+def test_the_steps_of_anima_are_known_with_samplers_that_take_noise_levels(name: str) -> None:
     predictor = FlowPredictor(1.0)
     sampler = BySigmas(named(name, euler))
     sampler.model_wrap = types.SimpleNamespace(

@@ -1,4 +1,4 @@
-"""Connections to a standalone host: those that send nothing, or for ever, keep nobody else from being answered."""
+"""Connections to the demo: clients that send nothing, slowly or without end do not block others."""
 from __future__ import annotations
 
 import contextlib
@@ -25,7 +25,7 @@ GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 async def application(scope: Any, receive: Callable[[], Any], send: Callable[[Any], Any]) -> None:
-    """Answers with the number of bytes that it was sent; /stream is answered without an end."""
+    """Responds with the number of bytes of the request's body; /stream with an endless response."""
     size = 0
     more = True
     while more:
@@ -43,7 +43,7 @@ async def application(scope: Any, receive: Callable[[], Any], send: Callable[[An
 
 @pytest.fixture
 def port(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Of a server with few connections, which waits briefly."""
+    """The port of a server with few connections and short time limits."""
     monkeypatch.setattr(connections, "SECONDS_FOR_HEAD", 1.0)
     monkeypatch.setattr(connections, "SECONDS_FOR_PART", 0.5)
     listener = socket.create_server(("127.0.0.1", 0), backlog=128)
@@ -72,7 +72,7 @@ def answer(port: int, request: bytes = GET) -> bytes:
 
 
 def is_closed(connection: socket.socket) -> bool:
-    """Whether the server ends a connection, after what it may have sent."""
+    """Whether the server has closed a connection. Reads and drops what it has sent."""
     try:
         while connection.recv(4096):
             pass
@@ -89,7 +89,7 @@ WAITING = {"nothing": b"", "half a head": b"GET / HTTP/1.1\r\nHost: loc", "half 
 
 
 @pytest.mark.parametrize("sent", WAITING.values(), ids=WAITING)
-def test_connections_that_wait_keep_nobody_from_an_answer(
+def test_idle_connections_do_not_block_requests(
     port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(connections, "SECONDS_FOR_HEAD", 60.0)
@@ -108,7 +108,7 @@ def test_connections_that_wait_keep_nobody_from_an_answer(
         assert MOST // 2 < len(left) <= MOST
 
 
-def test_a_request_in_progress_outlives_those_that_wait(port: int) -> None:
+def test_idle_connections_are_closed_before_those_with_a_request(port: int) -> None:
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(connect(port, GET.replace(b"/ ", b"/stream ")))
         assert stream.recv(4096).startswith(b"HTTP/1.1 200")
@@ -122,7 +122,7 @@ def test_a_request_in_progress_outlives_those_that_wait(port: int) -> None:
 
 
 @pytest.mark.parametrize("first", [b"", GET], ids=["at first", "after an answer"])
-def test_a_head_that_comes_letter_by_letter_is_not_waited_for(port: int, first: bytes) -> None:
+def test_a_request_whose_head_arrives_letter_by_letter_is_closed(port: int, first: bytes) -> None:
     with connect(port, first) as connection:
         if first:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
@@ -135,7 +135,7 @@ def test_a_head_that_comes_letter_by_letter_is_not_waited_for(port: int, first: 
 
 
 @pytest.mark.parametrize("at_once", [0, 200_000])
-def test_a_body_that_comes_letter_by_letter_is_not_waited_for(port: int, at_once: int) -> None:
+def test_a_request_whose_body_arrives_letter_by_letter_is_closed(port: int, at_once: int) -> None:
     with connect(port, BODY + b"x" * at_once) as connection:
         began = time.monotonic()
         with pytest.raises(ConnectionError):
@@ -144,7 +144,7 @@ def test_a_body_that_comes_letter_by_letter_is_not_waited_for(port: int, at_once
                 time.sleep(0.05)
 
 
-def test_a_large_body_that_comes_steadily_is_taken(port: int) -> None:
+def test_a_large_body_that_arrives_steadily_is_accepted(port: int) -> None:
     with connect(port, BODY) as connection:
         for _ in range(10):
             connection.sendall(b"x" * 100_000)
@@ -152,12 +152,12 @@ def test_a_large_body_that_comes_steadily_is_taken(port: int) -> None:
         assert b"1000000" in connection.recv(4096) + connection.recv(4096)
 
 
-def test_silence_is_ended(port: int) -> None:
+def test_a_connection_without_a_request_is_closed(port: int) -> None:
     with connect(port) as connection:
         assert is_closed(connection)
 
 
-def test_nonsense_fills_no_log(port: int) -> None:
+def test_nonsense_requests_log_few_lines(port: int) -> None:
     lines: list[str] = []
     logger = logging.getLogger("uvicorn.error")
     few = FewLines()
@@ -174,7 +174,7 @@ def test_nonsense_fills_no_log(port: int) -> None:
     assert len(lines) == connections.MOST_LINES and "left out" in lines[-1]
 
 
-def test_a_process_of_few_files_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_with_few_file_descriptors_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     resource = pytest.importorskip("resource")
     for files, most in ((256, 64), (1024, 256), (100, 16), (resource.RLIM_INFINITY, 256)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))

@@ -1,4 +1,4 @@
-"""The standalone host's parts, in this process."""
+"""The demo's parts, in this process."""
 from __future__ import annotations
 
 import os
@@ -46,13 +46,13 @@ def generate(model: LoadedModel, **changes: Any) -> Any:
         shared.state.end()
 
 
-# --- pictures ------------------------------------------------------------------------------------------------------
+# --- images --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
 @pytest.mark.parametrize("sampler", ["Euler a", "DDIM"])
-def test_picture_is_the_pipelines_own(build: Any, sampler: str) -> None:
-    """The host adds nothing to what diffusers makes of the same prompt, seed and scheduler."""
+def test_an_image_equals_that_of_the_pipeline(build: Any, sampler: str) -> None:
+    """With the same prompt, seed and scheduler."""
     pipeline = build()
     made = generate(LoadedModel(pipeline, "small"), negative_prompt="rain", sampler_name=sampler).images[0]
     pipeline.scheduler = processing.make_scheduler(sampler, build().scheduler, [3])
@@ -65,14 +65,14 @@ def test_picture_is_the_pipelines_own(build: Any, sampler: str) -> None:
 
 
 @pytest.mark.parametrize("name", processing.SAMPLERS)
-def test_every_sampler_makes_a_repeatable_picture(model: LoadedModel, name: str) -> None:
+def test_every_sampler_makes_the_same_image_again(model: LoadedModel, name: str) -> None:
     first, again = (generate(model, sampler_name=name, batch_size=2).images for _ in range(2))
     assert [image.tobytes() for image in first] == [image.tobytes() for image in again]
     assert first[0].tobytes() != first[1].tobytes()
     assert numpy.asarray(first[0]).std() > 10
 
 
-def test_a_prompt_that_is_cut_is_said(model: LoadedModel) -> None:
+def test_a_truncated_prompt_gets_a_comment(model: LoadedModel) -> None:
     assert generate(model, prompt="a" * 75).comments == ""
     assert "longer than 75 tokens" in generate(model, prompt="a" * 76).comments
 
@@ -80,12 +80,12 @@ def test_a_prompt_that_is_cut_is_said(model: LoadedModel) -> None:
 @pytest.mark.parametrize("changes, said", [
     ({"width": 65}, "width is 65; it must be a multiple of 8."), ({"negative_prompt": "a" * 2001}, "2000 characters"),
 ])
-def test_what_cannot_be_made_is_refused(model: LoadedModel, changes: dict[str, Any], said: str) -> None:
+def test_wrong_parameters_are_refused(model: LoadedModel, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(Refusal, match=said):
         generate(model, **changes)
 
 
-def test_failures_are_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_are_shown_as_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared, "sd_model", model)
     for error, said in ((torch.cuda.OutOfMemoryError(), "not enough memory"), (KeyError("x"), "KeyError: 'x'")):
         p = processing.StableDiffusionProcessingTxt2Img(width=64, height=64)
@@ -118,8 +118,8 @@ def test_infotext_is_read() -> None:
 
 
 @pytest.mark.parametrize("piece", ["a", "a ", '"', '\\"', '"\\', ",", "a:", "a: ", '"a', "a-/ ", ":", "é ", "[", "a,a"])
-def test_reading_infotext_takes_no_time(piece: str) -> None:
-    """As much as is taken, of what a pattern goes over again and again."""
+def test_reading_the_longest_infotext_is_fast(piece: str) -> None:
+    """Texts of the largest accepted length, for which a regular expression may take quadratic time."""
     text = (piece * processing.LONGEST_INFOTEXT)[: processing.LONGEST_INFOTEXT]
     for given in (text, f'Steps: 1, a: 2, b: 3, c: "{text[:-40]}'):
         began = time.process_time()
@@ -136,7 +136,7 @@ def test_a_text_that_is_too_long_for_infotext_is_refused() -> None:
 
 
 def make_options(file: Path) -> shared.Options:
-    """With the values of a file, where it exists. As OneDiff does, kind takes back what it does not know."""
+    """Options with the values of a file, if it exists. The onchange of `kind` sets unknown values back."""
     opts = shared.Options()
     opts.load(str(file))
 
@@ -149,7 +149,7 @@ def make_options(file: Path) -> shared.Options:
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "\xff\xfe"])
-def test_damaged_options_are_set_aside(tmp_path: Path, content: str) -> None:
+def test_a_damaged_settings_file_is_renamed(tmp_path: Path, content: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content.encode("latin-1"))
     opts = make_options(file)
@@ -158,7 +158,7 @@ def test_damaged_options_are_set_aside(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no such files")
-def test_a_pipe_for_options_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_the_settings_file_is_not_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "config.json")
     assert make_options(tmp_path / "config.json").kind == "a"
 
@@ -184,7 +184,7 @@ def test_a_host_name_that_none_can_be(host: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such rights")
-def test_what_gradio_keeps_is_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradios_folder_is_private_to_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folders: list[Path] = []
 
     def run(arguments: Any, listener: Any, cache: str) -> None:

@@ -1,4 +1,4 @@
-"""Logins of a standalone host: whoever tries passwords is slowed, and nobody else is."""
+"""Logins of the demo: wrong passwords make a client wait, and no others."""
 from __future__ import annotations
 
 import asyncio
@@ -32,7 +32,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def door(clock: Clock) -> Any:
-    """Whether a password is right there, or how long to wait."""
+    """A function that tries a password: returns whether it is right, or the seconds to wait."""
     checked = Logins(ACCOUNTS, clock)
 
     def knock(name: str, password: str, address: str = "10.0.0.1") -> Any:
@@ -60,7 +60,7 @@ def test_right_and_wrong_passwords(door: Any) -> None:
         assert door(name, password) is False
 
 
-def test_wrong_passwords_are_slowed_more_and_more(door: Any, clock: Clock) -> None:
+def test_wrong_passwords_make_the_next_ones_wait_longer(door: Any, clock: Clock) -> None:
     assert [door("ann", str(number)) for number in range(5)] == [False] * 5
     waits = []
     for _ in range(8):
@@ -71,7 +71,7 @@ def test_wrong_passwords_are_slowed_more_and_more(door: Any, clock: Clock) -> No
     assert door("ann", "wrong") is False, "they are forgiven"
 
 
-def test_guesses_of_an_hour_are_few(door: Any, clock: Clock) -> None:
+def test_few_passwords_can_be_tried_in_an_hour(door: Any, clock: Clock) -> None:
     guesses = 0
     end = clock.now + 3600
     while clock.now < end:
@@ -80,7 +80,7 @@ def test_guesses_of_an_hour_are_few(door: Any, clock: Clock) -> None:
     assert guesses < 140
 
 
-def test_nobody_else_is_locked_out(door: Any, clock: Clock) -> None:
+def test_other_addresses_and_accounts_do_not_wait(door: Any, clock: Clock) -> None:
     for name in ("ann", *map(str, range(50))):
         for _ in range(10):
             door(name, "wrong")
@@ -92,21 +92,21 @@ def test_nobody_else_is_locked_out(door: Any, clock: Clock) -> None:
     assert door("ann", "wrong") is False, "the right password forgives"
 
 
-def test_an_ipv6_network_is_one_address(door: Any) -> None:
+def test_an_ipv6_network_counts_as_one_client(door: Any) -> None:
     for number in range(6):
         door("ann", "wrong", f"2001:db8::{number:x}")
     assert door("ann", "one", "2001:db8::ffff") is not True
     assert door("ann", "one", "2001:db8:0:1::1") is True
 
 
-def test_no_more_is_kept_than_so_many(door: Any) -> None:
+def test_the_number_of_kept_counts_is_limited(door: Any) -> None:
     for number in range(logins.MOST_COUNTS + 100):
         door("ann", "wrong", f"address {number}")
     assert len(door.logins._failures) == logins.MOST_COUNTS
 
 
 def test_gradio_awaits_it_and_the_client_is_known() -> None:
-    """gradio asks for a function that is a coroutine's, and raises what it raises."""
+    """gradio awaits a check that is a coroutine function, and passes on its exceptions."""
     assert inspect.iscoroutinefunction(Logins(ACCOUNTS).check)
     app = FastAPI()
     checked = Logins(ACCOUNTS)

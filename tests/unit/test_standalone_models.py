@@ -30,7 +30,7 @@ UNET_WEIGHTS = Path("unet", "diffusion_pytorch_model.safetensors")
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A whole model in diffusers' layout."""
+    """A folder with a small random model in diffusers' layout."""
     folder = tmp_path_factory.mktemp("models") / "small-model"
     tiny_sd15_pipeline(seed=3).save_pretrained(folder)
     return folder
@@ -38,7 +38,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged_folder(model_folder: Path, tmp_path: Path) -> Path:
-    """A copy to be damaged."""
+    """A copy of model_folder for a test to damage."""
     return Path(shutil.copytree(model_folder, tmp_path / "damaged-model"))
 
 
@@ -52,7 +52,7 @@ def assert_refused(model: Path, *parts: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
-def test_a_models_name_is_one_line_that_no_console_obeys(model_folder: Path, tmp_path: Path) -> None:
+def test_a_models_name_has_no_line_breaks_or_control_characters(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "a\x1b[31m\nb")
     assert load_model(str(folder)).name == "a?[31m?b"
 
@@ -102,7 +102,7 @@ def write(*path: str, text: str) -> Callable[[Path], object]:
 
 
 def write_over_tokenizer(folder: Path) -> None:
-    """Its files are others with transformers 5."""
+    """Damage the tokenizer's files, which have other names with transformers 5."""
     for file in (folder / "tokenizer").iterdir():
         file.write_text("{", encoding="utf-8")
 
@@ -129,7 +129,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         write(*SCHEDULER, text='{"_class_name": ["os", "system"]}'), "does not support the model's scheduler",
     ),
     "no scheduler": (write(*SCHEDULER, text="{}"), "does not support the model's scheduler"),
-    # transformers would load the model that it names.
+    # Otherwise transformers would load the model that this file names.
     "an adapter": (
         write("text_encoder", "adapter_config.json", text='{"base_model_name_or_path": "/other"}'),
         "contains an adapter",
@@ -160,7 +160,7 @@ PYTHON_FILES = (
 
 
 def write_python(folder: Path, file: str, witness: Path) -> None:
-    """A file of Python in a model folder, and what exists once that file has run."""
+    """Write a Python file into a model folder. It creates the file `witness` if it is run."""
     (folder / file).parent.mkdir(exist_ok=True)
     (folder / file).write_text(PYTHON.format(witness=str(witness)))
 
@@ -172,10 +172,10 @@ def test_a_folder_with_python_files_is_not_loaded(damaged_folder: Path, tmp_path
     assert not (tmp_path / "witness").exists()
 
 
-def test_nothing_imports_python_that_comes_after_the_check(
+def test_python_files_are_not_imported_even_without_the_check_for_them(
     damaged_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check is not what keeps the code from running: nothing looks for it."""
+    """The check only gives a reason; nothing would import such files."""
     for file in PYTHON_FILES:
         write_python(damaged_folder, file, tmp_path / "witness")
     monkeypatch.setattr(model_folder_module, "check_files", lambda folder: None)
@@ -194,7 +194,7 @@ def test_pickled_weights_in_a_folder_are_not_opened(damaged_folder: Path, tmp_pa
 
 
 def test_weights_in_parts_and_in_float16_are_read(model_folder: Path, damaged_folder: Path) -> None:
-    """As large models and variants have them; an old VAE's attention has other names."""
+    """Large models and variants have such weights. An old VAE's attention has other names."""
     saved = load_model(str(model_folder)).pipeline
     vae = load_file(model_folder / "vae" / UNET_WEIGHTS.name)
     (damaged_folder / UNET_WEIGHTS).unlink()
@@ -217,7 +217,7 @@ def same_weights(network: Any, expected: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
-def test_our_loader_reads_what_diffusers_own_does(build: Any, tmp_path: Path) -> None:
+def test_our_loader_reads_the_same_weights_as_diffusers(build: Any, tmp_path: Path) -> None:
     import diffusers
 
     build().save_pretrained(tmp_path / "model")
@@ -243,7 +243,7 @@ def test_our_loader_reads_what_diffusers_own_does(build: Any, tmp_path: Path) ->
 @pytest.mark.parametrize("index", [
     '{"unet": ["os", "system"], "_class_name": "own"}', '{"scheduler": ["subprocess", "Popen"]}', "[" * 100_000, "NaN",
 ])
-def test_an_index_has_no_say(damaged_folder: Path, index: str) -> None:
+def test_the_models_index_is_ignored(damaged_folder: Path, index: str) -> None:
     (damaged_folder / "model_index.json").write_text(index)
     assert type(load_model(str(damaged_folder)).pipeline).__name__ == "StableDiffusionPipeline"
 
@@ -279,7 +279,7 @@ def test_folder_of_a_hugging_face_cache_is_loaded(
 
 @pytest.fixture
 def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was loaded as a pickle, by torch or by Python itself."""
+    """The names of the functions by which anything was unpickled: torch.load, pickle.load, pickle.loads."""
     loaded: list[str] = []
 
     def spied(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -299,7 +299,7 @@ PARTS = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model", "t
 
 
 def index_weights(folder: Path, part: str, named: Any, ending: str = ".safetensors.index.json") -> Path:
-    """Put an index in the place of a part's weights. Returns where the weights are then."""
+    """Rename the weights of a part, and write an index that names another file for them. Returns the renamed file."""
     whole = folder / part / f"{PARTS[part]}.safetensors"
     names = list(load(whole.read_bytes()))
     index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(names, named)}
@@ -354,12 +354,12 @@ def test_every_name_of_an_index_is_read(damaged_folder: Path, ending: str, unpic
     json.dumps({"weight_map": dict.fromkeys(map(str, range(20_001)), "diffusion_pytorch_model.safetensors")}),
     '{"weight_map": ' + " " * (33 << 20) + "{}}",
 ], ids=lambda text: text[:40].strip())
-def test_an_index_that_is_none_is_refused(damaged_folder: Path, index: str) -> None:
+def test_a_damaged_index_is_refused(damaged_folder: Path, index: str) -> None:
     (damaged_folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(index)
     assert_refused(damaged_folder, "diffusion_pytorch_model.safetensors.index.json in unet")
 
 
-def test_nothing_is_unpickled_where_all_is_well(damaged_folder: Path, unpickled: list[str]) -> None:
+def test_a_pickle_beside_the_weights_is_not_unpickled(damaged_folder: Path, unpickled: list[str]) -> None:
     torch.save(load((damaged_folder / UNET_WEIGHTS).read_bytes()), damaged_folder / "unet" / "pytorch_model.bin")
     assert load_model(str(damaged_folder)).name == "damaged-model"
     assert unpickled == []
@@ -407,7 +407,7 @@ NUMBERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
-def test_numbers_that_no_image_can_come_of(
+def test_configurations_with_impossible_numbers_are_refused(
     damaged_folder: Path, change: Callable[[Path], object], request: pytest.FixtureRequest
 ) -> None:
     began = time.process_time()
@@ -424,7 +424,7 @@ def test_numbers_that_no_image_can_come_of(
                 tokenizer_class="Own", vocab_file="/etc/hostname", chat_template="{{ 1 }}", init_inputs=["x"],
                 fast_tokenizer_files=["tokenizer.5.0.json"]),
 ], ids=["unet", "text_encoder", "tokenizer"])
-def test_what_a_configuration_names_beside_its_numbers_has_no_say(
+def test_names_in_a_configuration_are_ignored(
     model_folder: Path, damaged_folder: Path, change: Callable[[Path], object]
 ) -> None:
     change(damaged_folder)
@@ -459,13 +459,13 @@ TOKENIZERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("given", TOKENIZERS.values(), ids=TOKENIZERS)
-def test_words_that_are_no_tokenizers_are_refused(damaged_folder: Path, given: tuple[Any, ...]) -> None:
+def test_damaged_vocabularies_are_refused(damaged_folder: Path, given: tuple[Any, ...]) -> None:
     rewrite_tokenizer(damaged_folder, *given)
     assert_refused(damaged_folder, " in tokenizer")
 
 
-def test_a_tokenizer_that_would_panic_reaches_no_library(damaged_folder: Path, model_folder: Path) -> None:
-    """Each of these alone makes the Rust library panic; some end the process. Only the words are read."""
+def test_only_the_words_of_a_tokenizer_file_are_read(damaged_folder: Path, model_folder: Path) -> None:
+    """Each of these other values makes the tokenizer's Rust library panic, and some end the process."""
     file = damaged_folder / "tokenizer" / "tokenizer.json"
     if not file.exists():
         pytest.skip("transformers 4 writes none")
@@ -479,10 +479,10 @@ def test_a_tokenizer_that_would_panic_reaches_no_library(damaged_folder: Path, m
 
 
 class Panic(BaseException):
-    """What a Rust library's panic is in Python."""
+    """The exception that a panic of a Rust library raises in Python."""
 
 
-def test_a_panic_is_one_sentence(damaged_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_panic_of_a_library_becomes_one_sentence(damaged_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     def panic(*given: Any, **options: Any) -> None:
@@ -500,7 +500,7 @@ def test_a_panic_is_one_sentence(damaged_folder: Path, monkeypatch: pytest.Monke
     "unet/config.json", "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors.index.json",
     "tokenizer/vocab.json", "notes.txt", "scheduler/scheduler_config.json",
 ])
-def test_a_pipe_in_a_folder_is_not_waited_for(damaged_folder: Path, place: str) -> None:
+def test_a_pipe_in_a_model_folder_is_not_read(damaged_folder: Path, place: str) -> None:
     (damaged_folder / place).unlink(missing_ok=True)
     os.mkfifo(damaged_folder / place)
     assert_refused(damaged_folder, "neither a file nor a folder")
@@ -508,13 +508,13 @@ def test_a_pipe_in_a_folder_is_not_waited_for(damaged_folder: Path, place: str) 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
 @pytest.mark.parametrize("name", ["model.safetensors", "model.ckpt", "model"])
-def test_a_pipe_for_a_checkpoint_is_not_waited_for(tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_place_of_a_checkpoint_is_not_read(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     assert_refused(tmp_path / name, name)
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "a/" * 3000, "no\0such", "~nobody-of-this-name/model", "\n" * 5000, ""])
-def test_a_path_that_none_can_be(path: str) -> None:
+def test_impossible_paths_are_refused(path: str) -> None:
     with pytest.raises(Refusal) as caught:
         load_model(path)
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
@@ -529,8 +529,8 @@ def test_a_header_of_any_length(tmp_path: Path, length: int) -> None:
     assert_refused(file, "not a complete .safetensors file")
 
 
-def test_a_pickle_by_the_name_of_weights_is_not_loaded(tmp_path: Path, unpickled: list[str]) -> None:
-    """The name decides how a library loads; the content could be both."""
+def test_a_pickle_named_safetensors_is_not_loaded(tmp_path: Path, unpickled: list[str]) -> None:
+    """Libraries choose the format by the file's name, whatever its content is."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     for name in ("model.ckpt", "model.SAFETENSORS", "model.pt", "model.safetensors.bin", "model"):
         shutil.copy(tmp_path / "model.safetensors", tmp_path / name)
@@ -539,7 +539,9 @@ def test_a_pickle_by_the_name_of_weights_is_not_loaded(tmp_path: Path, unpickled
     assert unpickled == []
 
 
-def test_a_folder_that_is_no_model_is_not_walked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_with_too_many_files_or_without_a_unet_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(model_files, "MOST_FILES", 20)
     for part in ("unet", "vae", "scheduler"):
         (tmp_path / part).mkdir()

@@ -1,4 +1,4 @@
-"""Single checkpoint files in the original layout, written from the real ldm networks, loaded by the standalone host."""
+"""The demo loads single checkpoint files in the original layout, which are written here from the real ldm networks."""
 from __future__ import annotations
 
 import json
@@ -23,7 +23,7 @@ from lib_onediff.demo import models
 from lib_onediff.demo.models import load_model
 
 TEXT_WIDTH = 64
-# What the narrow networks of these tests have in place of the real ones' numbers.
+# The widths of the small networks in these tests, by those of the real ones.
 NARROW_TEXT = {
     "hidden_size": TEXT_WIDTH, "intermediate_size": 4 * TEXT_WIDTH, "vocab_size": BYTE_TOKENS, "num_hidden_layers": 2,
     "num_attention_heads": 1, "bos_token_id": BYTE_TOKENS - 2, "eos_token_id": BYTE_TOKENS - 1,
@@ -37,7 +37,7 @@ NARROW: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configurations of narrow networks."""
+    """Replaces the configurations by those of the small networks."""
     configs = json.loads(models.CONFIGS.read_text(encoding="utf-8"))
     for part, changes in NARROW.items():
         configs["sd1"][f"{part}/config.json"].update(changes)
@@ -75,7 +75,7 @@ def clip_text() -> nn.Module:
 
 
 def write(folder: Path, weights: dict[str, Tensor]) -> Path:
-    """Write a checkpoint, and a byte tokenizer beside it."""
+    """Write a checkpoint, and a byte-level tokenizer beside it. Returns its path."""
     place = folder / "tokenizer"
     place.mkdir()
     write_byte_vocabulary(place)
@@ -84,7 +84,7 @@ def write(folder: Path, weights: dict[str, Tensor]) -> Path:
 
 
 def sd1_weights(unet: nn.Module | None = None) -> dict[str, Tensor]:
-    """A whole checkpoint."""
+    """All weights of a small SD 1 checkpoint, by name."""
     # transformers 5 leaves out a part of the names that checkpoints have.
     text = {name.removeprefix("text_model."): value for name, value in clip_text().state_dict().items()}
     parts = {
@@ -95,7 +95,7 @@ def sd1_weights(unet: nn.Module | None = None) -> dict[str, Tensor]:
 
 
 def assert_same_unet(loaded: Any, original: nn.Module) -> None:
-    """Both UNets, in their own ways of being called, must answer alike."""
+    """Assert that an ldm UNet and a diffusers UNet have the same output."""
     generator = torch.Generator().manual_seed(1)
     latent = torch.randn(2, 4, 16, 16, generator=generator)
     context = torch.randn(2, 77, TEXT_WIDTH, generator=generator)
@@ -131,7 +131,7 @@ def test_sd1_checkpoint(tmp_path: Path) -> None:
     ("sd2", [], "model:\n  params:\n    parameterization: eps\n", "epsilon"),
     ("sd1", [], 'model:\n  params:\n    parameterization: "v"\n', "v_prediction"),
 ])
-def test_a_checkpoint_is_known_by_its_weights_and_what_lies_beside_it(
+def test_a_checkpoints_family_and_prediction_type(
     family: str, marks: list[str], yaml: str, predicts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import diffusers
@@ -158,8 +158,8 @@ def test_a_checkpoint_is_known_by_its_weights_and_what_lies_beside_it(
     "\n" * 60_000, " " * 60_000, "parameterization: " * 10_000, " \n" * 60_000 + "parameterization: v",
     "parameterization:" + " " * 60_000, 'parameterization: "v" #' + "#" * 60_000,
 ])
-def test_a_yaml_of_any_kind_is_read_at_once(tmp_path: Path, text: str) -> None:
-    """A pattern that takes line breaks for blanks tries each of them anew: minutes."""
+def test_reading_a_large_yaml_is_fast(tmp_path: Path, text: str) -> None:
+    """A regular expression in which blanks match line breaks takes minutes."""
     (tmp_path / "a.yaml").write_text(text)
     began = time.process_time()
     found = models.V_IN_YAML.search(models.read_text(tmp_path / "a.yaml", models.LARGEST_YAML)) is not None
@@ -168,7 +168,7 @@ def test_a_yaml_of_any_kind_is_read_at_once(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["larger", "a pipe", "a folder"])
-def test_a_yaml_that_is_none_is_refused(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_yaml_is_refused(tmp_path: Path, damage: str) -> None:
     yaml = write(tmp_path, sd1_weights()).with_suffix(".yaml")
     if damage == "a pipe":
         pytest.importorskip("fcntl", reason="Windows has no such files")
@@ -181,7 +181,7 @@ def test_a_yaml_that_is_none_is_refused(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no such files")
-def test_a_pipe_for_words_beside_a_checkpoint_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_pipe_in_place_of_a_vocabulary_is_not_read(tmp_path: Path) -> None:
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "vocab.json").unlink()
     os.mkfifo(tmp_path / "tokenizer" / "vocab.json")
@@ -211,8 +211,8 @@ def test_checkpoint_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("family, parameters", [("sd1", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])
-def test_configurations_are_those_of_the_real_models(family: str, parameters: int) -> None:
-    """By the published number of their UNets' parameters."""
+def test_configurations_equal_those_of_the_real_models(family: str, parameters: int) -> None:
+    """Checked by the published numbers of the UNets' parameters."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     configs = json.loads(Path(models.__file__).with_name("checkpoint_configs.json").read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""A transformer cut in two: the first blocks run at every step, what the others add is kept. The oracle is diffusers'
-own forward, with a block that adds the kept change in the place of those that are left out."""
+"""Full and cached passes of a transformer: the first blocks run at every step, the change by the other blocks is kept.
+The oracle is diffusers' own forward, with one block that adds the kept change in place of the others."""
 from __future__ import annotations
 
 import copy
@@ -31,7 +31,7 @@ TIMES = [1 - step / 12 for step in range(12)]
 
 
 class AddChange(nn.Module):
-    """Stands for the blocks that a cached step leaves out."""
+    """A block that adds a constant change, in place of the blocks that a cached step leaves out."""
 
     def __init__(self, change: Tensor) -> None:
         super().__init__()
@@ -42,8 +42,8 @@ class AddChange(nn.Module):
 
 
 class HostCut:
-    """diffusers' forward of a network, whole or cut. change: what the blocks behind the cut have added at the last
-    whole call."""
+    """diffusers' forward of a network, as a full or a cached pass. change: the sum that the blocks behind the cut have
+    added at the last full pass."""
 
     def __init__(self, unet: Any, depth: int) -> None:
         self.unet = copy.deepcopy(unet)
@@ -75,7 +75,8 @@ class HostCut:
 
 
 class Bound:
-    """Our forward of a network, without the runtime. read: the names of the weights that the last call has read."""
+    """OneDiff's forward of a network, without the runtime. read: the names of the weights that the last call has read.
+    """
 
     def __init__(self, unet: Any) -> None:
         self.unet = unet
@@ -111,7 +112,7 @@ def cut_at(given: Call, depth: int, memory: CutMemory, reads: bool) -> Any:
 
 
 @pytest.mark.parametrize("depth", [*DEPTHS, 11])
-def test_whole_is_forward_and_a_cached_pass_repeats_it(depth: int) -> None:
+def test_a_full_pass_of_a_transformer_equals_the_forward_and_a_cached_pass_repeats_it(depth: int) -> None:
     bound = Bound(network(num_layers=BLOCKS))
     given = bound.call()
     memory = CutMemory()
@@ -121,7 +122,7 @@ def test_whole_is_forward_and_a_cached_pass_repeats_it(depth: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_in_a_half_type_a_cached_pass_repeats_the_whole_one(dtype: torch.dtype) -> None:
+def test_a_cached_pass_repeats_the_full_one_in_half_precision(dtype: torch.dtype) -> None:
     bound = Bound(network(num_layers=BLOCKS).to(dtype))
     given = bound.call()
     given = replace(given, latent=given.latent.to(dtype), context=given.context.to(dtype))
@@ -132,7 +133,7 @@ def test_in_a_half_type_a_cached_pass_repeats_the_whole_one(dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_cached_pass_is_the_hosts_first_blocks_and_what_the_others_added(depth: int) -> None:
+def test_a_cached_pass_equals_the_hosts_first_blocks_plus_the_kept_change(depth: int) -> None:
     unet = network(num_layers=BLOCKS)
     bound = Bound(unet)
     host = HostCut(unet, depth)
@@ -147,7 +148,7 @@ def test_a_cached_pass_is_the_hosts_first_blocks_and_what_the_others_added(depth
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_units_of_a_cached_pass_are_what_it_reads(depth: int) -> None:
+def test_the_units_of_a_cached_pass_are_the_weights_that_it_reads(depth: int) -> None:
     bound = Bound(network(num_layers=BLOCKS))
     given = bound.call()
     memory = CutMemory()
@@ -183,7 +184,8 @@ def cached_steps() -> int:
 
 @torch.no_grad()
 def run_steps(unet: Any, host: HostCut) -> int:
-    """Both through a sampling of TIMES. Returns how many steps were cached passes."""
+    """Run a network and its oracle through a sampling of TIMES, and compare the outputs. Returns the number of cached
+    passes."""
     found = 0
     with lib_onediff.sampling(unet, timesteps=TIMES):
         for number in range(len(TIMES)):
@@ -198,7 +200,7 @@ def run_steps(unet: Any, host: HostCut) -> int:
     return found
 
 
-def test_deepcache_computes_the_first_blocks_of_a_transformer(unet: Any) -> None:
+def test_cached_steps_compute_the_first_blocks_of_a_transformer(unet: Any) -> None:
     assert run_steps(unet, HostCut(unet, 1)) == 5
     assert runtime.status()["deepcache"]["reason"] == ""
 
@@ -217,7 +219,7 @@ def test_transformers_have_an_interval_of_their_own(options: dict[str, int], dep
     lib_onediff.uncompile_unet(unet)
 
 
-def test_it_says_nothing_of_unets() -> None:
+def test_the_interval_of_transformers_has_no_effect_on_unets() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(), transformer_interval=2)
     with lib_onediff.sampling(unet, timesteps=range(1000, 0, -50)):
         for time in range(1000, 800, -50):
