@@ -150,8 +150,8 @@ class Rig(Adopted):
         return output
 
     def check(self, call: UNetCall, key: str, expected: str) -> None:
-        """Run a call and compare its output with the oracle's. expected: the kind of its pass. key: of the call's prompt
-        and shape; a cached pass must use the last feature of this key."""
+        """Run a call and compare its output with the oracle's. expected: the kind of its pass. key: of its prompt and
+        shape; a cached pass must use the last feature of this key."""
         output = self.run(call)
         assert self.log[-1] == expected, (len(self.log), self.log)
         whole, feature = self.oracle.whole(call)
