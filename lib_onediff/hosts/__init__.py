@@ -28,7 +28,7 @@ def this_webui() -> WebUI:
     """The adapter of the WebUI that OneDiff runs in. It is the same object until the process ends, also after a reload
     of scripts."""
     if runtime.webui is None:
-        runtime.webui = runtime.guard.attempt("looking at the WebUI", adapter_of_host)
+        runtime.webui = runtime.guard.attempt("recognising the WebUI", adapter_of_host)
     if runtime.webui is None:
         runtime.webui = WebUI(unmet="; ".join(runtime.guard.faults))
     return runtime.webui
@@ -38,7 +38,7 @@ def adapter_of_host() -> WebUI:
     """A new adapter for the present host, which is identified by its modules, not by the names of folders."""
     module_path, name = next((adapter for mark, adapter in HOSTS.items() if offers(mark)), ("", ""))
     if not module_path:
-        webui = WebUI(unmet="OneDiff does not know this WebUI, and changes nothing in it")
+        webui = WebUI(unmet="OneDiff does not support this WebUI, and changes nothing in it")
     else:
         module = importlib.import_module(module_path, __name__)
         release = module.release()

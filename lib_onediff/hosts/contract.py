@@ -26,10 +26,10 @@ from .hooks import ForwardPatches
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 UNETS = ("SD1", "SD2", "SDXL")
-NOT_IN_USE = "OneDiff is not in use"
+NOT_IN_USE = "OneDiff is switched off in the settings"
 # The name of the adapter for a WebUI that OneDiff does not support.
 NO_HOST = "unknown"
-BYPASSED = "none of this generation's UNet calls reached OneDiff, and no extension was found that bypasses it"
+BYPASSED = "no step of this image reached OneDiff, and no extension was found that bypasses it"
 # Names of models for users, by the WebUI's class names, if the two differ.
 NAMES = {
     "ErnieImage": "Ernie Image", "Flux2": "Flux.2", "Krea2": "Krea 2", "Lumina2": "Lumina 2", "QwenImage": "Qwen-Image",
@@ -84,14 +84,14 @@ class WebUI:
         """Make one UNet call with random inputs, as the WebUI does in a step. width, height: in pixels. batch: the rows
         of the call. tokens: the context length.
 
-        Raises Refusal. Call it through exclusively().
+        Raises Refusal if OneDiff does not serve the checkpoint. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         """Decode random latents of so many images, as the WebUI does after a sampling. width, height: in pixels.
 
-        Raises Refusal. Call it through exclusively().
+        Raises Refusal if OneDiff does not serve the checkpoint. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
@@ -110,8 +110,8 @@ class WebUI:
     def stop(self) -> None:
         """Undo serve(), and restore every network. Safe to call twice."""
         for forwards in self.patches:
-            runtime.guard.attempt("switching a hook off", forwards.stop)
-        runtime.guard.attempt("giving the UNets back", runtime.release_all)
+            runtime.guard.attempt("restoring the WebUI's functions", forwards.stop)
+        runtime.guard.attempt("restoring the UNets' weights", runtime.release_all)
 
     def hooks(self) -> int:
         """The number of our hooks on each method: 1 after serve(), however often it was called, and 0 after stop()."""
@@ -126,7 +126,7 @@ class WebUI:
         if self.checkpoint_paths:
             path = first_missing(checkpoint, self.checkpoint_paths)
             self.unmet = path and (
-                f"{self.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
+                f"{self.release} has loaded a checkpoint without {path}: this version of OneDiff does not support that"
             )
         if self.hooks():
             self.adopt(checkpoint)
@@ -250,11 +250,11 @@ def check_needs(release: str, needs: Iterable[Need]) -> None:
     """Raise Refusal with a sentence on the first need that this release of the WebUI does not meet."""
     for need in needs:
         if lack := lack_of(need):
-            raise Refusal(f"{release} has {lack}: OneDiff does not know this release, and changes nothing")
+            raise Refusal(f"{release} has {lack}: this version of OneDiff does not support that, and changes nothing")
 
 
 def lack_of(need: Need) -> str:
-    """The end of a sentence that begins with "the WebUI has": a need that it does not meet; "" if it meets the need."""
+    """How the WebUI fails to meet a need, in words that complete "the WebUI has ..."; "" if it meets it."""
     try:
         module = importlib.import_module(need.module)
     except Exception as error:

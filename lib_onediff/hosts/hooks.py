@@ -121,7 +121,7 @@ class ClassPatch:
         with self._lock:
             top = self._remove_inactive_links()
             link = self._link
-            if link is not None and top is not link.function and self._is_the_classs_own(top):
+            if link is not None and top is not link.function and self._is_own_method(top):
                 # Another extension has put the class's own method back.
                 link.is_in_chain = False
             if link is None or not link.is_in_chain:
@@ -161,7 +161,7 @@ class ClassPatch:
             setattr(self.owner, self.method, found)
         return found
 
-    def _is_the_classs_own(self, function: Any) -> bool:
+    def _is_own_method(self, function: Any) -> bool:
         """Whether a function is the method from the class's own definition. If the class has it, other code has removed
         our patch."""
         is_named_so = getattr(function, "__qualname__", "") == f"{self.owner.__qualname__}.{self.method}"
@@ -209,7 +209,7 @@ class TablePatch(ClassPatch):
     """
 
     def __init__(self, owner: type, method: str, guard: Guard, hook: str, declined: Declined = note_host) -> None:
-        super().__init__(owner, method, nobody, guard, hook, declined)
+        super().__init__(owner, method, never_called, guard, hook, declined)
         self._table: WeakDictionary[Any, StandIn] = WeakDictionary()
 
     def get(self, one: Any) -> Any:
@@ -252,8 +252,8 @@ class TablePatch(ClassPatch):
                 self.undo()
 
 
-def nobody(*given: Any, **named: Any) -> Any:
-    """The replacement of a TablePatch, which is never called: each object's StandIn has its own."""
+def never_called(*given: Any, **named: Any) -> Any:
+    """The replacement of a TablePatch, which look_up never returns: each object's StandIn has its own."""
     raise LookupError("called for an object that has no StandIn")
 
 
@@ -279,7 +279,10 @@ class ForwardPatches:
         """Raise Refusal for a module of a derived class, whose methods may compute something else."""
         if not self.are_for(module):
             kind = type(module)
-            raise Refusal(f"{kind.__module__}.{kind.__qualname__} is derived from a class that OneDiff knows")
+            raise Refusal(
+                f"{kind.__module__}.{kind.__qualname__} is derived from a class that OneDiff supports, and may compute "
+                "something else"
+            )
 
     def serve(self) -> None:
         for patch in self.patches:
@@ -401,8 +404,8 @@ class VaeHooks(ForwardPatches):
         runtime.vae.adopt(decoder, host_traits=self._host_traits)
         replaced = own_method(decoder, "forward")
         if replaced is not None:
-            # It may decode without calling ours. If it does call ours, the decode is noted there.
-            reason = f"the decoder has a forward of its own, set by {author(replaced)} (tiles?)"
+            # It may decode without calling our forward. If it does call ours, that notes the decode.
+            reason = f"another extension decodes the image in its own way ({author(replaced)}, tiles?)"
             runtime.vae.note_host(reason, is_decode=False)
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:

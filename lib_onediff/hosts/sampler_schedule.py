@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..core.sampling import Sampling
 from ..runtime.runtime import runtime
-from .schedule import HostMethod, replace_next_call, why_no_line
+from .schedule import HostMethod, replace_next_call, why_no_forecast
 
 # Samplers that call the UNet at every timestep except the lowest.
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
@@ -24,23 +24,23 @@ FIRST_ORDER = ("sample_euler", "ddim")
 OTHER_TIMESTEPS = "with DDIM and PLMS, this model's timesteps are unknown (Euler works)"
 
 
-def listen(sampler: Any, method: str) -> list[float]:
-    """A list that is filled with the numbers that the next call of a method of the sampler returns; empty until then.
-    It does not keep the sampler or its model alive."""
-    heard: list[float] = []
+def record_next_call(sampler: Any, method: str) -> list[float]:
+    """A list that is empty until the next call of this method of the sampler, and then has the numbers that the method
+    has returned. Does not keep the sampler or its model alive."""
+    numbers: list[float] = []
 
-    def listening(original: HostMethod, *args: Any, **kwargs: Any) -> Any:
+    def recording(original: HostMethod, *args: Any, **kwargs: Any) -> Any:
         answer = original(*args, **kwargs)
-        runtime.guard.attempt("reading the sampler's schedule", lambda: hear(answer, heard))
+        runtime.guard.attempt("reading the sampler's schedule", lambda: record(answer, numbers))
         return answer
 
-    replace_next_call(sampler, method, listening)
-    return heard
+    replace_next_call(sampler, method, recording)
+    return numbers
 
 
-def hear(answer: Tensor, heard: list[float]) -> None:
-    """Replace the content of `heard` by the numbers of `answer`."""
-    heard[:] = [float(value) for value in answer.flatten().tolist()]
+def record(answer: Tensor, numbers: list[float]) -> None:
+    """Replace the content of `numbers` by the values of `answer`."""
+    numbers[:] = [float(value) for value in answer.flatten().tolist()]
 
 
 def sampling_of(p: Any) -> Sampling:
@@ -51,18 +51,18 @@ def sampling_of(p: Any) -> Sampling:
     name = getattr(function, "__name__", "")
     takes = inspect.signature(function).parameters if callable(function) else ()
     adds_noise = "eta" in takes and eta_of(p) != 0
-    no_line = why_no_line(name, name in FIRST_ORDER and not adds_noise)
-    known: dict[str, Any] = {"why_no_forecast": lambda: no_line, "guidance_scale": guidance_scale_of(p, second_pass)}
+    reason = why_no_forecast(name, name in FIRST_ORDER and not adds_noise)
+    known: dict[str, Any] = {"why_no_forecast": lambda: reason, "guidance_scale": guidance_scale_of(p, second_pass)}
     if "sigmas" in takes and hasattr(sampler, "get_sigmas"):
         if "s_churn" in takes and churn_of(p):
             return Sampling(why_not="the sampler's setting 'sigma churn' changes its timesteps")
-        sigmas = listen(sampler, "get_sigmas")
+        sigmas = record_next_call(sampler, "get_sigmas")
         reference = weakref.ref(sampler)
         return Sampling(lambda: timesteps_of(reference(), sigmas[:-1]), **known)
     if name in ALL_BUT_THE_LOWEST and hasattr(sampler, "get_timesteps"):
         if not counts_in_timesteps(sampler):
             return Sampling(why_not=OTHER_TIMESTEPS)
-        timesteps = listen(sampler, "get_timesteps")
+        timesteps = record_next_call(sampler, "get_timesteps")
         return Sampling(lambda: sorted(timesteps)[1:] or None, **known)
     return Sampling(why_not="this sampler chooses its timesteps while it runs" if sampler is not None else "")
 

@@ -44,7 +44,7 @@ def nothing(*args: Any, **kwargs: Any) -> None:
     """The original of an object that is being deleted."""
 
 
-def why_no_line(sampler: str, is_first_order: bool) -> str:
+def why_no_forecast(sampler: str, is_first_order: bool) -> str:
     """Why an output of this sampler cannot be extrapolated from earlier ones, in one line for the user; "" if it can.
 
     sampler: its name; "" if unknown. is_first_order: whether each step uses one output and adds no noise.

@@ -1,4 +1,4 @@
-"""Contract tests: every host's adapter inside a small stand-in of its host."""
+"""Contract tests: each WebUI's adapter runs in a small stand-in of its WebUI."""
 from __future__ import annotations
 
 import logging
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-# The small networks and the fresh runtime are theirs.
+# These tests use the small networks and the fresh runtime of the unit tests.
 sys.path.append(str(Path(__file__).parent.with_name("unit")))
 
 from contract_hosts import HOSTS, Host, running
@@ -20,14 +20,14 @@ pytest.importorskip("ldm.modules.diffusionmodules.openaimodel", reason="stable-d
 
 @pytest.fixture(params=HOSTS)
 def host(request: pytest.FixtureRequest, fresh_runtime: None) -> Iterator[Host]:  # noqa: F811
-    """One host after the other; OneDiff has not been loaded in it yet."""
+    """Each WebUI in turn, before OneDiff is loaded in it."""
     with running(request.param) as made:
         yield made
 
 
 @pytest.fixture
 def tracebacks(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """tracebacks() counts those in the log."""
-    # The script switches propagation off, and another test may have loaded it.
+    """A function that returns the number of tracebacks in the log."""
+    # If another test has loaded the script, it has switched propagation off.
     monkeypatch.setattr(logging.getLogger("onediff"), "propagate", True)
     return lambda: sum(record.exc_info is not None for record in caplog.records)

@@ -1,4 +1,5 @@
-"""The hosts as the contract tests see them: the stand-ins on disk, a checkpoint, and what a generation does."""
+"""The WebUIs of the contract tests: stand-ins on disk with a small checkpoint, and functions that make a generation as
+the WebUI and our script do."""
 from __future__ import annotations
 
 import contextlib
@@ -21,10 +22,10 @@ from lib_onediff.hosts.contract import WebUI
 from lib_onediff.runtime.runtime import runtime
 
 STAND_INS = Path(__file__).with_name("stand_ins")
-# Each host's own folder first: what is not in it is looked for in the next.
+# By WebUI: the folders with its modules, in the order in which they are searched.
 FOLDERS = {
     "a1111": ("a1111", "webui"), "forge": ("forge", "webui"), "neo": ("neo", "forge", "webui"),
-    # reForge carries A1111's modules besides its own.
+    # reForge also contains A1111's modules.
     "reforge": ("reforge", "a1111", "webui"), "classic": ("classic", "reforge", "webui"),
 }
 FAMILY = ("forge", "neo", "reforge", "classic")
@@ -38,7 +39,7 @@ ATTENTION = "input_blocks.3.1.transformer_blocks.0.attn1.to_q"
 
 @contextlib.contextmanager
 def on_path(*folders: str) -> Iterator[None]:
-    """These stand-ins can be imported inside, and nothing of another host."""
+    """A context in which the modules in these folders can be imported, and those of no other WebUI."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", [*(str(STAND_INS / folder) for folder in folders), *sys.path])
         ours = lambda: [name for name in sys.modules if name.partition(".")[0] in TOP_NAMES]  # noqa: E731
@@ -52,7 +53,8 @@ def on_path(*folders: str) -> Iterator[None]:
 
 
 def controlled_forward(unet: Any, x: Tensor, timesteps: Tensor, context: Tensor) -> Tensor:
-    """As sd-webui-controlnet: walks through the stages, and adds something to the middle and to every skip."""
+    """A forward like sd-webui-controlnet's: runs the stages itself, and adds a number to the middle stage's output and
+    to every skip."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
     embedding = unet.time_embed(timestep_embedding(timesteps, unet.model_channels))
@@ -68,7 +70,7 @@ def controlled_forward(unet: Any, x: Tensor, timesteps: Tensor, context: Tensor)
 
 
 class Made(NamedTuple):
-    """What a generation has made: a latent by two UNet calls, an image of a latent, and a latent of an image."""
+    """The results of a generation: a latent after two UNet calls, a decoded image, and an encoded latent."""
 
     latent: Tensor
     image: Tensor
@@ -76,13 +78,13 @@ class Made(NamedTuple):
 
 
 class Sampler:
-    """A k-diffusion sampler, as far as its schedule goes."""
+    """The part of a k-diffusion sampler that OneDiff reads: its schedule."""
 
     def __init__(self) -> None:
         self.model_wrap = SimpleNamespace(log_sigmas=torch.zeros(1), sigma_to_t=lambda sigmas: 100 * sigmas)
 
     def func(self, model: Any, x: Any, sigmas: Any) -> None:
-        """The sampling function; here its parameters are what counts."""
+        """The sampling function. OneDiff reads its parameters, and nothing calls it."""
 
     def get_sigmas(self) -> Tensor:
         return torch.tensor([9.0, 1.5, 0.0])
@@ -93,10 +95,15 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Host:
-    """A host with one checkpoint, driven as its own code and our script drive it.
+    """A WebUI with one checkpoint, and methods that call it as its own code and our script do.
 
-    Each kind has make(): a checkpoint of its classes; unet; networks(): what we could have left something on;
-    sample(extension, control): two UNet calls, for which extension may change the host's objects; and set_lora().
+    Each subclass has:
+    make(): a new checkpoint of the WebUI's classes.
+    unet: the checkpoint's UNet.
+    networks(): all modules on which OneDiff could have left something.
+    sample(extension, control): makes two UNet calls, and returns the latent. extension may change the WebUI's objects
+        before. control: residuals of a ControlNet.
+    set_lora(strength): merges a LoRA for the generations to come; 0 removes it.
     """
 
     unet_module = ""
@@ -122,7 +129,7 @@ class Host:
         return encoder, decoder
 
     def forwards(self) -> list[Any]:
-        """Of the classes that we put ours into."""
+        """The forwards of the classes that OneDiff patches."""
         unet = getattr(self.module(self.unet_module), self.unet_class)
         vae = self.module(self.vae_module)
         return [kind.__dict__["forward"] for kind in (unet, vae.Decoder, vae.Encoder)]
@@ -136,21 +143,22 @@ class Host:
         return self.adapter
 
     def begin(self) -> WebUI:
-        """Start OneDiff and a sampling."""
+        """Start OneDiff, and begin a sampling."""
         adapter = self.start()
         adapter.before_sampling(SimpleNamespace(sd_model=self.checkpoint, sampler=Sampler(), is_hr_pass=False))
         return adapter
 
     def switch(self, on: bool) -> None:
-        """As the settings tab does."""
+        """Switch OneDiff on or off, as the settings tab does."""
         runtime.configure(Settings(enabled=on))
         (self.adapter.serve if on else self.adapter.stop)()
 
     def announce(self) -> None:
+        """Tell OneDiff that the WebUI has loaded its checkpoint."""
         runtime.guard.hook("looking at a loaded checkpoint")(self.adapter.model_loaded)(self.checkpoint)
 
     def generate(self, extension: Any = None, control: Any = None) -> Made:
-        """One generation; before start() it is the host's own."""
+        """Make one generation; before start(), by the WebUI alone."""
         guard = runtime.guard
         adapter = self.adapter if runtime.settings.enabled else None
         guard.hook("the settings of this generation", in_generation=True)(guard.resume)()
@@ -176,7 +184,7 @@ class Host:
 
 
 class FamilyHost(Host):
-    """A host of the Forge family."""
+    """A WebUI of the Forge family."""
 
     unet_module = "backend.nn.unet"
     unet_class = "IntegratedUNet2DConditionModel"
@@ -195,12 +203,12 @@ class FamilyHost(Host):
         return engine.Engine(self.module(self.patcher).ModelPatcher(model), engine.VAE(encoder, decoder))
 
     def in_own_layers(self, network: nn.Module) -> None:
-        """Give every layer the class that the host builds it with, the parameters staying."""
+        """Give every layer the class that the WebUI would have built it with. It keeps its parameters."""
         module, name = self.layers
         classes = getattr(self.module(module), name)
         for layer in network.modules():
             kind = getattr(classes, type(layer).__name__.removesuffix("32"), None)
-            # A network's own norm may be called as torch's.
+            # A module without weight is not a layer, though its class may have a layer's name.
             if kind is not None and hasattr(layer, "weight"):
                 layer.__class__ = kind
 
@@ -238,7 +246,7 @@ class FamilyHost(Host):
         return random(1, 4, 8, 8, seed=1), random(2, 77, CONTEXT_WIDTH, seed=2)
 
     def options_of_a_call(self) -> dict[str, Any]:
-        """What else this host writes into transformer_options."""
+        """The options that this WebUI adds to transformer_options."""
         if self.name == "neo":
             return {"sampling_sigmas": torch.tensor([9.0, 1.5, 0.0])}
         return {"uuids": [1, 2]} if self.name == "reforge" else {}
@@ -248,15 +256,15 @@ class FamilyHost(Host):
         self.set_loras(*[(difference, strength)] * bool(strength), online=False)
 
     def set_loras(self, *loras: tuple[dict[str, Any], float], online: bool = True) -> None:
-        """LoRAs, by default on the fly, for the generations to come: what each adds to which parameters, and its
-        strength."""
+        """Use these LoRAs in the generations to come. loras: for each, its patches by parameter, and its strength.
+        online: whether the layers apply them at each use, or the WebUI merges them."""
         patcher = self.checkpoint.forge_objects_original.unet.clone()
         for patches, strength in loras:
             patcher.add_patches({f"diffusion_model.{key}": what for key, what in patches.items()}, strength, online)
         self.checkpoint.forge_objects_after_applying_lora.unet = patcher
 
     def store_as(self, dtype: torch.dtype) -> None:
-        """As the list "Diffusion in Low Bits" does: weights stored so, and cast by every layer."""
+        """Store the weights in this dtype, which every layer casts at each use: the setting "Diffusion in Low Bits"."""
         self.unet.to(dtype)
         self.unet.storage_dtype = self.checkpoint.forge_objects.unet.model.storage_dtype = dtype
         for layer in self.unet.modules():
@@ -275,7 +283,8 @@ class LdmPatchedHost(FamilyHost):
 
 
 class ClassicHost(LdmPatchedHost):
-    """Forge Classic: its weights are inference tensors, and it has objects with LoRAs only where there are LoRAs."""
+    """Forge Classic. Its weights are inference tensors, and it has forge_objects_after_applying_lora only if there are
+    LoRAs."""
 
     def make(self) -> Any:
         with torch.inference_mode():
@@ -290,7 +299,7 @@ class ClassicHost(LdmPatchedHost):
             super().set_lora(strength)
 
     def write_in_place(self) -> None:
-        """As its setting "patch LoRA in place" does."""
+        """Switch on the setting "patch LoRA in place"."""
         self.checkpoint.forge_objects_original.unet.weight_inplace_update = True
 
 
@@ -329,8 +338,8 @@ class A1111Host(Host):
         return image
 
     def store_in_fp8(self, on: bool, cache: bool = False) -> None:
-        """As the options "FP8 weight" and "Cache FP16 weight for LoRA" do: the checkpoint is loaded anew, into the
-        module that is there."""
+        """Load the checkpoint again, into the same modules, as the options "FP8 weight" (on) and "Cache FP16 weight for
+        LoRA" (cache) do."""
         devices = self.module("modules.devices")
         if self._file is None:
             self._file = {name: value.clone() for name, value in self.unet.state_dict().items()}
@@ -359,7 +368,8 @@ CLASSES = {
 
 @contextlib.contextmanager
 def running(name: str, kind: type[Host] | None = None) -> Iterator[Host]:
-    """A host of this name with a checkpoint, before OneDiff has been loaded. kind: of another class than its usual."""
+    """A context with the WebUI of this name and a checkpoint, before OneDiff is loaded. kind: the class of the Host, if
+    not the usual one."""
     with on_path(*FOLDERS[name]), pytest.MonkeyPatch.context() as patch:
         host = (kind or CLASSES[name])(name)
         if name == "a1111":
@@ -371,7 +381,7 @@ def running(name: str, kind: type[Host] | None = None) -> Iterator[Host]:
 
 
 def calls_of(work: Any) -> tuple[Any, dict[str, int]]:
-    """What work() returns, and how many UNet calls took each route meanwhile."""
+    """The result of work(), and the number of UNet calls that took each route meanwhile."""
     before = runtime.status()["calls"]
     result = work()
     after = runtime.status()["calls"]

@@ -1,4 +1,4 @@
-"""Forge Neo with a checkpoint whose weights are stored in few bits."""
+"""Forge Neo with a checkpoint whose weights are stored in 4 or 8 bits."""
 from __future__ import annotations
 
 import contextlib
@@ -11,24 +11,26 @@ from contract_hosts import FamilyHost
 from torch import Tensor, nn
 from transformer_hosts import AnimaHost, Krea2Host, ZImageHost
 
-# The rotation's groups, in networks with layers of 48 and of 64 inputs.
+# The width of ConvRot's rotation; the layers have 48 and 64 inputs.
 GROUP = 16
-# Rounded inputs: where one goes up instead of down, a network shows it.
+# The relative change of the latent in sensitivity(): enough to round some inputs up instead of down.
 MOVED_BY = 2e-7
-# What a card before Blackwell has no units for.
+# The formats in which GPUs before Blackwell do not multiply.
 DISABLED = ("mxfp8", "nvfp4")
-INT8, E4M3, E5M2 = "int8_tensorwise", "float8_e4m3fn", "float8_e5m2"
+INT8 = "int8_tensorwise"
+E4M3 = "float8_e4m3fn"
+E5M2 = "float8_e5m2"
 
 
 class FileFormat(NamedTuple):
-    """kind: as a file calls it, or a class of GGUF. options: how its weights are made."""
+    """kind: the format's name in a file, or its class in GGUF. options: how its weights are made."""
 
     kind: str
     options: dict[str, Any]
 
 
 ROWS = {"per_channel": True}
-# By what users read.
+# By the format's name for users.
 FORMATS = {
     "INT8": FileFormat(INT8, {}),
     "INT8 by rows": FileFormat(INT8, ROWS),
@@ -43,15 +45,16 @@ FORMATS = {
 
 
 class StoredNeo(FamilyHost):
-    """Its layers of few bits. plain: the layers that a file leaves as they are, by the beginning of their paths."""
+    """Forge Neo with a checkpoint that store() changes. plain: the beginnings of the paths of layers that a file leaves
+    in 16 or 32 bits."""
 
     plain: tuple[str, ...] = ("x_embedder", "final_layer.linear", "input_blocks.0", "out.", "time_embed")
 
     def store(
         self, name: str, disabled: tuple[str, ...] = DISABLED, only: tuple[str, ...] = ("",), **options: Any
     ) -> None:
-        """Let the checkpoint be one whose linear layers are stored in this format. disabled: see the host's
-        mixed_precision_ops. only: the beginnings of the paths of layers that are; the others have plain numbers."""
+        """Store the weights of the checkpoint's linear layers in this format. disabled: see the WebUI's
+        mixed_precision_ops. only: the beginnings of the paths of the layers that are stored so."""
         file_format = FORMATS[name]
         is_gguf = name.startswith("GGUF")
         layers = self.gguf.Linear if is_gguf else self.mixed(disabled)
@@ -80,8 +83,8 @@ class StoredNeo(FamilyHost):
 
     @contextlib.contextmanager
     def as_stored(self) -> Iterator[None]:
-        """Inside, the host computes with the numbers in the file: INT8 as it multiplies them, else without rounding
-        what layers read."""
+        """A context in which the WebUI computes with the numbers in the file, and rounds no inputs; INT8 is multiplied
+        as usual."""
         decodes = {layer: layer._full_precision_mm for layer in self.unet.modules() if hasattr(layer, "quant_format")}
         try:
             for layer in decodes:
@@ -96,7 +99,7 @@ class StoredNeo(FamilyHost):
 
 
 class Moved(StoredNeo):
-    """moved: what the latents of its calls are multiplied by."""
+    """A WebUI whose generations begin with a latent that is multiplied by `moved`."""
 
     moved = 1.0
 
@@ -107,7 +110,7 @@ class Moved(StoredNeo):
 
 class StoredAnima(Moved, AnimaHost):
     def theirs(self, as_stored: bool = True) -> Tensor:
-        """The output of one call by the host's own code, while OneDiff is on."""
+        """The output of one call by the WebUI's own code, while OneDiff is on. as_stored: see StoredNeo.as_stored."""
         with self.as_stored() if as_stored else contextlib.nullcontext():
             return self.own_output()
 
@@ -125,7 +128,8 @@ class StoredUNet(Moved):
 
 
 def sensitivity(host: Any) -> float:
-    """How far the host's own latent moves where what it begins with moves by MOVED_BY."""
+    """The largest relative error of the WebUI's own latent if the generation begins with a latent that is up to
+    2 * MOVED_BY larger or smaller."""
     expected = host.generate().latent
     found = 0.0
     for step in (-2, -1, 1, 2):
@@ -136,12 +140,12 @@ def sensitivity(host: Any) -> float:
 
 
 def stored_bits(host: Any) -> dict[str, Tensor]:
-    """A copy of all numbers of the network, as bytes."""
+    """Copies of all tensors of the network, as bytes; see tensors_of."""
     return {name: one.clone().reshape(-1).view(torch.uint8) for name, one in tensors_of(host)}
 
 
 def tensors_of(host: Any) -> list[tuple[str, Tensor]]:
-    """The tensors that the network computes with, by name: of a weight in few bits, its numbers and scales."""
+    """The tensors that the network computes with, by name. A weight in few bits has its values and its scales."""
     found: list[tuple[str, Tensor]] = []
     for name, parameter in host.unet.named_parameters():
         if isinstance(parameter, host.tensors.QuantizedTensor):

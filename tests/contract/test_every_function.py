@@ -1,6 +1,6 @@
-"""Every function of ours that runs during an image, made to raise in turn, once and always: the image is right, nothing
-reaches the host, the status answers, and the next image is right and ours again. At night all of them everywhere,
-otherwise some in some hosts."""
+"""Makes every function of OneDiff that runs during an image raise in turn, once or always. The image must be right, no
+exception may reach the host, the status must answer, and OneDiff must serve the next image. Nightly runs try all
+functions in all hosts, others some functions in some hosts."""
 from __future__ import annotations
 
 import contextlib
@@ -30,27 +30,30 @@ from lib_onediff.runtime.runtime import Runtime, runtime
 
 __all__ = ["quiet"]
 pytestmark = [
-    pytest.mark.skipif(sys.version_info < (3, 11), reason="code does not say which class it is of"),
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="code objects have no qualified names"),
     *(pytest.mark.filterwarnings(f"ignore::{kind}") for kind in ("FutureWarning", "DeprecationWarning")),
 ]
-# What the host itself calls, each no more than a step to the guard, and the guard. Nothing stands around them.
+# Functions that the host calls directly, before the guard is reached, and the guard itself. If one of these raises, the
+# exception reaches the host.
 OUTERMOST = {
     "Guard.serve", "Guard.attempt", "Guard.hook.<locals>.decorate.<locals>.guarded",
-    # contract_hosts decorates within a generation; the script does once, when it is loaded.
+    # contract_hosts calls these during a generation, the script only when it is loaded.
     "Guard.hook", "Guard.hook.<locals>.decorate",
     "Link.__init__.<locals>.patched", "Link.__init__.<locals>.untraced", "ClassPatch.look_up", "TablePatch.look_up",
     "TablePatch.get", "ModuleForward.look_up", "is_front", "ModuleForward._by_hooks", "LoopAnnouncer.look_up",
     "LoopAnnouncer._follow.<locals>.close",
-    "listen.<locals>.listening", "status", "Cache.status",
+    "record_next_call.<locals>.recording", "status", "Cache.status",
     "Routes.status", "Runtime.settings",
     "SentenceRoute.get_route_handler.<locals>.handle_with_sentences",
 }
-# With DDIM these random networks amplify what a step changes: a lossless image shows every fault of a step, and what
-# policies leave out would be as far away as a fault. With Euler it is 0.04 at most.
+# With DDIM, these random networks amplify any change of a step, so that a lossless image shows every fault of a step.
+# But work that policies skip would change the image as much as a fault. With Euler, it changes the image by at most
+# 0.04.
 LOSSLESS = "DDIMScheduler"
 LOSSY = "EulerDiscreteScheduler"
-# How much farther from the host's an image may be of which some steps are the host's.
+# An image with some steps by the host may differ from the host's image by this factor more than OneDiff's does.
 SLACK = 1.25
+# Files whose faults deny access, which is right.
 DOORS = ("api/auth.py", "api/origins.py")
 PIPELINES: dict[str, Any] = {
     "SD1": ("StableDiffusionImg2ImgPipeline", SMALL, {}, ""),
@@ -63,8 +66,8 @@ PIPELINES: dict[str, Any] = {
 
 
 def some(names: list[Name], own: str) -> list[Name]:
-    """Those to try: at night all whose file fits own and each fifth of the others, otherwise a tenth of that."""
-    # Who cannot be looked at is not let in.
+    """The functions to try: in nightly runs all whose file matches the pattern `own` and every fifth of the others,
+    otherwise a tenth of these."""
     tried = [name for name in names if name[1] not in OUTERMOST and not name[0].endswith(DOORS)]
     fits = [name for name in tried if re.search(own, name[0])]
     others = [name for name in tried if name not in fits][::5]
@@ -72,8 +75,12 @@ def some(names: list[Name], own: str) -> list[Name]:
 
 
 class Reference(NamedTuple):
-    """What is right. host: the host's own image. ours: OneDiff's, undisturbed, which differs where steps are left out.
-    calls: how many UNet calls of an undisturbed image took each route."""
+    """The images to compare with.
+
+    host: the host's own.
+    ours: OneDiff's without faults. It differs from the host's if policies skip work.
+    calls: the number of UNet calls of that image that took each route.
+    """
 
     host: list[Any]
     ours: list[Any]
@@ -81,7 +88,8 @@ class Reference(NamedTuple):
 
 
 def apart(made: Any, expected: Any) -> tuple[float, float]:
-    """The largest difference of two images, and their root mean square; infinite where they cannot be compared."""
+    """The largest difference of two images, and the root mean square of all differences; infinite if they cannot be
+    compared."""
     made = numpy.asarray(made, dtype="float64")
     expected = numpy.asarray(expected, dtype="float64")
     if made.shape != expected.shape or not numpy.isfinite(made).all():
@@ -91,8 +99,8 @@ def apart(made: Any, expected: Any) -> tuple[float, float]:
 
 
 def what_is_wrong(made: list[Any], reference: Reference) -> str:
-    """Why an image with a fault in the middle is not right; "" where it is. Some of its steps may be the host's and
-    others ours, so that it is no farther from the host's than ours is."""
+    """Why images that were made with a fault are wrong; "" if they are right. Some steps may be the host's and others
+    ours, so they must not differ from the host's images by much more than ours do."""
     for image, host, ours in zip(made, reference.host, reference.ours, strict=True):
         for far, measured, what in zip(apart(image, host), apart(ours, host), ("at most", "in the mean"), strict=True):
             if not far <= max(1 / 255, SLACK * measured):
@@ -101,17 +109,18 @@ def what_is_wrong(made: list[Any], reference: Reference) -> str:
 
 
 def what_is_wrong_next(made: list[Any], calls: dict[str, int], reference: Reference) -> str:
-    """The same of the next image, in which nothing fails any more: it is ours again."""
+    """Why the images after a fault are wrong; "" if they are right: OneDiff must serve them again as without the
+    fault."""
     far = max(apart(image, ours)[0] for image, ours in zip(made, reference.ours, strict=True))
     if not far <= 1 / 255:
         return f"the next image is {far:.4f} away from an undisturbed one"
     if calls != reference.calls:
-        return f"the next image's calls went by {calls}, not {reference.calls}: {runtime.status()['reason']}"
+        return f"the next image's calls took {calls}, not {reference.calls}: {runtime.status()['reason']}"
     return ""
 
 
 def afresh(prepare: Callable[[], Any]) -> None:
-    """OneDiff is as if it had seen nothing."""
+    """Make OneDiff forget everything, and prepare it."""
     runtime.guard.forget()
     runtime.tuning_cache.clear()
     runtime.purge()
@@ -119,7 +128,7 @@ def afresh(prepare: Callable[[], Any]) -> None:
 
 
 def undisturbed(prepare: Callable[[], Any], images: Callable[[], list[Any]], expected: list[Any]) -> Reference:
-    """expected: the host's own image."""
+    """The Reference for images that are made without faults. expected: the host's own."""
     afresh(prepare)
     ours = images()
     reference = Reference(expected, ours, {})
@@ -127,11 +136,14 @@ def undisturbed(prepare: Callable[[], Any], images: Callable[[], list[Any]], exp
     return reference._replace(calls=calls)
 
 
-def nothing_is_lost(
+def try_functions(
     prepare: Callable[[], Any], images: Callable[[], list[Any]], expected: list[Any], own: str
 ) -> None:
-    """Try the functions. prepare: lets OneDiff be as if it had seen nothing. images: makes them, with OneDiff.
-    expected: the host's own. own: of which files all functions are tried, as a pattern."""
+    """Make functions of ours fail while images are made, and assert that every image is right.
+
+    prepare: lets OneDiff serve, as if newly started. images: makes the images with OneDiff. expected: the host's own
+    images. own: see some().
+    """
     made: list[list[Any]] = []
 
     def work() -> None:
@@ -163,16 +175,16 @@ def nothing_is_lost(
 
 
 def pipeline_of(name: str) -> tuple[Any, Callable[[], list[Any]]]:
-    """One of PIPELINES, and what makes its image."""
+    """One of PIPELINES, and a function that makes its image."""
     kind, layout, options, _ = PIPELINES[name]
     pipe = pipeline(kind, layout, LOSSY if options else LOSSLESS)
-    # As many as policies want.
+    # Enough steps for policies.
     steps = {"num_inference_steps": 12} if options else {}
     return pipe, lambda: [pipe(**{**inputs(kind, 64, 64), **steps}).images[0]]
 
 
 @pytest.mark.parametrize("name", PIPELINES if WHOLE else ["fewer steps"])
-def test_an_image_of_a_pipeline(name: str) -> None:
+def test_an_image_of_a_pipeline_is_right_whichever_function_fails(name: str) -> None:
     _, _, options, own = PIPELINES[name]
     pipe, images = pipeline_of(name)
 
@@ -180,11 +192,11 @@ def test_an_image_of_a_pipeline(name: str) -> None:
         compile_pipe(uncompile_pipe(pipe), **options)
 
     expected = images()
-    nothing_is_lost(prepare, images, expected, own)
+    try_functions(prepare, images, expected, own)
 
 
 @pytest.mark.parametrize("name", [*(HOSTS if WHOLE else ["reforge"]), "a1111 with ControlNet"])
-def test_an_image_of_a_webui(name: str, fresh_runtime: None) -> None:
+def test_an_image_of_a_webui_is_right_whichever_function_fails(name: str, fresh_runtime: None) -> None:
     with running(name.split()[0]) as host:
         if "ControlNet" in name:
             host.unet.forward = MethodType(controlled_forward, host.unet)
@@ -199,10 +211,10 @@ def test_an_image_of_a_webui(name: str, fresh_runtime: None) -> None:
             host.start()
 
         expected = images()
-        nothing_is_lost(prepare, images, expected, "hosts/")
+        try_functions(prepare, images, expected, "hosts/")
 
 
-# --- the measure itself -------------------------------------------------------------------------------------------
+# --- whether the comparison notices wrong images ------------------------------------------------------------------
 
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "zeroed": torch.zeros_like, "not a number": lambda output: output * float("nan"), "negated": torch.neg,
@@ -213,14 +225,14 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["SDXL", "fewer steps"])
 def test_a_wrong_output_is_noticed(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a single call in the first half of an image, and of all of them."""
+    """In a single call in the first half of an image, and in all calls."""
     options = PIPELINES[name][2]
     pipe, images = pipeline_of(name)
     expected = images()
     reference = undisturbed(lambda: compile_pipe(pipe, **options), images, expected)
     if options:
         measured = apart(reference.ours[0], expected[0])
-        assert measured[0] > 1 / 255, "the policies have left out what can be seen"
+        assert measured[0] > 1 / 255, "what the policies skip is visible"
     assert what_is_wrong(reference.ours, reference) == "" and what_is_wrong(expected, reference) == ""
     run = Runtime.run
     for first, last in ((1, 1), (0, 99)):

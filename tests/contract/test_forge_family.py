@@ -1,4 +1,4 @@
-"""What the Forge family does to a UNet that we serve: loads and unloads it, sets other forwards on it, warms it up."""
+"""WebUIs of the Forge family: other checkpoints, forwards of extensions, memory, and work in the main thread."""
 from __future__ import annotations
 
 import gc
@@ -24,7 +24,7 @@ forges = pytest.mark.parametrize("host", ["forge", "neo"], indirect=True)
 
 
 def load(host: Host, checkpoint: Any) -> None:
-    """The host throws its checkpoint away and loads another."""
+    """Let the WebUI delete its checkpoint and load another."""
     data = host.module("modules.sd_models").model_data
     memory = host.module(host.adapter.memory)
     data.sd_model = host.checkpoint = None
@@ -35,7 +35,7 @@ def load(host: Host, checkpoint: Any) -> None:
 
 
 @family
-def test_a_refiner_that_is_loaded_within_a_sampling_is_served(host: Host) -> None:
+def test_a_refiner_that_is_loaded_during_a_sampling_is_served(host: Host) -> None:
     host.start()
     host.generate()
     load(host, host.make())
@@ -44,14 +44,16 @@ def test_a_refiner_that_is_loaded_within_a_sampling_is_served(host: Host) -> Non
 
 
 @family
-def test_beside_another_network_nothing_is_left_of_a_unet(host: Host, caplog: pytest.LogCaptureFixture) -> None:
+def test_loading_an_unsupported_network_frees_the_unet_and_says_so(
+    host: Host, caplog: pytest.LogCaptureFixture
+) -> None:
     adapter = host.start()
     host.generate()
     unet = weakref.ref(host.unet)
     weight = weakref.ref(next(host.unet.parameters()))
     other = host.make()
     other.forge_objects.unet.model.diffusion_model = nn.Linear(1, 1)
-    # What a host calls the model: its engine, or, with ComfyUI's code, what stands around the network.
+    # The object whose class has the model's name: the engine, or with ComfyUI's code the model around the network.
     named = other.forge_objects.unet.model if adapter.name == "ldm_patched" else other
     named.__class__ = type("Lumina2", (type(named),), {})
     load(host, other)
@@ -69,7 +71,7 @@ def test_beside_another_network_nothing_is_left_of_a_unet(host: Host, caplog: py
 
 
 @family
-def test_a_forward_in_place_of_ours_is_noticed(host: Host) -> None:
+def test_a_forward_on_the_instance_that_bypasses_ours_is_named(host: Host) -> None:
     host.start()
     host.unet.forward = lambda x, timesteps=None, **others: x * 0.25
     assert calls_of(host.generate)[1] == {"host": 1}
@@ -80,9 +82,7 @@ def test_a_forward_in_place_of_ours_is_noticed(host: Host) -> None:
 
 @family
 @pytest.mark.parametrize("above", ["the class", "the caller"])
-def test_code_above_our_hook_is_named_where_no_call_reaches_it(
-    host: Host, above: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_bypasses_our_hook_is_named(host: Host, above: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host.start()
     kind, method, sentence = {
         "the class": (type(host.unet), "forward", "another extension has replaced the UNet's forward"),
@@ -92,28 +92,30 @@ def test_code_above_our_hook_is_named_where_no_call_reaches_it(
         ),
     }[above]
     with monkeypatch.context() as patch:
-        # As HareSkip for Anima stands above a class's forward, and answers every call itself.
+        # HareSkip for Anima does this: it replaces a class's forward, and answers every call itself.
         patch.setattr(kind, method, lambda self, x, *given, **named: x * 0.25)
         assert calls_of(host.generate)[1] == {"host": 1}
     assert runtime.status()["reason"] == f"{sentence} ({__name__})"
     assert calls_of(host.generate)[1] == OURS
 
 
-def by_regions(attention: Any, x: Any, context: Any = None, **told: Any) -> Any:
-    """As Regional Prompter: the prompt's halves, each for half of the image; asked with what the host's blocks give."""
-    assert told.get("value") is None and told.get("mask") is None
+def by_regions(attention: Any, x: Any, context: Any = None, **named: Any) -> Any:
+    """A forward like Regional Prompter's: each half of the prompt is for one half of the image. Checks that it gets no
+    arguments that the host's blocks would not pass."""
+    assert named.get("value") is None and named.get("mask") is None
     halves = context.chunk(2, dim=1)
     left, right = (type(attention).forward(attention, x, half) for half in halves)
     return torch.cat([left[:, : x.shape[1] // 2], right[:, x.shape[1] // 2 :]], dim=1)
 
 
-def tripled(block: Any, x: Any, context: Any = None, **told: Any) -> Any:
+def tripled(block: Any, x: Any, context: Any = None, **named: Any) -> Any:
+    """A forward of a transformer block, with three times the output of the block's own."""
     return 3 * type(block).forward(block, x, context)
 
 
 @family
 @pytest.mark.parametrize(("name", "forward"), [("attn2", by_regions), ("", tripled)], ids=["attention", "block"])
-def test_a_forward_on_a_module_is_called_within_ours(host: Host, name: str, forward: Any) -> None:
+def test_a_forward_on_a_module_is_called_inside_of_ours(host: Host, name: str, forward: Any) -> None:
     blocks = [block for block in host.unet.modules() if hasattr(block, "attn2")]
     changed = [getattr(block, name) if name else block for block in blocks]
     for module in changed:
@@ -136,7 +138,7 @@ def test_a_forward_on_a_module_is_called_within_ours(host: Host, name: str, forw
 
 
 @family
-def test_a_model_that_is_computed_in_another_type_than_we_know_is_the_hosts(host: Host) -> None:
+def test_the_host_serves_a_model_that_is_computed_in_an_unsupported_dtype(host: Host) -> None:
     host.start()
     host.unet.computation_dtype = torch.float64
     assert calls_of(host.generate)[1] == {"host": 2}
@@ -148,11 +150,13 @@ def test_a_model_that_is_computed_in_another_type_than_we_know_is_the_hosts(host
 
     with pytest.raises(MemoryError):
         host.generate(fails)
-    assert calls_of(host.generate)[1] == OURS, "and nothing is said of the generation that failed"
+    assert calls_of(host.generate)[1] == OURS, "the generation that failed left no reason behind"
 
 
 @family
-def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_finishes_a_sampling_during_which_onediff_is_switched_off(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = host.generate()
     adapter = host.start()
     model = host.checkpoint.forge_objects.unet.model
@@ -174,7 +178,7 @@ def test_switched_off_within_a_sampling_the_host_goes_on(host: Host, monkeypatch
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_the_host_is_asked_for_room_in_the_samplings_that_lack_it_and_in_no_others(
+def test_only_a_sampling_that_lacked_memory_before_reserves_some(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = host.start()
@@ -182,6 +186,7 @@ def test_the_host_is_asked_for_room_in_the_samplings_that_lack_it_and_in_no_othe
     monkeypatch.setattr(runtime, "room_lacked", lambda unet, size: 300 if unet is host.unet and 512 in size else 0)
 
     def left_free(width: int) -> int:
+        """The bytes that the WebUI is asked to leave free, in a sampling of this width."""
         checkpoint.forge_objects = checkpoint.forge_objects_after_applying_lora.shallow_copy()
         adapter.before_sampling(SimpleNamespace(sd_model=checkpoint, sampler=Sampler(), is_hr_pass=False, width=width))
         return checkpoint.forge_objects.unet.extra_preserved_memory_during_sampling
@@ -190,7 +195,7 @@ def test_the_host_is_asked_for_room_in_the_samplings_that_lack_it_and_in_no_othe
 
 
 @forges
-def test_exclusive_work_runs_on_the_hosts_main_thread_with_its_lock(
+def test_exclusive_work_runs_in_the_hosts_main_thread_with_its_lock(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = host.start()

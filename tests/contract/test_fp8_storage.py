@@ -1,4 +1,4 @@
-"""A1111's option "FP8 weight": what it stores in float8 is cast where we use it, as the WebUI casts it."""
+"""A1111's option "FP8 weight": our forward casts weights in float8 when it uses them, as the WebUI does."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,11 +21,12 @@ LAYERS = (ATTENTION, "input_blocks.1.0.in_layers.2", "input_blocks.1.0.emb_layer
 
 
 def bits(host: A1111Host) -> dict[str, Tensor]:
+    """Copies of the UNet's parameters, as bytes."""
     return {name: parameter.clone().flatten().view(torch.uint8) for name, parameter in host.unet.named_parameters()}
 
 
 def in_float32(host: A1111Host, make: Callable[[], Any]) -> Any:
-    """What the same stored weights make where nothing is rounded."""
+    """The result of make() while the WebUI casts the stored weights to float32, and rounds nothing else."""
     devices = host.module("modules.devices")
     before = devices.by_hand
     devices.by_hand = True
@@ -37,7 +38,7 @@ def in_float32(host: A1111Host, make: Callable[[], Any]) -> Any:
 
 @torch.no_grad()
 def outputs(host: A1111Host) -> list[Tensor]:
-    """Of single calls with several inputs."""
+    """The outputs of single UNet calls with several inputs."""
     return [host.checkpoint.apply_model(
         random(2, 4, 8, 8, seed=seed), torch.full((2,), 500.25),
         {"c_crossattn": [random(2, 77, CONTEXT_WIDTH, seed=seed + 1)]},
@@ -49,7 +50,7 @@ def mean_error(made: list[Tensor], exact: list[Tensor]) -> float:
 
 
 def loras(host: A1111Host, *strengths: float) -> None:
-    """LoRAs that change weights and biases, for the generations to come."""
+    """Use LoRAs of these strengths, which change weights and biases, in the generations to come."""
     networks = host.module("networks")
     parameters = dict(host.unet.named_parameters())
     biases = [f"{name}.bias" for name in LAYERS if f"{name}.bias" in parameters]
@@ -61,8 +62,8 @@ def loras(host: A1111Host, *strengths: float) -> None:
     networks.loaded_networks[:] = wanted
 
 
-def test_it_is_cast_where_it_is_used_and_is_no_farther_from_float32_than_the_host(host: A1111Host) -> None:
-    """As on a CPU: the WebUI calls in float32, and layers compute in bfloat16."""
+def test_the_output_is_as_near_to_float32_as_the_hosts_without_copies_of_weights(host: A1111Host) -> None:
+    """On a CPU, the WebUI calls the UNet in float32, and autocast computes its layers in bfloat16."""
     host.store_in_fp8(True)
     exact = in_float32(host, lambda: outputs(host))
     expected = outputs(host)
@@ -76,7 +77,7 @@ def test_it_is_cast_where_it_is_used_and_is_no_farther_from_float32_than_the_hos
     ours, calls = calls_of(lambda: outputs(host))
     assert calls == {"plain": len(exact)}
     assert 1e-3 < mean_error(ours, exact) <= mean_error(expected, exact)
-    # No copy of a weight: the biases alone are kept in bfloat16; the norms are as they were.
+    # There is no copy of a weight. Biases are kept in bfloat16, and norms are unchanged.
     small = [parameter for parameter in host.unet.parameters() if parameter.dtype == FLOAT8 and parameter.dim() == 1]
     assert network(host).bound.on_the_fly.bytes == sum(2 * parameter.numel() for parameter in small) > 0
     assert {parameter.dtype for parameter in host.unet.parameters()} == {FLOAT8, torch.float32}
@@ -86,8 +87,8 @@ def test_it_is_cast_where_it_is_used_and_is_no_farther_from_float32_than_the_hos
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["", "cached in float16"])
-def test_loras_are_merged_and_taken_out(host: A1111Host, cache: bool) -> None:
-    """Into the weights in float8; so are their biases, of which we keep copies."""
+def test_loras_are_merged_into_weights_in_float8_and_removed(host: A1111Host, cache: bool) -> None:
+    """Into the biases too, of which OneDiff keeps copies."""
     host.store_in_fp8(True, cache=cache)
     sequence: tuple[tuple[float, ...], ...] = ((), (0.5,), (0.25, 0.5), (), (0.5,))
     expected: list[tuple[Any, dict[str, Tensor]]] = []
@@ -106,8 +107,8 @@ def test_loras_are_merged_and_taken_out(host: A1111Host, cache: bool) -> None:
 
 
 @pytest.mark.parametrize("fp8", [True, False])
-def test_what_the_host_casts_itself_is_the_hosts(host: A1111Host, fp8: bool) -> None:
-    """As on a GPU with --no-half, and on one on which autocast does not work."""
+def test_the_host_serves_while_it_casts_in_every_layer(host: A1111Host, fp8: bool) -> None:
+    """It does so on a GPU with --no-half, and on one on which autocast does not work."""
     host.store_in_fp8(fp8)
     host.module("modules.devices").by_hand = True
     host.generate()

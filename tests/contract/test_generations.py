@@ -1,4 +1,4 @@
-"""What every adapter does for a generation of its host, and what is left when it is switched off."""
+"""Generations of every WebUI with OneDiff: which calls it serves, its reasons, and what is left when it is off."""
 from __future__ import annotations
 
 import sys
@@ -19,6 +19,7 @@ RELEASES = {
     "a1111": ("a1111", "A1111 v1.10.1"), "forge": ("forge", "Forge 2.0.1v1.10.1"), "neo": ("forge", "Forge Neo 2.30"),
     "reforge": ("ldm_patched", "reForge 1.0.0v2-v1.10.1RC"), "classic": ("ldm_patched", "Forge Classic"),
 }
+# The UNet calls of a generation, by route: all served by OneDiff, or all by the host.
 OURS = {"plain": 2}
 BY_HOST = {"host": 2}
 
@@ -32,13 +33,13 @@ def same(made: Made, expected: Made) -> bool:
 
 
 def attributes(host: Host) -> list[set[str]]:
-    """The names on every object of the host's."""
+    """The attributes' names of each of the WebUI's objects."""
     modules = [set(vars(module)) for network in host.networks() for module in network.modules()]
     objects = getattr(host.checkpoint, "forge_objects", host.checkpoint)
     return [*modules, set(vars(host.checkpoint)), *(set(vars(part)) for part in vars(objects).values())]
 
 
-def test_a_generation_is_ours_and_the_hosts(host: Host) -> None:
+def test_onediff_serves_a_generation_and_the_image_is_the_hosts(host: Host) -> None:
     expected = host.generate()
     adapter = host.start()
     decodes = runtime.status()["vae"]["calls"]["ours"]
@@ -53,7 +54,7 @@ def test_a_generation_is_ours_and_the_hosts(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_with_low_vram_every_call_is_ours_and_the_hosts_own_layer_leaves_the_gpu(
+def test_with_lowvram_every_call_is_served_and_the_layer_on_the_gpu_is_moved_back(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = host.generate()
@@ -66,12 +67,12 @@ def test_with_low_vram_every_call_is_ours_and_the_hosts_own_layer_leaves_the_gpu
     for _ in range(3):
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, expected)
-    # What the check of the first call has left there.
+    # The check of the first output ran the host's forward, which moved a layer to the GPU. A later call moved it back.
     assert lowvram.module_in_gpu is None
 
 
-def test_classes_that_somebody_has_derived_are_the_hosts(host: Host) -> None:
-    """Of the same name too: what their other methods compute is somebody else's."""
+def test_the_host_serves_networks_of_derived_classes(host: Host) -> None:
+    """Even with the same name: the methods of a derived class may compute something else."""
     expected = host.generate()
     host.start()
     decoder = next(module for module in host.networks()[-1].modules() if type(module).__name__ == "Decoder")
@@ -81,9 +82,9 @@ def test_classes_that_somebody_has_derived_are_the_hosts(host: Host) -> None:
     try:
         made, calls = calls_of(host.generate)
         assert calls == BY_HOST and torch.equal(made.latent, expected.latent) and runtime.guard.faults == []
-        # The encoder is ours still.
+        # OneDiff still serves the encoder.
         assert torch.equal(made.image, expected.image) and close(made, expected)
-        assert "is derived from a class that OneDiff knows" in runtime.status()["reason"]
+        assert "is derived from a class that OneDiff supports" in runtime.status()["reason"]
     finally:
         for network, kind in kinds.items():
             network.__class__ = kind
@@ -91,7 +92,7 @@ def test_classes_that_somebody_has_derived_are_the_hosts(host: Host) -> None:
     assert calls == OURS and close(made, expected)
 
 
-def test_one_hook_however_often_and_nothing_afterwards(host: Host) -> None:
+def test_serving_again_adds_no_hook_and_switching_off_leaves_nothing(host: Host) -> None:
     expected = host.generate()
     before = attributes(host)
     originals = host.forwards()
@@ -111,7 +112,7 @@ def test_one_hook_however_often_and_nothing_afterwards(host: Host) -> None:
             assert torch.equal(values[name], parameter) and not shares_storage(parameter), name
     made, calls = calls_of(host.generate)
     assert calls == {} and same(made, expected)
-    # Scripts that are loaded again find the same adapter.
+    # When the WebUI reloads its scripts, they get the same adapter.
     assert this_webui() is adapter and host.start() is adapter
     made, calls = calls_of(host.generate)
     assert adapter.hooks() == 1 and calls == OURS and close(made, expected)
@@ -120,7 +121,8 @@ def test_one_hook_however_often_and_nothing_afterwards(host: Host) -> None:
 @pytest.mark.parametrize(
     ("host", "in_place"), [*((name, False) for name in HOSTS), ("classic", True)], indirect=["host"]
 )
-def test_loras_are_merged_and_taken_out(host: Host, in_place: bool) -> None:
+def test_merged_loras_are_applied_and_removed(host: Host, in_place: bool) -> None:
+    """in_place: whether the WebUI writes merged weights into the present tensors."""
     if in_place:
         host.write_in_place()
     sequence = (0.0, 0.5, 0.25, 0.0, 0.5)
@@ -134,7 +136,7 @@ def test_loras_are_merged_and_taken_out(host: Host, in_place: bool) -> None:
         host.set_lora(strength)
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts)
-    host.switch(False)  # with a LoRA merged, and the weights beneath it put aside
+    host.switch(False)  # while a LoRA is merged, and the original weights are put aside
     assert same(host.generate(), expected[-1])
     host.set_lora(0.0)
     assert same(host.generate(), expected[0])
@@ -143,7 +145,7 @@ def test_loras_are_merged_and_taken_out(host: Host, in_place: bool) -> None:
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_a_lora_counts_as_weights_and_not_as_code(host: Any) -> None:
-    """Each LoRA that is loaded is another object, which no other process knows."""
+    """Every loaded LoRA is a new object. If it counted as code, no verdict of another process would be valid for it."""
     host.start()
     digests = []
     for strength in (0.0, 0.5, 0.0, 0.5):
@@ -156,7 +158,7 @@ def test_a_lora_counts_as_weights_and_not_as_code(host: Any) -> None:
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_loras_are_computed_beside_their_layers(host: Any) -> None:
+def test_unmerged_loras_are_computed_beside_their_layers(host: Any) -> None:
     sequence = ((0.5, False), (0.5, True), (0.25, True), (0.5, True), (0.0, False))
     expected = []
     for strength, online in sequence:
@@ -167,7 +169,7 @@ def test_loras_are_computed_beside_their_layers(host: Any) -> None:
         host.set_lora(strength, online)
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
-    # Without OneDiff, the host leaves in what was merged.
+    # If nothing is to be merged, the host alone leaves merged LoRAs in the weights.
     host.set_lora(0.5)
     assert close(host.generate(), expected[0])
     host.set_lora(0.0, online=True)
@@ -181,7 +183,7 @@ def test_loras_are_computed_beside_their_layers(host: Any) -> None:
 
 
 def drawn(h: Tensor, skip: Tensor, options: Any) -> tuple[Tensor, Tensor]:
-    """Random numbers of torch's, as token merging draws them."""
+    """A function of an extension that draws random numbers, as token merging does."""
     return h + 0.1 * torch.randn_like(h), skip
 
 
@@ -214,7 +216,8 @@ def test_control_residuals_are_served(host: Host) -> None:
     for hook in hooks:
         hook.remove()
     *output, middle = (random(*skip.shape, seed=3) for skip in skips[:len(blocks)])
-    # The host takes from the ends of these lists, of which an adapter's has holes and the middle's is not emptied.
+    # The host takes residuals from the ends of these lists. A T2I adapter's list has a None, and the middle's has more
+    # than is used.
     adapter = [random(*skip.shape, seed=4) if place != 1 else None for place, skip in enumerate(output)]
     control = {"input": adapter[::-1], "middle": [torch.ones(1), middle], "output": output}
     expected = host.generate(control=control)
@@ -224,7 +227,7 @@ def test_control_residuals_are_served(host: Host) -> None:
     assert calls == OURS and close(made, expected)
 
 
-def test_a_forward_on_the_instance_that_leads_to_the_classes(host: Host) -> None:
+def test_a_forward_on_the_instance_that_calls_the_classs(host: Host) -> None:
     unet = host.unet
     expected = host.generate()
     host.start()
@@ -233,16 +236,15 @@ def test_a_forward_on_the_instance_that_leads_to_the_classes(host: Host) -> None
         made, calls = calls_of(host.generate)
     finally:
         del unet.forward
-    # So does a ControlNet reference in A1111, which walks through the stages besides, and records there.
+    # In A1111, ControlNet's reference mode does that too, and also runs the stages itself. So OneDiff does not serve
+    # there.
     assert calls == (BY_HOST if host.name == "a1111" else OURS) and close(made, expected)
     assert calls_of(host.generate)[1] == OURS
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 @pytest.mark.parametrize("above", ["the class", "the caller"])
-def test_code_above_our_hook_is_named_where_no_call_reaches_it(
-    host: Host, above: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_bypasses_our_hook_is_named(host: Host, above: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host.start()
     kind, method = {
         "the class": (type(host.unet), "forward"), "the caller": (type(host.checkpoint), "apply_model"),
@@ -250,18 +252,18 @@ def test_code_above_our_hook_is_named_where_no_call_reaches_it(
     with monkeypatch.context() as patch:
         patch.setattr(kind, method, lambda self, x, *given, **named: x * 0.25)
         assert calls_of(host.generate)[1] == {"host": 1}
-    assert runtime.status()["reason"] == f"{__name__} runs the UNet past OneDiff's hook"
+    assert runtime.status()["reason"] == f"another extension calls the UNet in place of the WebUI ({__name__})"
     assert calls_of(host.generate)[1] == OURS
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_the_old_lycoris_extension_is_named_with_what_to_do(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reason_for_the_old_lycoris_extension_says_what_to_do(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = host.generate()
     layer, *_ = [each for each in host.unet.modules() if isinstance(each, nn.Linear)]
     host.start()
     patches = SimpleNamespace(originals={})
     monkeypatch.setitem(sys.modules, "modules.patches", patches)
-    # What its patches leave while they are on, and when they are undone.
+    # The extension adds an entry while its patches are on.
     patches.originals["lyco_patches"] = {(type(layer), "forward"): type(layer).forward}
     made, calls = calls_of(host.generate)
     assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
@@ -271,7 +273,7 @@ def test_the_old_lycoris_extension_is_named_with_what_to_do(host: Host, monkeypa
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_a_loop_of_an_extensions_own_is_the_hosts_to_the_bit_and_ours_again_without_it(host: Host) -> None:
+def test_the_host_serves_a_generation_in_which_an_extension_runs_the_layers_itself(host: Host) -> None:
     plain = host.generate()
     unet = host.unet
     unet.forward = MethodType(controlled_forward, unet)
@@ -283,19 +285,19 @@ def test_a_loop_of_an_extensions_own_is_the_hosts_to_the_bit_and_ours_again_with
     unet.forward = MethodType(controlled_forward, unet)
     made, calls = calls_of(host.generate)
     assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
-    assert runtime.status()["reason"] == "contract_hosts runs the UNet's loop itself"
+    assert runtime.status()["reason"] == "contract_hosts runs the UNet's layers itself"
     del unet.forward
     made, calls = calls_of(host.generate)
     assert calls == OURS and close(made, plain)
 
 
-def test_warming_makes_the_shape_of_a_generation_ready(host: Host) -> None:
+def test_pre_warming_makes_the_shape_of_a_generation_ready(host: Host) -> None:
     adapter = host.start()
     assert calls_of(lambda: adapter.exclusively(lambda: adapter.warm(64, 64, 2, 77)))[1] == {"plain": 1}
     adapter.exclusively(lambda: adapter.warm_decode(48, 48, 1))
     entries = len(runtime.table.entries())
     assert calls_of(host.generate)[1] == OURS
-    # Only the encode was not warmed up.
+    # The encode was not pre-warmed.
     assert len(runtime.table.entries()) == entries + 1 == 3
     assert not host.module("modules.call_queue").queue_lock.locked()
 

@@ -1,4 +1,5 @@
-"""tests/webui/extensions/onediff-graphs, which stands for CUDA graphs in real WebUIs, fits what it stands for."""
+"""tests/webui/extensions/onediff-graphs, which emulates CUDA graphs in real WebUIs without a GPU, fits OneDiff's
+present classes."""
 from __future__ import annotations
 
 import importlib.util
@@ -21,7 +22,7 @@ SCRIPT = Path(__file__).parents[1] / "webui" / "extensions" / "onediff-graphs" /
 
 
 @torch.no_grad()
-def test_a_unet_and_what_lies_between_functions_are_replayed(
+def test_whole_unets_and_segments_between_functions_are_replayed(
     fresh_runtime: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "modules", mock.Mock())

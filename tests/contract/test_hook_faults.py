@@ -1,4 +1,5 @@
-"""Every hook made to fail in turn: the host's own image to the bit, one traceback, and the next generation is ours."""
+"""Makes each hook of OneDiff fail in turn: the image is the WebUI's own to the bit, there is one traceback, and OneDiff
+serves the next generation."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from lib_onediff.hosts.forge import adapter as forge
 from lib_onediff.runtime.runtime import OursOrHosts, runtime
 from lib_onediff.weights.binding import shares_storage
 
-# Neo's adapter is Forge's, and Classic's is reForge's.
+# Neo has Forge's adapter, and Classic has reForge's.
 FAMILY = ("forge", "reforge")
 HOSTS = ("a1111", *FAMILY)
 UNET = "the UNet's forward"
@@ -31,8 +32,13 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 
 
 class Fault(NamedTuple):
-    """A function of ours that fails: (its owner, its name). hook: what users read. by_host: what of a generation must
-    be the host's to the bit."""
+    """A function of ours that fails.
+
+    where: returns its owner and its name.
+    hosts: the WebUIs on which it is tested.
+    hook: the words for the failed hook that users read.
+    by_host: the parts of a generation that must be the WebUI's own to the bit.
+    """
 
     where: Callable[[Host], tuple[Any, str]]
     hosts: tuple[str, ...]
@@ -42,16 +48,16 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "reading a call": Fault(lambda host: (forge, "image_prompts_of"), FAMILY, UNET, ALL),
-    "looking at the UNet": Fault(lambda host: (host.adapter, "_check"), FAMILY, UNET, ALL),
-    "looking at a call": Fault(lambda host: (host.adapter, "_check_state"), ("a1111",), UNET, ALL),
-    "taking into care": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
+    "checking the UNet": Fault(lambda host: (host.adapter, "_check"), FAMILY, UNET, ALL),
+    "checking the WebUI's state": Fault(lambda host: (host.adapter, "_check_state"), ("a1111",), UNET, ALL),
+    "adopting a network": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
     "serving a call": Fault(lambda host: (OursOrHosts, "_ours"), HOSTS, UNET, LATENT),
     "merging a LoRA": Fault(lambda host: (layers, "wanted_networks"), ("a1111",), UNET, LATENT),
-    "looking at a decode": Fault(lambda host: (hooks, "refuse_replaced"), HOSTS, VAE, IMAGES),
+    "checking a decode": Fault(lambda host: (hooks, "refuse_replaced"), HOSTS, VAE, IMAGES),
     "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),
-    "the schedule": Fault(lambda host: (host.adapter_module, "sampling_of"), HOSTS, BEGINNING, ALL),
-    "hearing the schedule": Fault(
-        lambda host: (sampler_schedule, "hear"), HOSTS, "reading the sampler's schedule", ()
+    "finding the schedule": Fault(lambda host: (host.adapter_module, "sampling_of"), HOSTS, BEGINNING, ALL),
+    "recording the schedule": Fault(
+        lambda host: (sampler_schedule, "record"), HOSTS, "reading the sampler's schedule", ()
     ),
     "after a run": Fault(lambda host: (host.adapter, "after_run"), HOSTS, "the end of a generation", ()),
     "a loaded model": Fault(
@@ -62,7 +68,7 @@ CASES = [pytest.param(fault, host, id=f"{name}-{host}") for name, fault in FAULT
 
 
 @pytest.mark.parametrize(("fault", "host"), CASES, indirect=["host"])
-def test_a_fault_costs_no_image(fault: Fault, host: Host, tracebacks: Any) -> None:
+def test_a_fault_does_not_change_the_image(fault: Fault, host: Host, tracebacks: Any) -> None:
     expected = host.generate()
     host.start()
     with pytest.MonkeyPatch.context() as patch:
@@ -97,8 +103,8 @@ WRONG: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("part", ["unet", "decoder"])
 @pytest.mark.parametrize("host", HOSTS, indirect=True)
-def test_arguments_that_do_not_fit_are_the_hosts_to_refuse(host: Host, part: str, wrong: str, tracebacks: Any) -> None:
-    """Without a word of ours, and the generation goes on."""
+def test_wrong_arguments_raise_the_hosts_own_error(host: Host, part: str, wrong: str, tracebacks: Any) -> None:
+    """OneDiff logs nothing, and serves the next generation."""
     module = host.unet
     if part == "decoder":
         holder = host.checkpoint if host.name == "a1111" else host.checkpoint.forge_objects.vae
@@ -114,7 +120,7 @@ def test_arguments_that_do_not_fit_are_the_hosts_to_refuse(host: Host, part: str
     assert calls_of(host.generate)[1] == OURS
 
 
-# What follows the hooks themselves when OneDiff is switched off.
+# Functions that run after the hooks were removed when OneDiff is switched off.
 ENDS = {
     "the UNets": lambda host: (runtime, "release"), "the VAE": lambda host: (runtime.vae, "release"),
     "the weights under a LoRA": lambda host: (forge, "unshare_backups"),
@@ -131,7 +137,7 @@ def test_a_fault_while_switching_off_leaves_no_hook(end: str, host: Host, traceb
         patch.setattr(*ENDS[end](host), broken)
         runtime.guard.hook("following the settings")(lambda: host.switch(False))()
     assert adapter.hooks() == 0 and tracebacks() == len(runtime.guard.faults)
-    # A1111 merges in place.
+    # A1111 merges LoRAs in place, and puts no weights aside.
     assert bool(runtime.guard.faults) == (host.name != "a1111" or end != "the weights under a LoRA")
     made, calls = calls_of(host.generate)
     assert calls == {} and same(made, expected)

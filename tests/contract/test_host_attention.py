@@ -1,4 +1,5 @@
-"""The attention that the user has chosen for the host: named where it is not used, and no yardstick where it rounds."""
+"""The attention that the user has chosen for the WebUI: a note says if OneDiff does not use it, and OneDiff's output is
+not compared with one of reduced precision."""
 from __future__ import annotations
 
 from typing import Any
@@ -9,7 +10,7 @@ from contract_hosts import FAMILY, Host, calls_of
 
 from lib_onediff.runtime.runtime import runtime
 
-# The host's own, and one that is off by far more than rounding.
+# An attention that computes the exact result times a factor.
 SOURCE = """
 def {name}(q, k, v, heads, mask=None, **others):
     return {exact}(q, k, {factor} * v, heads)
@@ -17,7 +18,7 @@ def {name}(q, k, v, heads, mask=None, **others):
 
 
 def choose(host: Host, adapter: Any, name: str, factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the host's UNet compute attention by a function of its own of this name."""
+    """Let the WebUI's UNet compute attention by a function of this name in the WebUI's own module."""
     attention = adapter.networks[0].attention
     module = host.module(attention.functions)
     exec(SOURCE.format(name=name, exact="attention_pytorch", factor=factor), vars(module))
@@ -29,7 +30,7 @@ def choose(host: Host, adapter: Any, name: str, factor: float, monkeypatch: pyte
     ("attention_of_next_year", "Of next year attention"),
 ])
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_an_attention_that_is_not_known_to_be_exact_is_named_and_no_yardstick(
+def test_an_attention_that_may_not_be_exact_is_noted_and_not_compared_with(
     host: Host, name: str, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exact = host.generate()
@@ -41,11 +42,11 @@ def test_an_attention_that_is_not_known_to_be_exact_is_named_and_no_yardstick(
     assert relative_error(made[0], exact[0]) < 1e-5
     assert [note.split(",")[0] for note in adapter.notes()] == [called]
     host.switch(False)
-    assert relative_error(host.generate()[0], exact[0]) > 1e-3, "the host's own is used again"
+    assert relative_error(host.generate()[0], exact[0]) > 1e-3, "without OneDiff, the WebUI uses it again"
 
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_an_exact_attention_that_is_wrong_is_a_disagreement(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_result_of_an_exact_attention_fails_the_comparison(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     adapter = host.start()
     choose(host, adapter, "attention_basic", 1.5, monkeypatch)
     made, calls = calls_of(host.generate)

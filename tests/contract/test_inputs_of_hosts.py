@@ -1,4 +1,5 @@
-"""Inputs of other types and shapes after a proof: every host's own answer or exception is the answer."""
+"""Calls with inputs of other dtypes and shapes, after usual calls: OneDiff returns what the host returns, or raises
+what it raises."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -24,7 +25,7 @@ def usual() -> Inputs:
 
 
 def others() -> Iterator[tuple[str, Inputs]]:
-    """What may come after a usual call."""
+    """Inputs of unusual calls, each with its name."""
     given = usual()
     for name, tensor in given.items():
         for dtype in TYPES:
@@ -40,6 +41,7 @@ def others() -> Iterator[tuple[str, Inputs]]:
 
 
 def outcome(host: Host, given: Inputs) -> Tensor | type[Exception]:
+    """The output of the UNet for these inputs, or the class of the exception that it raises."""
     options = {} if isinstance(host, A1111Host) else {"control": None, "transformer_options": {}}
     x = given["x"]
     timesteps = given["timesteps"]
@@ -52,6 +54,11 @@ def outcome(host: Host, given: Inputs) -> Tensor | type[Exception]:
         return type(error)
 
 
+def shown(one: Any) -> Any:
+    """An outcome in a message: a tensor's shape, or the exception's class."""
+    return tuple(one.shape) if isinstance(one, Tensor) else one
+
+
 def agree(ours: Any, hosts: Any) -> bool:
     if isinstance(ours, Tensor) and isinstance(hosts, Tensor):
         same = ours.dtype == hosts.dtype and ours.shape == hosts.shape
@@ -59,8 +66,8 @@ def agree(ours: Any, hosts: Any) -> bool:
     return ours is hosts
 
 
-def test_what_the_host_refuses_it_is_asked(host: Host, tracebacks: Any) -> None:
-    expected = {what: outcome(host, given) for what, given in others()}
+def test_unusual_inputs_get_the_hosts_own_outcome(host: Host, tracebacks: Any) -> None:
+    expected = {name: outcome(host, given) for name, given in others()}
     assert any(isinstance(one, type) for one in expected.values())
     host.begin()
     for _ in range(2):
@@ -68,13 +75,12 @@ def test_what_the_host_refuses_it_is_asked(host: Host, tracebacks: Any) -> None:
     assert runtime.status()["route"] == "plain", runtime.status()["reason"]
     before = tracebacks()
     found = []
-    for what, given in others():
+    for name, given in others():
         ours = outcome(host, given)
-        if not agree(ours, expected[what]):
-            tell = lambda one: tuple(one.shape) if isinstance(one, Tensor) else one  # noqa: E731
-            found.append(f"{what}: {tell(ours)}, not {tell(expected[what])}")
+        if not agree(ours, expected[name]):
+            found.append(f"{name}: {shown(ours)}, not {shown(expected[name])}")
         if tracebacks() > before:
-            found.append(f"{what}: a traceback")
+            found.append(f"{name}: a traceback")
             before = tracebacks()
     assert not found, "\n".join(found)
     outcome(host, usual())

@@ -1,4 +1,5 @@
-"""A host that lacks what OneDiff needs: nothing is hooked, people read what is missing, and the host goes on."""
+"""A WebUI that lacks something that OneDiff needs: OneDiff patches nothing and says what is missing, and the WebUI
+works as before."""
 from __future__ import annotations
 
 import sys
@@ -16,7 +17,7 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import status
 
 LDM = "ldm_patched.ldm.modules."
-# What the host's own generation does without.
+# (WebUI, Python module, name) of attributes that OneDiff needs, and that the stand-in's generation does not use.
 MISSING = [
     ("a1111", "modules.sd_hijack_unet", "th"), ("forge", "backend.memory_management", "module_size"),
     ("neo", "modules_forge.main_thread", "run_and_wait_result"),
@@ -25,16 +26,16 @@ MISSING = [
 
 
 def refuses(host: Host, said: str) -> None:
-    """Nothing is hooked for this reason."""
+    """Check that OneDiff patches nothing, with a reason that begins with these words after the WebUI's name."""
     before = host.forwards()
     adapter = host.start()
-    reason = f"{RELEASES[host.name][1]} {said}: OneDiff does not know this release, and changes nothing"
+    reason = f"{RELEASES[host.name][1]} {said}: this version of OneDiff does not support that, and changes nothing"
     assert type(adapter) is WebUI and adapter.why_not_served() == reason
     assert host.forwards() == before
     told = status.current_status(adapter)
     assert (told["release"], told["hooks"]) == (RELEASES[host.name][1], 0)
     assert (told["route"], told["reason"], told["faults"]) == ("host", reason, [])
-    with pytest.raises(Refusal, match="does not know this release"):
+    with pytest.raises(Refusal, match="this version of OneDiff does not support that"):
         adapter.warm(64, 64, 2, 77)
 
 
@@ -47,7 +48,7 @@ def test_what_is_missing_is_named(host: Host, module: str, name: str, monkeypatc
     assert calls == {} and same(made, expected)
 
 
-def test_a_parameter_of_another_name(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_parameter_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = host.generate()
     kind = getattr(host.module(host.unet_module), host.unet_class)
     original = kind.forward
@@ -63,7 +64,7 @@ def test_a_parameter_of_another_name(host: Host, monkeypatch: pytest.MonkeyPatch
     assert same(host.generate(), expected)
 
 
-def test_a_module_that_cannot_be_imported(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_cannot_be_imported_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = host.generate()
     monkeypatch.setitem(sys.modules, "modules.call_queue", None)
     adapter = host.start()
@@ -71,15 +72,15 @@ def test_a_module_that_cannot_be_imported(host: Host, monkeypatch: pytest.Monkey
     assert adapter.hooks() == 0 and same(host.generate(), expected)
 
 
-def test_a_checkpoint_without_what_we_need(host: Host) -> None:
-    """Such a release is known by its first checkpoint only; then every call is the host's, until another is loaded."""
+def test_the_host_serves_while_a_checkpoint_lacks_an_attribute(host: Host) -> None:
+    """Only a loaded checkpoint shows this. OneDiff serves again when another checkpoint is loaded."""
     expected = host.generate()
     path = "first_stage_model" if host.name == "a1111" else "forge_objects_after_applying_lora"
     whole = host.checkpoint
     adapter = host.start()
     host.checkpoint = SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != path})
     host.announce()
-    reason = f"{adapter.release} has loaded a checkpoint without {path}: OneDiff does not know this release"
+    reason = f"{adapter.release} has loaded a checkpoint without {path}: this version of OneDiff does not support that"
     assert adapter.why_not_served() == reason and runtime.guard.faults == []
     host.checkpoint = whole
     made, calls = calls_of(host.generate)
@@ -90,8 +91,8 @@ def test_a_checkpoint_without_what_we_need(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", ["classic"], indirect=True)
-def test_no_checkpoint_at_all(host: Host) -> None:
-    """Classic throws the old one away before it loads the new one, which may fail."""
+def test_no_checkpoint_is_loaded(host: Host) -> None:
+    """Classic deletes the old checkpoint before it loads the new one, which may fail."""
     expected = host.generate()
     adapter = host.start()
     data = host.module("modules.sd_models").model_data
@@ -106,8 +107,8 @@ def test_no_checkpoint_at_all(host: Host) -> None:
     assert calls == OURS and close(made, expected) and runtime.guard.faults == []
 
 
-@pytest.mark.parametrize("folders", [("webui",), ()], ids=["modules that we do not know", "no modules"])
-def test_an_unknown_host(folders: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("folders", [("webui",), ()], ids=["unknown modules", "no modules"])
+def test_in_an_unsupported_webui_every_method_does_nothing(folders: tuple[str, ...]) -> None:
     with on_path(*folders):
         adapter = this_webui()
         assert type(adapter) is WebUI
@@ -116,6 +117,6 @@ def test_an_unknown_host(folders: tuple[str, ...]) -> None:
         adapter.before_sampling(object())
         adapter.after_run(object())
         assert adapter.hooks() == 0 and adapter.exclusively(lambda: adapter.model_name()) is None
-        assert adapter.why_not_served() == "OneDiff does not know this WebUI, and changes nothing in it"
+        assert adapter.why_not_served() == "OneDiff does not support this WebUI, and changes nothing in it"
         adapter.stop()
     assert runtime.guard.faults == []

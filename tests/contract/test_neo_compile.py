@@ -1,4 +1,4 @@
-"""Neo's Torch Compile around the UNet while OneDiff serves it: OneDiff's code is not traced."""
+"""Forge Neo's Torch Compile on a UNet that OneDiff serves: torch.compile does not trace OneDiff's code."""
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +14,7 @@ from lib_onediff.runtime.runtime import runtime
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_nothing_of_ours_is_traced(host: Host) -> None:
+def test_torch_compile_traces_no_code_of_ours(host: Host) -> None:
     torch._dynamo.reset()
     x = random(2, 4, 8, 8)
     t = torch.full((2,), 500.0)
@@ -31,13 +31,13 @@ def test_nothing_of_ours_is_traced(host: Host) -> None:
                 assert calls == {"plain": 1} and relative_error(output, expected) < 1e-5
             assert traced.operators == 0 and runtime.guard.faults == []
             torch.compile(host.unet.time_embed, backend=traced)(random(2, 32))
-        assert traced.operators == 3, "or nothing would have been counted above"
+        assert traced.operators == 3, "otherwise the count above would prove nothing"
     finally:
         torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_the_note_on_torch_compile(host: Host) -> None:
+def test_a_note_says_that_torch_compile_has_no_effect(host: Host) -> None:
     adapter = host.start()
     assert adapter.notes() == []
     host.checkpoint.forge_objects.unet.model._torch_compile_config = {}

@@ -1,4 +1,5 @@
-"""scripts/onediff_not_loaded.py: silent where OneDiff can be loaded, an accordion with the reason where it cannot."""
+"""scripts/onediff_not_loaded.py shows an accordion with the reason if OneDiff cannot be loaded, and otherwise
+nothing."""
 from __future__ import annotations
 
 import sys
@@ -21,13 +22,13 @@ def loaded() -> Any:
         return scripts.load_module(SCRIPT)
 
 
-def test_nothing_is_said_where_all_can_be_imported() -> None:
+def test_it_shows_nothing_if_everything_can_be_imported() -> None:
     script = loaded()
     assert script.reason is None and not hasattr(script, "OneDiffNotLoaded")
 
 
-def test_what_cannot_be_imported_is_told_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As an older torch has it: a module of ours raises when it is imported.
+def test_the_page_shows_why_onediff_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    # With an older torch, a module of ours raises when it is imported.
     monkeypatch.delitem(sys.modules, "lib_onediff.ui.xyz", raising=False)
     monkeypatch.delattr("lib_onediff.ui.xyz", raising=False)
     monkeypatch.setitem(sys.modules, "lib_onediff.ui.xyz", None)

@@ -1,4 +1,4 @@
-"""What scripts/onediff.py loads at the start of a WebUI, and what it makes the WebUI do to take our functions."""
+"""Which Python modules a WebUI imports when it starts with OneDiff, and whether it loads a checkpoint then."""
 from __future__ import annotations
 
 import json
@@ -17,7 +17,7 @@ from lib_onediff.hosts import this_webui
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "scripts" / "onediff.py"
-# What serves a model, compiles for one or describes one to programs. No page needs it.
+# Modules that are needed only once a model is served, compiled or queried by the API. The page needs none of them.
 FOR_LATER = (
     "diffusers", "transformers", "torch._inductor", "torch._dynamo", "torch.onnx", "triton", "sympy", "oneflow",
     "skimage", "scipy", "lib_onediff.api", "lib_onediff.bench", "lib_onediff.devices.oneflow.operators",
@@ -47,7 +47,7 @@ with modules_importable():
 @pytest.mark.parametrize(("name", "itself"), [
     ("a1111", True), ("forge", False), ("neo", False), ("reforge", True), ("classic", False),
 ])
-def test_which_webui_loads_a_checkpoint_by_itself(
+def test_which_webui_loads_a_checkpoint_when_it_starts(
     name: str, itself: bool, fresh_runtime: None, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:
     with running(name) as host:
@@ -59,7 +59,7 @@ def test_which_webui_loads_a_checkpoint_by_itself(
 
 
 def loaded_at_start(data: Path, before: str = "") -> list[str]:
-    """The modules that a WebUI's start loads. before: what this Python runs first."""
+    """The modules that a WebUI imports when it starts with OneDiff. before: Python code that runs first."""
     run = subprocess.run(
         [sys.executable, "-c", before + START, str(data), str(SCRIPT)], cwd=REPOSITORY, capture_output=True, text=True,
         timeout=300, check=False,
@@ -71,11 +71,11 @@ def loaded_at_start(data: Path, before: str = "") -> list[str]:
 
 
 def test_the_webui_starts_without_triton_and_without_scikit_image(tmp_path: Path) -> None:
-    """As on Windows, on a Mac and with torch's CPU builds."""
+    """On Windows, on a Mac and with torch's CPU builds, they are missing."""
     loaded_at_start(tmp_path, "import sys\nsys.modules.update(triton=None, skimage=None)\n")
 
 
-def test_the_page_loads_nothing_that_only_a_model_needs(tmp_path: Path) -> None:
+def test_the_page_imports_nothing_that_only_a_model_needs(tmp_path: Path) -> None:
     loaded = loaded_at_start(tmp_path)
     heavy = [name for name in loaded if any(name == late or name.startswith(f"{late}.") for late in FOR_LATER)]
     assert heavy == []

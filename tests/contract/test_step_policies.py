@@ -1,4 +1,5 @@
-"""What leaves steps out, in every WebUI: each says in its own way which rows are the prompt's, and its sampler."""
+"""Step policies in every WebUI: they need the prompt's rows of each call and the sampler, which each WebUI tells in its
+own way."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ class Sampler12(Sampler):
 
 
 class Step(NamedTuple):
-    """A UNet call within a sampling: what the host gave to its apply_model, and got."""
+    """A UNet call of a sampling: the arguments of the WebUI's apply_model, and its result. is_early: whether OneDiff
+    computed the prompt's rows alone."""
 
     latent: Tensor
     sigma: float
@@ -40,7 +42,11 @@ class Step(NamedTuple):
 
 
 class Guided:
-    """Samplings with guidance, as each host's own code makes them. marks: the order of the rows."""
+    """Samplings with guidance, as each WebUI's own code makes them.
+
+    images: their number.
+    marks: for each part of a call's rows, 0 for the prompt or 1 for the negative prompt.
+    """
 
     sampler: type[Sampler12] = Sampler12
 
@@ -51,7 +57,7 @@ class Guided:
         self.prompt, self.negative = (random(images, 77, CONTEXT_WIDTH, seed=seed) for seed in (2, 3))
         self.control: dict[str, list[Tensor]] | None = None
         self.options: dict[str, Any] = {}
-        # What else the host's p says.
+        # Further attributes of the WebUI's processing object p.
         self.generation: dict[str, Any] = {}
 
     @property
@@ -74,7 +80,7 @@ class Guided:
         )
 
     def options_of(self, sigma: float) -> dict[str, Any]:
-        """transformer_options as the Forge family writes them."""
+        """The transformer_options that WebUIs of the Forge family pass."""
         marks = torch.tensor(self.marks).repeat_interleave(self.images)
         return {
             "cond_or_uncond": list(self.marks), "sigmas": torch.full((self.images,), sigma), "cond_mark": marks.float(),
@@ -82,12 +88,12 @@ class Guided:
             "uncond_indices": marks.eq(1).nonzero().flatten().tolist(), **self.host.options_of_a_call(), **self.options,
         }
 
-    def said(self) -> Any:
-        """A1111's CFGDenoiserParams."""
+    def params(self) -> Any:
+        """A1111's CFGDenoiserParams of a step."""
         return SimpleParams(self.prompt, self.negative)
 
     def steps(self) -> Iterator[Step]:
-        """One sampling."""
+        """Make one sampling, and yield its UNet calls."""
         host = self.host
         adapter = self.host.adapter
         runtime.guard.resume()
@@ -99,9 +105,9 @@ class Guided:
         parts = [self.prompt, self.negative]
         context = torch.cat([parts[mark] for mark in self.marks])
         for sigma in SIGMAS:
-            said = self.said()
+            params = self.params()
             before = runtime.status()["guidance"]["without_negative"]
-            adapter.before_step(said)
+            adapter.before_step(params)
             latent = image.repeat(len(context) // self.images, 1, 1, 1)
             options = {} if host.name == "a1111" else self.options_of(sigma)
             with host.no_gradients():
@@ -115,7 +121,8 @@ class Guided:
         adapter.after_run(p)
 
     def by_host(self, step: Step) -> Tensor:
-        """What the host's own UNet answers to a call, of the prompt's rows alone where ours left the others out."""
+        """The prediction of the WebUI's own UNet for a call; of the prompt's rows alone, repeated, if OneDiff skipped
+        the others."""
         rows = slice(None)
         options = step.options
         control = step.control
@@ -136,7 +143,8 @@ class SimpleParams:
 
 
 def agrees(guided: Guided) -> None:
-    """Half of the steps are computed by the prompt's rows, and each as the host computes them."""
+    """Assert that OneDiff computes the prompt's rows alone in the last half of the steps, and that every step's
+    prediction is the WebUI's."""
     steps = list(guided.steps())
     assert [step.is_early for step in steps] == [False] * 6 + [True] * 6, runtime.status()["guidance"]["reason"]
     assert runtime.status()["guidance"]["reason"] == "" and runtime.guard.faults == []
@@ -156,12 +164,12 @@ def reason_of(guided: Guided) -> str:
 
 
 @pytest.mark.parametrize("images", [1, 2])
-def test_half_of_the_steps(host: Host, images: int) -> None:
+def test_half_of_the_steps_skip_the_negative_prompt(host: Host, images: int) -> None:
     guided = Guided(host, images)
     if host.name == "a1111":
-        # SDXL's conditions are dictionaries; the negative prompt has been made longer.
-        guided.said = lambda: said
-        said = SimpleParams({"crossattn": guided.prompt}, {"crossattn": guided.negative[:, :40]})
+        # SDXL's conditions are dictionaries; the WebUI has padded the negative prompt after the callback.
+        guided.params = lambda: params
+        params = SimpleParams({"crossattn": guided.prompt}, {"crossattn": guided.negative[:, :40]})
     elif images == 2:
         guided.marks = NEGATIVE_FIRST
     else:
@@ -177,7 +185,9 @@ def test_half_of_the_steps(host: Host, images: int) -> None:
     ([1, 0], {"sigmas": None}, "does not say"), ([1, 0], {"cond_or_uncond": None}, "does not say"),
     ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "rows besides"),
 ])
-def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dict[str, Any], reason: str) -> None:
+def test_skipping_is_inactive_if_the_options_do_not_tell_the_prompts_rows(
+    host: Host, marks: list[int], options: dict[str, Any], reason: str
+) -> None:
     guided = Guided(host, 1, marks)
     guided.options = options
     guided.start()
@@ -189,30 +199,33 @@ def test_what_the_family_does_not_say(host: Host, marks: list[int], options: dic
     (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "separate calls"), (1, 1, 3, "rows besides"),
     (1, 1, 2, "other prompts"), (0, 0, 2, "does not make this call"),
 ])
-def test_other_layouts_of_a1111(host: Host, conds: int, negatives: int, batch: int, reason: str) -> None:
+def test_skipping_is_inactive_if_a1111s_rows_are_not_two_for_each_image(
+    host: Host, conds: int, negatives: int, batch: int, reason: str
+) -> None:
     guided = Guided(host, 1, [0] * batch)
     guided.start()
     prompts = random(conds, 77, CONTEXT_WIDTH, seed=4)
     negative = random(negatives, 77, CONTEXT_WIDTH, seed=3)
-    # What a step has said ends with it.
-    said = SimpleParams(prompts, negative) if conds else None
-    guided.said = lambda: said or SimpleParams(prompts, negative)
-    if said is None:
+    # Without a reference, the params are deleted when the step ends.
+    params = SimpleParams(prompts, negative) if conds else None
+    guided.params = lambda: params or SimpleParams(prompts, negative)
+    if params is None:
         guided.host.adapter.before_step = lambda params: None
     assert reason in reason_of(guided)
 
 
 class Euler(Sampler12):
-    """It adds no noise between its steps."""
+    """A sampler that adds no noise between its steps."""
 
     def sample_euler(self, model: Any, x: Any, sigmas: Any) -> None:
-        """The sampling function; its name is what counts."""
+        """The sampling function. OneDiff reads its name, and nothing calls it."""
 
     func = sample_euler
 
 
 def is_inactive_for_few_steps(host: Host, **generation: Any) -> bool:
-    """Whether DeepCache is inactive in a sampling of 12 steps, for the few steps. generation: attributes of p."""
+    """Whether DeepCache is inactive in a sampling of 12 steps, because the model seems to be a few-step model.
+    generation: attributes of p."""
     guided = Guided(host)
     guided.sampler = Euler
     guided.generation = generation
@@ -226,9 +239,9 @@ def is_inactive_for_few_steps(host: Host, **generation: Any) -> bool:
     return not cached
 
 
-def test_caches_rest_in_samplings_of_few_step_models(host: Host) -> None:
-    """The CFG scale tells; Forge's hires pass has one of 1 unless somebody sets it, which tells of its own checkpoint
-    only."""
+def test_deepcache_is_inactive_for_few_step_models(host: Host) -> None:
+    """They are recognised by the CFG scale. Forge's second pass has a scale of 1 by default, which only counts if the
+    pass has a checkpoint of its own."""
     assert is_inactive_for_few_steps(host, cfg_scale=1.5) and not is_inactive_for_few_steps(host, cfg_scale=7.0)
     second: dict[str, Any] = {"is_hr_pass": True, "cfg_scale": 7.0, "hr_cfg": 1.0}
     assert not is_inactive_for_few_steps(host, hr_checkpoint_info=None, **second)

@@ -1,5 +1,5 @@
-"""Checkpoints whose weights Forge Neo stores in few bits: our forward computes with the file's own numbers, an edit of
-them counts at the next call, and what we do not know is the host's."""
+"""Checkpoints whose weights Forge Neo stores in 4 or 8 bits: our forward computes with the numbers in the file, an edit
+of them counts at the next call, and the host serves formats that OneDiff does not support."""
 from __future__ import annotations
 
 import dataclasses
@@ -63,19 +63,18 @@ def z_image_host(fresh_runtime: None) -> Iterator[StoredZImage]:
 
 
 def in_file(host: Moved) -> Made:
-    """What the host makes of the numbers in the file: INT8 as it multiplies them, else without rounding what layers
-    read."""
+    """The WebUI's own results with the numbers in the file; see StoredNeo.as_stored."""
     with host.as_stored():
         return host.generate()
 
 
 def most_of(name: str) -> float:
-    """How far one call of ours may be from the host's: a few integers are rounded to the other side."""
+    """The largest relative error of one call of ours. In INT8, a few inputs may be rounded to the other side."""
     return 0.02 if name.startswith("INT8") else CLOSE
 
 
 def limit_of(host: Moved, name: str) -> float:
-    """How far ours may be from that, before OneDiff has been started."""
+    """The largest relative error of our generation from in_file(). Call it before OneDiff is started."""
     return max(CLOSE, 4 * sensitivity(host)) if name.startswith("INT8") else CLOSE
 
 
@@ -91,11 +90,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("of", "name", "disabled"), CASES, ids=lambda value: str(value).replace(" ", "_"))
-def test_every_format_is_ours_and_nothing_is_left(
+def test_every_format_is_served_and_nothing_is_left(
     of: str, name: str, disabled: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    """disabled: the formats that this card has no units for. Where it has them, the host rounds what layers read, and
-    ours is nearer to the file."""
+    """disabled: the formats in which this GPU does not multiply. In others the host rounds inputs, so that our result
+    is nearer to in_file() than the host's."""
     host = request.getfixturevalue(of)
     plain = host.generate()
     host.store(name, disabled)
@@ -121,7 +120,8 @@ def test_every_format_is_ours_and_nothing_is_left(
 
 PLACES = ("self_attn", "cross_attn", "mlp")
 ALONE = ("t_embedder.1.linear_2", "blocks.0.self_attn.output_proj", "blocks.1.cross_attn.q_proj", "blocks.1.mlp.layer1")
-# All that is multiplied as one, or none of it: of what is left out, the host would round what it reads, and ours not.
+# Of the layers that our forward multiplies as one, all or none: a layer without a LoRA would round its input in the
+# host, and not in ours.
 ADAPTED = (
     *ALONE, *(f"blocks.1.self_attn.{one}_proj" for one in "qkv"), *(f"blocks.0.cross_attn.{one}_proj" for one in "kv"),
     *(f"blocks.{block}.adaln_modulation_{place}.{layer}" for block in (0, 1) for place in PLACES for layer in (1, 2)),
@@ -130,7 +130,7 @@ ADAPTED = (
 
 
 @pytest.mark.parametrize("name", ["INT8 (ConvRot)", "FP8 (e4m3, scaled)", "FP8 (e5m2, scaled)", "NVFP4", "GGUF Q8_0"])
-def test_loras_on_the_fly_are_computed_beside_the_files_numbers(host: StoredAnima, name: str) -> None:
+def test_unmerged_loras_are_computed_beside_stored_weights(host: StoredAnima, name: str) -> None:
     host.store(name)
     one, two = lora(host, ADAPTED), lora(host, ALONE, rank=2, seed=7)
     sequence: Any = ((), ((one, 0.5),), ((one, 0.0),), ((one, 0.25), (two, 0.8)), ((two, 0.8),), ())
@@ -147,11 +147,11 @@ def test_loras_on_the_fly_are_computed_beside_the_files_numbers(host: StoredAnim
         made, calls = calls_of(host.generate)
         assert calls == OURS, runtime.status()["reason"]
         assert relative_error(made.latent, theirs.latent) < limit
-        # No weight is decoded for longer than its product.
+        # No decoded weight is kept.
         marks = (f"{name} weights", *(["LoRA on the fly"] if loras else []))
         assert network(host).weight_marks == marks
         floats = sum(part.numel() for patches, _ in loras for _, parts in patches.values() for part in parts[:2])
-        # Ranks are filled up.
+        # Ranks are padded to multiples of RANKS.
         assert 4 * floats <= network(host).bound.on_the_fly.bytes <= 4 * floats * RANKS / 2
     host.switch(False)
     now = stored_bits(host)
@@ -159,8 +159,8 @@ def test_loras_on_the_fly_are_computed_beside_the_files_numbers(host: StoredAnim
 
 
 @pytest.mark.parametrize("name", ["INT8 by rows", "INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4"])
-def test_a_lora_that_the_host_merges_is_in_its_new_weights(host: StoredAnima, name: str) -> None:
-    """Each is a tensor of its own with other scales, rounded by the host."""
+def test_merged_loras_are_in_the_hosts_new_weights(host: StoredAnima, name: str) -> None:
+    """The host rounds each merged weight, into a new tensor with other scales."""
     host.store(name)
     one = lora(host, ADAPTED)
     sequence: Any = ((), ((one, 0.5),), ((one, 0.25),), ())
@@ -179,8 +179,8 @@ def test_a_lora_that_the_host_merges_is_in_its_new_weights(host: StoredAnima, na
 
 
 @pytest.mark.parametrize("name", ["INT8", "FP8 (e5m2, scaled)", "GGUF Q8_0"])
-def test_what_is_no_lora_is_applied_to_decoded_copies(host: StoredAnima, name: str) -> None:
-    """Of the layers that it is on, and of no other."""
+def test_other_functions_are_applied_to_decoded_copies(host: StoredAnima, name: str) -> None:
+    """There are copies only of the layers with such a function."""
     path = "blocks.1.mlp.layer2"
     difference = loha(host, (path,))
     host.store(name)
@@ -202,7 +202,7 @@ EDITED = (
 )
 
 
-# What is over the same input, whose weights our forward multiplies as one.
+# By layer: all layers with the same input, whose weights our forward multiplies as one.
 BESIDE = {
     "blocks.0.self_attn.k_proj": [f"blocks.0.self_attn.{one}_proj" for one in "qkv"],
     "blocks.0.cross_attn.v_proj": [f"blocks.0.cross_attn.{one}_proj" for one in "kv"],
@@ -213,14 +213,14 @@ BESIDE = {
 
 
 def make(edit: Any, host: StoredAnima, path: str, seed: int) -> None:
-    """Make an edit of a layer; one of a format is of all layers beside it, as in a file."""
+    """Edit a layer. An edit of the format is made in all layers with the same input, as in files."""
     paths = BESIDE.get(path, [path]) if edit in OF_A_FORMAT else [path]
     for one in paths:
         edit(host, host.unet.get_submodule(one), Random(seed))
 
 
 def plain_of(layer: Any) -> Tensor:
-    """The weight of a layer, decoded."""
+    """The decoded weight of a layer, in float32."""
     weight = layer.weight
     if hasattr(weight, "dequantize") and hasattr(weight, "_qdata"):
         return weight.dequantize().float()
@@ -261,7 +261,8 @@ def in_q4(host: StoredAnima, layer: Any, chance: Random) -> None:
 
 
 def edit_rotation(host: StoredAnima, layer: Any, chance: Random) -> None:
-    """The same numbers mean another weight, in a tensor of its own or in the same one."""
+    """Switch the rotation on or off, in a new tensor or in the present one: the same numbers then mean another
+    weight."""
     weight = layer.weight
     if getattr(weight, "_layout_cls", "") == "TensorWiseINT8Layout":
         params = dataclasses.replace(weight._params, convrot=not weight._params.convrot, convrot_groupsize=GROUP)
@@ -271,8 +272,8 @@ def edit_rotation(host: StoredAnima, layer: Any, chance: Random) -> None:
             layer.weight = nn.Parameter(type(weight)(weight._qdata, weight._layout_cls, params), requires_grad=False)
 
 
-def edit_units(host: StoredAnima, layer: Any, chance: Random) -> None:
-    """The host decodes this weight from now on, or does so no more."""
+def edit_decoding(host: StoredAnima, layer: Any, chance: Random) -> None:
+    """Switch on or off that the host decodes this weight before it multiplies."""
     if hasattr(layer, "_full_precision_mm"):
         layer._full_precision_mm = not layer._full_precision_mm
 
@@ -291,9 +292,9 @@ def take_loras(host: StoredAnima, layer: Any, chance: Random) -> None:
 
 
 EDITS = (
-    edit_scale, edit_numbers, in_another_format, in_plain_numbers, edit_rotation, edit_units, put_lora, take_loras,
+    edit_scale, edit_numbers, in_another_format, in_plain_numbers, edit_rotation, edit_decoding, put_lora, take_loras,
 )
-OF_A_FORMAT = (in_another_format, in_plain_numbers, edit_rotation, edit_units)
+OF_A_FORMAT = (in_another_format, in_plain_numbers, edit_rotation, edit_decoding)
 MIXED = ("INT8", "INT8 by rows", "INT8 (ConvRot)", "FP8 (e4m3, scaled)", "FP8 (e5m2, scaled)", "MXFP8", "NVFP4")
 
 
@@ -304,7 +305,7 @@ def test_the_call_after_an_edit_is_right(host: StoredAnima, name: str, edit: Any
     host.begin()
     plain, calls = calls_of(host.output)
     assert calls == {"plain": 1} and relative_error(plain, host.theirs()) < most_of(name)
-    # Another format may be one whose inputs are rounded.
+    # The other format may be one that rounds inputs.
     most = most_of("INT8" if edit is in_another_format else name)
     has_effect = False
     for seed, path in enumerate(EDITED):
@@ -316,17 +317,18 @@ def test_the_call_after_an_edit_is_right(host: StoredAnima, name: str, edit: Any
         made, calls = calls_of(host.output)
         assert calls == {"plain": 1}, (path, runtime.status()["reason"])
         assert relative_error(made, expected) < most, path
-    assert has_effect or edit in (edit_units, edit_rotation), "nothing was edited"
+    assert has_effect or edit in (edit_decoding, edit_rotation), "no edit has changed the output"
 
 
 @pytest.mark.parametrize(("name", "edit", "place"), [
     ("INT8", edit_rotation, 0), ("INT8 (ConvRot)", in_plain_numbers, 2), ("INT8 by rows", in_nvfp4, 1),
     ("FP8 (e4m3, scaled)", in_plain_numbers, 0), ("MXFP8", in_nvfp4, 2), ("GGUF Q8_0", in_q4, 0),
 ])
-def test_layers_over_one_input_in_several_formats_are_decoded(
+def test_layers_with_one_input_and_several_formats_are_decoded(
     host: StoredAnima, name: str, edit: Any, place: int
 ) -> None:
-    """As in files of which some layers are stored better: nothing is rounded there, and ours is nearer to the file."""
+    """Some files store a few layers with more bits. Our forward then rounds no inputs of such layers, and is nearer to
+    the numbers in the file than the host."""
     host.store(name)
     path, beside = list(BESIDE.items())[place]
     for one in {path, beside[0]}:
@@ -335,7 +337,7 @@ def test_layers_over_one_input_in_several_formats_are_decoded(
     host.begin()
     made, calls = calls_of(host.output)
     assert calls == {"plain": 1}, runtime.status()["reason"]
-    # The plain numbers of a GGUF file are in float16, and so is this call.
+    # A GGUF file has its plain weights in float16, so this call is in float16.
     most = {"I": 0.03, "G": 2e-3}.get(name[0], CLOSE)
     assert relative_error(made, host.theirs()) < most
     host.switch(False)
@@ -343,7 +345,7 @@ def test_layers_over_one_input_in_several_formats_are_decoded(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_no_answer_is_wrong_whatever_is_edited(host: StoredAnima, seed: int) -> None:
+def test_random_edits_never_make_a_wrong_output(host: StoredAnima, seed: int) -> None:
     chance = Random(seed)
     host.store(chance.choice(MIXED))
     host.begin()
@@ -362,7 +364,7 @@ def test_no_answer_is_wrong_whatever_is_edited(host: StoredAnima, seed: int) -> 
     assert ours > 15, runtime.status()["reason"]
 
 
-# --- what is not known ---------------------------------------------------------------------------------------------
+# --- unsupported formats -------------------------------------------------------------------------------------------
 
 BROKEN, FUSED = "blocks.1.mlp.layer2", "blocks.0.self_attn.k_proj"
 
@@ -385,7 +387,7 @@ def of_tomorrows_file(host: StoredAnima, layer: Any) -> None:
 
 
 def in_four_bits(host: StoredAnima, layer: Any) -> None:
-    """As bitsandbytes' parameters, which count their own shape."""
+    """As with bitsandbytes: a parameter of a class that has its own shape."""
     kind = type("ForgeParams4bit", (nn.Parameter,), {"quant_type": "nf4"})
     weight = nn.Parameter(plain_of(layer), requires_grad=False)
     weight.__class__ = kind
@@ -415,11 +417,13 @@ def unbaked(host: StoredAnima, layer: Any) -> None:
 
 UNKNOWN = {
     "layout": ("INT8", in_unknown_layout, "stored as int8_tensorwise (OfTomorrowLayout), which"),
-    "a file's own name": ("INT8", of_tomorrows_file, "stored as convrot_w4a4 (OfTomorrowLayout), which OneDiff"),
+    "a name in the file": ("INT8", of_tomorrows_file, "stored as convrot_w4a4 (OfTomorrowLayout), which OneDiff"),
     "nf4": ("INT8", in_four_bits, "stored in nf4 (bitsandbytes), which OneDiff does not support"),
     "older operations": ("INT8", by_older_operations, "stored in the INT8 format of an earlier Forge Neo"),
     "transposed": ("INT8", transposed, "stored as TensorWiseINT8Layout and transposed"),
-    "somebody's": ("INT8", of_another_package, "somebodys.tensors.QuantizedTensor, which OneDiff does not support"),
+    "another package": (
+        "INT8", of_another_package, "somebodys.tensors.QuantizedTensor, which OneDiff does not support"
+    ),
     "no scale": ("INT8", lambda host, layer: with_params(layer, scale=None), "TensorWiseINT8Layout has no scale"),
     "no scales of blocks": ("NVFP4", lambda host, layer: with_params(layer, block_scale=None), "has no scale"),
     "three scales": (
@@ -428,15 +432,15 @@ UNKNOWN = {
     "rotation": (
         "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=1024), "ConvRot groups of 1024"
     ),
-    "no power": (
+    "no power of four": (
         "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=32), "a ConvRot group of 32"
     ),
-    "not ready": ("GGUF Q8_0", unbaked, "GGUF Q8_0 was not prepared"),
+    "not baked": ("GGUF Q8_0", unbaked, "GGUF Q8_0 was not prepared"),
 }
 
 
 def answer(make: Any) -> Any:
-    """What it returns, or the error that it raises."""
+    """The result of make(), or its exception as text."""
     try:
         return make()
     except Exception as error:
@@ -444,13 +448,14 @@ def answer(make: Any) -> Any:
 
 
 def alike(made: Any, expected: Any) -> bool:
+    """Whether two results of answer() are equal."""
     if isinstance(made, Tensor) and isinstance(expected, Tensor):
         return torch.equal(made.nan_to_num(), expected.nan_to_num())
     return type(made) is type(expected) and bool(made == expected)
 
 
 @pytest.mark.parametrize(("case", "path"), [*((case, BROKEN) for case in UNKNOWN), ("layout", FUSED)])
-def test_what_is_not_known_is_the_hosts_and_named(host: StoredAnima, case: str, path: str) -> None:
+def test_the_host_serves_while_a_layers_format_is_unsupported(host: StoredAnima, case: str, path: str) -> None:
     name, breaks, reason = UNKNOWN[case]
     host.store(name)
     layer = host.unet.get_submodule(path)
@@ -465,7 +470,7 @@ def test_what_is_not_known_is_the_hosts_and_named(host: StoredAnima, case: str, 
             made, calls = calls_of(lambda: answer(host.output))
             assert alike(made, expected) and calls in ({"host": 1}, {}), calls
             assert reason in runtime.status()["reason"], runtime.status()["reason"]
-        # As it was: ours again.
+        # Restored, the network is served again.
         layer.weight = whole
         layer.__dict__.pop("_is_quantized", None)
         if hasattr(layer, "quant_format"):
@@ -483,7 +488,7 @@ def test_what_is_not_known_is_the_hosts_and_named(host: StoredAnima, case: str, 
     assert alike(answer(host.output), expected)
 
 
-def test_a_checkpoint_with_an_unknown_layout_is_the_hosts_from_the_start(host: StoredAnima) -> None:
+def test_the_host_serves_a_checkpoint_with_an_unsupported_layout(host: StoredAnima) -> None:
     host.store("INT8 (ConvRot)")
     in_unknown_layout(host, host.unet.get_submodule(BROKEN))
     expected = host.generate()
@@ -495,7 +500,7 @@ def test_a_checkpoint_with_an_unknown_layout_is_the_hosts_from_the_start(host: S
         Binding(host.unet, FAMILIES.read(host.unet), StoredWeights())
 
 
-def test_a_scale_that_is_not_a_number_makes_the_hosts_image(host: StoredAnima) -> None:
+def test_the_host_serves_while_a_scale_is_nan(host: StoredAnima) -> None:
     host.store("INT8")
     scale = host.unet.get_submodule(BROKEN).weight._params.scale
     before = scale.clone()
@@ -511,10 +516,11 @@ def test_a_scale_that_is_not_a_number_makes_the_hosts_image(host: StoredAnima) -
 
 
 @pytest.mark.parametrize(("dimensions", "is_rounded"), [(3, False), (5, True)])
-def test_the_mlps_of_anima_are_multiplied_in_fp8_where_the_hosts_release_rounds_their_inputs(
+def test_animas_mlps_are_multiplied_in_fp8_only_if_the_hosts_release_rounds_their_inputs(
     host: StoredAnima, dimensions: int, is_rounded: bool
 ) -> None:
-    """These have five dimensions."""
+    """The inputs of these MLPs have five dimensions. dimensions: the most that inputs may have which the host
+    rounds."""
     mixed = host.module("backend.operations_mixed_precision").mixed_precision_ops
     host.mixed = lambda disabled: mixed(disabled, dimensions).Linear
     host.store("FP8 (e4m3, scaled)", ())

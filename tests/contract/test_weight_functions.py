@@ -1,5 +1,5 @@
-"""What a host of the Forge family applies to its weights at each use, and weights that it stores in another type, are
-computed by our forward; each against the host's own forward."""
+"""Our forward computes the functions that WebUIs of the Forge family apply to weights at each use, and casts weights
+that are stored in another dtype. The results are compared with the WebUI's own."""
 from __future__ import annotations
 
 from typing import Any
@@ -35,7 +35,7 @@ def weight_of(host: Host, path: str) -> Tensor:
 
 
 def lora(host: Host, paths: tuple[str, ...], rank: int = 3, seed: int = 0) -> dict[str, Any]:
-    """A LoRA of random numbers that shows, other ones for each layer."""
+    """The patches of a LoRA for these layers: random numbers, large enough to change the image."""
     patches: dict[str, Any] = {}
     for number, path in enumerate(paths, 2 * seed):
         out, *into = weight_of(host, path).shape
@@ -46,6 +46,7 @@ def lora(host: Host, paths: tuple[str, ...], rank: int = 3, seed: int = 0) -> di
 
 
 def loha(host: Host, paths: tuple[str, ...], rank: int = 2) -> dict[str, Any]:
+    """The patches of a LoHa, which our forward applies to copies of the weights."""
     patches: dict[str, Any] = {}
     for path in paths:
         weight = weight_of(host, path)
@@ -58,17 +59,19 @@ def loha(host: Host, paths: tuple[str, ...], rank: int = 2) -> dict[str, Any]:
 
 
 def differences(host: Host, names: tuple[str, ...]) -> dict[str, Any]:
+    """Patches that add random numbers to these parameters."""
     return {name: (0.2 * random(*host.unet.get_parameter(name).shape, seed=3),) for name in names}
 
 
 def network(host: Host) -> Network:
+    """The runtime's Network of the WebUI's UNet."""
     found = runtime.services.networks.get(host.unet)
     assert found is not None
     return found
 
 
 def expected_of(host: Host, *sequence: tuple[Any, ...]) -> list[Any]:
-    """What the host itself makes with each of these sets of LoRAs."""
+    """The WebUI's own results with each of these sets of LoRAs."""
     made = []
     for loras in sequence:
         host.set_loras(*loras)
@@ -92,9 +95,9 @@ def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
         kinds = ("LoRA on the fly",) if loras else ()
         assert network(host).weight_marks == kinds
-        # No copy of a weight: up and down alone.
+        # There is no copy of a weight, only of up and down.
         floats = sum(part.numel() for patches, _ in loras for _, parts in patches.values() for part in parts[:2])
-        # Ranks are filled up.
+        # Ranks are padded to multiples of RANKS.
         assert 4 * floats <= network(host).bound.on_the_fly.bytes <= 4 * floats * RANKS / 2
         mine.append(made)
     assert torch.equal(mine[0].latent, mine[-1].latent)
@@ -106,19 +109,19 @@ def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_a_strength_that_is_written_between_two_calls_counts_at_once(
+def test_a_strength_that_changes_between_two_calls_counts_at_once(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neo's <lora:x:[1@0,0.25@0.5]>."""
+    """Forge Neo's syntax <lora:x:[1@0,0.25@0.5]> does that."""
     model = host.checkpoint.forge_objects.unet.model
     patches = lora(host, (*LINEAR, *CONVOLUTIONS))
     apply = model.apply_model
 
-    def at_its_strength(x: Tensor, t: Tensor, **told: Any) -> Tensor:
+    def at_its_strength(x: Tensor, t: Tensor, **named: Any) -> Tensor:
         for layer in host.unet.modules():
             for function in layer.__dict__.get("weight_function") or ():
                 function.patch[0][0] = 1.0 if t[0] > 5 else 0.25
-        return apply(x, t, **told)
+        return apply(x, t, **named)
 
     unscheduled, = expected_of(host, ((patches, 1.0),))
     monkeypatch.setattr(model, "apply_model", at_its_strength)
@@ -132,7 +135,7 @@ def test_a_strength_that_is_written_between_two_calls_counts_at_once(
 
 
 @family
-def test_other_functions_are_applied_to_copies_once(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_functions_are_applied_to_copies_once_for_all_calls(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[nn.Module] = []
     of = LayerFunctions.of
     monkeypatch.setattr(LayerFunctions, "of", lambda self, layer: read.append(layer) or of(self, layer))
@@ -148,14 +151,14 @@ def test_other_functions_are_applied_to_copies_once(host: Host, monkeypatch: pyt
         read.clear()
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
-        assert len(read) == len(set(read))  # in two calls
+        assert len(read) == len(set(read)), "a layer's functions were read again for the second call"
     host.switch(False)
     assert same(host.generate(), expected[-1])
 
 
 @pytest.mark.parametrize("host", ["neo", "reforge"], indirect=True)
 def test_a_function_of_another_extension_runs_at_every_call(host: Host) -> None:
-    """Nobody knows of what it makes its weight."""
+    """What it computes may depend on anything."""
     factor = 1.0
     plain = host.generate()
     expected = {}
@@ -174,7 +177,7 @@ def test_a_function_of_another_extension_runs_at_every_call(host: Host) -> None:
 
 @family
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16], ids=str)
-def test_weights_in_another_type_are_cast_where_they_are_used(host: Host, dtype: torch.dtype) -> None:
+def test_weights_in_another_dtype_are_cast_when_they_are_used(host: Host, dtype: torch.dtype) -> None:
     host.store_as(dtype)
     plain = lora(host, (*LINEAR, *CONVOLUTIONS))
     other = loha(host, (f"{BLOCK}.attn1.to_q",))
@@ -187,7 +190,7 @@ def test_weights_in_another_type_are_cast_where_they_are_used(host: Host, dtype:
         made, calls = calls_of(host.generate)
         assert calls == OURS and close(made, hosts), runtime.status()["reason"]
         assert f"weights stored as {str(dtype).removeprefix('torch.')}" in network(host).weight_marks
-    # Biases and norms alone are kept as they are computed with.
+    # Only biases and norms are kept in the dtype computed in.
     vectors = sum(4 * parameter.numel() for parameter in host.unet.parameters() if parameter.dim() == 1)
     assert network(host).bound.on_the_fly.bytes == vectors
     assert all(parameter.dtype == dtype for parameter in host.unet.parameters())

@@ -50,10 +50,10 @@ class Standalone(WebUI):
         self._serving = False
         unet = self.unet_of(self.checkpoint())
         if unet is not None:
-            runtime.guard.attempt("giving the UNet back", lambda: diffusers_host.detach(unet))
+            runtime.guard.attempt("restoring the UNet", lambda: diffusers_host.detach(unet))
         for half in diffusers_decoder.halves_of(getattr(self.checkpoint(), "pipeline", None)):
-            runtime.guard.attempt("giving the VAE back", partial(diffusers_decoder.detach, half))
-        runtime.guard.attempt("giving the UNets back", runtime.release_all)
+            runtime.guard.attempt("restoring the VAE", partial(diffusers_decoder.detach, half))
+        runtime.guard.attempt("restoring the UNets' weights", runtime.release_all)
 
     def hooks(self) -> int:
         unet = self.unet_of(self.checkpoint())

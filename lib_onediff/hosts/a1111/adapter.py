@@ -124,7 +124,7 @@ class A1111(WebUI):
             return BYPASSED
         owner = forward_above(unet, [patch.function for patch in self._unets.patches])
         owner = owner or replaced_method(checkpoint.model, "forward") or replaced_method(checkpoint, "apply_model")
-        return BYPASSED if owner is None else f"{owner} runs the UNet past OneDiff's hook"
+        return BYPASSED if owner is None else f"another extension calls the UNet in place of the WebUI ({owner})"
 
     # --- one call -------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class A1111(WebUI):
         if unet is not None and stage is unet.input_blocks[0]:
             owner = foreign_forward(unet)
             if owner is not None:
-                runtime.note_host(f"{owner} runs the UNet's loop itself", unet)
+                runtime.note_host(f"{owner} runs the UNet's layers itself", unet)
         return runtime.pressure.run_host(lambda: original(stage, *args, **kwargs))
 
     def _check_state(self, unet: nn.Module) -> None:

@@ -15,7 +15,7 @@ from ...core.sampling import Sampling, time_of
 from ...families.leaf_reader import is_genuine
 from ...runtime.runtime import runtime
 from ..hooks import Replacement, TablePatch
-from ..schedule import HostMethod, replace_next_call, why_no_line
+from ..schedule import HostMethod, replace_next_call, why_no_forecast
 from .module_forward import keep_replaced
 
 BAR = "progress_bar"
@@ -121,7 +121,7 @@ def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = Non
     clock = Clock(scheduler)
     return Sampling(
         times=clock.times, read=clock.read, guidance_scale=guidance_scale,
-        why_no_forecast=lambda: why_no_line(type(scheduler()).__name__, is_first_order(scheduler())),
+        why_no_forecast=lambda: why_no_forecast(type(scheduler()).__name__, is_first_order(scheduler())),
     )
 
 

@@ -1,4 +1,4 @@
-"""A1111's LoRA: merged in place, from a backup, by each layer's own patched forward, or computed there beside it."""
+"""A1111's LoRAs: each layer's patched forward merges them in place, from a backup, or adds them to its output."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ loaded_networks: list[Any] = []
 
 
 def network(name: str, strength: float, differences: dict[str, torch.Tensor]) -> Any:
-    """differences: what it adds, by the layer's name for the weight, and by that and ".bias"."""
+    """A LoRA. differences: the tensors that it adds, by the layer's name for weights, and by "<name>.bias" for biases."""
     net = SimpleNamespace(
         name=name, te_multiplier=1.0, unet_multiplier=strength, dyn_dim=None, differences=differences, modules={}
     )
@@ -22,7 +22,7 @@ def network(name: str, strength: float, differences: dict[str, torch.Tensor]) ->
 
 
 class NetworkModuleFull:
-    """What a network has for a layer."""
+    """The part of a LoRA for one layer."""
 
     def __init__(self, net: Any, difference: torch.Tensor) -> None:
         self.network = net
@@ -36,7 +36,7 @@ class NetworkModuleFull:
 
 
 class NetworkModuleLora(NetworkModuleFull):
-    """With a rank as high as it can be."""
+    """A plain LoRA of full rank."""
 
     def __init__(self, net: Any, difference: torch.Tensor) -> None:
         super().__init__(net, difference)
@@ -65,7 +65,7 @@ def network_apply_weights(layer: Any) -> None:
             for net in loaded_networks:
                 difference = net.differences.get(name if key == "weight" else f"{name}.{key}")
                 if difference is not None:
-                    # Of a layer in float8, the weight as it was may be kept beside it.
+                    # A layer in float8 may have its original weight in an attribute.
                     base = getattr(layer, f"fp16_{key}", parameter).to(difference.dtype)
                     parameter.copy_((base + net.unet_multiplier * difference).to(parameter.dtype))
     layer.network_current_names = wanted
@@ -78,7 +78,7 @@ def network_restore_weights_from_backup(layer: Any) -> None:
 
 
 def network_forward(layer: Any, x: torch.Tensor, original: Any) -> torch.Tensor:
-    """As the host has it: with no network, what was merged stays."""
+    """Merge the loaded LoRAs into a layer, as A1111 does: if none is loaded, merged ones stay in the weight."""
     if not loaded_networks:
         return original(layer, x)
     network_restore_weights_from_backup(layer)

@@ -1,4 +1,4 @@
-"""What the hosts of the Forge family have in common: a checkpoint, its model patcher, and the walk through its UNet."""
+"""Code that the Forge family's stand-ins share: a checkpoint, its model patcher, and the loop of a UNet's forward."""
 from __future__ import annotations
 
 import copy
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 def code_of(file: str, namespace: dict[str, Any], *changes: tuple[str, str]) -> None:
-    """Run a file of another host's stand-in, with changes of its text, as that with this namespace."""
+    """Run a file of another WebUI's stand-in in this namespace, after these changes of its text."""
     namespace["__file__"] = path = str(Path(__file__).parents[1] / file)
     source = Path(path).read_text()
     for before, after in changes:
@@ -23,8 +23,8 @@ def code_of(file: str, namespace: dict[str, Any], *changes: tuple[str, str]) -> 
 
 
 def in_own_classes(network: nn.Module, namespace: dict[str, Any]) -> None:
-    """ldm's layers in classes of the host's own, by the same names, as each host has them in files of its own.
-    namespace: of the host's file."""
+    """Classes with the names of ldm's, derived from them, because each WebUI has its own copy of that code. namespace:
+    of the WebUI's file."""
     for module in network.modules():
         kind = type(module)
         if kind.__module__.partition(".")[0] == "ldm":
@@ -55,13 +55,13 @@ def walk(
 
 
 def popped(h: Tensor, control: Any, name: str) -> Tensor:
-    """What every apply_control does."""
+    """Adds a ControlNet's residual, as every WebUI's apply_control does."""
     residual = control[name].pop() if control and control.get(name) else None
     return h if residual is None else h + residual
 
 
 def attention_of_heads(q: Tensor, k: Tensor, v: Tensor, heads: int, skip_reshape: bool = False) -> Tensor:
-    """skip_reshape: they are (batch, heads, tokens, width of a head) already."""
+    """Softmax attention. skip_reshape: whether the inputs are already (batch, heads, tokens, width of a head)."""
     if not skip_reshape:
         q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in (q, k, v))
     return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
@@ -73,7 +73,8 @@ def attention_of_pixels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def merged(weight: Tensor, patches: Any) -> Tensor:
-    """A weight with patches: each its strength, what is added, and (axis, first, count) of a part of the weight."""
+    """A weight after these patches: (strength, value, offset), with offset None or (axis, first, count) for a part of the
+    weight."""
     for strength, what, _, part, *_ in patches:
         if part is not None:
             weight = weight.clone()
@@ -93,7 +94,7 @@ def merged(weight: Tensor, patches: Any) -> Tensor:
 
 
 def parameters_of(layer: Any, x: Tensor) -> list[Any]:
-    """Weight and bias as the hosts' layers find them: cast where they are stored otherwise, and changed."""
+    """The weight and the bias with which a layer computes: cast to the input's dtype, after the functions on them."""
     casts = getattr(layer, "parameters_manual_cast", False) or getattr(layer, "ldm_patched_cast_weights", False)
     found: list[Any] = []
     for name in ("weight", "bias"):
@@ -111,7 +112,7 @@ UNETS = ("IntegratedUNet2DConditionModel", "UNetModel")
 
 
 class KModel(nn.Module):
-    """Around the UNet: turns noise levels into timesteps, which for transformers are the same."""
+    """The model around the UNet. Converts noise levels to timesteps; for transformers, both are the same."""
 
     def __init__(self, unet: Any, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -155,7 +156,8 @@ class ModelPatcher:
         return self.model.storage_dtype
 
     def add_patches(self, patches: dict[str, Any], strength_patch: float = 1.0, online_mode: bool = False) -> None:
-        """patches: ("lora", (up, down, alpha, middle, dora scale)), ("loha", (...)) or (difference,) by parameter."""
+        """Add patches: by parameter, ("lora", (up, down, alpha, middle, dora scale)), ("loha", (...)) or
+        (difference,)."""
         for key, what in patches.items():
             self.lora.setdefault(key, []).append([strength_patch, what, 1.0, None, None, online_mode])
 
@@ -177,11 +179,11 @@ class ModelPatcher:
                 self.put(key, nn.Parameter(self.merged(key, weight, patches), requires_grad=False))
 
     def merged(self, key: str, weight: Any, patches: list[Any]) -> Tensor:
-        """A parameter with patches, stored as it is."""
+        """A parameter after these patches, in the dtype in which it is stored."""
         return merged(weight.float(), patches).to(weight.dtype)
 
     def put(self, key: str, value: Any) -> None:
-        """Let this be a parameter of the model."""
+        """Set this as a parameter of the model."""
         setattr(self._layer(key), key.rpartition(".")[2], value)
 
     def put_on(self, key: str, patches: Any) -> None:
@@ -196,7 +198,7 @@ class ModelPatcher:
 
 
 class ComfyPatcher(ModelPatcher):
-    """Layers get functions; what was put aside lies in the patcher."""
+    """Adds functions to layers. Its backups of merged weights are in the patcher itself."""
 
     def __init__(self, model: Any) -> None:
         self.backup: dict[str, Any] = {}
@@ -285,7 +287,7 @@ class ForgeObjects:
 
 
 class Engine:
-    """A loaded checkpoint: the same patcher in three places."""
+    """A loaded checkpoint, which has the same patcher in three attributes."""
 
     def __init__(self, patcher: Any, vae: VAE) -> None:
         self.forge_objects = ForgeObjects(patcher, vae)

@@ -1,4 +1,5 @@
-"""A CPU, in float32. With weights in float8, its autocast to bfloat16, or (by_hand) what a GPU does with --no-half."""
+"""A CPU that computes in float32. With weights in float8, it casts to bfloat16 by autocast; or, if by_hand is set, by
+the WebUI's own casts, as a GPU with --no-half does."""
 from __future__ import annotations
 
 import contextlib
@@ -26,7 +27,8 @@ def without_autocast(disable: bool = False) -> Any:
 
 @contextlib.contextmanager
 def manual_cast(target: torch.dtype) -> Iterator[None]:
-    """Inside, these layers cast inputs and parameters themselves: theirs lie elsewhere after each call."""
+    """A context in which these layers cast inputs and parameters themselves. After each call, the parameters are in other
+    memory."""
     originals = [kind.forward for kind in CAST]
     for kind, forward in zip(CAST, originals, strict=True):
         kind.forward = casting(forward, target)

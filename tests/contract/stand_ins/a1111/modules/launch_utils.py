@@ -1,4 +1,4 @@
-"""What started the WebUI."""
+"""The launcher, which has the WebUI's version."""
 from __future__ import annotations
 
 

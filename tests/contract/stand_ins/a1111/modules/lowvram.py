@@ -1,4 +1,4 @@
-"""The network, or the layer of a UNet, that --lowvram has on the GPU."""
+"""The option --lowvram: the network, or the block of a UNet, that is on the GPU now."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What A1111 changes in ldm and sgm when it starts."""
+"""The changes that A1111 makes to ldm and sgm when it starts."""
 from __future__ import annotations
 
 import importlib
@@ -11,7 +11,7 @@ UNETS = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodul
 
 
 def changes() -> list[tuple[object, str, object]]:
-    """(owner, attribute, value) of each."""
+    """The changes, each as (owner, attribute, value)."""
     found: list[tuple[object, str, object]] = [
         (torch.nn.Linear, "forward", networks.patched(torch.nn.Linear.forward)),
         (torch.nn.Conv2d, "forward", networks.patched(torch.nn.Conv2d.forward)),

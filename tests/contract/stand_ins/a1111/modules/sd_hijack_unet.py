@@ -1,4 +1,4 @@
-"""What stands for torch in the UNet's module."""
+"""The object that replaces torch in the UNet's module."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""How a sampling's result becomes an image."""
+"""The function that decodes a sampling's result."""
 from __future__ import annotations
 
 from typing import Any

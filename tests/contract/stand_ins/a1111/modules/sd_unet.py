@@ -1,4 +1,4 @@
-"""Extensions' UNets: a patch of the class stands before every call."""
+"""Lets extensions replace the UNet: every call of its class passes through a patch."""
 from __future__ import annotations
 
 from typing import Any

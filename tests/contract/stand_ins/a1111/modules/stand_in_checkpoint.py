@@ -1,4 +1,4 @@
-"""A checkpoint as ldm's LatentDiffusion is."""
+"""A checkpoint like ldm's LatentDiffusion."""
 from __future__ import annotations
 
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Forge's layers: the linear one is no nn.Linear, and a LoRA that is not merged lies beside the weight."""
+"""Forge's layers: Linear is not an nn.Linear, and a LoRA that is not merged is in an attribute of the layer."""
 from __future__ import annotations
 
 import torch

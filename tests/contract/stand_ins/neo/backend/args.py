@@ -1,4 +1,4 @@
-"""What Neo's networks look for beside their arguments."""
+"""Global state that Neo's networks read besides their arguments."""
 from __future__ import annotations
 
 from typing import Any

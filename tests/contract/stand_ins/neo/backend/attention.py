@@ -1,4 +1,4 @@
-"""Neo's attention functions: wrapped, the VAE's has another name, and the precision asks for the type of the inputs."""
+"""Neo's attention functions: decorated, with another name for the VAE's, and get_attn_precision also takes a dtype."""
 from __future__ import annotations
 
 from functools import wraps

@@ -1,4 +1,4 @@
-"""Neo's layers are torch's, and each has lists of functions for its weight and its bias; there is one norm more."""
+"""Neo's layers: torch's, with lists of functions for weight and bias; and one norm more than Forge has."""
 from __future__ import annotations
 
 from typing import Any
@@ -29,7 +29,7 @@ class ForgeOperationsGGUF(ForgeOperations):  # noqa: F821
         bias_function: Any = ()
 
         def read(self, kind: Any) -> None:
-            """Store the weight that is here as a GGUF file has it, ready for use. kind: None for plain numbers."""
+            """Store the present weight as a GGUF file does, prepared. kind: the format; None for a plain tensor."""
             plain = self.weight.detach()
             data = plain.half() if kind is None else kind.bytes_of(plain)
             self.weight = ParameterGGUF(data, kind, plain.shape)

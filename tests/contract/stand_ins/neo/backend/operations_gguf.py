@@ -1,4 +1,4 @@
-"""Neo's parameters of GGUF files: bytes in blocks of 32 numbers, and the class that decodes them."""
+"""Neo's parameters of GGUF files: bytes in blocks of 32 numbers, and the classes that decode them."""
 from __future__ import annotations
 
 from typing import Any
@@ -10,7 +10,7 @@ BLOCK = 32
 
 
 class Q8_0:
-    """A scale in float16 and 32 bytes."""
+    """A block is a scale in float16 and 32 bytes."""
 
     dtype, most = torch.int8, 127.0
 
@@ -23,7 +23,7 @@ class Q8_0:
 
     @classmethod
     def bake(cls, parameter: Any) -> None:
-        """Makes the bytes ready, once: the scale gets the type that is computed in."""
+        """Prepare the bytes, once: cast the scales to the dtype computed in."""
         if not parameter.baked:
             rows = parameter.data.view(torch.int8)
             scale = rows[:, :2].contiguous().view(torch.float16).to(parameter.computation_dtype).view(torch.int8)
@@ -40,13 +40,13 @@ class Q8_0:
 
 
 class Q4_K(Q8_0):
-    """Coarser numbers in bytes of another type."""
+    """A coarser format, in bytes of another dtype."""
 
     dtype, most = torch.uint8, 7.0
 
 
 class ParameterGGUF(nn.Parameter):
-    """gguf_cls: None where the file has plain numbers."""
+    """gguf_cls: the class that decodes it; None for a plain tensor."""
 
     gguf_cls: Any
     real_shape: Any

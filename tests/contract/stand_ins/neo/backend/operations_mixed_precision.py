@@ -1,4 +1,4 @@
-"""Neo's layers of files that store each layer in a format of its own."""
+"""Neo's layers for files that may store every layer in another format."""
 from __future__ import annotations
 
 from collections.abc import Collection
@@ -10,7 +10,7 @@ from comfy_kitchen.tensor.base import QuantizedTensor
 from torch import Tensor, nn
 from torch.nn import functional
 
-# By the name that a file gives a format: the layout's, and whether the layer rounds what it reads.
+# By the format's name in a file: the name of its layout, and whether the layer rounds its input.
 FORMATS = {
     "float8_e4m3fn": ("TensorCoreFP8E4M3Layout", True), "float8_e5m2": ("TensorCoreFP8E5M2Layout", True),
     "mxfp8": ("TensorCoreMXFP8Layout", True), "nvfp4": ("TensorCoreNVFP4Layout", True),
@@ -19,8 +19,8 @@ FORMATS = {
 
 
 def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> Any:
-    """disabled: the formats that the card has no units for. Their layers decode the weight, and do not round what they
-    read. dimensions: the most that an input has which is rounded: any in later releases."""
+    """The classes of layers. disabled: the formats in which the GPU does not multiply; layers decode these weights, and
+    do not round their inputs. dimensions: inputs with more dimensions are not rounded; later releases have no limit."""
 
     class MixedPrecisionOps(ForgeOperations):
         class Linear(nn.Module):
@@ -28,7 +28,7 @@ def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> 
             bias_function: Any = ()
 
             def read(self, quant_format: str, **options: Any) -> None:
-                """Store the weight that is here as a file of this format has it."""
+                """Store the present weight as a file in this format does."""
                 self.quant_format = quant_format
                 self.layout_type = FORMATS[quant_format][0]
                 self._full_precision_mm = quant_format in disabled
@@ -58,11 +58,11 @@ def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> 
                 return found
 
             def convert_weight(self, weight: Any) -> Tensor:
-                """What a LoRA is merged into."""
+                """The plain weight into which a LoRA is merged."""
                 return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
 
             def set_weight(self, weight: Tensor) -> Tensor:
-                """A merged weight as this layer stores one."""
+                """Store a merged weight in this layer's format."""
                 own: Any = self.weight
                 if not isinstance(own, QuantizedTensor):
                     return weight.to(own.dtype)
@@ -72,6 +72,6 @@ def mixed_precision_ops(disabled: Collection[str] = (), dimensions: int = 3) -> 
 
 
 def torch_dtype_of(quant_format: str) -> torch.dtype:
-    """By which a network says that it is stored so."""
+    """The storage_dtype of a network with weights in this format."""
     named = {"int8_tensorwise": torch.int8, "nvfp4": torch.uint8, "float8_e5m2": torch.float8_e5m2}
     return named.get(quant_format, torch.float8_e4m3fn)

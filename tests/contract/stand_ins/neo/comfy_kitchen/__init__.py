@@ -1,4 +1,4 @@
-"""Neo's library of kernels, as far as its networks call it."""
+"""The functions of Neo's kernel library that its networks call."""
 from __future__ import annotations
 
 import torch
@@ -6,13 +6,13 @@ from torch import Tensor
 
 
 def apply_rope_split_half(heads: Tensor, rotary: Tensor) -> Tensor:
-    """Each plane is a number of the first half and one of the second."""
+    """Rotates pairs of one number of the first half and one of the second half."""
     turned = torch.complex(*heads.float().chunk(2, dim=-1)) * rotary
     return torch.cat([turned.real, turned.imag], dim=-1).to(heads.dtype)
 
 
 def apply_rope(query: Tensor, key: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor]:
-    """Each plane is two numbers that lie beside each other."""
+    """Rotates pairs of two adjacent numbers."""
     return turned_pairs(query, rotary), turned_pairs(key, rotary)
 
 

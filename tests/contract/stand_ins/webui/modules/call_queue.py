@@ -1,4 +1,4 @@
-"""The lock of whoever makes images."""
+"""The lock that a thread holds while it makes images."""
 from __future__ import annotations
 
 import threading

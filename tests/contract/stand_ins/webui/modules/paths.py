@@ -1,4 +1,4 @@
-"""Where the host keeps its data."""
+"""The folder with the WebUI's data."""
 from __future__ import annotations
 
 data_path = "stand-in data"

@@ -1,4 +1,4 @@
-"""Which checkpoint is loaded, and loading the chosen one as Forge does."""
+"""The loaded checkpoint, and a function that loads the selected one, as Forge has it."""
 from __future__ import annotations
 
 from typing import Any

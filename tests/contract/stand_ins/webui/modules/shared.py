@@ -1,4 +1,4 @@
-"""What every host's modules.shared has."""
+"""The part of modules.shared that every WebUI has."""
 from __future__ import annotations
 
 from types import SimpleNamespace

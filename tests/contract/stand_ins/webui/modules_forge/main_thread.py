@@ -1,4 +1,4 @@
-"""Here every thread is the main one."""
+"""Runs work in the calling thread, as if it were the main one."""
 from __future__ import annotations
 
 from typing import Any

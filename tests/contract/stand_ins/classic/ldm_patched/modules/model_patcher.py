@@ -1,4 +1,4 @@
-"""Classic's model patcher: what is put aside under a LoRA are tensors, and the weights may be written in place."""
+"""Classic's model patcher: its backups under a merged LoRA are plain tensors, and it may write weights in place."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Forge's and Neo's UNet, over ldm's layers."""
+"""Forge's and Neo's UNet, with ldm's layers."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Forge's model patcher: what it puts aside lies in the model's LoRA loader."""
+"""Forge's model patcher: its backups of merged weights are in the model's LoRA loader."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""How Forge applies a LoRA to a weight."""
+"""Forge's function that applies LoRAs to a weight."""
 from __future__ import annotations
 
 from typing import Any

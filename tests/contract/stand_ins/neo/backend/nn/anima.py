@@ -1,4 +1,4 @@
-"""Neo's Anima, the transformer of Cosmos-Predict2: every layer by itself, as the paper has it."""
+"""Neo's Anima, the transformer of Cosmos-Predict2, with no layers fused."""
 from __future__ import annotations
 
 import math
@@ -38,7 +38,7 @@ class Parts(nn.Module):
 
 class Positions(nn.Module):
     def __init__(self, width: int, ratios: dict[str, float]) -> None:
-        """width: of a head. ratios: how much longer an axis may be than in training."""
+        """width: of an attention head. ratios: for each axis, how much longer it may be than in training."""
         super().__init__()
         space = width // 6 * 2
         for name, part in (("spatial", space), ("temporal", width - 2 * space)):
@@ -48,7 +48,7 @@ class Positions(nn.Module):
             setattr(self, f"{axis}_ntk_factor", ratio ** (part / (part - 2)))
 
     def forward(self, counts: Any) -> Tensor:
-        """A complex number of length 1 for each token and plane, (tokens, width / 2)."""
+        """The rotary embedding of all tokens, (tokens, width / 2), complex numbers of absolute value 1."""
         exponents = self.dim_temporal_range, self.dim_spatial_range, self.dim_spatial_range
         factors = self.t_ntk_factor, self.h_ntk_factor, self.w_ntk_factor
         device = exponents[0].device
@@ -158,6 +158,6 @@ class Anima(nn.Module):
         return self.x_embedder.proj(functional.pixel_unshuffle(x.transpose(1, 2), 2).movedim(2, -1))
 
     def unpatchify(self, x: Tensor, counts: Any) -> Tensor:
-        # Here the channels come behind the pixels of a patch.
+        # Here, within a patch, the channels come after the pixels.
         x = x.unflatten(1, counts).unflatten(-1, (-1, self.out_channels)).transpose(-1, -2).flatten(-2).movedim(-1, 2)
         return functional.pixel_shuffle(x, 2).transpose(1, 2)

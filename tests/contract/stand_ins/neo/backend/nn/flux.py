@@ -1,4 +1,4 @@
-"""What Neo's networks share with its Flux: sinusoids, and rotary embeddings of several axes."""
+"""Code of Neo's Flux that its other networks use: sinusoids, and rotary embeddings of several axes."""
 from __future__ import annotations
 
 import math
@@ -11,7 +11,7 @@ __all__ = ["EmbedND", "apply_rope", "timestep_embedding"]
 
 
 def timestep_embedding(t: Tensor, dim: int) -> Tensor:
-    """(batch,) shares of noise -> (batch, dim)."""
+    """The sinusoids of noise levels from 1 to 0: (batch,) to (batch, dim)."""
     place = torch.arange(dim // 2, dtype=torch.float32, device=t.device) / (dim // 2)
     angles = (1000.0 * t)[:, None].float() * torch.exp(-math.log(10000.0) * place)
     return torch.cat([angles.cos(), angles.sin()], dim=-1).to(t)
@@ -25,7 +25,8 @@ class EmbedND(nn.Module):
         self.axes_dim = axes_dim
 
     def forward(self, ids: Tensor) -> Tensor:
-        """(batch, tokens, axes) -> (batch, 1, tokens, dim / 2) of complex numbers of length 1."""
+        """The rotary embedding of positions: (batch, tokens, axes) to (batch, 1, tokens, dim / 2), complex numbers of
+        absolute value 1."""
         angles = []
         for axis, width in enumerate(self.axes_dim):
             exponents = torch.arange(0, width, 2, dtype=torch.float64, device=ids.device) / width

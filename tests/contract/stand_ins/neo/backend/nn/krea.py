@@ -1,4 +1,4 @@
-"""Neo's Krea 2: its modules by their names, every layer by itself."""
+"""Neo's Krea 2, with the host's class and attribute names, and no layers fused."""
 from __future__ import annotations
 
 from typing import Any

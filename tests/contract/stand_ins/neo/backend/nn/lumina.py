@@ -1,4 +1,4 @@
-"""Neo's Z-Image and Lumina 2: its modules by their names, every layer by itself."""
+"""Neo's Z-Image and Lumina 2, with the host's class and attribute names, and no layers fused."""
 from __future__ import annotations
 
 import math
@@ -142,7 +142,7 @@ class NextDiT(nn.Module):
         time = self.t_embedder((1.0 - timesteps) * self.time_scale, x.dtype)
         prompt = self.filled_up(self.cap_embedder(context), getattr(self, "cap_pad_token", None))
         pieces = functional.pixel_unshuffle(x, self.patch_size).flatten(2).mT
-        # Here the channels come last.
+        # Within a patch, the channels come last.
         pieces = pieces.unflatten(-1, (-1, self.patch_size**2)).mT.flatten(2)
         image = self.filled_up(self.x_embedder(pieces), getattr(self, "x_pad_token", None))
         length = prompt.shape[1]

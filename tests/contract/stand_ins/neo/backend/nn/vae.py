@@ -1,4 +1,4 @@
-"""Neo's VAE is Forge's, whose attention has another name, with every forward decorated."""
+"""Neo's VAE: Forge's, with another name for its attention function, and with decorated forwards."""
 from __future__ import annotations
 
 import torch  # noqa: F401

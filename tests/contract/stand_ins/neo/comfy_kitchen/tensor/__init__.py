@@ -1,1 +1,1 @@
-"""Its tensors of few bits."""
+"""comfy-kitchen's quantized tensors."""

@@ -1,4 +1,4 @@
-"""Tensors of few bits: numbers, what decodes them, and the name of the layout that says how."""
+"""Quantized tensors: their values, the parameters that decode them, and the name of their layout."""
 from __future__ import annotations
 
 import dataclasses
@@ -12,20 +12,21 @@ from torch.nn import functional
 
 aten = torch.ops.aten
 INT8_MOST, SMALLEST_SCALE = 127.0, 1e-30
-# The values of a number of four bits, without its sign.
+# The absolute values of a 4-bit float.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 @dataclass(frozen=True)
 class Params:
-    """scale: what numbers are multiplied by. orig_dtype, orig_shape: of the decoded tensor."""
+    """The parameters of a layout. scale: a factor of the values. orig_dtype, orig_shape: those of the decoded
+    tensor."""
 
     scale: Any
     orig_dtype: torch.dtype
     orig_shape: tuple[int, ...]
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Any:
-        """The same with each tensor changed."""
+        """A copy in which this function was applied to each tensor."""
         tensors = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
         return dataclasses.replace(self, **tensors)
 
@@ -50,7 +51,7 @@ class NVFP4Params(Params):
 
 
 class TensorWiseINT8Layout:
-    """Products round each row of their inputs."""
+    """INT8 with one scale, or one for each row. Products round each row of their input."""
 
     Params = INT8Params
 
@@ -66,7 +67,7 @@ class TensorWiseINT8Layout:
 
     @classmethod
     def again(cls, params: INT8Params) -> dict[str, Any]:
-        """How a tensor is made that is like one with these."""
+        """The options of from_float for a tensor like one with these parameters."""
         return {
             "per_channel": params.scale.dim() > 0, "convrot": params.convrot, "group": params.convrot_groupsize,
         }
@@ -91,7 +92,7 @@ class TensorWiseINT8Layout:
 
 
 class TensorCoreFP8Layout:
-    """Products round their inputs as one, where these come as such a tensor."""
+    """Float8 with one scale. A product in float8 has such a tensor as its input too, rounded with one scale."""
 
     Params = Params
     dtype: ClassVar[torch.dtype] = torch.float8_e4m3fn
@@ -128,7 +129,7 @@ class TensorCoreFP8E5M2Layout(TensorCoreFP8Layout):
 
 
 class TensorCoreMXFP8Layout(TensorCoreFP8Layout):
-    """Blocks of 32 numbers have a power of two; sizes are padded."""
+    """Float8 with a power of two as the scale of each block of 32 numbers. Sizes are padded."""
 
     Params = BlockParams
     block = 32
@@ -138,7 +139,7 @@ class TensorCoreMXFP8Layout(TensorCoreFP8Layout):
         blocks = padded(tensor.float(), cls.block).unflatten(1, (-1, cls.block))
         exponents = blocks.abs().amax(dim=-1, keepdim=True).clamp_min(2.0**-60).log2().floor() - 8
         numbers = (blocks / exponents.exp2()).clamp(-448, 448).to(cls.dtype).flatten(1)
-        # With an offset, so that they are no negative numbers.
+        # The exponents are stored with an offset, so that they are not negative.
         stored = (exponents + 127).squeeze(-1).to(torch.uint8)
         return numbers, BlockParams(stored, tensor.dtype, tuple(tensor.shape))
 
@@ -149,7 +150,7 @@ class TensorCoreMXFP8Layout(TensorCoreFP8Layout):
 
 
 class TensorCoreNVFP4Layout(TensorCoreMXFP8Layout):
-    """Two numbers a byte; blocks of 16 have a scale in eight bits, and all together one more."""
+    """Two 4-bit floats in a byte. Each block of 16 has an 8-bit scale, and the tensor has one more."""
 
     Params = NVFP4Params
     block = 16
@@ -184,7 +185,7 @@ def in_integers(numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 def rotated(rows: Tensor, group: int) -> Tensor:
-    """Each group of a row's numbers times an orthogonal, symmetric matrix of signs."""
+    """Multiplies each group of a row's numbers by an orthogonal, symmetric matrix of signs."""
     if rows.shape[-1] % group:
         raise ValueError(f"groups of {group} do not divide {rows.shape[-1]}")
     four = 1.0 - 2.0 * torch.eye(4).flip(0)
@@ -200,7 +201,7 @@ def padded(matrix: Tensor, block: int) -> Tensor:
 
 
 def decoded(value: Any) -> Any:
-    """The same with each tensor of few bits decoded."""
+    """The arguments of a torch function with each quantized tensor decoded."""
     if isinstance(value, QuantizedTensor):
         return value.dequantize()
     return type(value)(map(decoded, value)) if isinstance(value, (list, tuple)) else value
@@ -250,7 +251,7 @@ class QuantizedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, given: Any = (), told: Any = None) -> Any:
-        # Before autograd takes it apart.
+        # Handled here, before autograd decomposes the operator.
         if function.__name__ == "linear" and isinstance(given[1], QuantizedTensor):
             return given[1].layout_cls.linear(*given, *(told or {}).values())
         with torch._C.DisableTorchFunctionSubclass():

@@ -1,4 +1,4 @@
-"""reForge's layers, ComfyUI's: each has lists of functions for its weight and its bias."""
+"""reForge's layers: ComfyUI's, with lists of functions for weight and bias."""
 from __future__ import annotations
 
 from stand_in_engine import code_of

@@ -1,4 +1,4 @@
-"""sgm's are ldm's layers in classes of their own: the same code once more, under this name."""
+"""sgm's classes, which are copies of ldm's: the same code runs again in this module."""
 from __future__ import annotations
 
 from importlib.util import find_spec

@@ -1,4 +1,4 @@
-"""ComfyUI's attention, which reForge carries."""
+"""reForge's attention functions, which are ComfyUI's."""
 from __future__ import annotations
 
 from typing import Any

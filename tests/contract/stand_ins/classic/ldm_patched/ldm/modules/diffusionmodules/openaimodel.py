@@ -1,4 +1,4 @@
-"""Classic's UNet: ComfyUI's of early 2024, whose forward is the whole of it."""
+"""Classic's UNet, which is ComfyUI's of early 2024: forward computes everything itself."""
 from __future__ import annotations
 
 from stand_in_engine import code_of

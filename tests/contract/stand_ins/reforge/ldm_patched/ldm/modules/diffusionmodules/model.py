@@ -1,4 +1,4 @@
-"""ComfyUI's VAE, over ldm's: each attention block keeps the function that it was built with."""
+"""ComfyUI's VAE, derived from ldm's: each attention block keeps the function that was chosen when it was made."""
 from __future__ import annotations
 
 from typing import Any

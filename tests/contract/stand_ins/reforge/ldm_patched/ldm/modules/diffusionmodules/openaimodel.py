@@ -1,4 +1,4 @@
-"""reForge's UNet, over ldm's layers: its forward runs _forward."""
+"""reForge's UNet, with ldm's layers: its forward calls _forward."""
 from __future__ import annotations
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the UNet asks for its embedding."""
+"""The function with which the UNet computes its timestep's sinusoids."""
 from __future__ import annotations
 
 from ldm.modules.diffusionmodules import util
