@@ -67,7 +67,7 @@ def with_reference(host: AnimaHost, patch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("reason", "change", "told"), [
-    ("made after another one", with_reference, {}),
+    ("a reference image", with_reference, {}),
     ("padding_mask", None, {"padding_mask": torch.ones(2, 1, 8, 8)}),
     ("one image", None, {"x": random(2, AnimaHost.channels, 2, 8, 8)}),
     ("attention_function", lambda host, patch: doubled(patch, host.code, "attention_function"), {}),
@@ -138,13 +138,13 @@ def test_what_it_calls_by_name_counts_when_it_is_replaced_after_a_proof(host: An
 
 
 @pytest.mark.parametrize(("reason", "path", "value"), [
-    ("2 images of a video", "patch_temporal", 2),
+    ("2 frames of a video", "patch_temporal", 2),
     ("without weight", "blocks.1.layer_norm_mlp", nn.LayerNorm(64)),
     ("without weight", "final_layer.layer_norm", nn.LayerNorm(64)),
     ("blocks.0.mlp.activation", "blocks.0.mlp.activation", nn.GELU("tanh")),
     ("expected SiLU", "blocks.1.adaln_modulation_mlp.0", nn.GELU()),
-    ("no padding mask", "x_embedder.proj", nn.Sequential(nn.Identity(), nn.Linear(16, 64, bias=False))),
-    ("frequencies that OneDiff does not know", "pos_embedder.dim_spatial_range", torch.ones(5)),
+    ("not take a padding mask", "x_embedder.proj", nn.Sequential(nn.Identity(), nn.Linear(16, 64, bias=False))),
+    ("frequencies that OneDiff does not support", "pos_embedder.dim_spatial_range", torch.ones(5)),
     ("do not know, such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
 ])
 def test_a_module_that_we_do_not_know_is_refused(host: AnimaHost, reason: str, path: str, value: Any) -> None:

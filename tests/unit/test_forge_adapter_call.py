@@ -70,7 +70,7 @@ def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str
      "another extension changes the UNet for this call: of_tomorrow by new.py"),
     ({"options": {"patches": {"attn7_patch": [len]}}}, "another extension changes the UNet for this call: patches"),
     ({"others": {"num_frames": 2}}, "the network is called with arguments that OneDiff does not know (num_frames)"),
-    ({"control": {"input": [], "middle": [0.5], "output": []}}, "control holds a float"),
+    ({"control": {"input": [], "middle": [0.5], "output": []}}, "control contains a float"),
     ({"others": {"control_model": object(), "num_frames": None}}, None),
 ])
 def test_what_our_forward_cannot_do_is_for_the_host(given: dict[str, Any], reason: str | None) -> None:

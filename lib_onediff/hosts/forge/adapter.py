@@ -185,14 +185,14 @@ class Forge(WebUI):
 
         def prompt_rows() -> PromptRows:
             rows = given.prompt_rows()
-            return PromptRows(rows, lambda: given.of_rows(rows).by(original, unet))
+            return PromptRows(rows, lambda: given.of_rows(rows).run(original, unet))
 
-        return serve_call(unet, lambda: self._read(unet, given), lambda: given.by(original, unet), prompt_rows)
+        return serve_call(unet, lambda: self._read(unet, given), lambda: given.run(original, unet), prompt_rows)
 
     def _read(self, unet: nn.Module, given: HostCall) -> Call:
         """The Call for the host's call of a network. Raises Refusal if the host must compute it."""
         self._check(unet)
-        given.refuse_no_tensors()
+        given.require_tensors()
         network = self._host_network(unet)
         changed = self._changed.at_call(unet)
         # Forwards that extensions set on modules may change where the host calls an IP-Adapter. So in a UNet with such

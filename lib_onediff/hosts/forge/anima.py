@@ -19,10 +19,11 @@ from ...families.registry import FAMILIES
 from ...families.rotary import RotaryAxes
 from .call import HostCall, transformer_call
 
+# The sublayers of a block, in their order.
 PLACES = ("self_attn", "cross_attn", "mlp")
-# A context that is (batch, 1, tokens, width) has so many dimensions.
+# The number of dimensions of a context (batch, 1, tokens, width).
 WITH_ANOTHER_DIMENSION = 4
-# Of an attention: see read_attentions.
+# The parts of an attention, as read_attentions takes them.
 PARTS = attrgetter("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "output_proj", "n_heads")
 
 
@@ -35,13 +36,13 @@ def read_anima(network: Any) -> AnimaLayout:
     leaves = LeafReader(network)
     width = network.t_embedding_norm.normalized_shape[0]
     if network.patch_temporal != 1:
-        raise Refusal(f"its patches take {network.patch_temporal} images of a video")
+        raise Refusal(f"its patches have {network.patch_temporal} frames of a video")
     embedder = network.t_embedder[1]
     final = network.final_layer
     patches = leaves.linear(network.x_embedder.proj[1])
     area = network.patch_spatial**2
     if patches.in_features != area * (network.in_channels + 1):
-        raise Refusal("it takes no padding mask")
+        raise Refusal("it does not take a padding mask")
     pairs = [getattr(block, f"adaln_modulation_{place}") for block in network.blocks for place in PLACES]
     leaves.expect("SiLU", embedder.activation, *(pair[0] for pair in (*pairs, final.adaln_modulation)))
     layout = AnimaLayout(
@@ -65,19 +66,19 @@ def read_anima(network: Any) -> AnimaLayout:
 
 
 def read_axes(embedder: Any) -> RotaryAxes:
-    """The axes of a module's rotary embedding. The exponents are buffers, which may have been rounded with the
-    weights."""
+    """The axes of a module's rotary embedding. Its frequencies' exponents are buffers, which may have been cast with
+    the weights; ours are cast likewise. Raises Refusal for other exponents."""
     time = embedder.dim_temporal_range
     space = embedder.dim_spatial_range
     widths = 2 * len(time), 2 * len(space), 2 * len(space)
     for rounded in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         if all(is_range(buffer, rounded) for buffer in (time, space)):
             return rotary_axes(embedder, widths, rounded, torch.float16)
-    raise Refusal("its positions have frequencies that OneDiff does not know")
+    raise Refusal("its positions have frequencies that OneDiff does not support")
 
 
 def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
-    """Whether a buffer has the even numbers below a width, divided by the width, rounded to this type."""
+    """Whether a buffer has the even numbers below a width, divided by the width, after a cast to this dtype."""
     width = 2 * len(buffer)
     exact = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     return torch.equal(buffer.float().cpu(), exact.to(rounded).float())
@@ -97,7 +98,8 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
 
 
 def anima_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """As transformer_call. The host's context is (batch, tokens, width) or (batch, 1, tokens, width)."""
+    """The Call for a call of the host's network; how: further arguments of transformer_call. The host's context is
+    (batch, tokens, width) or (batch, 1, tokens, width)."""
     context = given.context
     if context.dim() == WITH_ANOTHER_DIMENSION:
         context = context.flatten(1, 2)
@@ -105,9 +107,9 @@ def anima_call(network: Any, given: HostCall, *how: Any) -> Call:
 
 
 def refuse_references() -> None:
-    """Anima's forward looks for other images by itself, beside its arguments."""
+    """Raise Refusal if the image has a reference image, which Anima's forward reads from a global variable."""
     if importlib.import_module("backend.args").dynamic_args.ref_latents:
-        raise Refusal("the image is made after another one ([Anima] Enable Reference)")
+        raise Refusal("a reference image is used ([Anima] Enable Reference)")
 
 
 FAMILIES.take_reader((is_anima, read_anima))

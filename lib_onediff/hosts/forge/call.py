@@ -1,5 +1,5 @@
-"""One call of the host's UNet: as a Call, and its prompt's rows alone. Refusal says what in it only the
-host's own forward understands."""
+"""Converts a call of a host's network to ours, and to a call of the prompt's rows alone. Raises Refusal for a call that
+only the host's own forward can compute."""
 from __future__ import annotations
 
 import ast
@@ -19,24 +19,26 @@ from ...families.unet.call import Control, ImagePrompt, UNetCall
 from ..changed_modules import Changed
 from .patches import OPTIONS, OptionPatches, points_of
 
-# What the UNet itself writes there while it runs, and what is for ControlNets alone.
+# Options that the UNet itself writes while it runs, and options that only ControlNets read.
 HARMLESS_OPTIONS = frozenset({
     "original_shape", "transformer_index", "block", "block_index", "controlnet_conditioning_modifiers",
     "controlnet_model_function_wrapper",
 })
-# Of a UNet's forward, in their order.
+# The parameters of a UNet's forward, in their order.
 UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
 PARTS = ("input", "middle", "output")
 # A transformer's context is (batch, tokens, width).
 PROMPT_DIMENSIONS = 3
-# What each part of a batch is, in the option cond_or_uncond.
-COND, UNCOND = 0, 1
+# The values in the option cond_or_uncond, which has one for each part of a batch.
+COND = 0
+UNCOND = 1
 NO_MARKS = "the call does not say which rows are the negative prompt's"
 SEVERAL_PROMPTS = "several prompts, areas or other predictions share the call"
 
 
 class HostCall(NamedTuple):
-    """The arguments of the host's forward. others: what it takes besides by name."""
+    """The arguments of a call of the host's forward. options: its transformer_options. others: further arguments, by
+    name."""
 
     x: Tensor
     timesteps: Tensor
@@ -48,8 +50,9 @@ class HostCall(NamedTuple):
 
     @classmethod
     def of(cls, parameters: tuple[str, ...], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> HostCall:
-        """Of a forward that has these parameters. Raises TypeError for what no such forward takes: more arguments, one
-        of them twice, or no x."""
+        """The HostCall of a call of a forward with these parameters. Raises TypeError for wrong arguments, as the
+        forward
+        does: too many, one given twice, or no x."""
         by_place = dict(zip(parameters, arguments, strict=False))
         others = {**by_place, **named}
         if len(arguments) > len(parameters) or by_place.keys() & named.keys() or "x" not in others:
@@ -57,14 +60,15 @@ class HostCall(NamedTuple):
         x, timesteps, context, y, control, options = (others.pop(name, None) for name in UNET_PARAMETERS)
         return cls(x, timesteps, context, y, control, {} if options is None else options, others)
 
-    def refuse_no_tensors(self) -> None:
-        """Raise Refusal where an input is no tensor."""
+    def require_tensors(self) -> None:
+        """Raise Refusal if an input is not a tensor."""
         given = self.x, self.timesteps, self.context
         if not all(isinstance(one, Tensor) for one in (given if self.y is None else (*given, self.y))):
-            raise Refusal("the latent, the timestep, the context or y is no tensor")
+            raise Refusal("the latent, the timestep, the context or y is not a tensor")
 
-    def by(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
-        """The output of the host's forward, which empties the lists of control: it may have to run again."""
+    def run(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
+        """The output of the host's forward. It gets copies of the lists in control, because it removes their elements,
+        and may run several times."""
         control = None if self.control is None else {
             part: list(values) if isinstance(values, list) else values for part, values in self.control.items()
         }
@@ -74,8 +78,10 @@ class HostCall(NamedTuple):
         )
 
     def of_rows(self, rows: slice) -> HostCall:
-        """For the prompt's rows alone, as the host itself calls without guidance."""
-        batch, options = self.x.shape[0], {**self.options, "cond_or_uncond": [COND]}
+        """The call of these rows alone, the prompt's, with the options that the host passes if it skips the negative
+        prompt."""
+        batch = self.x.shape[0]
+        options = {**self.options, "cond_or_uncond": [COND]}
         if isinstance(options.get("cond_mark"), Tensor):
             options["cond_mark"] = options["cond_mark"][rows]
         if "cond_indices" in options:
@@ -89,8 +95,10 @@ class HostCall(NamedTuple):
         )
 
     def prompt_rows(self) -> slice:
-        """The options say which they are, and the noise levels among them have one value for each image."""
-        marks, levels = self.options.get("cond_or_uncond"), self.options.get("sigmas")
+        """The rows of the prompt in this call. They are known from the option cond_or_uncond, and from the option
+        sigmas, which has one value for each image. Raises Refusal if they are unknown."""
+        marks = self.options.get("cond_or_uncond")
+        levels = self.options.get("sigmas")
         if not isinstance(marks, (list, tuple)) or not isinstance(levels, Tensor) or levels.dim() != 1:
             raise Refusal(NO_MARKS)
         if sorted(marks) != [COND, UNCOND]:
@@ -104,10 +112,12 @@ def unet_call(
     unet: nn.Module, given: HostCall, upcast_attention: bool, names_read: Collection[str],
     image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> UNetCall:
-    """The call as ours.
+    """The UNetCall for a call of the host's UNet. Raises Refusal if only the host can compute it.
 
-    names_read: every name by which the host's UNet may ask for an option or another argument. image_prompts: what our
-    forward computes in the place of functions. changed: the UNet's modules on which a forward of their own stands.
+    upcast_attention: whether the host computes attention scores in float32.
+    names_read: the names under which the host's UNet may read an option or another argument.
+    image_prompts: of the IP-Adapters that our forward computes itself.
+    changed: the UNet's modules on which extensions have set forwards.
     """
     options = given.options
     points = points_of(options, names_read)
@@ -133,7 +143,8 @@ def transformer_call(
     kind: Callable[..., Call], network: nn.Module, given: HostCall, upcast_attention: bool,
     names_read: Collection[str], image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> Call:
-    """As unet_call, of a transformer. kind: makes its family's call of latent, timestep and context."""
+    """The Call for a call of a host's transformer; otherwise as unet_call. kind: creates its family's Call from latent,
+    timestep and context."""
     if given.context.dim() != PROMPT_DIMENSIONS:
         raise Refusal(f"the prompt is {tuple(given.context.shape)}, not (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
@@ -143,12 +154,14 @@ def transformer_call(
 
 
 def unknown_options(options: Mapping[str, Any], names_read: Collection[str], runs_functions: bool) -> list[str]:
-    """The entries of transformer_options that may change what the UNet computes, such as
+    """The entries of transformer_options that may change what the UNet computes, in words for the user, such as
     "patches[output_block_patch] by forge_freeu.py".
 
-    Empty entries change nothing. Neither do entries under a name that the host's UNet never reads: token merging beside
-    Anima, and the plain data that hosts add with every release. runs_functions: whether the call runs extensions'
-    functions, which get the options too and may call what another extension has put there.
+    Empty entries change nothing. Neither do entries that the host's UNet never reads, such as token merging's in Anima,
+    or plain data that a new release of the WebUI adds.
+
+    names_read: see unet_call. runs_functions: whether functions of extensions run in this call. They get the options
+    too, and may call what another extension has put there.
     """
     found: list[str] = []
     for name, value in options.items():
@@ -160,13 +173,14 @@ def unknown_options(options: Mapping[str, Any], names_read: Collection[str], run
 
 
 def is_empty(value: Any) -> bool:
+    """Whether a value is None, or a string or container without content."""
     if isinstance(value, Mapping):
         return all(is_empty(inside) for inside in value.values())
     return value is None or (isinstance(value, (list, tuple, set, frozenset, str)) and len(value) == 0)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether there is nothing in a value that could be called."""
+    """Whether a value contains nothing that can be called."""
     if isinstance(value, Mapping):
         return all(is_plain(inside) for inside in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -175,6 +189,7 @@ def is_plain(value: Any) -> bool:
 
 
 def describe(name: str, part: Any, value: Any) -> str:
+    """Words for an entry of transformer_options, with the author of the first function in it."""
     label = f"{name}[{part}]" if part != "" else name
     while isinstance(value, (Mapping, list, tuple)) and value:
         value = next(iter(value.values() if isinstance(value, Mapping) else value))
@@ -182,22 +197,23 @@ def describe(name: str, part: Any, value: Any) -> str:
 
 
 def control_of(control: Mapping[str, Any] | None) -> Control | None:
-    """Residuals of ControlNets and T2I adapters in our slots; the host's lists stay as they are.
+    """The residuals of ControlNets and T2I adapters as a Control; None if there are none. Raises Refusal for values
+    that are not tensors. The host's lists stay unchanged.
 
-    Forge's forward takes from the end of each list: the last of input and output belong to the first input and output
-    block, and of middle it takes the last alone.
+    The host's forward takes residuals from the end of each list: those of input and output from the first block on, and
+    of middle only the last one.
     """
     slots = {part: tuple((control or {}).get(part) or ()) for part in PARTS}
     residuals = [residual for part in PARTS for residual in slots[part] if residual is not None]
     other = next((residual for residual in residuals if not isinstance(residual, Tensor)), None)
     if other is not None:
-        raise Refusal(f"control holds a {type(other).__name__}")
+        raise Refusal(f"control contains a {type(other).__name__}")
     return Control(slots["input"][::-1], slots["middle"][-1:], slots["output"][::-1]) if residuals else None
 
 
 def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
-    """The names under which these modules may read transformer_options, or another mapping: every string and every
-    argument's name in their source, and in that of the modules to whose functions they pass the options."""
+    """The names under which these modules may read transformer_options or another mapping: all strings and all names of
+    keyword arguments in their source, and in the source of modules to whose functions they pass the options."""
     found: set[str] = set()
     known, waiting = set(modules), list(modules)
     while waiting:
@@ -225,6 +241,7 @@ def receivers_of_options(module: types.ModuleType, tree: ast.AST) -> Iterator[ty
 
 
 def is_options(argument: ast.expr) -> bool:
+    """Whether an argument in a module's source is the variable transformer_options."""
     return isinstance(argument, ast.Name) and argument.id == OPTIONS
 
 

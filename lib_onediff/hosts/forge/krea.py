@@ -81,8 +81,9 @@ def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
 
 
 def krea2_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """As transformer_call. The host's context is (batch, tokens, width) or (batch, 1, tokens, width), and not padded:
-    ours is padded, so that prompts of most lengths share a shape."""
+    """The Call for a call of the host's network; how: further arguments of transformer_call. The host's context is
+    (batch, tokens, width) or (batch, 1, tokens, width), and not padded. Ours is padded, so that prompts of most lengths
+    share a shape."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> Krea2Call:
         return Krea2Call(latent, timestep, *filled_prompt(context), **others)

@@ -30,7 +30,7 @@ def read_lumina(network: Any) -> ZImageLayout:
     embedder = network.rope_embedder
     leaves.expect("EmbedND", embedder)
     widths = tuple(embedder.axes_dim)
-    # The host takes the cosines of angles in float64.
+    # The host computes the rotary angles in float64.
     axes = RotaryAxes(widths, (float(embedder.theta),) * len(widths), interleaved=True, angles=torch.float64)
     return read_stream(network, leaves, HostParts(
         "JointTransformerBlock", attention_of, network.x_embedder, network.final_layer, network.patch_size,
@@ -49,7 +49,8 @@ def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
 
 
 def z_image_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """As transformer_call. All prompts of the host's calls are of one length."""
+    """The Call for a call of the host's network; how: further arguments of transformer_call. All prompts of a host's
+    call have the same length."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> ZImageCall:
         context, lengths, _ = joined_prompts(list(context), network.pad_tokens_multiple or 1)

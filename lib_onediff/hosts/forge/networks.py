@@ -1,4 +1,4 @@
-"""The kinds of networks that hosts of the Forge family compute their steps with, and what each asks of its host."""
+"""The classes of networks in WebUIs of the Forge family, and the functions of the WebUI that each one uses."""
 from __future__ import annotations
 
 import importlib
@@ -23,53 +23,58 @@ UNET = "backend.nn.unet"
 ANIMA = "backend.nn.anima"
 KREA2 = "backend.nn.krea"
 LUMINA = "backend.nn.lumina"
+# The beginning of the names of all attention functions.
 PREFIX = "attention_"
+# An exact attention, which every release has.
 EXACT_ATTENTION = "pytorch"
-# Exact too, with scores in float32 where the host wants that.
+# Exact attentions that compute scores in float32 if the host wants that.
 UPCASTING = {"basic", "split", "sub_quad"}
 
 
 class HostAttention(NamedTuple):
-    """The attention that the user has chosen for a host, which its network calls by a global name.
+    """The attention function that the user has chosen for a WebUI.
 
-    functions: the module with a host's attention functions. caller, name: the module and the global name by which
-    its UNet calls the chosen one."""
+    functions: the Python module with the WebUI's attention functions.
+    caller: the Python module whose code calls the chosen one.
+    name: the global name in caller by which it is called.
+    """
 
     functions: str
     caller: str
     name: str
 
     def chosen(self) -> Any:
-        """The function that the UNet calls now."""
+        """The function that is chosen now."""
         return getattr(importlib.import_module(self.caller), self.name)
 
     @property
     def kind(self) -> str:
-        """ "pytorch", "sage", "comfy_kitchen_int8": the name of the chosen one, as far as it tells anything."""
+        """The name of the chosen function without PREFIX: "pytorch", "sage", "comfy_kitchen_int8"."""
         return str(getattr(self.chosen(), "__name__", "unknown")).removeprefix(PREFIX)
 
     def unused(self) -> str | None:
-        """What people call the attention that the user has chosen for the host, where it may round more than ours."""
+        """The chosen attention in words for the user ("Sage attention"), if OneDiff does not use it because it may not
+        be exact; otherwise None."""
         kind = self.kind
         if kind == EXACT_ATTENTION or kind in UPCASTING:
             return None
         return f"{kind} attention".replace("_", " ").capitalize()
 
     def upcasts(self, dtype: torch.dtype) -> bool:
-        """Whether the host computes the UNet's attention scores in float32 when its inputs are of dtype."""
+        """Whether the host computes attention scores in float32 for inputs of this dtype."""
         if self.kind not in UPCASTING:
             return False
         functions = importlib.import_module(self.functions)
         precision = getattr(functions, "get_attn_precision", None)
         if precision is None:
-            # Classic has a flag of the module instead.
+            # Classic has a global flag instead.
             return getattr(functions, "_ATTN_PRECISION", None) == "fp32"
-        # Forge's takes the wanted precision alone; Neo's and ldm_patched's take the type of the inputs too.
+        # Forge's function takes only a precision; Neo's and ldm_patched's also take the inputs' dtype.
         takes = precision.__code__.co_argcount
         return bool(precision(*(None, dtype)[:takes]) == torch.float32)
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The host's forward with PyTorch's attention in place of one that may round its inputs, such as to 8 bits."""
+        """The host's forward, with PyTorch's attention in place of a chosen one that may not be exact."""
         if self.unused() is None:
             return host
 
@@ -86,13 +91,17 @@ class HostAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """A kind of network.
+    """A class of networks of a WebUI.
 
-    module, name: of its class. parameters: of its forward, in their order. attention: the function by which it computes
-    attention. helpers: other global functions that it calls, each with the module whose code it must be. models: the
-    names of the models that have it, for users. refuse: raises Refusal where a call depends on more than its arguments.
-    call_of: makes our call of the host's; see unet_call. unrounded: see StoredWeights. prompt: the names of the
-    arguments that are Call.prompt, in its order.
+    module, name: the Python module and the name of the class.
+    parameters: the parameters of its forward, in their order.
+    attention: the function with which it computes attention.
+    helpers: other global functions that it calls, each with the Python module whose code it must be.
+    models: the models with such a network, by their names for users.
+    refuse: raises Refusal if a call depends on more than its arguments.
+    call_of: converts a call; see unet_call.
+    unrounded: see StoredWeights.
+    prompt: the arguments that are Call.prompt, in its order.
     """
 
     module: str
@@ -115,27 +124,28 @@ class HostNetwork:
 
     @property
     def is_there(self) -> bool:
-        """Whether this release has it as we know it."""
+        """Whether this release has the class, with everything that OneDiff needs of it."""
         return not any(map(lack_of, self.needs()))
 
     @cached_property
     def code(self) -> Any:
-        """Its module, in a host that has it."""
+        """The Python module of the class."""
         return importlib.import_module(self.module)
 
     @cached_property
     def kind(self) -> type:
-        """Its class."""
+        """The class."""
         found: type = getattr(self.code, self.name)
         return found
 
     @cached_property
     def names_read(self) -> frozenset[str]:
-        """Every name by which it may ask for an option or another argument; those of its forward are among them."""
+        """The names under which its code may read an option or another argument, and its forward's parameters."""
         return names_read_by(self.code, importlib.import_module(self.attention.functions)) | {*self.parameters}
 
     def check(self) -> None:
-        """Raise Refusal where a call now is not what its arguments say."""
+        """Raise Refusal if a function that it calls was replaced, or if calls now depend on more than their
+        arguments."""
         attention = self.attention
         called = [(name, getattr(self.code, name), owner) for name, owner in self.helpers.items()]
         for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
@@ -144,7 +154,7 @@ class HostNetwork:
         self.refuse()
 
 
-# Of Forge and Forge Neo.
+# The networks of Forge and Forge Neo.
 NETWORKS = (
     HostNetwork(
         UNET, "IntegratedUNet2DConditionModel", UNET_PARAMETERS,

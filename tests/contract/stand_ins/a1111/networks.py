@@ -12,7 +12,7 @@ loaded_networks: list[Any] = []
 
 
 def network(name: str, strength: float, differences: dict[str, torch.Tensor]) -> Any:
-    """A LoRA. differences: the tensors that it adds, by the layer's name for weights, and by "<name>.bias" for biases."""
+    """A LoRA. differences: the tensors that it adds, by the layer's name for a weight, by "<name>.bias" for a bias."""
     net = SimpleNamespace(
         name=name, te_multiplier=1.0, unet_multiplier=strength, dyn_dim=None, differences=differences, modules={}
     )

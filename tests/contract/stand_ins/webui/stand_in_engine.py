@@ -73,8 +73,8 @@ def attention_of_pixels(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def merged(weight: Tensor, patches: Any) -> Tensor:
-    """A weight after these patches: (strength, value, offset), with offset None or (axis, first, count) for a part of the
-    weight."""
+    """A weight after these patches, (strength, value, strength of the model, offset, ...). offset: (axis, first, count)
+    for a part of the weight; None for all of it."""
     for strength, what, _, part, *_ in patches:
         if part is not None:
             weight = weight.clone()

@@ -27,7 +27,7 @@ def without_autocast(disable: bool = False) -> Any:
 
 @contextlib.contextmanager
 def manual_cast(target: torch.dtype) -> Iterator[None]:
-    """A context in which these layers cast inputs and parameters themselves. After each call, the parameters are in other
+    """A context in which these layers cast inputs and parameters themselves. Each call leaves the parameters in other
     memory."""
     originals = [kind.forward for kind in CAST]
     for kind, forward in zip(CAST, originals, strict=True):
