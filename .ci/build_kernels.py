@@ -1,10 +1,17 @@
-"""Compiles OneDiff's kernels ahead: lib_onediff/devices/cuda/kernels/source to kernels.zip beside it. See .ci/kernels.
+"""Compiles OneDiff's kernels: lib_onediff/devices/cuda/kernels/source to the archive kernels.zip beside it.
 
-    build_kernels.py specify           what is to be compiled, as JSON; no Triton is asked
-    build_kernels.py compile           of what comes in as JSON, what this Python's Triton is for; the results as JSON
-    build_kernels.py pack FILE ...     results into the archive
-    build_kernels.py compare FILE ...  results with the archive: ends with 1 where they differ
-    build_kernels.py table CARD ...    registers, spills and shared memory of the archive's kernels, by ptxas
+.ci/kernels runs these steps in order:
+
+    build_kernels.py specify           print the list of variants to compile, as JSON; does not need Triton
+    build_kernels.py compile           read that list from stdin, compile those variants that this Python's version of
+                                       Triton is for, and print the results as JSON
+    build_kernels.py pack FILE ...     write the results in these files to the archive
+    build_kernels.py compare FILE ...  compare the results with the archive; the exit status is 1 if they differ
+
+For people:
+
+    build_kernels.py table CARD ...    print the registers, spills and shared memory of the archive's kernels, measured
+                                       by NVIDIA's assembler ptxas, for cards such as 75 and 90
 """
 from __future__ import annotations
 
@@ -26,25 +33,29 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 KERNELS = REPOSITORY / "lib_onediff" / "devices" / "cuda" / "kernels"
-# The last Triton that reaches Turing's matrix units, and the one for everything else.
+# Compute capability 7.5 (Turing) without the point; the last Triton that uses its matrix units; and the Triton for
+# everything else.
 TURING, TRITON_OF_TURING, TRITON = 75, "3.2", "3.8"
+# The PTX version of each architecture, without the point.
 PTX_OF = {75: 80, 80: 80, 89: 84, 90: 86}
-# What an architecture's matrix units do, by instruction: a kernel that multiplies must have it.
+# The instruction of each architecture's matrix units. The PTX of a kernel with matrix products must contain it.
 MATRIX_UNITS = {75: "mma.sync", 80: "mma.sync", 89: "mma.sync", 90: "wgmma"}
-# How rows of int8 are rotated: before compute capability 8.0, and from there on.
+# kernels.rounding.Rule: rows are rotated by sums before compute capability 8.0, and by matrix products from 8.0 on.
 BUTTERFLIES, MATRIX = 2, 3
+# The shared memory of a block in KB, by compute capability.
 SHARED_OF_CARD = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
-# Widths of tokens, and channels, of the networks that are served, and of tiny ones.
+# The widths of tokens, and the numbers of channels, of the networks that we serve, and of small ones in tests.
 TOKEN_WIDTHS = (32, 64, 96, 128, 256, 320, 384, 640, 768, 1280, 1536)
 NORM_CHANNELS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 960, 1280, 1536, 1920, 2304, 2560, 3072)
-# Heads and their widths of the transformers that are served.
+# (number of heads, head width) of the transformers with normed heads that are not single streams.
 NORMED_HEADS = ((16, 128),)
-# Of single streams: widths of tokens, behind a SwiGLU, and with a sigmoid gate; and the width of their heads. Z-Image's
-# and Krea 2's, and those of Krea 2's prompt.
+# Of the single-stream transformers Z-Image and Krea 2, and of Krea 2's transformer for the prompt: the widths of
+# tokens, of the outputs of SwiGLUs, of tokens with a sigmoid gate, and of heads.
 STREAM_WIDTHS = (3840, 6144)
 SWIGLU_WIDTHS = (10240, 16384, 6912)
 SIGMOID_WIDTHS = (6144, 2560)
 STREAM_HEAD = 128
+# The widths of rows that are quantized by kernels of their own.
 ROUNDED_WIDTHS = tuple(1 << power for power in range(5, 16))
 
 
@@ -52,7 +63,7 @@ ROUNDED_WIDTHS = tuple(1 << power for power in range(5, 16))
 
 
 def specifications() -> list[dict[str, Any]]:
-    """Every launch of a network's kernels at every launch configuration, once, with each architecture."""
+    """All variants to compile: every launch with every launch config, once for each architecture."""
     sys.path.insert(0, str(REPOSITORY))
     import torch
 
@@ -60,7 +71,7 @@ def specifications() -> list[dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
 
-    def note(
+    def collect(
         kernel: str, grid: Any, arguments: Any, warps: int, stages: int, constants: dict[str, int]
     ) -> None:
         key = archive.key_name(archive.key_of(kernel, arguments, warps, stages, constants))
@@ -69,14 +80,15 @@ def specifications() -> list[dict[str, Any]]:
             "key": key, "kernel": kernel, "types": types, "warps": warps, "stages": stages, "constants": constants
         }
 
-    launching.launch_source = note
+    launching.launch_source = collect
     for work in every_launch((torch.float16, torch.bfloat16, torch.float32), torch.device("meta")):
         work()
     return [{**one, "architecture": arch} for _, one in sorted(found.items()) for arch in architectures(one)]
 
 
 def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
-    """On tensors without memory."""
+    """Functions that together launch every variant of every kernel. meta: torch's meta device, on which tensors have no
+    memory."""
     import torch
 
     from lib_onediff.core.layer_weights import QuantizedWeight
@@ -113,7 +125,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
     ])
 
     class Nth:
-        """Every kernel's candidate of a number."""
+        """Chooses the candidate with this number for every kernel, in place of launch_config.Launches."""
 
         def __init__(self, number: int) -> None:
             self.number = number
@@ -140,7 +152,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
                     if rule == rounding.Rule.HOSTS or width % rounding.GROUP == 0:
                         yield partial(rounding.rounded, make(4, width), INT8, rule=rule)
         for width in ROUNDED_WIDTHS:
-            # Weights, a convolution's among them.
+            # Weights of linear layers and convolutions.
             for kind in (FP8, INT8):
                 yield partial(rounding.rounded, make(4, width), kind)
             yield partial(rounding.rounded_rows, make(4, width), make(4, width).to(FP8.dtype), make(1, 1).float())
@@ -148,7 +160,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
         tokens_of_int8 = QuantizedTokens(make(16, ALIGNED).to(INT8.dtype), make(16, 1).float(), (16,))
         weight_of_int8 = QuantizedWeight(make(ALIGNED, ALIGNED).to(INT8.dtype), make(1, ALIGNED).float())
         for config in launch_config.INT8_PRODUCT.candidates:
-            # With LoRAs.
+            # A product with LoRAs.
             yield partial(products.int8_product, tokens_of_int8, weight_of_int8, None, dtype, config, factors)
         trials = [
             tuning.product_trial(Product(16, ALIGNED, ALIGNED, PLAIN_INPUT), make, meta, dtype, INT8, dtype),
@@ -169,7 +181,7 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
 
 
 def type_of(argument: Any, names: dict[Any, str]) -> str:
-    """As Triton writes it; of a whole number, nothing but that."""
+    """The type of an argument in Triton's notation. All integers have the same type."""
     if hasattr(argument, "block"):
         return f"tensordesc<{names[argument.tensor.dtype]}{list(argument.block)}>"
     if hasattr(argument, "dtype"):
@@ -178,6 +190,7 @@ def type_of(argument: Any, names: dict[Any, str]) -> str:
 
 
 def architectures(one: dict[str, Any]) -> tuple[int, ...]:
+    """The architectures to compile a variant for."""
     constants = one["constants"]
     if constants.get("COPIED"):
         return (90,)
@@ -189,18 +202,20 @@ def architectures(one: dict[str, Any]) -> tuple[int, ...]:
         return (80,)
     if constants.get("RULE") == BUTTERFLIES:
         return () if "*bf16" in one["types"] else (75,)
-    # Turing has no bfloat16. Newer PTX makes a step of SDXL 1 % faster on an H100; in float32, nothing.
+    # Turing has no bfloat16. PTX for 8.0 makes a step of SDXL on an H100 1 % faster than PTX for 7.5, and not in
+    # float32.
     older = () if "*bf16" in one["types"] else (75,)
     newer = (80,) if {"*bf16", "*fp16"} & set(one["types"]) else ()
     return older + newer + ((90,) if multiplies(one) and "COPIED" not in constants else ())
 
 
 def architecture_name(number: int) -> str:
-    """As PTX has it: what is made for 9.0 uses what that has alone."""
+    """An architecture's name in PTX. The "a" of 90a allows instructions that only 9.0 has."""
     return f"{number}a" if number == 90 else str(number)
 
 
 def multiplies(one: dict[str, Any]) -> bool:
+    """Whether a variant computes matrix products."""
     return one["kernel"].startswith(("products.", "attention."))
 
 
@@ -208,8 +223,8 @@ def multiplies(one: dict[str, Any]) -> bool:
 
 
 def compiled(specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those that this Triton is for, each in a process of its own: what one leaves behind names the next one's parts
-    differently."""
+    """The results for those variants that this version of Triton is for. Each is compiled in a process of its own:
+    otherwise, names in its PTX would depend on what was compiled before."""
     import triton
 
     is_old = triton.__version__.startswith(TRITON_OF_TURING)
@@ -222,7 +237,7 @@ def compiled(specs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def one_compiled(one: dict[str, Any]) -> dict[str, Any]:
-    """In a fork of this fork, so that it begins with nothing."""
+    """The result for a variant, compiled in a new process that is forked from this one."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -241,6 +256,8 @@ def one_compiled(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_triton(one: dict[str, Any]) -> dict[str, Any]:
+    """The result for a variant: see archive.Variant, and its PTX. Raises AssertionError if Triton compiled it in a way
+    that the driver cannot launch as we do."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -288,7 +305,7 @@ def by_triton(one: dict[str, Any]) -> dict[str, Any]:
 
 
 def specialised(function: Any, signature: dict[str, str], constants: dict[str, Any], aligned: list[int]) -> Any:
-    """What ASTSource takes, which differs among Tritons."""
+    """The arguments of ASTSource after the function. Versions of Triton differ in them."""
     try:
         from triton.backends.compiler import AttrsDescriptor
     except ImportError:
@@ -299,12 +316,12 @@ def specialised(function: Any, signature: dict[str, str], constants: dict[str, A
 
 
 def host_type(number: int) -> int:
-    """A tile's type as the driver numbers it; Triton's compiler swaps three."""
+    """The driver's number of a tile's dtype. Triton's compiler uses other numbers for three of them."""
     return {8: 10, 9: 8, 10: 9}.get(number, number)
 
 
 def parameter_sizes(ptx: str) -> list[int]:
-    """Bytes of each parameter of the one entry in a PTX."""
+    """The bytes of each parameter of the kernel in a PTX text, which has one kernel."""
     head = ptx[ptx.index(".entry"):ptx.index("{", ptx.index(".entry"))]
     bits = {"u64": 8, "u32": 4, "s32": 4, "f32": 4, "u8": 1, "s8": 1, "b64": 8, "b32": 4, "s64": 8, "u16": 2, "b8": 1}
     return [
@@ -317,12 +334,13 @@ def parameter_sizes(ptx: str) -> list[int]:
 
 
 def digest() -> str:
-    """Of the sources. Line ends are git's."""
+    """The digest of the sources: see archive.digest_of_sources."""
     files = sorted((KERNELS / "source").glob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes().replace(b"\r\n", b"\n") for path in files)).hexdigest()
 
 
 def results(files: list[str]) -> list[dict[str, Any]]:
+    """The results in these files, in a fixed order. Ends the process with the reasons if any variant failed."""
     found = [one for file in files for one in json.loads(Path(file).read_text())]
     failures = [f"{one['key']} for {one['architecture']}: {one['failure']}" for one in found if "failure" in one]
     if failures:
@@ -331,7 +349,8 @@ def results(files: list[str]) -> list[dict[str, Any]]:
 
 
 def members(found: list[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
-    """Files of the archive: all PTX of a kernel for an architecture is one, which packs five times as small."""
+    """The names and contents of the archive's members. The PTX of all variants of a kernel for an architecture is one
+    member, which compresses to a fifth of the size of separate ones."""
     texts: dict[str, bytes] = {}
     kernels: dict[str, dict[str, Any]] = {}
     for one in found:
@@ -346,6 +365,7 @@ def members(found: list[dict[str, Any]]) -> Iterator[tuple[str, bytes]]:
 
 
 def pack(files: list[str]) -> None:
+    """Write the archive."""
     with zipfile.ZipFile(KERNELS / "kernels.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as archive:
         for name, content in members(results(files)):
             archive.writestr(zipfile.ZipInfo(name), content, zipfile.ZIP_DEFLATED, 9)
@@ -353,15 +373,18 @@ def pack(files: list[str]) -> None:
 
 
 def compare(files: list[str]) -> None:
+    """End the process: with status 0 if the archive has these results, otherwise with the names of the members that
+    differ."""
     with zipfile.ZipFile(KERNELS / "kernels.zip") as archive:
         there = {name: archive.read(name) for name in archive.namelist()}
     new = dict(members(results(files)))
     different = sorted(name for name in new.keys() | there.keys() if new.get(name) != there.get(name))
-    sys.exit(f"kernels.zip is not what its sources give: {', '.join(different)}" if different else 0)
+    sys.exit(f"kernels.zip differs from its compiled sources in: {', '.join(different)}" if different else 0)
 
 
 def table(cards: list[str]) -> None:
-    """By ptxas, for each card (86, say): of every kernel the most registers, spills and shared memory."""
+    """Print a Markdown table for each compute capability, such as "86": the largest numbers of registers, spills and
+    shared memory of every kernel, by ptxas."""
     sys.path.insert(0, str(REPOSITORY))
     import triton
 

@@ -247,7 +247,7 @@ def test_a_stub_of_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         def cuLaunchKernel(self) -> None:
             """Without the attributes of a function of ctypes."""
 
-    with pytest.raises(Refusal, match="NVIDIA's driver has no cuLaunchKernel: install it anew"):
+    with pytest.raises(Refusal, match="NVIDIA's driver has no cuLaunchKernel: install the driver again"):
         driver.Driver(SimpleNamespace())
     stub = SimpleNamespace(cuLaunchKernel=SimpleNamespace(), cuDriverGetVersion=Stub.cuDriverGetVersion)
     with pytest.raises(RuntimeError, match="cuDriverGetVersion: 34"):
@@ -262,7 +262,7 @@ def test_a_stub_of_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launching, "driver_here", driver.driver_here.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    assert launching.why_not(GPU) == "NVIDIA's driver has no cuLaunchKernel: install it anew"
+    assert launching.why_not(GPU) == "NVIDIA's driver has no cuLaunchKernel: install the driver again"
 
 
 # --- damaged archives -------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_a_damaged_archive_is_a_reason(card: Any, damaged: Path, damage: Any) ->
     with pytest.MonkeyPatch.context() as undamaged:
         undamaged.setattr(archive, "ARCHIVE", Path(archive.__file__).with_name("kernels.zip"))
         damage(damaged)
-    assert str(launching.why_not(GPU)).endswith(": install it anew")
+    assert str(launching.why_not(GPU)).endswith(": install OneDiff again")
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, *(number / 20 for number in range(2, 20))])
@@ -358,9 +358,9 @@ def test_bytes_that_are_others_are_a_reason(card: Any, damaged: Path, share: flo
             archive.text_of(name)
         except Refusal as reason:
             refused += 1
-            assert str(reason).startswith("OneDiff's kernels cannot be read (")
-            assert str(reason).endswith("): install it anew")
-    assert refused or "install it anew" in str(launching.why_not(GPU))
+            assert str(reason).startswith("OneDiff's file of kernels cannot be read (")
+            assert str(reason).endswith("): install OneDiff again")
+    assert refused or "install OneDiff again" in str(launching.why_not(GPU))
 
 
 def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves(
@@ -378,7 +378,7 @@ def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves
     for _ in range(3):
         found = devices.candidates(Settings(), GPU, torch.float16, is_warm_up=False)
         assert [one.name for one in found.devices] == ["eager"]
-        assert found.reason == "OneDiff's kernels cannot be read (gone): install it anew"
+        assert found.reason == "OneDiff's file of kernels cannot be read (gone): install OneDiff again"
     assert reads == [1]
 
 

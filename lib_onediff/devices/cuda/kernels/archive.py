@@ -1,7 +1,8 @@
-"""Our kernels as they were compiled ahead, to PTX: kernels.zip beside this, which .ci/kernels writes.
+"""Finds compiled kernels in kernels.zip, the archive beside this file, which .ci/kernels writes.
 
-A kernel has a variant for each set of types, block sizes and warps, and for some architectures: the newest serves that
-the card has. PTX is text that NVIDIA's driver translates for any newer card; what it translated it keeps on the disk.
+The archive contains PTX, the assembly language that NVIDIA's driver translates for the card and for any newer one. The
+driver caches its translations on the disk. A kernel has one variant for each set of dtypes, block sizes and warps, and
+each variant was compiled for some architectures. A card uses the newest architecture that it supports.
 """
 from __future__ import annotations
 
@@ -24,13 +25,14 @@ from ....core.version import written
 ARCHIVE = Path(__file__).with_name("kernels.zip")
 MANIFEST = "manifest.json"
 SOURCES = ARCHIVE.with_name("source")
-# What reading a damaged archive raises: it is cut off, a member lacks or is another, its bytes are.
+# What reading a damaged archive raises: if it is truncated, or if members are missing, exchanged or changed.
 DAMAGE = (
     OSError, EOFError, KeyError, IndexError, ValueError, TypeError, AttributeError, RecursionError, NotImplementedError,
     RuntimeError, zipfile.BadZipFile, zlib.error, struct.error,
 )
 OLDEST_CAPABILITY = (7, 5)
-# The CUDA of the driver's release 525, which loads PTX 8.0; and where an architecture's needs newer PTX: 8.4 and 8.6.
+# The CUDA version of driver 525, the first that loads PTX 8.0; and of the first drivers for the architectures whose PTX
+# is newer: 8.4 and 8.6.
 OLDEST_DRIVER = (12, 0)
 OLDEST_DRIVER_NAME = "525"
 NEWER_DRIVER = {"89": (12, 4), "90a": (12, 7)}
@@ -41,15 +43,22 @@ TYPE_NAMES = {
 
 
 class Tiles(NamedTuple):
-    """A contiguous tensor that a kernel loads or stores in blocks of a shape."""
+    """A contiguous tensor that a kernel loads or stores in blocks of this shape."""
 
     tensor: torch.Tensor
     block: tuple[int, ...]
 
 
 class Variant(NamedTuple):
-    """A kernel, compiled. file, start, bytes: where in the archive. name: within the PTX. arguments: a letter for each,
-    see launching. maps: for each of its tiles that the card copies by itself, item's bytes, type, swizzle and box."""
+    """A compiled variant of a kernel for one architecture.
+
+    file, start, bytes: the member of the archive, and the part of it that has the PTX.
+    name: the name of the kernel's function in the PTX.
+    threads: the number of threads in a block.
+    shared: the bytes of shared memory of a block.
+    arguments: one letter for each argument; see launching.FORMATS.
+    maps: for each argument that is Tiles, (bytes of an item, dtype, swizzle, box), as Driver.tensor_map takes them.
+    """
 
     file: str
     start: int
@@ -62,7 +71,10 @@ class Variant(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What the archive holds. digest: of the sources. kernels: by their keys' names, a Variant for each architecture.
+    """The contents of the archive.
+
+    digest: the digest of the sources that were compiled; see digest_of_sources.
+    kernels: the Variant for each architecture, such as "80" or "90a", by key_name.
     """
 
     digest: str
@@ -72,19 +84,21 @@ class Manifest(NamedTuple):
 def key_of(
     kernel: str, arguments: Sequence[Any], warps: int, stages: int, constants: Mapping[str, int]
 ) -> tuple[Any, ...]:
-    """What tells the variants of a kernel apart."""
+    """The key of the variant of a kernel that takes these arguments. constants: the values that the kernel is compiled
+    for, in the order of its parameters."""
     return (kernel, *map(type_of, arguments), warps, stages, *constants.values())
 
 
 def type_of(argument: Any) -> Any:
-    """What of an argument decides which variant of a kernel takes it."""
+    """The part of an argument that decides which variant of a kernel takes it: the dtype of a tensor, with the block of
+    Tiles; None for a number."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype
     return (argument.tensor.dtype, argument.block) if isinstance(argument, Tiles) else None
 
 
 def key_name(key: tuple[Any, ...]) -> str:
-    """As the archive has it."""
+    """The name of a variant's key in the archive."""
     def name(part: Any) -> str:
         if isinstance(part, tuple):
             return f"{name(part[0])}[{'x'.join(map(str, part[1]))}]"
@@ -98,7 +112,8 @@ def key_name(key: tuple[Any, ...]) -> str:
 def variant(
     key: tuple[Any, ...], capability: tuple[int, int], driver: tuple[int, int]
 ) -> tuple[Variant, bytes]:
-    """For a card and the CUDA that its driver serves, with its PTX. Raises Refusal where there is none."""
+    """The variant with this key, and its PTX, ending with a zero byte. capability: the card's compute capability.
+    driver: the newest CUDA version that the driver supports. Raises Refusal if there is none for them."""
     name = key_name(key)
     by_architecture = manifest().kernels.get(name, {})
     serving = [
@@ -112,18 +127,20 @@ def variant(
 
 
 def serves(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether PTX for an architecture, "80" or "90a", runs on a card; an "a" is for cards of just that one."""
+    """Whether PTX for an architecture, such as "80" or "90a", runs on a card of this compute capability. An "a" means
+    that it does not run on newer cards."""
     own = capability[0] * 10 + capability[1]
     return number(architecture) == own if architecture.endswith("a") else number(architecture) <= own
 
 
 def number(architecture: str) -> int:
+    """An architecture's name without its letter: 90 for "90a"."""
     return int(architecture.rstrip("a"))
 
 
 @functools.cache
 def manifest() -> Manifest:
-    """What the archive holds. Raises Refusal where it cannot be read."""
+    """The archive's manifest. Raises Refusal if it cannot be read."""
     with opened() as archive:
         content = json.loads(archive.read(MANIFEST))
         sizes = {member.filename: member.file_size for member in archive.infolist()}
@@ -135,45 +152,47 @@ def manifest() -> Manifest:
 
 
 def variant_of(given: Any, sizes: Mapping[str, int]) -> Variant:
-    """A variant as the manifest has it. sizes: of the archive's files. Raises ValueError and TypeError where that
-    cannot be one."""
+    """The Variant of a list in the manifest. sizes: the sizes of the archive's members, in bytes. Raises ValueError or
+    TypeError if the list is not a valid one."""
     found = Variant(*given)
     numbers = found.start, found.bytes, found.threads, found.shared
     texts = (found.file, found.name, found.arguments)
     maps = found.maps
     if not all(type(one) is int and one >= 0 for one in numbers) or not all(type(one) is str for one in texts):
-        raise ValueError(f"{given} is no kernel")
+        raise ValueError(f"{given} is not a kernel")
     if found.start + found.bytes > sizes.get(found.file, 0) or found.arguments.count("T") != len(maps):
-        raise ValueError(f"the kernel {found.name} is not whole")
+        raise ValueError(f"the kernel {found.name} is incomplete")
     return found
 
 
 @functools.lru_cache(maxsize=16)
 def text_of(file: str) -> bytes:
-    """All PTX of a kernel for an architecture. Raises Refusal where the archive cannot be read."""
+    """A member of the archive: the PTX of all variants of a kernel for an architecture. Raises Refusal if the archive
+    cannot be read."""
     with opened() as archive:
         return archive.read(file)
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[zipfile.ZipFile]:
-    """The archive. Raises Refusal for what a damaged one raises inside."""
+    """A context with the open archive. Raises Refusal if reading it inside the context raises DAMAGE."""
     try:
         with zipfile.ZipFile(ARCHIVE) as archive:
             yield archive
     except DAMAGE as error:
         what = str(error) or type(error).__name__
-        raise Refusal(f"OneDiff's kernels cannot be read ({what}): install it anew") from None
+        raise Refusal(f"OneDiff's file of kernels cannot be read ({what}): install OneDiff again") from None
 
 
 def check_sources() -> None:
-    """Raise Refusal where the archive was built from other sources than those beside it: they take other arguments."""
+    """Raise Refusal if the archive was compiled from other sources than those beside it: its kernels might take other
+    arguments."""
     if manifest().digest != digest_of_sources():
-        raise Refusal("OneDiff's kernels are another version's: install it anew")
+        raise Refusal("OneDiff's file of kernels belongs to another version of OneDiff: install OneDiff again")
 
 
 @functools.cache
 def digest_of_sources() -> str:
-    """Of the kernels' sources. Line ends are git's."""
+    """The SHA-256 digest of the kernels' sources. Windows line ends count as those in git."""
     files = sorted(SOURCES.glob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes().replace(b"\r\n", b"\n") for path in files)).hexdigest()

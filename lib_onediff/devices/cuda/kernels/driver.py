@@ -1,5 +1,7 @@
-"""The CUDA driver, as far as kernels need it: it loads them, launches them, and describes tensors that it copies in
-tiles. Names and numbers are those of NVIDIA's CUDA Driver API."""
+"""Calls NVIDIA's driver: loads kernels, launches them, and describes tensors that the card copies in tiles.
+
+Names and numbers are those of NVIDIA's CUDA Driver API.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -18,22 +20,26 @@ LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 OUT_OF_MEMORY = 2
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 USUAL_SHARED_BYTES = 48 << 10
-# A CUtensorMap, and where it may lie.
+# The size of a CUtensorMap in bytes, and the alignment of its address.
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
 L2_PROMOTION_128 = 2
 
 
 class Driver:
-    """Every call is for the context of the current thread, which torch has made. Raises RuntimeError with the driver's
-    reason, torch.cuda.OutOfMemoryError, and Refusal for a function that the library lacks."""
+    """The driver's functions. They use the current thread's CUDA context, which torch has created.
+
+    All methods raise RuntimeError with the driver's reason, torch.cuda.OutOfMemoryError, and Refusal if the library
+    does not have the function.
+    """
 
     def __init__(self, library: Any) -> None:
-        """library: what ctypes has loaded."""
+        """library: the driver's library, loaded by ctypes."""
         self._library = library
         self._function("cuLaunchKernel").argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), c_void_p)
 
     def call(self, name: str, *arguments: Any) -> None:
+        """Call the function of this name."""
         status = self._function(name)(*arguments)
         if status:
             reason = f"{name}: {self._reason(status)}"
@@ -43,24 +49,24 @@ class Driver:
         try:
             return getattr(self._library, name)
         except AttributeError:
-            raise Refusal(f"NVIDIA's driver has no {name}: install it anew") from None
+            raise Refusal(f"NVIDIA's driver has no {name}: install the driver again") from None
 
     def _reason(self, status: int) -> str:
-        """What a status means, in the driver's words if it has any."""
+        """The driver's text for a status; the number if it has none."""
         text = c_char_p()
         with contextlib.suppress(Refusal):
             self._function("cuGetErrorString")(status, byref(text))
         return text.value.decode("utf-8", "replace") if text.value else str(status)
 
     def version(self) -> tuple[int, int]:
-        """The newest CUDA that it serves: (12, 0) from release 525 on."""
+        """The newest CUDA version that the driver supports: (12, 0) for release 525."""
         number = c_int()
         self.call("cuDriverGetVersion", byref(number))
         return number.value // 1000, number.value % 1000 // 10
 
     def load(self, ptx: bytes, name: str, shared: int) -> c_void_p:
-        """The function of this name in a module. It stays loaded as long as the process. shared: bytes of shared memory
-        that it will be launched with."""
+        """The function of this name in a PTX text that ends with a zero byte. It stays loaded until the process ends.
+        shared: bytes of shared memory of a block."""
         module = c_void_p()
         function = c_void_p()
         self.call("cuModuleLoadData", byref(module), c_char_p(ptx))
@@ -73,10 +79,12 @@ class Driver:
         self, function: c_void_p, grid: Sequence[int], threads: int, shared: int, stream: int, parameters: bytes,
         offsets: Sequence[int],
     ) -> None:
-        """parameters: one after the other. offsets: where each begins."""
+        """Launch a function on a stream. grid: the number of blocks on up to three axes. threads, shared: the threads
+        of a block and its bytes of shared memory. parameters: the bytes of all parameters. offsets: the offset of each
+        parameter in them."""
         down, across, deep = (*grid, 1, 1)[:3]
         memory = ctypes.cast(c_char_p(parameters), c_void_p).value or 0
-        # Not as one buffer: then a tensor map is not where the card wants it.
+        # One pointer for each parameter. If they were passed as one buffer, tensor maps would be wrongly aligned.
         pointers = (c_void_p * len(offsets))(*[memory + offset for offset in offsets])
         self.call("cuLaunchKernel", function, down, across, deep, threads, 1, 1, shared, stream, pointers, None)
 
@@ -84,8 +92,12 @@ class Driver:
         self, address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, dtype: int, swizzle: int,
         box: Sequence[int],
     ) -> bytes:
-        """How tiles of a tensor are copied; what lies beyond its edges is zero. strides: in items. box: the size of a
-        tile. dtype, swizzle: of CUtensorMapDataType and CUtensorMapSwizzle."""
+        """A CUtensorMap, which describes how the card copies tiles of a tensor. Items beyond the tensor's edges are
+        zero.
+
+        strides: in items. box: the shape of a tile. dtype, swizzle: numbers of CUtensorMapDataType and
+        CUtensorMapSwizzle.
+        """
         rank = len(shape)
         room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         start = -ctypes.addressof(room) % MAP_ALIGNMENT
@@ -101,7 +113,7 @@ class Driver:
 
 @functools.cache
 def driver_here() -> Driver:
-    """This machine's. Raises Refusal where there is none."""
+    """This machine's driver. Raises Refusal if there is none."""
     try:
         return Driver(ctypes.CDLL(LIBRARY))
     except OSError as error:

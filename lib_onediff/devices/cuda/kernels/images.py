@@ -1,15 +1,16 @@
-"""Over channels-last images: additions to them, measured on the way, their group norm with what surrounds it (a shift
-per channel before, a second image beside the first, SiLU after), and their enlargement.
+"""Kernels over channels-last images: addition, group norm, and resizing.
 
-What is measured are means and squared deviations of strips of pixels, the first half of a group norm, which then need
-not read the image for that; and the lowest and the highest numbers, which bound what a norm in eight bits gives. The
-number of strips depends on sizes alone, and needs no other kernel.
+An addition also measures the statistics of its output, so that the group norm after it need not read the image for
+them. The statistics are the mean and the squared deviations of every channel in strips of pixels, and, for a norm that
+writes eight bits, the lowest and highest values, from which its scale is computed. The number of strips depends on
+sizes, but the kernel is the same for any number.
 
-A small image's norm is done by one kernel, a program for each group. A large one takes three: the strips, the joining
-of strips and channels to one scale and offset per channel (Chan, Golub, LeVeque 1979), and their application.
-Deviations are summed around a value near the mean, so that a large mean costs no digits.
+A group norm includes a shift per channel before it, a second image concatenated to the first one, and SiLU after it.
+One kernel computes the norm of a small image, with a program for each group. A large image takes three kernels: they
+measure the strips, join strips and channels to one scale and offset per channel (Chan, Golub, LeVeque 1979), and apply
+these. Deviations are summed around a value near the mean, so that a large mean costs no precision.
 
-Sizes are arguments that Triton does not specialise on: every resolution has the same kernels.
+Triton does not specialise the kernels for the sizes, so all resolutions share them.
 """
 from __future__ import annotations
 
@@ -29,21 +30,25 @@ CHANNEL_BLOCK = 64
 ROWS = 64
 STRIPS_PER_PROCESSOR = 20
 MOST_STRIPS = 128
-# At once; more make a kernel that a driver translates for half a second.
+# How many numbers the joining kernel loads at once. With more, the driver would translate it for half a second.
 JOINED_NUMBERS = 2048
 SMALL_IMAGE_PIXELS = 256
-# Narrower groups make one kernel for all read too scattered, and each width is a kernel to compile.
+# The narrowest groups of the kernel for small images. It would read narrower ones in too small pieces, and each width
+# needs a kernel of its own.
 SMALL_IMAGE_GROUP_WIDTH = 40
 SMALL_ROWS = 64
-# Of a norm in eight bits.
+# The largest number of groups of a norm that writes eight bits.
 MOST_GROUPS = 32
 
 
 @dataclass(frozen=True)
 class PartialStatistics:
-    """statistics: (batch, strips, mean then squared deviations, channels) in float32, each over so many pixels, but the
-    last over what is left. bounds: the lowest numbers, then the highest, in the same shape; None where those were not
-    asked for."""
+    """The statistics of an image, measured in strips of pixels.
+
+    statistics: float32 (batch, strips, 2, channels): the mean, and the sum of squared deviations from it.
+    pixels: the number of pixels in a strip; the last strip has the remaining ones.
+    bounds: the lowest and the highest values, in the same shape; None if they were not measured.
+    """
 
     statistics: Tensor
     pixels: int
@@ -54,8 +59,8 @@ def measure(
     image: Tensor, config: LaunchConfig = STATISTICS.candidates[0], bounded: bool = False,
     known: PartialStatistics | None = None,
 ) -> PartialStatistics:
-    """The statistics of an image (batch, channels, height, width) in channels-last memory, or those that are known
-    where they have what is asked for."""
+    """The statistics of an image (batch, channels, height, width) in channels-last memory. bounded: with bounds. known:
+    earlier statistics of this image, which are returned if they suffice."""
     if known is not None and (known.bounds is not None or not bounded):
         return known
     return add_and_measure(None, image, None, None, config, bounded)
@@ -65,8 +70,12 @@ def add_and_measure(
     image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor | None,
     config: LaunchConfig = ADDITION.candidates[0], bounded: bool = False,
 ) -> PartialStatistics:
-    """output = image + update + bias (channels) in channels-last memory, and its statistics. output may be update;
-    None: of nothing but update."""
+    """Write image + update + bias to output, and return the output's statistics.
+
+    image, update, output: (batch, channels, height, width) in channels-last memory, of one dtype. image and bias
+    (channels,) may be None. output may be the same tensor as update. output None: only measure update. bounded: with
+    bounds.
+    """
     batch, channels, height, width = update.shape
     pixels = height * width
     rows, warps = config
@@ -85,12 +94,14 @@ def add_and_measure(
 
 
 def wanted_strips(device: torch.device, programs_per_strip: int) -> int:
-    """The number of strips of an image that gives every processor of the GPU work; more only cost joining."""
+    """The number of strips of an image that gives work to every processor of the GPU. More strips would only make
+    joining slower."""
     return min(MOST_STRIPS, max(1, STRIPS_PER_PROCESSOR * processors(device) // programs_per_strip))
 
 
 @functools.lru_cache
 def processors(device: torch.device) -> int:
+    """The number of multiprocessors of a GPU; 1 for other devices."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -101,12 +112,13 @@ def group_norm(
     application_config: LaunchConfig = APPLICATION.candidates[0],
     kind: Kind | None = None, at_once: bool | None = None,
 ) -> Any:
-    """Group norm of (first beside second) + shift, then SiLU if silu.
+    """The group norm of concatenate(first, second) + shift, followed by SiLU if silu; sums are in float32.
 
-    first, second: (batch, channels, height, width) in channels-last memory; shift: (batch, channels) or None. Returns
-    the dtype of first, in channels-last memory; sums in float32. measured: of the images, where whoever made them has.
-    kind: to have a QuantizedImage in it, of at most MOST_GROUPS. at_once: whether by the one kernel for small images,
-    which is right for any and takes no kind; None: where it is the fastest.
+    first, second: (batch, channels, height, width) in channels-last memory; second may be None. shift: (batch,
+    channels) or None. measured: statistics of the images that are known already. kind: return a QuantizedImage in this
+    8-bit format, for at most MOST_GROUPS groups; None: a tensor of first's dtype in channels-last memory. at_once: use
+    the single kernel for small images, which is correct for all sizes, but cannot write eight bits; None: use it if it
+    is faster.
     """
     batch, here, height, width = first.shape
     there = 0 if second is None else second.shape[1]
@@ -116,7 +128,7 @@ def group_norm(
     dtype = first.dtype if kind is None else kind.dtype
     shape = batch, channels, height, width
     output = torch.empty(shape, device=first.device, dtype=dtype, memory_format=torch.channels_last)
-    # There is a kernel for each set of types: what is not there is stood for by something of its type.
+    # Kernels are compiled for sets of dtypes: a tensor of the right dtype replaces each one that is missing.
     images = first, first if second is None else second
     added, added_stride, has_shift = (first, 0, 0) if shift is None else (shift, shift.stride(0), 1)
     if at_once is None:
@@ -131,7 +143,7 @@ def group_norm(
     bounded = kind is not None
     one = measure(first, statistics_config, bounded, measured[0])
     other = one if second is None else measure(second, statistics_config, bounded, measured[1])
-    # What the norm does to each channel.
+    # The scale and the offset of each channel.
     scales = torch.empty((batch, 2, channels), device=first.device, dtype=torch.float32)
     largest = scales if kind is None else scales.new_empty((batch, groups))
     launch(
@@ -152,12 +164,13 @@ def group_norm(
 
 
 def join_block(group_width: int) -> int:
-    """Each is a kernel to compile, so there are few."""
+    """The block size of the joining kernel, which is compiled for each size: so there are few sizes."""
     return max(32, power_of_two(group_width))
 
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:
-    """Nearest neighbour, as torch.nn.functional.interpolate defines it, of an image in channels-last memory."""
+    """An image (batch, channels, height, width) in channels-last memory, resized by nearest neighbour as
+    torch.nn.functional.interpolate defines it."""
     batch, channels, old_height, old_width = image.shape
     output = torch.empty(
         (batch, channels, height, width), device=image.device, dtype=image.dtype, memory_format=torch.channels_last

@@ -1,7 +1,8 @@
-"""How each kernel divides its work into programs, and what computes attention: a choice for each class of shapes,
-measured once on a GPU.
+"""The launch configs of kernels: the candidates of each, and which one was measured to be the fastest on this GPU.
 
-This knows no Triton: what was measured lies in the store, by names.
+A launch config says how a kernel divides its work into programs, or names an implementation of a library. It is chosen
+for each class of shapes and dtype. The choices are kept in the store, by the kernel's name. This module does not need
+Triton.
 """
 from __future__ import annotations
 
@@ -19,21 +20,23 @@ from ....core.device import TimeMs
 from ....weights.low_bit import FP8, INT8
 
 log = logging.getLogger("onediff")
-# Numbers that a kernel is launched with, or the name of an implementation.
+# The numbers that a kernel is launched with; or (name,) of an implementation of attention. (0,): see LIBRARY.
 LaunchConfig = tuple[Any, ...]
-# Two measurements of one thing differ by less.
+# A candidate replaces the first one if it takes less than this part of its time: two measurements of the same kernel
+# differ by less.
 WORTH_CHANGING = 0.97
 SMALL = "small"
 LARGE = "large"
 LARGE_IMAGE_PIXELS = 48 * 48
-# How many times wider than its tokens a feed-forward is.
+# The width of a feed-forward's hidden tokens, as a multiple of the width of its tokens.
 FEED_FORWARD = 4
 WIDEST_SMALL_HEAD = 64
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """candidates: what can be chosen; the first was the best on most shapes of an H200."""
+    """A kernel, or an operator that several implementations compute. candidates: its launch configs; the first was the
+    fastest at most shapes on an H200."""
 
     name: str
     candidates: tuple[LaunchConfig, ...]
@@ -45,25 +48,27 @@ APPLICATION = Kernel("group norm application", ((32, 4), (16, 1), (32, 2), (64, 
 ADDITION = Kernel("addition", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
 # (tokens, warps)
 LAYER_NORM = Kernel("layer norm", ((2, 2), (1, 1), (1, 4), (4, 4)))
-# (queries, keys, warps, stages), or what torch.attention has chosen. Wide heads may not fit into a processor's memory.
+# (queries, keys, warps, stages); or LIBRARY, for the implementation that devices/torch/attention.py chooses. Blocks of
+# wide heads may not fit into the shared memory of a GPU.
 LIBRARY: LaunchConfig = (0,)
 ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), (128, 128, 8, 1), LIBRARY))
 WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))
 # (columns, warps)
 GEGLU = Kernel("geglu", ((512, 1), (512, 2), (1024, 2), (1024, 4), (2048, 8)))
 # (rows, columns, depth of a tile, tiles of a group, warps, stages): see kernels.products. The first fits into the
-# memory of any processor that multiplies int8.
+# shared memory of every GPU that multiplies int8.
 INT8_PRODUCT = Kernel("int8 product", (
     (128, 128, 64, 8, 8, 3), (64, 128, 64, 8, 4, 4), (128, 64, 64, 8, 4, 4), (128, 128, 128, 8, 8, 3),
     (64, 256, 64, 8, 8, 3), (64, 64, 128, 8, 4, 3), (128, 256, 64, 8, 8, 3), (128, 128, 128, 8, 4, 3),
     (64, 128, 128, 8, 4, 3),
 ))
-# The product with LoRAs' downs: (rows, ranks of a tile, depth, warps, stages), or the library's.
+# The product with the down matrices of LoRAs: (rows, ranks of a tile, depth, warps, stages); or LIBRARY.
 DOWN_PRODUCT = Kernel("LoRA product", (
     LIBRARY, (64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (32, 32, 256, 4, 3), (64, 128, 64, 4, 4), (64, 16, 128, 4, 4),
 ))
-# (whether the GPU copies tiles by itself, which needs compute capability 9.0; rows, columns of the output, depth of a
-# tile, tiles of a group, warps, stages), or the library's product and a GEGLU. The others fit into 99 KB.
+# (1 if the GPU copies tiles by itself, which needs compute capability 9.0, else 0; rows, columns of the output, depth
+# of a tile, tiles of a group, warps, stages); or LIBRARY, for the library's product and a GEGLU of ours. Candidates
+# that begin with 0 fit into 99 KB of shared memory.
 GATED_PRODUCT = Kernel("gated fp8 product", (
     LIBRARY, (1, 128, 128, 128, 8, 8, 3), (1, 128, 64, 128, 8, 4, 3), (1, 128, 64, 128, 16, 4, 3),
     (1, 128, 128, 64, 8, 8, 5), (1, 64, 64, 128, 8, 4, 4),
@@ -74,9 +79,9 @@ EXACT_GATED_PRODUCT = Kernel("gated product", (
     LIBRARY, (1, 128, 128, 64, 8, 8, 3), (1, 128, 128, 64, 16, 8, 4), (0, 128, 64, 64, 8, 4, 3),
     (0, 128, 128, 32, 8, 8, 4), (0, 64, 64, 64, 8, 4, 3),
 ))
-# (as above; pixels down and across, channels of the output, depth of a tile, tiles of a group, warps, stages): see
-# kernels.products. By the type that is multiplied; in float16, the depth is how many products are summed in it, which
-# was 1.3 to 2 times slower than cuDNN on an H200.
+# (1 or 0 as for GATED_PRODUCT; rows and columns of pixels, channels of the output, depth of a tile, tiles of a group,
+# warps, stages): see kernels.products. By the dtype of the factors. In float16, as many products as the tile is deep
+# are summed in float16; that took 1.3 to 2 times as long as cuDNN on an H200.
 COPIED_CONVOLUTIONS = (
     (1, 8, 8, 128, 128, 8, 4, 3), (1, 8, 16, 128, 128, 8, 4, 3), (1, 16, 16, 128, 128, 8, 8, 3),
     (1, 16, 16, 64, 128, 8, 8, 3), (1, 8, 16, 128, 64, 8, 4, 4),
@@ -99,27 +104,29 @@ CONVOLUTIONS = {
 
 
 class Launches:
-    """The launch configuration of every kernel on the card that computes, by its class of shapes: an image's size, or a
-    token's width."""
+    """The chosen launch config of every kernel on the current card, by class of shapes and dtype.
+
+    It also collects the sizes that calls have used, for later measurements.
+    """
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
         # The sizes of convolutions that were computed while float16 sums were allowed: see tuning.tune_half_sums.
         self.convolutions: set[tuple[int, ...]] = set()
-        # (rows, out, width, dtype) of the products that were met with weights that are stored in INT8: see
+        # (rows, out, width, dtype) of the products that were computed with weights stored in INT8: see
         # tuning.tune_stored.
         self.stored_products: set[tuple[int, int, int, torch.dtype]] = set()
-        # As stored_products, of the LoRAs beside them: (rows, ranks, width, dtype).
+        # (rows, ranks, width, dtype) of the products with the down matrices of their LoRAs: see tuning.tune_down.
         self.down_products: set[tuple[int, int, int, torch.dtype]] = set()
         self._known: dict[tuple[str, str, torch.dtype, int], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:
-        """The configuration that was chosen, or the kernel's first."""
+        """The launch config that was chosen; the kernel's first one if none was."""
         known = self._known.get((kernel.name, shape_class, dtype, current_card()))
         return known or self.chosen(kernel, shape_class, dtype) or kernel.candidates[0]
 
     def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig | None:
-        """The configuration that was chosen; None where nothing was measured."""
+        """The launch config that was chosen; None if none was."""
         value = self._tuning_cache.get(choice_name(kernel, shape_class, dtype))
         config = tuple(value) if isinstance(value, list) else None
         if config not in kernel.candidates:
@@ -128,36 +135,42 @@ class Launches:
         return config
 
     def forget(self) -> None:
-        """Ask for every choice again."""
+        """Read every choice from the tuning cache again."""
         self._known = {}
 
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
-        """Launch it so from now on; graphs that were captured before stay as they are."""
+        """Choose a launch config and store the choice. Graphs that were captured before are not affected."""
         self._known.pop((kernel.name, shape_class, dtype, current_card()), None)
         self._tuning_cache.set(choice_name(kernel, shape_class, dtype), list(config))
 
 
 def image_class(pixels: int) -> str:
+    """The class of shapes of images with so many pixels."""
     return LARGE if pixels >= LARGE_IMAGE_PIXELS else SMALL
 
 
 def attention_kernel(head_width: int) -> Kernel:
-    """The kernel by which heads of this width attend to few keys."""
+    """The kernel for attention over few keys with heads of this width."""
     return ATTENTION if head_width <= WIDEST_SMALL_HEAD else WIDE_ATTENTION
 
 
 def row_class(width: int) -> str:
-    """The next power of two: rows of one class are done by the same kernel."""
+    """The class of shapes of rows of this width: the width rounded up to a power of two. The same kernel computes all
+    rows of a class."""
     return str(1 << (width - 1).bit_length())
 
 
 def choice_name(kernel: Kernel, shape_class: str, dtype: torch.dtype) -> str:
+    """The name of a choice in the tuning cache."""
     return named(f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}")
 
 
 class Trial(NamedTuple):
-    """One kernel at one class of shapes; run(config) launches it. agrees: whether what it returned is right, for a
-    configuration that may compute something else."""
+    """The measurement of a kernel for one class of shapes.
+
+    run: run(config) launches the kernel with a launch config, and returns its output.
+    agrees: agrees(output) returns whether the output is correct; None if all candidates compute the same.
+    """
 
     kernel: Kernel
     shape_class: str
@@ -166,8 +179,8 @@ class Trial(NamedTuple):
 
 
 def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs) -> bool:
-    """Measure and choose, where that was not done on this GPU; whether it was done now. Raises what the first
-    configuration raises, and torch.cuda.OutOfMemoryError."""
+    """Measure a kernel and choose its launch config, if that was not done on this GPU before. Returns whether it was
+    done now. Raises what the first candidate raises, and torch.cuda.OutOfMemoryError."""
     if launches.chosen(trial.kernel, trial.shape_class, dtype) is not None:
         return False
     launches.choose(trial.kernel, trial.shape_class, dtype, best_config(trial, time_ms))
@@ -175,7 +188,8 @@ def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs)
 
 
 def best_config(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
-    """The fastest of the kernel's configurations that this GPU can run; the first, unless another is clearly faster."""
+    """The fastest candidate of the kernel that this GPU can run and that agrees; the first one, unless another is
+    clearly faster (WORTH_CHANGING)."""
     first, *others = trial.kernel.candidates
     best = first
     best_ms = time_ms(partial(trial.run, first)) * WORTH_CHANGING
@@ -197,6 +211,7 @@ def best_config(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
 
 
 def random_on(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """Makes tensors of random numbers, and takes none of the user's generators."""
+    """A function, make(*shape), that returns tensors of random numbers, the same each time. It does not change torch's
+    random generators, which a user's image depends on."""
     generator = torch.Generator(device).manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator, device=device, dtype=dtype)

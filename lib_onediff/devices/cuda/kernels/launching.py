@@ -1,6 +1,6 @@
-"""Launches a kernel on torch's current stream: as it was compiled ahead, or by Triton from its source.
+"""Launches a kernel on torch's current stream: a compiled one from the archive, or its source by Triton.
 
-From the sources is for whoever develops them (ONEDIFF_KERNELS=source), for AMD, and for Triton's interpreter on a CPU.
+Triton is used for developing kernels (ONEDIFF_KERNELS=source), on AMD GPUs, and for Triton's interpreter on a CPU.
 """
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from .archive import Tiles
 from .driver import MAP_ALIGNMENT, MAP_BYTES, driver_here
 
 STAGES = 3
-# In bytes of an address and in numbers: a kernel is compiled for multiples of it, and loads as many bytes at once.
+# Kernels are compiled for addresses and sizes that are multiples of this, so that they can load as many bytes at once.
 ALIGNED = 16
-# By the letters of Variant.arguments: an address, a whole number, one that is a multiple of ALIGNED, a number, and the
-# address of scratch memory, which none of our kernels has. T is Tiles.
+# The struct format of an argument by its letter in Variant.arguments. P: an address. I: an integer. A: an integer that
+# is a multiple of ALIGNED. F: a float. S: the address of scratch memory, which none of our kernels uses. T, not here: a
+# Tiles, which becomes several parameters.
 FORMATS = {"P": "P", "I": "i", "A": "i", "F": "f", "S": "P"}
 SCRATCH = "S"
 
@@ -33,11 +34,14 @@ SCRATCH = "S"
 def launch(
     kernel: str, grid: Sequence[int], *arguments: Any, warps: int, stages: int = STAGES, **constants: int
 ) -> None:
-    """kernel: file and name, of source/. grid: how many programs, on up to three axes. arguments: tensors of one
-    card, Tiles, numbers. constants: those that it is compiled for, in their order.
+    """Launch a kernel on the current stream of its arguments' device.
 
-    Raises Refusal where it is not there for these types, numbers or this card, RuntimeError with the driver's or
-    Triton's reason, and torch.cuda.OutOfMemoryError.
+    kernel: "file.function" in source/. grid: the number of programs on up to three axes. arguments: tensors of one
+    device, Tiles and numbers. stages: the depth of Triton's software pipeline. constants: the kernel's compile-time
+    constants (tl.constexpr), in the order of its parameters.
+
+    Raises Refusal if there is no such kernel for these dtypes and constants, for these numbers or for this card,
+    RuntimeError with the driver's or Triton's reason, and torch.cuda.OutOfMemoryError.
     """
     first = arguments[0]
     device = (first.tensor if isinstance(first, Tiles) else first).device
@@ -51,16 +55,16 @@ def launch(
 
 
 def is_ahead(device: torch.device) -> bool:
-    """Whether kernels for a device were compiled ahead."""
+    """Whether a device uses the compiled kernels of the archive; otherwise, Triton compiles the sources."""
     return device.type == "cuda" and not torch.version.hip and os.environ.get("ONEDIFF_KERNELS") != "source"
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why our kernels cannot run on a device, in one sentence; None if nothing is known to stand in the way."""
+    """Why our kernels cannot run on a device, in one sentence; None if it meets all known requirements."""
     if device.type != "cuda":
         return f"OneDiff's kernels need an NVIDIA GPU, and this is the {device.type}"
     if not is_ahead(device):
-        # AMD's, where torch's ROCm brings it.
+        # On AMD GPUs, torch for ROCm usually comes with Triton.
         return None if find_spec("triton") else "OneDiff's kernels need Triton on this GPU, and it is not installed"
     capability = torch.cuda.get_device_capability(device)
     card = torch.cuda.get_device_name(device)
@@ -84,7 +88,8 @@ def why_not(device: torch.device) -> str | None:
 
 @functools.cache
 def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int], Sequence[Any]], None]:
-    """Launches a kernel of the archive: it is loaded now, which takes the driver some 50 ms where it never did so."""
+    """A function, run(grid, arguments), that launches the kernel with this key. Loads the kernel, which takes the
+    driver some 50 ms if it has not translated the PTX before."""
     driver = driver_here()
     variant, ptx = archive.variant(key, torch.cuda.get_device_capability(device), driver.version())
     function = driver.load(ptx, variant.name, variant.shared)
@@ -111,13 +116,14 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
 
 
 def aligned(number: int, name: str) -> int:
+    """An address or size, as it is. Raises Refusal if it is not a multiple of ALIGNED. name: of the kernel."""
     if number % ALIGNED:
-        raise Refusal(f"OneDiff's kernel {name} is for multiples of {ALIGNED}, and there is {number}")
+        raise Refusal(f"OneDiff's kernel {name} needs multiples of {ALIGNED}, and got {number}")
     return number
 
 
 def tiled(driver: Any, tiles: Tiles, given: Sequence[Any]) -> list[Any]:
-    """What a kernel is given for Tiles. given: of Variant.maps."""
+    """The parameters of a kernel for Tiles: a tensor map, the shape and the strides. given: an item of Variant.maps."""
     tensor = tiles.tensor
     item_bytes, dtype, swizzle, box = given
     shape = tensor.shape
@@ -127,7 +133,7 @@ def tiled(driver: Any, tiles: Tiles, given: Sequence[Any]) -> list[Any]:
 
 
 def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
-    """How its parameters lie in memory, for struct.pack, and where each begins."""
+    """The layout of a variant's parameters in memory, as a format of struct.pack, and the offset of each."""
     layout = "@"
     offsets = list[int]()
     maps = iter(variant.maps)
@@ -146,12 +152,14 @@ def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
 def launch_source(
     kernel: str, grid: Sequence[int], arguments: Sequence[Any], warps: int, stages: int, constants: dict[str, int]
 ) -> None:
+    """As launch, by Triton, which compiles the source if it has not done so before."""
     file, name = kernel.split(".")
     source = getattr(import_module(f".source.{file}", __package__), name)
-    source[tuple(grid)](*map(as_triton_has_it, arguments), **constants, num_warps=warps, num_stages=stages)
+    source[tuple(grid)](*map(triton_argument, arguments), **constants, num_warps=warps, num_stages=stages)
 
 
-def as_triton_has_it(argument: Any) -> Any:
+def triton_argument(argument: Any) -> Any:
+    """An argument of launch as Triton takes it."""
     if not isinstance(argument, Tiles):
         return argument
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -160,10 +168,11 @@ def as_triton_has_it(argument: Any) -> Any:
 
 
 def ceil_div(number: int, by: int) -> int:
+    """number / by, rounded up."""
     return -(-number // by)
 
 
 def power_of_two(number: int) -> int:
-    """The next one, or this."""
+    """The smallest power of two that is not below the number."""
     return 1 << (number - 1).bit_length()
 

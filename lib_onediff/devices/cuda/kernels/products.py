@@ -1,13 +1,14 @@
-"""Matrix products by kernels of our own: in int8; a feed-forward's first with its GEGLU, in half precision and in
-float8; and convolutions of 3x3, in int8, in float8, and in float16 summed in float16.
+"""Matrix products and convolutions by our own kernels.
 
-int8 has a scale for every row, and for every column or for all, and is summed exactly in int32. Tensor cores multiply
-it at two to four times the rate of float16 from compute capability 7.5 on; PyTorch's own product (torch._int_mm) knows
-no scales, and was slower than float16 on an H200. In float8, the scale of what a GEGLU gives is known beforehand
-(weights.low_bit.gated_scale): one for every row would have to wait for the whole row.
-
-On GeForce cards, tensor cores multiply float16 at twice the rate where they sum in it. A few dozen products are, and
-those sums in float32: their error is no larger than what rounding the output makes.
+- int8 products, with a scale for every row of the input, and one for every row of the weight or for all. Sums are exact
+  in int32. From compute capability 7.5 on, tensor cores multiply int8 at two to four times the rate of float16.
+  PyTorch's own product (torch._int_mm) applies no scales, and was slower than float16 on an H200.
+- A feed-forward's first product together with its GEGLU, in half precision and in float8. In float8, the scale of the
+  GEGLU's output is known beforehand (weights.low_bit.gated_scale). One scale for every row could only be computed when
+  the whole row is known.
+- 3x3 convolutions in int8, in float8, and in float16 with float16 sums. On GeForce cards, tensor cores multiply float16
+  at twice the rate if they also sum in float16. A few dozen products at a time are summed in float16, and these sums in
+  float32: the error is not larger than that of rounding the output.
 """
 from __future__ import annotations
 
@@ -33,17 +34,18 @@ def int8_product(
     tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype,
     config: LaunchConfig = configs.INT8_PRODUCT.candidates[0], added: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """(rows, in) times (out, in), plus bias (out,): (rows, out) in the result's dtype. in and out are multiples of 16.
+    """tokens (rows, in) times weight (out, in), plus bias (out,): (rows, out) in the dtype `result`.
 
-    added: LoRAs, hidden (rows, ranks) and up (out, ranks), whose product is added before it is rounded; or up
-    (out, ranks / n), of which each nth of the rows takes the next nth of the ranks. Contiguous and in the result's
-    dtype; ranks are multiples of RANKS. config: as configs.INT8_PRODUCT has them. Raises what a launch raises.
+    in and out are multiples of 16. added: (hidden, up) of LoRAs, whose product is added before the output is rounded:
+    hidden (rows, ranks), and up (out, ranks). For a layer of n fused ones, up is (out, ranks / n): each nth of its rows
+    reads the corresponding nth of the ranks. Both are contiguous and in the dtype `result`, and ranks / n is a multiple
+    of RANKS. config: see configs.INT8_PRODUCT. Raises what a launch raises.
     """
     m, n, k, group, warps, stages = config
     rows, width = tokens.values.shape
     out = len(weight.values)
     output = torch.empty((rows, out), device=tokens.values.device, dtype=result)
-    # There is a kernel for each set of types: a bias that is not there is stood for by something of its type.
+    # Kernels are compiled for sets of dtypes: a tensor of the right dtype replaces a missing bias.
     offset, has_bias = (output, 0) if bias is None else (bias.to(result), 1)
     hidden, up = added or (output, output)
     ranks = hidden.shape[1]
@@ -59,9 +61,11 @@ def int8_product(
 
 
 def joint_loras(low_rank: LowRank, out: int) -> tuple[Tensor, Tensor]:
-    """The LoRAs of a layer with so many outputs, for int8_product: down (ranks, in), whose product with the tokens is
-    the hidden one, and up, (out, ranks), or (out, ranks / n) where the layer is n fused ones of equal sizes and ranks.
-    Contiguous; without a copy where all ups lie one below the other."""
+    """(down, up) of a layer's LoRAs. down_product with down (ranks, in) gives `hidden` of int8_product, and up is its
+    `up`: (out, ranks / n) if the layer is n fused ones of equal sizes and ranks, otherwise (out, ranks).
+
+    out: the layer's number of outputs. Both are contiguous. up is a view if the ups are adjacent in memory.
+    """
     down = low_rank.down.flatten(1)
     ups = [up for _, up in low_rank.ups]
     own_rows, own_ranks = ups[0].shape
@@ -79,8 +83,11 @@ def joint_loras(low_rank: LowRank, out: int) -> tuple[Tensor, Tensor]:
 
 
 def down_product(tokens: Tensor, down: Tensor, config: LaunchConfig) -> Tensor:
-    """(rows, in) times LoRAs' down (ranks, in), both contiguous and of half precision: (rows, ranks). in and ranks are
-    multiples of 16. config: as configs.DOWN_PRODUCT has them. Raises what a launch raises."""
+    """tokens (rows, in) times the down matrices of LoRAs (ranks, in): (rows, ranks).
+
+    Both are contiguous and in half precision; in and ranks are multiples of 16. config: see configs.DOWN_PRODUCT.
+    Raises what a launch raises.
+    """
     if config == configs.LIBRARY:
         return functional.linear(tokens, down)
     m, n, k, warps, stages = config
@@ -98,10 +105,10 @@ def gated_product(
     tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor, output_scale: Tensor,
     config: LaunchConfig = configs.GATED_PRODUCT.candidates[1],
 ) -> QuantizedTokens:
-    """The GEGLU (erf form) of tokens (rows, in), which have one scale, times a weight (2 n, in) plus bias (2 n,):
-    (rows, n) in float8, with one scale, output_scale (1, 1).
+    """The GEGLU (erf form) of tokens (rows, in) times a weight (2 n, in) plus bias (2 n,): (rows, n) in float8, with
+    one scale, output_scale (1, 1).
 
-    Raises what a launch raises.
+    The tokens have one scale. Raises what a launch raises.
     """
     half = len(weight.values) // 2
     output = torch.empty((len(tokens.values), half), device=tokens.values.device, dtype=tokens.values.dtype)
@@ -110,8 +117,11 @@ def gated_product(
 
 
 def exact_gated_product(tokens: Tensor, weight: Tensor, bias: Tensor, config: LaunchConfig) -> Tensor:
-    """The GEGLU (erf form) of tokens (rows, in) times a weight (2 n, in) plus bias (2 n,): (rows, n), all in half
-    precision, rounded once. Raises what a launch raises."""
+    """The GEGLU (erf form) of tokens (rows, in) times a weight (2 n, in) plus bias (2 n,): (rows, n).
+
+    All tensors are in half precision. Only the output is rounded, not the product before the GEGLU. Raises what a
+    launch raises.
+    """
     output = tokens.new_empty((len(tokens), len(weight) // 2))
     launch_gated(tokens, weight, output, bias, (), config)
     return output
@@ -120,7 +130,8 @@ def exact_gated_product(tokens: Tensor, weight: Tensor, bias: Tensor, config: La
 def launch_gated(
     tokens: Tensor, weight: Tensor, output: Tensor, bias: Tensor, scales: tuple[Tensor, ...], config: LaunchConfig
 ) -> None:
-    """scales: of the tokens, the weight and the output; none where nothing has one."""
+    """Launch the gated product, which writes to output. scales: of the tokens, the weight and the output; () in half
+    precision."""
     copied, m, n, k, group, warps, stages = config
     rows, width = tokens.shape
     half = output.shape[1]
@@ -137,15 +148,18 @@ def launch_gated(
 def convolution(
     image: QuantizedImage, weight: QuantizedWeight, result: torch.dtype, config: LaunchConfig
 ) -> Tensor:
-    """3x3, padded with a pixel of zeros at each side: (batch, out channels, height, width) in the result's dtype, in
-    channels-last memory, summed in float32 or, of int8, in int32. Channels are multiples of 16. config: as
-    configs.CONVOLUTIONS have them. Raises what a launch raises."""
+    """The 3x3 convolution of an 8-bit image, padded with one pixel of zeros at each side: (batch, out channels, height,
+    width) in the dtype `result` and in channels-last memory.
+
+    Sums are in float32, or for int8 in int32. Numbers of channels are multiples of 16. config: see
+    configs.CONVOLUTIONS. Raises what a launch raises.
+    """
     return launch_convolution(image.values, weight.values, (image.scales, weight.scales), result, config)
 
 
 def half_sums_convolution(image: Tensor, weight: Tensor, config: LaunchConfig) -> Tensor:
-    """As convolution, of an image (batch, channels, height, width) and a weight (out channels, channels, 3, 3) in
-    float16 and in channels-last memory, summed in float16 over some products at a time."""
+    """As convolution, for an image (batch, channels, height, width) and a weight (out channels, channels, 3, 3) in
+    float16 and channels-last memory. As many products as the tile of `config` is deep are summed in float16."""
     taps = weight.permute(0, 2, 3, 1).flatten(1)
     return launch_convolution(image.permute(0, 2, 3, 1), taps, (), image.dtype, config)
 
@@ -153,7 +167,8 @@ def half_sums_convolution(image: Tensor, weight: Tensor, config: LaunchConfig) -
 def launch_convolution(
     image: Tensor, weight: Tensor, scales: tuple[Tensor, ...], result: torch.dtype, config: LaunchConfig
 ) -> Tensor:
-    """scales: of the image and the weight; none where nothing has one."""
+    """Launch the convolution and return its output. image: (batch, height, width, channels). weight: (out channels,
+    9 * channels). scales: of the image and the weight; () in float16."""
     copied, down, across, n, k, group, warps, stages = config
     batch, height, width, channels = image.shape
     output = torch.empty((batch, height, width, len(weight)), device=image.device, dtype=result)
@@ -172,7 +187,8 @@ def launch_convolution(
 
 
 def of_card(kernel: Kernel, device: torch.device) -> Kernel:
-    """What of a kernel can be fast on a device: tiles that it copies by itself, where it does."""
+    """A kernel with only those candidates that can be fast on a device: those whose tiles the card copies by itself on
+    cards that can (compute capability 9.0), the others elsewhere, and LIBRARY."""
     if device.type != "cuda":
         return kernel
     copies = torch.cuda.get_device_capability(device) == HOPPER
@@ -181,11 +197,10 @@ def of_card(kernel: Kernel, device: torch.device) -> Kernel:
 
 
 def product_class(rows: int, out: int, width: int) -> str:
-    """The class of shapes of a product, for which its launch configuration is chosen. out, width: the weight's shape.
-    """
+    """The class of shapes of a product. out, width: the weight's shape."""
     return f"{rows}x{width}x{out}"
 
 
 def convolution_class(image: Tensor, out_channels: int) -> str:
-    """As product_class, of a convolution. image: (batch, height, width, channels)."""
+    """The class of shapes of a convolution. image: (batch, height, width, channels)."""
     return "x".join(map(str, (*image.shape, out_channels)))

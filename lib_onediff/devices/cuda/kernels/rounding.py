@@ -1,7 +1,8 @@
-"""Rows of tokens in eight bits, made where they are computed: norms, gated units, and plain rows; and weights. Norms
-with modulation, and root mean square norms, come in 16 bits too.
+"""Kernels that write rows of tokens in eight bits: norms, gated units, and the quantization of existing rows and of
+weights.
 
-A norm's rows in float8 share one scale, all others have one each. Rows of int8 are rounded by a Rule.
+Norms with modulation and RMS norms can write 16 bits too, because the same kernel adds the residual's update. In
+float8, the rows of a norm share one scale; all other rows have one scale each. int8 rows are rounded by a Rule.
 """
 from __future__ import annotations
 
@@ -19,21 +20,23 @@ from .launch_config import LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 from .tokens import ACTIVATIONS, rows_in_memory
 
-# Of a row, the columns that a warp holds in its registers; and the fewest warps and the most.
+# How many columns of a row one warp processes, and the smallest and largest number of warps of a program.
 COLUMNS_OF_WARP = 512
 FEWEST_WARPS = 4
 MOST_WARPS = 16
-# Rows and warps of a layer norm by a host's rule: a rotated row takes many registers.
+# The launch config of a layer norm by a host's rule: one row at a time, because a rotated row takes many registers.
 HOSTS_LAYER_NORM = 1, 4
-# The groups of ConvRot that kernels rotate.
+# The size of the groups that our kernels rotate; see QuantizedWeight.rotation.
 GROUP = 256
+# The oldest compute capability on which matrix products (Rule.MATRIX) are the fastest way to rotate rows.
 HAS_MATRIX_UNITS = (8, 0)
-# The widest rows of a norm with modulation, of which a program holds one; wider rows take all warps.
+# The widest rows of norms with modulation, of which one program holds a whole row. Gated units with wider rows use
+# MOST_WARPS.
 WIDEST_NORM = 8192
 
 
 class Norm(IntEnum):
-    """What follows the sum of a residual's row and its update: see source/rounding.py."""
+    """The norm that the kernel norm_row computes after adding the update to the residual: see source/rounding.py."""
 
     NO_NORM = 0
     LAYER = 1
@@ -41,7 +44,11 @@ class Norm(IntEnum):
 
 
 class Rule(IntEnum):
-    """How rows of int8 are rounded: see source/hosts_rule.py."""
+    """How int8 rows are rounded: see source/hosts_rule.py.
+
+    OURS: for weights that Low-bit has quantized. HOSTS: as the hosts round the input of a weight stored in INT8.
+    BUTTERFLIES, MATRIX: the same after a rotation (ConvRot), computed by sums and differences, or by matrix units.
+    """
 
     OURS = 0
     HOSTS = 1
@@ -50,13 +57,14 @@ class Rule(IntEnum):
 
 
 def rule_of(weight: QuantizedWeight, device: torch.device) -> Rule:
-    """The rule for rows that are multiplied with a weight. Rows of groups that no kernel rotates are rotated before."""
+    """The rule for the input of a layer with this weight. If the rotation has groups of a size that our kernels do not
+    rotate, the caller must rotate the rows first."""
     is_ours = not weight.stored or weight.values.dtype.is_floating_point
     return Rule.OURS if is_ours else hosts_rule(weight.rotation, device)
 
 
 def hosts_rule(rotation: int, device: torch.device) -> Rule:
-    """The rule for rows that are multiplied with a weight that is stored in INT8. rotation: as QuantizedWeight's."""
+    """The rule for the input of a layer whose weight is stored in INT8. rotation: see QuantizedWeight."""
     if rotation != GROUP:
         return Rule.HOSTS
     has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HAS_MATRIX_UNITS
@@ -67,11 +75,14 @@ def layer_norm(
     residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, kind: Kind,
     config: LaunchConfig = LAYER_NORM.candidates[0], rule: Rule = Rule.OURS, is_plain_too: bool = False,
 ) -> tuple[Residual, QuantizedTokens]:
-    """The residual, deferred_bias one vector in float32 and no update, and its layer norm in a kind of eight bits: in
-    float8 by one scale, which weight and bias alone decide. config: for our own rule; the others have one.
-    is_plain_too: also in the model's dtype, by a host's rule.
+    """The residual with its update added and its biases joined to one deferred_bias (float32), and its layer norm in an
+    8-bit format.
 
-    Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous.
+    In float8, the norm has one scale, which depends only on weight and bias. config: the launch config for Rule.OURS;
+    the other rules have only one. is_plain_too: also return the norm in the model's dtype, as QuantizedTokens.plain;
+    not for Rule.OURS.
+
+    Adds the update to the residual's tokens in place. Tokens, update and update_scales must be contiguous.
     """
     tokens, deferred_bias, addend, update, update_scales = residual[:5]
     width = tokens.shape[-1]
@@ -80,7 +91,7 @@ def layer_norm(
     plain = torch.empty_like(tokens, dtype=weight.dtype) if is_plain_too else None
     rows = len(normed.values)
     deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
-    # There is a kernel for each set of types: what is not there is stood for by something of its type.
+    # Kernels are compiled for sets of dtypes: a tensor of the right dtype replaces each one that is missing.
     launch(
         "rounding.layer_norm_rows", (ceil_div(rows, rows_together),), tokens, tokens if update is None else update,
         deferred_now if update_scales is None else update_scales,
@@ -97,12 +108,15 @@ def residual_norm(
     residual: Residual, layer: LayerWeights | None, norm: AdaptiveNorm | RMSNorm, modulation: Modulation | None,
     dtype: torch.dtype, kind: Kind | None, rule: Rule = Rule.OURS, is_plain_too: bool = False,
 ) -> tuple[Residual, Tensor | QuantizedTokens]:
-    """The residual without update, and its norm with modulation: in a kind of eight bits, in float8 by one scale which
-    weight and modulation alone decide, or in dtype. Only for what has_norm_kernel accepts. layer: the norm's weight,
-    None for an AdaptiveNorm. is_plain_too: in both, by a host's rule.
+    """The residual with its update added, and its norm with modulation, in an 8-bit format or, if kind is None, in the
+    model's dtype. Only for inputs that has_norm_kernel accepts.
 
-    Writes the update into the residual's tokens, where there is one. Tokens, update and its scales must be contiguous,
-    nothing deferred.
+    layer: the norm's weight; None for an AdaptiveNorm. dtype: the model's. In float8, the norm has one scale, which
+    depends only on weight and modulation. is_plain_too: also return the norm in the model's dtype, as
+    QuantizedTokens.plain; not for Rule.OURS.
+
+    Adds the update to the residual's tokens in place. Tokens, update and update_scales must be contiguous, and there
+    must be no biases.
     """
     tokens = residual.tokens
     width = tokens.shape[-1]
@@ -124,8 +138,8 @@ def residual_norm(
 
 
 def add_update(residual: Residual, dtype: torch.dtype) -> None:
-    """Writes the residual's update into its tokens, by the norm's kernel. dtype: of its gate. Only for what
-    has_norm_kernel accepts."""
+    """Add the residual's update to its tokens in place, by the kernel of residual_norm. dtype: the gate's. Only for
+    residuals that has_norm_kernel accepts."""
     launch_norm(residual, None, None, None, Norm.NO_NORM, None, None, None, dtype, None, Rule.OURS)
 
 
@@ -134,25 +148,29 @@ def launch_norm(
     kind_of_norm: Norm, values: Tensor | None, scales: Tensor | None, plain: Tensor | None, dtype: torch.dtype,
     kind: Kind | None, rule: Rule,
 ) -> None:
-    tokens, _, _, update, update_scales, gate, behind = residual
+    """Launch the kernel of residual_norm and add_update. values, scales, plain: outputs; None: they are not written."""
+    tokens, _, _, update, update_scales, gate, update_norm = residual
     batch, count, width = tokens.shape
-    # There is a kernel for each set of types: what is not there is stood for by something of its type.
+    # Kernels are compiled for sets of dtypes: a tensor of the right dtype replaces each one that is missing.
     vector = torch.empty(0, device=tokens.device, dtype=dtype)
     no_scales = torch.empty(0, device=tokens.device, dtype=torch.float32)
     factor, shift = modulation or (None, None)
-    of_behind = None if behind is None else behind[0].weight
-    weight = None if layer is None else layer.weight
-    weight = vector if weight is None and of_behind is None else of_behind if weight is None else weight
-    assert weight is not None
+    weights = [] if layer is None else [layer.weight]
+    if update_norm is not None:
+        weights.append(update_norm[0].weight)
+    # Both weights have one dtype, so either replaces the other.
+    weight = weights[0] if weights else vector
+    update_norm_weight = weights[-1] if weights else vector
     launch(
         "rounding.norm_row", (batch * count,), tokens, vector if update is None else update,
-        no_scales if update_scales is None else update_scales, weight if of_behind is None else of_behind,
-        vector if gate is None else gate, weight, vector if factor is None else factor,
-        vector if shift is None else shift, vector if values is None else values,
+        no_scales if update_scales is None else update_scales, update_norm_weight, vector if gate is None else gate,
+        weight, vector if factor is None else factor, vector if shift is None else shift,
+        vector if values is None else values,
         no_scales if scales is None else scales, vector if plain is None else plain, width, count,
         *(0 if one is None or batch == 1 else one.stride(0) for one in (gate, factor, shift)),
-        *(int(one is not None) for one in (update, update_scales, gate, behind, factor, shift)),
-        0.0 if behind is None else behind[1].eps, 0.0 if behind is None else float(behind[1].plus_one),
+        *(int(one is not None) for one in (update, update_scales, gate, update_norm, factor, shift)),
+        0.0 if update_norm is None else update_norm[1].eps,
+        0.0 if update_norm is None else float(update_norm[1].plus_one),
         float(isinstance(norm, RMSNorm) and norm.plus_one), 0.0 if norm is None else norm.eps,
         0.0 if kind is None else kind.largest, warps=warps_for(width, MOST_WARPS), BLOCK=power_of_two(width),
         RULE=int(rule), PLAIN=plain is not None, NORM=int(kind_of_norm),
@@ -163,7 +181,7 @@ def launch_scale(
     scale: Tensor, layer: LayerWeights | None, norm: AdaptiveNorm | RMSNorm, modulation: Modulation | None,
     dtype: torch.dtype, batch: int, kind: Kind,
 ) -> None:
-    """The scale (1, 1) of a norm's rows in float8, for so many images."""
+    """Launch the kernel that writes the scale (1, 1) of a norm in float8. batch: the batch size of the modulation."""
     width = norm.width
     vector = torch.empty(0, device=scale.device, dtype=dtype)
     factor, shift = modulation or (None, None)
@@ -182,9 +200,12 @@ def launch_scale(
 def has_norm_kernel(
     residual: Residual, layer: LayerWeights | None, norm: Any, modulation: Modulation | None, dtype: torch.dtype
 ) -> bool:
-    """Whether residual_norm takes these: a norm without weight or the root mean square norm with one, of tokens (batch,
-    tokens, width) in the model's dtype, or in float32 beside float16; vectors in the model's dtype, and norms' weights
-    in that or in float32, all of them in one. norm: None of add_update."""
+    """Whether the kernel of residual_norm supports these inputs; norm None: the kernel of add_update.
+
+    It supports AdaptiveNorm and RMSNorm, tokens (batch, tokens, width) in the model's dtype, or in float32 if that is
+    float16, and gates and modulations in the model's dtype. The weights of the norm and of the update's norm must both
+    be in the model's dtype, or both in float32.
+    """
     tokens = residual.tokens
     kept = torch.float32 if dtype == torch.float16 else dtype
     if tokens.dim() != 3 or tokens.shape[-1] > WIDEST_NORM or tokens.dtype != kept:
@@ -206,8 +227,8 @@ def gated(
     numbers: Tensor, gates: Tensor, activation: Activation, kind: Kind, rule: Rule = Rule.OURS,
     is_plain_too: bool = False,
 ) -> QuantizedTokens:
-    """numbers * activation(gates), (..., n) of the same shape, in a kind of eight bits. is_plain_too: also in the
-    tokens' dtype, by a host's rule. activation: one of tokens.ACTIVATIONS."""
+    """numbers * activation(gates), both (..., n), in an 8-bit format. activation: one of tokens.ACTIVATIONS.
+    is_plain_too: also return it in the inputs' dtype, as QuantizedTokens.plain; not for Rule.OURS."""
     width = numbers.shape[-1]
     output = empty_rows(numbers, width, kind)
     plain = numbers.new_empty(numbers.shape) if is_plain_too else None
@@ -225,13 +246,13 @@ def gated(
 
 
 def geglu(tokens: Tensor, kind: Kind, rule: Rule = Rule.OURS, is_plain_too: bool = False) -> QuantizedTokens:
-    """As gated, of the halves of (..., 2 n): the first half times the GELU (erf form) of the second."""
+    """As gated, for the halves of tokens (..., 2 n): the first half times the GELU (erf form) of the second."""
     numbers, gates = tokens.chunk(2, dim=-1)
     return gated(numbers, gates, Activation.GELU, kind, rule, is_plain_too)
 
 
 def rounded(tokens: Tensor, kind: Kind, gelu: bool = False, rule: Rule = Rule.OURS) -> QuantizedTokens:
-    """Tokens (..., n), or the GELU (erf form) of them, in a kind of eight bits."""
+    """Tokens (..., n), or their GELU (erf form), in an 8-bit format."""
     output = empty_rows(tokens, tokens.shape[-1], kind)
     rows = tokens.contiguous().flatten(0, -2)
     launch_rows(rows, output.values, output.scales, output.unit, gelu=gelu, rule=rule)
@@ -239,7 +260,8 @@ def rounded(tokens: Tensor, kind: Kind, gelu: bool = False, rule: Rule = Rule.OU
 
 
 def gelu_and_rounded(tokens: Tensor, rule: Rule) -> QuantizedTokens:
-    """The GELU (erf form) of tokens (..., n), contiguous: in their place, and in int8 by a host's rule."""
+    """The GELU (erf form) of contiguous tokens (..., n) in int8, by a host's rule. Also writes it to the tokens, which
+    become QuantizedTokens.plain."""
     output = empty_rows(tokens, tokens.shape[-1], INT8)._replace(plain=tokens)
     width = tokens.shape[-1]
     launch(
@@ -250,15 +272,15 @@ def gelu_and_rounded(tokens: Tensor, rule: Rule) -> QuantizedTokens:
 
 
 def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
-    """A weight (out, in) in a kind of eight bits."""
+    """A weight (out, in) in an 8-bit format."""
     room = empty_like(weight, kind)
     rounded_rows(weight, room.values, room.scales)
     return room
 
 
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Round rows, (rows, width), into tensors that are there: values of the same shape, whose type is the kind, and
-    scales in float32 that give them back, of as many numbers as rows, or of one."""
+    """Quantize rows (rows, width) into the given tensors: values of the same shape, whose dtype decides the format, and
+    float32 scales, one for each row, or one for all if there is only room for one."""
     one_scale = scales.numel() < len(rows)
     launch_rows(rows, values, scales, largest_of(rows) if one_scale else torch.empty_like(scales[:1, :1]), one_scale)
 
@@ -267,7 +289,8 @@ def launch_rows(
     rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False, gelu: bool = False,
     rule: Rule = Rule.OURS,
 ) -> None:
-    """one: see plain_row; None for int8, which has no unit."""
+    """Launch the kernel that quantizes rows. one: if one_scale, the largest value of all rows; otherwise, for float8,
+    the tensor (1, 1) to which the kernel writes a one (QuantizedTokens.unit), and for int8 None."""
     kind = kind_of(values)
     width = rows.shape[1]
     launch(
@@ -277,11 +300,13 @@ def launch_rows(
 
 
 def warps_for(width: int, most: int = 8) -> int:
+    """The number of warps of a program that processes a row of this width."""
     return min(most, max(FEWEST_WARPS, power_of_two(width) // COLUMNS_OF_WARP))
 
 
 def empty_rows(tokens: Tensor, width: int, kind: Kind, one_scale: bool = False) -> QuantizedTokens:
-    """As many rows as there are tokens, of another width."""
+    """Uninitialised QuantizedTokens, with a row of this width for each of the tokens (..., n). one_scale: with one
+    scale for all rows."""
     shape = tokens.shape[:-1]
     values = torch.empty((shape.numel(), width), device=tokens.device, dtype=kind.dtype)
     scales = torch.empty((1 if one_scale else len(values), 1), device=tokens.device, dtype=torch.float32)

@@ -1,5 +1,5 @@
-"""Over rows of tokens: layer norm of a residual with a deferred bias, gated units, norms of heads, and attention over
-few keys."""
+"""Kernels over rows of tokens: layer norm of a residual with a deferred bias, gated units, norms of heads, and
+attention over few keys."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -11,15 +11,15 @@ from ....core.operators import Activation, Heads, Residual
 from .launch_config import ATTENTION, GEGLU, LAYER_NORM, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
-# Of a program that norms heads: so many, and its warps.
+# The number of heads that a program of the kernel for norms of heads processes, and its warps.
 HEADS = 16
 HEADS_WARPS = 4
-# Of gates, in the order of source/tokens.py.
+# The activations of gated units, in the order of source/tokens.py.
 ACTIVATIONS = (Activation.GELU, Activation.SILU, Activation.SIGMOID)
-# Numbers of a block, and its warps.
+# The block size of the GELU kernel, and its warps.
 GELU = 1024, 2
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
-# Of heads, for which there is a kernel: those of SD 1, SD 2 and SDXL.
+# The head widths for which there is an attention kernel: those of SD 1, SD 2 and SDXL.
 ATTENTION_WIDTHS = (40, 64, 80, 160)
 # exp2 is one instruction, exp is two.
 LOG2_E = 1.4426950408889634
@@ -28,9 +28,9 @@ LOG2_E = 1.4426950408889634
 def layer_norm(
     residual: Residual, weight: Tensor, bias: Tensor | None, eps: float, config: LaunchConfig = LAYER_NORM.candidates[0]
 ) -> tuple[Residual, Tensor]:
-    """The residual, its deferred bias as one vector in float32, and its layer norm (..., width), contiguous.
+    """The residual with its biases joined to one deferred_bias (float32), and its layer norm (..., width), contiguous.
 
-    The deferred bias is added in float32, and is not rounded on the way.
+    The biases are added to the tokens in float32, and the sum is not rounded before the norm.
     """
     tokens, deferred_bias, addend = residual[:3]
     rows_together, warps = config
@@ -38,7 +38,7 @@ def layer_norm(
     rows = tokens.numel() // width
     output = torch.empty_like(tokens)
     deferred_now = torch.empty(width, device=tokens.device, dtype=torch.float32)
-    # Kernels are compiled for sets of dtypes: a tensor of the right dtype stands in for each one that is missing.
+    # Kernels are compiled for sets of dtypes: a tensor of the right dtype replaces each one that is missing.
     launch(
         "tokens.layer_norm_rows", (ceil_div(rows, rows_together),), tokens,
         deferred_now if deferred_bias is None else deferred_bias, weight if addend is None else addend, weight,
@@ -50,7 +50,8 @@ def layer_norm(
 
 
 def materialize(residual: Residual, config: LaunchConfig = LAYER_NORM.candidates[0]) -> Tensor:
-    """The tokens with the deferred bias and the bias added; the same tensor if there is neither."""
+    """The residual's tokens with deferred_bias and bias added; the same tensor if there is neither. The residual must
+    have no update."""
     tokens, deferred_bias, addend = residual[:3]
     if deferred_bias is None:
         return tokens if addend is None else tokens + addend
@@ -69,7 +70,7 @@ def materialize(residual: Residual, config: LaunchConfig = LAYER_NORM.candidates
 def gated(
     numbers: Tensor, gates: Tensor, activation: Activation, config: LaunchConfig = GEGLU.candidates[0]
 ) -> Tensor:
-    """numbers * activation(gates), (..., n) of the same shape: contiguous. activation: one of ACTIVATIONS."""
+    """numbers * activation(gates), both (..., n), as a contiguous tensor. activation: one of ACTIVATIONS."""
     width = numbers.shape[-1]
     block, warps = config
     output = numbers.new_empty(numbers.shape)
@@ -90,8 +91,8 @@ def geglu(tokens: Tensor, config: LaunchConfig = GEGLU.candidates[0]) -> Tensor:
 
 
 def rows_in_memory(tokens: Tensor) -> tuple[Tensor, int]:
-    """Tokens (..., n) of which each row is contiguous, and how many numbers after one row the next one begins: the same
-    tensor where it may be one half of a wider one."""
+    """Tokens (..., n) whose rows are contiguous and at equal distances in memory, and that distance in numbers. It is
+    the same tensor if it has this form already, such as one half of a wider tensor; otherwise a copy."""
     stride = tokens.stride(-2) if tokens.dim() > 1 else tokens.shape[-1]
     expected = stride
     is_regular = tokens.stride(-1) == 1
@@ -102,14 +103,15 @@ def rows_in_memory(tokens: Tensor) -> tuple[Tensor, int]:
 
 
 def gelu(numbers: Tensor) -> Tensor:
-    """GELU in its erf form, in place. numbers: contiguous."""
+    """Apply GELU (erf form) in place to a contiguous tensor, and return it."""
     block, warps = GELU
     launch("tokens.gelu_block", (ceil_div(numbers.numel(), block),), numbers, numbers.numel(), warps=warps, BLOCK=block)
     return numbers
 
 
 def normed_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-    """See split_heads in core.operators. Only for what has_heads_kernel accepts; projected is written into."""
+    """Operators.split_heads, for inputs that has_heads_kernel accepts. Writes to projected, of which the result is
+    views."""
     batch, tokens, _ = projected.shape
     normed = [part for part in parts if part.norm is not None]
     first, norm = normed[0].norm or (None, None)
@@ -131,8 +133,12 @@ def normed_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
 
 
 def has_heads_kernel(projected: Tensor, parts: Sequence[Heads]) -> bool:
-    """Whether the kernel computes these parts: one or two parts with norms, alike but for their weights, over a power
-    of two of numbers, and before the parts without; rotated all or none. projected may be a part of a wider product."""
+    """Whether the kernel of normed_heads supports these inputs.
+
+    One or two parts must have a norm, and come before the parts without. Their norms may differ only in the weights,
+    and their head width is a power of two. Either all of them have the same rotary embedding or none has one. projected
+    may be a slice of a wider product.
+    """
     norms = [part.norm for part in parts if part.norm is not None]
     normed = parts[:len(norms)]
     plain = parts[len(norms):]
@@ -153,12 +159,12 @@ def has_heads_kernel(projected: Tensor, parts: Sequence[Heads]) -> bool:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = ATTENTION.candidates[0]) -> Tensor:
-    """Softmax attention over (batch, heads, tokens, width) in half precision, for parts of one GEMM's output: heads lie
-    beside each other in memory. config: queries and keys of a block, warps, and stages of loading.
+    """Softmax attention over (batch, heads, tokens, width) in half precision, in one pass over the keys (flash
+    attention; Dao et al. 2022). Sums and the softmax are in float32.
 
-    In one pass over the keys (flash attention; Dao et al. 2022), for few of them: a cross attention has some 77, which
-    one program holds at once; the libraries' kernels are made for thousands, and take twice as long. Sums, the softmax
-    among them, are in float32.
+    It is for cross-attentions, with few keys (some 77), all of which one program can hold at once. The kernels of
+    libraries are made for thousands of keys, and take twice as long. The heads must be adjacent in memory (see
+    heads_lie_beside). config: (queries and keys of a block, warps, pipeline stages).
     """
     batch, heads, queries, width = query.shape
     output = query.new_empty((batch, queries, heads, width))
@@ -173,5 +179,5 @@ def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = 
 
 
 def heads_lie_beside(tensor: Tensor) -> bool:
-    """Whether the heads of (batch, heads, tokens, width) lie beside each other in memory, as a GEMM leaves them."""
+    """Whether the heads of a token of (batch, heads, tokens, width) are adjacent in memory, as in a GEMM's output."""
     return tensor.stride(3) == 1 and tensor.stride(1) == tensor.shape[3]
