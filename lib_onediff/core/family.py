@@ -2,13 +2,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor
 
 from .call import Call
 from .layer_weights import Weights
-from .leaves import LEAVES, FusedLinear, descriptions
+from .leaves import LEAVES, FusedLinear, descriptions, digest_without
 from .operators import Operators
 
 # A pair of functions: matches(module) returns whether a module is a network of some kind, by its class and the package
@@ -23,15 +24,21 @@ Output = Callable[[Any, Weights, Operators, Call], Tensor]
 class Layout:
     """The description of a network: a frozen dataclass, a tree of core.leaves without any parameter.
 
-    It also has architecture, equal for networks that differ only in weights and names; model_name, for people; and
-    sized_layers(height, width, tokens), the parts that hold all blocks, each with the height and width of its input.
-    Their product is its number of rows in each image. height, width: of the latent. tokens: of the prompt, which a
-    network of a single stream puts beside those of the image.
+    It also has model_name, for people, and sized_layers(height, width, tokens), the parts that hold all blocks, each
+    with the height and width of its input. Their product is its number of rows in each image. height, width: of the
+    latent. tokens: of the prompt, which a network of a single stream puts beside those of the image.
     foreign: parts of other extensions in the module, each in words for the user. The network is served only for calls
     that bring these parts, as Call.patches or as additions (Network.refuse_call).
     """
 
+    # Fields of the layout and of its descriptions in which networks of one architecture may differ.
+    ignored_fields: ClassVar[frozenset[str]] = frozenset({"path", "name", "model_name", "foreign"})
     foreign: tuple[str, ...] = ()
+
+    @cached_property
+    def architecture(self) -> str:
+        """A digest of the structure: equal for networks that differ only in weights and names."""
+        return digest_without(self, self.ignored_fields)
 
     def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
         """Every description of this kind, depth first in a fixed order."""

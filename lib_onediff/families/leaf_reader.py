@@ -1,4 +1,4 @@
-"""Read the leaf modules that hold parameters, and keep account of them."""
+"""Describes a network's leaf modules (core.leaves), and makes sure that no parameter of the network is overlooked."""
 from __future__ import annotations
 
 import functools
@@ -18,18 +18,18 @@ PADDING_MODES = {"zeros": False, "circular": True}
 
 
 class HostLayers:
-    """The classes of layers that hosts define: their parameters mean what those of torch's layer of the same name mean,
-    and their forward computes the same, such as in float32 and back. Each host hands in its own."""
+    """Layer classes that hosts define in place of torch's and that compute the same as torch's layer of the same name,
+    from parameters of the same names; they may cast to float32 and back. Each host registers its own (take)."""
 
     def __init__(self) -> None:
         self._classes: set[tuple[str, str]] = set()
 
     def take(self, package: str, *classes: str) -> None:
-        """Register classes of a host's package, by their qualified names."""
+        """Register classes of a host's package. classes: their qualified names."""
         self._classes.update((package, name) for name in classes)
 
     def has(self, kind: type) -> bool:
-        """Whether this class is one of them."""
+        """Whether a class is registered."""
         return (package(kind.__module__), kind.__qualname__) in self._classes
 
 
@@ -37,11 +37,14 @@ HOST_LAYERS = HostLayers()
 
 
 class LeafReader:
-    """Turns the leaf modules of a network into descriptions, and keeps account of its parameters: those that no
-    description covers are refused at the end.
+    """Reads a network's modules into the descriptions that its layout consists of.
 
-    A layer with a LoRA around it is described as it is without, by the LoRA's path. reads_loras: whether the host has a
-    function reader for LoRAs; else they are refused.
+    A reader of a network calls a method for each module: linear(), rms_norm() and so on return its description, or
+    raise Refusal if the module computes something else. They also claim the module's parameters; at the end,
+    refuse_unclaimed() raises Refusal if any parameter is left, since our forward would ignore it.
+
+    reads_loras: whether a LoRA of peft around a layer is accepted, because the host's LoraReader adds it to each call.
+        The description is that of the layer inside, under the path of the LoRA's module. False: Refusal.
     """
 
     def __init__(self, network: nn.Module, reads_loras: bool = False) -> None:
@@ -51,43 +54,51 @@ class LeafReader:
         self._unclaimed = {name for name, _ in network.named_parameters()}
 
     def path(self, module: nn.Module) -> str:
+        """The module's dotted name within the network."""
         return self._paths[module]
 
     def kind(self, module: object) -> str:
-        """The name of a module's class, if torch or the network's own package has this very class by that name; else
-        its full name, which no reader knows."""
+        """The name of a module's class if the class is torch's or from the network's package, such as "ResBlock".
+
+        Otherwise the full name with its Python module, which matches no name that a reader expects: an extension may
+        define a class of the same name.
+        """
         kind = type(module)
         known = package(kind.__module__) in self._packages and is_genuine(kind)
         return kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
 
     def require(self, module: Any, **wanted: Any) -> None:
-        """Raise Refusal where a module's attributes are not these."""
+        """Raise Refusal unless the module's attributes have these values."""
         odd = next((name for name, value in wanted.items() if getattr(module, name) != value), None)
         if odd is not None:
             raise self.unknown(module, f"its {odd} is {getattr(module, odd)!s:.40}".partition("\n")[0])
 
     def expect(self, kind: str, *modules: Any) -> None:
-        """Raise Refusal for the first of these that is of another kind."""
+        """Raise Refusal unless all these modules are of this kind (see kind)."""
         for module in modules:
             if self.kind(module) != kind:
                 raise self.unknown(module, f"expected {kind}")
 
     def refuse_unclaimed(self) -> None:
-        """Raise Refusal if the module has parameters that no description covers (an adapter's, say)."""
+        """Raise Refusal if the network has parameters that no description covers, such as an adapter's."""
         if self._unclaimed:
             example = min(self._unclaimed)
-            raise Refusal(f"{len(self._unclaimed)} parameters that we do not know, such as {example}")
+            raise Refusal(f"{len(self._unclaimed)} parameters that OneDiff does not know, such as {example}")
 
     def leave(self, module: nn.Module | None) -> None:
-        """Mark the parameters of a module below the network as known but unused by our forward: calls bring what
-        computes with them, or nothing does now. Any other module is ignored."""
+        """Mark a module's parameters as known but unused by our forward: each call brings the functions that use them,
+        or nothing uses them now. None, and a module outside the network, is ignored."""
         if module is not None and module in self._paths:
             self._unclaimed -= {f"{self.path(module)}.{name}" for name, _ in module.named_parameters()}
 
     def layers(
         self, readers: Mapping[str, Callable[[Any, LeafReader], Any]], modules: Iterable[Any]
     ) -> tuple[Any, ...]:
-        """The descriptions of modules, by the readers of their kinds. None and an Identity compute nothing."""
+        """The descriptions of modules, in order. Skips None and nn.Identity, which compute nothing.
+
+        readers: for each kind (see kind) that may occur, the function of module and LeafReader that describes it.
+        Raises Refusal for any other kind.
+        """
         found = []
         for module in modules:
             if module is not None and not isinstance(module, nn.Identity):
@@ -98,7 +109,7 @@ class LeafReader:
         return tuple(found)
 
     def linear(self, module: Any) -> Linear:
-        """An nn.Linear, a host's own, or a 1x1 convolution."""
+        """The description of an nn.Linear, of a host's linear layer, or of a 1x1 convolution."""
         layer = self._within(module)
         if isinstance(layer, nn.Conv2d):
             pointwise = self.convolution(module)
@@ -112,6 +123,7 @@ class LeafReader:
         return Linear(self.path(module), in_features, out_features)
 
     def convolution(self, module: Any) -> Convolution:
+        """The description of an nn.Conv2d. Raises Refusal unless it is square, undilated and in one group."""
         layer = self._within(module)
         if not isinstance(layer, nn.Conv2d):
             raise self.unknown(layer, "expected a 2D convolution")
@@ -124,7 +136,7 @@ class LeafReader:
         self._claim(module)
         return Convolution(
             self.path(module), layer.in_channels, layer.out_channels, kernel[0], stride[0], padding[0],
-            # Without padding there is nothing beyond the edge: the same layer either way.
+            # Without padding, no pixel beyond the edge is read, so the padding mode makes no difference.
             circular=padding[0] > 0 and PADDING_MODES[layer.padding_mode],
         )
 
@@ -141,8 +153,8 @@ class LeafReader:
         return LayerNorm(self.path(module), module.normalized_shape[-1], module.eps)
 
     def rms_norm(self, module: Any) -> RMSNorm:
-        """A root mean square norm. An attribute `add` of the host's module that is True: it multiplies by 1 + weight.
-        """
+        """The description of torch's RMSNorm, or of a host's. The weight is stored relative to one if the module has
+        an attribute `add` that is True."""
         plus_one = getattr(module, "add", False)
         has_bias = getattr(module, "bias", None) is not None
         is_known = module.weight is not None and not has_bias and plus_one in (True, False)
@@ -150,18 +162,18 @@ class LeafReader:
             raise self.unknown(module, "expected a root mean square norm with weight")
         self._claim(module)
         if module.eps is None and not has_float32s_epsilon():
-            raise self.unknown(module, "this torch takes another epsilon for each type")
+            raise self.unknown(module, "it has no epsilon, and this torch takes another one for each dtype")
         eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
         return RMSNorm(self.path(module), len(module.weight), eps, bool(plus_one))
 
     def adaptive_norm(self, module: Any, width: int) -> AdaptiveNorm:
-        """A layer norm without weight."""
+        """The description of a layer norm over `width` without weight and bias: a modulation follows it."""
         if module.weight is not None or module.bias is not None or tuple(module.normalized_shape) != (width,):
             raise self.unknown(module, "expected a layer norm without weight")
         return AdaptiveNorm(width, float(module.eps))
 
     def parameter(self, module: Any, name: str) -> FreeParameter:
-        """The parameter that a module has by this name, where the module is no layer."""
+        """The description of a module's parameter that belongs to no layer, by the parameter's name."""
         tensor = module._parameters.get(name)
         if tensor is None:
             raise self.unknown(module, f"it has no {name}")
@@ -170,30 +182,35 @@ class LeafReader:
         return FreeParameter(path, tuple(tensor.shape))
 
     def shifted_norm(self, module: Any, weight: str) -> RMSNorm:
-        """A root mean square norm of the network's own class, which multiplies by 1 + weight in float32. weight: the
-        parameter's name."""
+        """The description of an RMS norm that multiplies by 1 + weight in float32 (RMSNorm.as_stored).
+
+        The caller has checked the module's class. weight: the name of its parameter.
+        """
         parameter = self.parameter(module, weight)
         return RMSNorm(parameter.path, parameter.shape[0], module.eps, plus_one=True, as_stored=True)
 
     def fused(self, name: str, *modules: Any) -> FusedLinear:
+        """The description of linear layers over the same input, to be computed as one product under this name."""
         members = tuple(self.linear(module) for module in modules)
         if len({member.in_features for member in members}) != 1:
             raise Refusal(f"{name} takes inputs of different widths")
         return FusedLinear(name, members)
 
     def _claim(self, module: nn.Module) -> None:
-        """Account for the weight and the bias of a layer, and for a LoRA around it. What else the module holds stays
-        unclaimed, or is refused here."""
+        """Claim a layer's weight and bias, and the matrices of a LoRA around it. Any other parameter stays unclaimed.
+
+        Raises Refusal if the layer's forward may compute something else than torch's.
+        """
         layer = self._within(module)
         if next(layer.children(), None) is not None:
             raise self.unknown(layer, "it has layers of its own inside")
         if not computes_as_torch(type(layer)):
-            raise self.unknown(layer, "its forward is its own")
+            raise self.unknown(layer, "its forward is not the one of torch")
         if not isinstance(getattr(layer, "weight", None), nn.Parameter):
             raise self.unknown(layer, "it has no weight")
         if getattr(layer, "scale_weight", None) is not None:
             raise self.unknown(layer, "its weight is stored scaled")
-        # input_scale: by which a host rounds what a layer in 8 bits reads. Ours finds its own.
+        # input_scale: the scale by which a host quantizes the input of a layer in 8 bits. Ours computes its own.
         for name in ("weight", "bias", "input_scale"):
             if getattr(layer, name, None) is not None:
                 self._unclaimed.discard(f"{self.path(layer)}.{name}")
@@ -202,30 +219,33 @@ class LeafReader:
                 self.leave(None if part is layer else part)
 
     def _within(self, module: Any) -> Any:
-        """The layer in which a module has weight and bias."""
+        """The layer that has the weight and bias: the one inside a LoRA, or the module itself. Raises Refusal for
+        another adapter of peft."""
         if not type(module).__module__.startswith("peft."):
             return module
         if not (self._reads_loras and is_lora(type(module))):
-            raise self.unknown(module, "of peft's layers, only plain LoRAs are read")
+            raise self.unknown(module, "of peft's adapters, OneDiff reads only plain LoRAs")
         return layer_within(module)
 
     def unknown(self, module: Any, why: str = "") -> Refusal:
-        """A Refusal for a module that has no reader. It names the code that has put a module of its own there, or
-        above, if any has. why: what is unusual about a module of a known class."""
+        """A Refusal for a module that cannot be read. why: what is unusual about it; "" if its class is not known.
+
+        If another extension has put a module of its own class there, or above it, the reason names the extension.
+        """
         where = self._paths.get(module, "?") if isinstance(module, nn.Module) else "?"
         replaced = None if why else self._foreign_at(where)
         if replaced is not None:
             place, kind = replaced
-            # An extension's module may be missing from sys.modules: its functions know their file.
+            # An extension's Python module may be missing from sys.modules, but a function of it knows its file.
             owner = author(vars(kind).get("forward", kind))
             return Refusal(f"{owner} has put a {kind.__qualname__} in the place of {place}")
         kind = type(module)
-        reason = f": {why}" if why else ", which we do not know"
+        reason = f": {why}" if why else ", which OneDiff does not know"
         return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}{reason}")
 
     def _foreign_at(self, path: str) -> tuple[str, type] | None:
-        """The first module on the way down to a path whose class is neither torch's nor the network's package's: its
-        path and its class."""
+        """The path and the class of the first module on the way down to a path whose class is neither torch's nor from
+        the network's package; None if there is none."""
         kinds = {known: type(module) for module, known in self._paths.items()}
         names = path.split(".")
         for length in range(1, len(names) + 1):
@@ -238,31 +258,33 @@ class LeafReader:
 
 @functools.cache
 def has_float32s_epsilon() -> bool:
-    """Whether torch's RMS norm takes float32's epsilon in narrower types too, where it is given none."""
+    """Whether this torch's RMS norm without an epsilon uses float32's in narrower dtypes too (other versions use each
+    dtype's own)."""
     small = torch.full((1,), 2.0**-4, dtype=torch.bfloat16, device="cpu")
     return torch.equal(functional.rms_norm(small, (1,)), torch.ones_like(small))
 
 
 def computes_as_torch(kind: type) -> bool:
-    """Whether a layer's class has torch's own forward, or one of a host's that computes the same."""
+    """Whether a layer class inherits torch's forward, or that of a class in HOST_LAYERS."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
     return HOST_LAYERS.has(owner) or (package(owner.__module__) == "torch" and is_genuine(owner))
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether a layer is an nn.Linear, or a host's class of that name, which need not be derived from it."""
+    """Whether a layer is an nn.Linear, or of a class Linear in HOST_LAYERS, which need not be derived from it."""
     kind = type(layer)
     return isinstance(layer, nn.Linear) or (kind.__name__ == "Linear" and HOST_LAYERS.has(kind))
 
 
 def is_class(kind: type, module: str, *names: str) -> bool:
-    """Whether a class is the one, or one of those, that a Python module defines by these names: this very object, and
-    no other that is called so."""
+    """Whether a class is the one that this Python module defines under one of these names: the same object, not another
+    class that has the same name."""
     return kind.__module__ == module and kind.__qualname__ in names and is_genuine(kind)
 
 
 def is_genuine(kind: type) -> bool:
-    """Whether a class is what its module has by its name, and no other that calls itself so."""
+    """Whether a class is the object that its Python module has under its name, not another class that claims the
+    name."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         found = getattr(found, name, None)

@@ -1,7 +1,5 @@
-"""Read any host's UNet, VAE decoder or VAE encoder into a layout, or refuse with a reason.
-
-The one door to the readers of each kind of module, which know nothing of each other.
-"""
+"""The families of networks and of VAEs that OneDiff serves: reads a host's module into a layout, or refuses it with a
+reason, and finds the family of a layout."""
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -23,23 +21,23 @@ from .z_image.family import ZImages
 
 
 class Families:
-    """The families whose networks are served."""
+    """The families of denoising networks that are served."""
 
     def __init__(self, families: Iterable[Family]) -> None:
         self.all = tuple(families)
         self._readers = [reader for family in self.all for reader in family.readers]
 
     def take_reader(self, reader: LayoutReader) -> None:
-        """Register the reader of one host's modules: hosts know the families, and families know no host."""
+        """Register a reader of a host's modules. Hosts import families; no family imports a host."""
         self._readers.append(reader)
 
     def usual_sizes(self, model: str | None = None) -> tuple[UsualSizes, ...]:
-        """Those of a model by its name, such as "SDXL refiner"; of every model where none fits or is given."""
+        """The usual sizes of a model by its name, such as "SDXL refiner"; of all models if none is given or known."""
         every = tuple(sizes for family in self.all for sizes in family.usual_sizes)
         return tuple(sizes for sizes in every if (model or "").startswith(sizes.models)) or every
 
     def read(self, module: nn.Module) -> Any:
-        """The layout of a network, read from its module tree. Raises Refusal for anything that no family knows."""
+        """The layout of a network, read from its module tree. Raises Refusal if no reader knows the network."""
         return read(module, "network", self._readers)
 
     def of(self, layout: Any) -> Family:
@@ -56,19 +54,19 @@ class Families:
 
 
 class DecoderFamilies:
-    """The families of VAEs that are served."""
+    """The families of VAE decoders and encoders that are served."""
 
     def __init__(self, families: Iterable[DecoderFamily]) -> None:
         self.all = tuple(families)
         self._readers = [reader for family in self.all for reader in family.readers]
 
     def take_reader(self, reader: LayoutReader) -> None:
-        """As of Families."""
+        """See Families.take_reader."""
         self._readers.append(reader)
 
     def read(self, decoder: nn.Module) -> Any:
-        """The layout of a VAE's decoder or encoder, read from its module tree. Raises Refusal for anything that no
-        family knows, or with parameters that it does not know: a tiny autoencoder, one that takes a mask."""
+        """The layout of a VAE's decoder or encoder, read from its module tree. Raises Refusal for one that no reader
+        knows, such as a tiny autoencoder, or with unknown parameters, such as a decoder that takes a mask."""
         return read(decoder, "VAE decoder", self._readers)
 
     def of(self, layout: Any) -> DecoderFamily:
@@ -80,29 +78,33 @@ class DecoderFamilies:
         return self.of(layout).output(layout, weights, ops, latent, *how)
 
 
-# A new family is a file or a folder beside this, and a name here.
+# A new family is a file or a folder beside this one, and an entry here.
 FAMILIES = Families((UNets(), Animas(), Krea2s(), ZImages()))
 DECODERS = DecoderFamilies((Autoencoders(),))
 
 
 def read(module: nn.Module, what: str, readers: Iterable[LayoutReader]) -> Any:
-    """The layout by the first of these that knows the module. Raises Refusal for another network, and what is a fault
-    of ours as it is."""
+    """The layout of a module, by the first reader whose first function matches it. what: the kind of module, for users.
+
+    Raises Refusal if none matches, or if the module lacks a submodule that the reader expects. An exception that our
+    own code has raised is a fault of ours, and is raised as it is.
+    """
     kind = type(module)
     try:
-        for knows, reader in readers:
-            if knows(module):
+        for matches, reader in readers:
+            if matches(module):
                 return reader(module)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
         if not is_torchs(error):
             raise
-        # A member that every module of this class has is missing: not the network we know.
+        # A submodule is missing that every network of this class has: it was changed.
         raise Refusal(f"this {kind.__name__} is built in a way that OneDiff does not know ({error})") from error
     raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a {what} that OneDiff knows")
 
 
 def is_torchs(error: BaseException) -> bool:
-    """Whether torch has raised an exception: a module without that attribute, a list of modules that is shorter."""
+    """Whether an exception was raised in torch's code: nn.Module raises AttributeError for a missing submodule, and
+    nn.ModuleList raises IndexError."""
     where = error.__traceback__
     while where is not None and where.tb_next is not None:
         where = where.tb_next

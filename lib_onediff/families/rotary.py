@@ -1,5 +1,5 @@
-"""Rotary position embeddings over several axes, which transformers of images share: the angles of tokens by their
-positions."""
+"""Rotary position embeddings (RoPE; Su et al. 2021, arXiv 2104.09864) over several axes, as image transformers use
+them: a token's position on each axis, such as its row and column, rotates a part of each head."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -12,11 +12,13 @@ from ..core.operators import Rotary
 
 @dataclass(frozen=True)
 class RotaryAxes:
-    """The axes over which the heads of queries and keys are rotated, such as time, height and width.
+    """The axes of a network's rotary embedding, such as time, height and width, and the dtypes of its angles.
 
-    widths: of each axis, how much of a head's width it rotates. thetas: the base of its frequencies. interleaved: see
-    core.operators.Rotary. exponents, frequencies, angles: the types in which the host has these, which it may have
-    rounded; the frequencies are computed in theirs.
+    widths: for each axis, how many numbers of a head it rotates.
+    thetas: for each axis, the base of its frequencies: theta ** (-2i / width).
+    interleaved: see core.operators.Rotary.
+    exponents, frequencies, angles: the dtypes in which the host keeps 2i / width, the frequencies, and position *
+        frequency. In a narrow dtype they are rounded, and ours must be rounded alike.
     """
 
     widths: tuple[int, ...]
@@ -28,8 +30,8 @@ class RotaryAxes:
 
 
 def rotary_of(axes: RotaryAxes, positions: Tensor) -> Rotary:
-    """The rotary embedding of tokens. positions: integers, (tokens, axes), or (batch, tokens, axes) where those of the
-    rows differ."""
+    """The rotary embedding of tokens at these positions: (tokens, axes), or (batch, tokens, axes) if they differ from
+    row to row of the batch. Its cosines and sines are float32."""
     wide = at_least_float32(axes.frequencies)
     angles = []
     for axis, (width, theta) in enumerate(zip(axes.widths, axes.thetas, strict=True)):
@@ -40,7 +42,7 @@ def rotary_of(axes: RotaryAxes, positions: Tensor) -> Rotary:
 
 
 def frequencies_of(axes: RotaryAxes, width: int, theta: float, device: torch.device) -> Tensor:
-    """The frequencies of one axis, (width / 2,)."""
+    """The frequencies of one axis, (width / 2,), from the highest to the lowest."""
     wide = at_least_float32(axes.exponents)
     exponents = (torch.arange(0, width, 2, dtype=wide, device=device) / width).to(axes.exponents)
     frequencies: Tensor = 1.0 / theta ** exponents.to(axes.frequencies)
@@ -48,11 +50,12 @@ def frequencies_of(axes: RotaryAxes, width: int, theta: float, device: torch.dev
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which numbers of a dtype are multiplied: float64 stays, all others are widened to float32."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def image_positions(rows: int, columns: int, device: torch.device, first: int = 0) -> Tensor:
-    """The positions of an image's patches, (rows * columns, 3), row by row: first, then the row, then the column."""
+    """The positions of an image's patches, int64 (rows * columns, 3), row by row. Each is (first, row, column)."""
     down = torch.arange(rows, dtype=torch.int64, device=device)[:, None].expand(rows, columns)
     across = torch.arange(columns, dtype=torch.int64, device=device)[None].expand(rows, columns)
     return torch.stack([torch.full_like(down, first), down, across], dim=-1).flatten(0, 1)

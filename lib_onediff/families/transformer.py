@@ -1,12 +1,13 @@
-"""Parts that transformers share: norms with modulation, attention with norms of heads and rotary embeddings,
-feed-forward layers, and their sum with the residual.
+"""What transformers share: norms with modulation, attention with head norms and rotary embeddings, feed-forward layers,
+and the sum of each layer's output with the residual.
 
-A block of a transformer is a few steps residual + gate * layer(norm(residual)). Each is written as
+A block of a transformer is a few steps of residual + gate * layer(norm(residual)). Each step is written as
 
     residual, normed = layers.norm(residual, block.norm, attention.query_key_value, modulation)
     residual = layers.add(residual, layers.self_attention(attention, normed, rotary), attention.out, gate)
 
-through_blocks runs the blocks, with the cut of a call that has one; blocks_read names those whose weights it reads.
+through_blocks runs the blocks of a call, or of a call that DeepCache has cut; blocks_read returns the blocks whose
+weights such a call reads.
 """
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..core.call import Cut
 from ..core.layer_weights import LayerWeights, Weights
@@ -32,18 +35,40 @@ from ..core.operators import (
     WeightedNorm,
 )
 
-# See core.family.Family.schedule.
+# The name of the table of transformers in steps/schedules.json (core.family.Family.schedule).
 SCHEDULE = "transformer"
+# The usual sizes of images that models of a megapixel are trained at, and one of hires fix.
+MEGAPIXEL_SIZES = (
+    "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
+)
 Block = TypeVar("Block")
 
 
+def patch_grid(height: int, width: int, patch: int) -> tuple[int, int]:
+    """How many rows and columns of patches cover a latent of this size."""
+    return -(-height // patch), -(-width // patch)
+
+
+def padded_to_patches(latent: Tensor, patch: int) -> Tensor:
+    """A latent (batch, channels, height, width), continued on the right and below with its opposite edges until its
+    sides are multiples of a patch, as hosts pad it."""
+    height, width = latent.shape[-2:]
+    return functional.pad(latent, (0, -width % patch, 0, -height % patch), mode="circular")
+
+
+def first_residual(tokens: Tensor) -> Residual:
+    """Tokens as the residual that enters the first block. In float16 it is widened to float32: it would overflow, or be
+    rounded too much."""
+    return Residual(tokens.float() if tokens.dtype == torch.float16 else tokens)
+
+
 def deepest_cut(blocks: Sequence[object]) -> int:
-    """See core.family.Family.deepest: at least one block is left out."""
+    """The largest depth of a cut (core.family.Family.deepest): a cached step leaves out at least one block."""
     return max(0, len(blocks) - 1)
 
 
 def blocks_read(blocks: Sequence[Block], cut: Cut | None) -> Sequence[Block]:
-    """The blocks that a call with this cut computes."""
+    """The blocks that a call computes: all of them, or the first cut.depth if cut.reads."""
     if cut is None or not cut.reads:
         return blocks
     return blocks[:min(cut.depth, deepest_cut(blocks))]
@@ -53,12 +78,12 @@ def through_blocks(
     ops: Operators, residual: Residual, blocks: Sequence[Block], cut: Cut | None,
     through: Callable[[Residual, int, Block], Residual],
 ) -> Residual:
-    """The residual behind the last block. through: returns the residual behind one block, of its index and itself.
+    """The residual after the last block. through(residual, index, block) returns the residual after one block.
 
-    cut: the first cut.depth blocks are computed by every call. Its memory has the sum of what the other blocks add to
-    the residual: a call that reads it adds that in their place. The sum changes less from step to step than the
-    residual itself. It is kept in the residual's dtype, whose rounding is that of one more layer, and takes half the
-    memory of float32.
+    cut: None computes every block. Otherwise the first cut.depth blocks are computed in any case. If cut.reads, the sum
+    of what the other blocks added at an earlier call is read from cut.memory and added; else they are computed, and
+    that sum is written. The sum is cached, and not the residual, because it changes less from step to step. It has the
+    residual's dtype: the rounding is that of one more layer, and float32 would take twice the memory of bfloat16.
     """
     if cut is None:
         for index, block in enumerate(blocks):
@@ -70,7 +95,7 @@ def through_blocks(
     shallow = ops.materialize(residual)
     if cut.reads:
         return Residual(shallow + cut.memory.read())
-    # Operators may write into a residual's tokens.
+    # Operators may write into a residual's tokens, and shallow is needed unchanged below.
     residual = Residual(shallow.clone())
     for index, block in enumerate(blocks[depth:], depth):
         residual = through(residual, index, block)
@@ -81,10 +106,15 @@ def through_blocks(
 
 @dataclass(frozen=True)
 class TransformerLayers:
-    """The layers of a transformer, given by their descriptions, with the weights and the operators that compute them.
+    """Computes the layers of a transformer from their descriptions (core.leaves).
 
-    Tokens are (batch, tokens, width). Weights may be cast when they are looked up, so each is looked up where it is
-    used, and a matrix only twice in a row: for the norm before it, and for its product.
+    weights, ops: of the call. upcast_attention: compute attention scores in float32.
+
+    Tokens are (batch, tokens, width). Rows are the same tokens as one operator leaves them for the next: a tensor, or
+    already quantized for the linear layer that reads them, which is then an argument (consumer).
+
+    A lookup in weights may cast a stored weight, so no method keeps what it has looked up. A matrix is looked up at
+    most twice in a row: by the operator before its product, for the scales of that product, and by the product.
     """
 
     weights: Weights
@@ -95,37 +125,45 @@ class TransformerLayers:
         self, residual: Residual, norm: LayerNorm | RMSNorm | AdaptiveNorm, consumer: Linear | FusedLinear,
         modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        """The residual, and its norm as the linear layer that reads it wants it."""
+        """The residual, and its norm as Rows for the linear layer that reads them (consumer).
+
+        Use the returned residual from here on: the norm may have computed a sum that the given one had deferred.
+        """
         layer = None if isinstance(norm, AdaptiveNorm) else self.weights[norm.path]
         return self.ops.residual_norm(residual, layer, norm, self._weights_of(consumer), modulation)
 
     def add(
         self, residual: Residual, x: Rows, layer: Linear, gate: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Residual:
-        """residual + gate * norm(linear(x)), without what is None. gate: (batch, width)."""
-        behind = None if norm is None else self._weighted(norm)
-        return self.ops.add_linear(residual, x, self._weights_of(layer), gate, behind)
+        """residual + gate * norm(linear(x)). gate: (batch, width). Without gate or norm, that factor or norm is left
+        out. The given residual must not be used afterwards: the operator may write into it."""
+        weighted = None if norm is None else self._weighted(norm)
+        return self.ops.add_linear(residual, x, self._weights_of(layer), gate, weighted)
 
     def linear(self, x: Rows, layer: Linear | FusedLinear) -> Tensor:
         return self.ops.linear(x, self._weights_of(layer))
 
     def activated_linear(self, x: Rows, layer: Linear, activation: Activation, consumer: Linear) -> Rows:
-        """The first half of a feed-forward layer: activation(linear(x)), as its second half, the consumer, wants it."""
+        """activation(linear(x)), the first half of a feed-forward layer, as Rows for its second half (consumer)."""
         return self.ops.activated_linear(x, self._weights_of(layer), activation, self._weights_of(consumer))
 
     def gated_linear(self, x: Rows, layer: Linear | FusedLinear, unit: GatedUnit, consumer: Linear) -> Rows:
-        """The first half of a feed-forward layer with a gated unit, as its second half, the consumer, wants it."""
+        """The first half of a feed-forward layer with a gated unit, such as SwiGLU, as Rows for its second half
+        (consumer)."""
         return self.ops.gated_linear(x, self._weights_of(layer), unit, self._weights_of(consumer))
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: Linear) -> Rows:
-        """x * sigmoid(gate), (batch, tokens, width), as the linear layer that reads it wants it."""
+        """x * sigmoid(gate), both (batch, tokens, width), as Rows for the linear layer that reads them (consumer)."""
         return self.ops.sigmoid_gated(x, gate, self._weights_of(consumer))
 
     def self_attention(
         self, attention: SelfAttention, normed: Rows, rotary: Rotary | None = None, mask: Tensor | Filled | None = None
     ) -> Rows:
-        """The mix of values, (batch, tokens, heads * head width), as the output layer reads it. mask: see
-        Operators.attention."""
+        """The attention's output before its last linear layer (attention.out): Rows of (batch, tokens, heads * head
+        width).
+
+        rotary: rotates queries and keys after their head norms. mask: see Operators.attention.
+        """
         projected = self.linear(normed, attention.query_key_value)
         gate: Tensor | None = None
         if attention.gated:
@@ -143,7 +181,7 @@ class TransformerLayers:
     def cross_attention(
         self, attention: CrossAttention, normed: Rows, context: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """As self_attention, with keys and values of the context, (batch, tokens, context width)."""
+        """As self_attention, with keys and values computed from the context, (batch, tokens, context width)."""
         query_norm, key_norm = self._head_norms(attention)
         projected = self.linear(normed, attention.query)
         [query] = self.ops.split_heads(projected, (Heads(attention.heads, query_norm),))
@@ -152,19 +190,19 @@ class TransformerLayers:
         return self.attend(query, key, value, mask)
 
     def heads(self, projected: Tensor, number: int) -> Tensor:
-        """(batch, tokens, heads * head width) -> (batch, heads, tokens, head width), without norm and rotation."""
+        """(batch, tokens, number * head width) -> (batch, number, tokens, head width), without norm or rotation."""
         [heads] = self.ops.split_heads(projected, (Heads(number),))
         return heads
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Filled | None = None) -> Tensor:
-        """The mix of values, (batch, tokens, heads * head width), of (batch, heads, tokens, head width) each."""
+        """Softmax attention: (batch, heads, tokens, head width) each -> (batch, tokens, heads * head width)."""
         mixed = self.ops.attention(query, key, value, self.upcast_attention, mask)
         return mixed.transpose(1, 2).flatten(2)
 
     def _head_norms(
         self, attention: SelfAttention | CrossAttention
     ) -> tuple[WeightedNorm | None, WeightedNorm | None]:
-        """The norms of queries and of keys."""
+        """The norms over each head of the queries and of the keys; None if the attention has none."""
         if not attention.norms:
             return None, None
         query_norm, key_norm = attention.norms

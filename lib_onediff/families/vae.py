@@ -1,15 +1,13 @@
-"""Decoders and encoders of VAEs: what they are, how they are read, and their forward.
+"""Decoders and encoders of Stable Diffusion's VAEs: their layout, the reader of ldm's modules, and their forward.
 
-A layout is a row of layers that says which parameter does what, without holding any. The same row describes ldm's,
-sgm's, Forge's and diffusers' modules. The mathematics is that of Decoder and Encoder in CompVis' latent-diffusion,
-ldm/modules/diffusionmodules/model.py (Rombach et al., 2022), without the time embedding, which those of an autoencoder
-do not have.
+A layout is a list of layers that says which parameter does what, without holding any parameter. The same list
+describes the modules of ldm, sgm, Forge and diffusers. The arithmetic is that of Decoder and Encoder in CompVis'
+latent-diffusion, ldm/modules/diffusionmodules/model.py (Rombach et al. 2022), without a time embedding.
 """
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -18,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.family import Layout
 from ..core.layer_weights import LayerWeights, Weights
-from ..core.leaves import Convolution, GroupNorm, Linear, digest_without
+from ..core.leaves import Convolution, GroupNorm, Linear
 from ..core.operators import Operators
 from ..core.refusal import Refusal
 from .leaf_reader import LeafReader
@@ -30,7 +28,7 @@ HALVES = ("Decoder", "Encoder")
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """As the UNet's, but nothing is embedded between the two convolutions."""
+    """As the UNet's residual block, but without a time embedding between the convolutions."""
 
     in_norm: GroupNorm
     in_convolution: Convolution
@@ -41,8 +39,8 @@ class ResidualBlock:
 
 @dataclass(frozen=True)
 class PixelAttention:
-    """Every pixel attends to every pixel; the result is added to the image. projections: of queries, keys and values.
-    """
+    """A self attention among all pixels, after a group norm, added to the image. projections: to queries, keys and
+    values."""
 
     norm: GroupNorm
     projections: tuple[Linear, ...]
@@ -50,16 +48,19 @@ class PixelAttention:
     heads: int
 
 
-# Downsample: unlike the UNet's, the image gets a row and a column of zeros, below and to the right.
+# A Downsample here pads the image by one row below and one column on the right, with zeros, unlike the UNet's.
 Layer = ResidualBlock | PixelAttention | Upsample | Downsample
 
 
 @dataclass(frozen=True)
 class DecoderLayout(Layout):
-    """The whole network: a convolution, layers one after the other, a norm with SiLU, a convolution.
+    """A decoder: a convolution, layers in sequence, a group norm with SiLU, and a convolution.
 
-    An encoder is one too: what it takes is an image, and what it makes the mean and the spread of a latent.
+    An encoder has the same structure: it takes an image, and its output is the mean and the log variance of the latent.
     """
+
+    # Where an Upsample resizes makes no difference: no skip follows.
+    ignored_fields = Layout.ignored_fields | {"resize_before"}
 
     in_convolution: Convolution
     inner_layers: tuple[Layer, ...]
@@ -68,35 +69,30 @@ class DecoderLayout(Layout):
 
     @property
     def model_name(self) -> str:
-        """A name for people; nothing depends on it."""
+        """A name for users."""
         return "VAE encoder" if self.encodes else "VAE decoder"
 
     @property
     def encodes(self) -> bool:
-        """Whether it makes latents of images."""
+        """Whether the layout is an encoder's."""
         return self.reduction > 1
 
     @property
     def reduction(self) -> int:
-        """How many pixels wide a pixel of its output is; 1 for a decoder."""
+        """The number of columns of the input for one column of the output: 8 for most encoders, 1 for a decoder."""
         return 1 << sum(isinstance(layer, Downsample) for layer in self.inner_layers)
-
-    @cached_property
-    def architecture(self) -> str:
-        """A digest that two decoders share exactly when they are the same network up to their weights and names."""
-        return digest_without(self, ("path", "resize_before"))
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def is_ldm(half: nn.Module) -> bool:
-    """Whether a module is a decoder or an encoder of the ldm family."""
+    """Whether a module is a decoder or an encoder of the ldm family, by the name of its class."""
     return type(half).__name__ in HALVES and hasattr(half, "mid")
 
 
 def read_ldm(half: Any) -> DecoderLayout:
-    """The layout of an ldm, sgm or Forge Decoder or Encoder. Raises Refusal with the reason."""
+    """The layout of a Decoder or Encoder of the ldm family. Raises Refusal if the module is built in another way."""
     middle = [half.mid.block_1, half.mid.attn_1, half.mid.block_2]
     last = half.num_resolutions - 1
     modules: list[Any] = []
@@ -120,8 +116,10 @@ def read_ldm(half: Any) -> DecoderLayout:
 
 
 def ldm_level(level: Any, count: int) -> list[Any]:
-    """The residual blocks and the attentions of one resolution, in the order of the host's forward. count: how many
-    residual blocks there should be."""
+    """The residual blocks and attentions of one resolution, in the order of the host's forward.
+
+    count: the number of residual blocks according to the module's configuration. Raises Refusal for another number.
+    """
     attentions = list(level.attn) or [None] * count
     if not len(level.block) == len(attentions) == count:
         raise Refusal("one of its resolutions has more or fewer layers than its configuration says")
@@ -135,8 +133,11 @@ def layout_of(
     half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader,
     readers: Mapping[str, Callable[[Any, LeafReader], Layer]],
 ) -> DecoderLayout:
-    """modules: those that the host calls between the first convolution and the last norm, in this order. readers: of
-    these, by the names of their classes."""
+    """The layout of a decoder or encoder.
+
+    modules: those between the first convolution and the last norm, in the order of the host's forward.
+    readers: for each kind of these modules (LeafReader.kind), the function that returns its description.
+    """
     layout = DecoderLayout(
         leaves.convolution(half.conv_in), leaves.layers(readers, modules), leaves.group_norm(out_norm),
         leaves.convolution(half.conv_out),
@@ -146,6 +147,7 @@ def layout_of(
 
 
 def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
+    """The description of a residual block. skip: the module of its 1x1 convolution, or None."""
     return ResidualBlock(
         in_norm=leaves.group_norm(block.norm1), in_convolution=leaves.convolution(block.conv1),
         out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),
@@ -154,7 +156,7 @@ def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def downsample(layer: Any, leaves: LeafReader) -> Downsample:
-    """A layer that pads an image below and to the right by itself, before its convolution."""
+    """The description of a layer that pads the image as Downsample does, in its own forward before its convolution."""
     convolution = leaves.convolution(layer.conv)
     if (convolution.kernel, convolution.stride, convolution.padding) != (3, 2, 0):
         raise leaves.unknown(layer, "its convolution is of another kind")
@@ -165,6 +167,7 @@ def downsample(layer: Any, leaves: LeafReader) -> Downsample:
 
 
 def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    """The description of a ResnetBlock. Raises Refusal if its shortcut is a 3x3 convolution."""
     changes = block.in_channels != block.out_channels
     if changes and block.use_conv_shortcut:
         raise Refusal(f"{leaves.path(block)} has a 3x3 convolution in its shortcut")
@@ -172,23 +175,26 @@ def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def ldm_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
+    """The description of an attention, which has one head."""
     projected = tuple(map(leaves.linear, (attention.q, attention.k, attention.v)))
     return PixelAttention(leaves.group_norm(attention.norm), projected, leaves.linear(attention.proj_out), heads=1)
 
 
 def ldm_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    """The description of a Downsample. Raises Refusal if it has no convolution."""
     leaves.require(layer, with_conv=True)
     return downsample(layer, leaves)
 
 
 def ldm_upsample(layer: Any, leaves: LeafReader) -> Upsample:
+    """The description of an Upsample. Raises Refusal if it has no convolution."""
     leaves.require(layer, with_conv=True)
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
 
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
     "ResnetBlock": ldm_residual_block, "Upsample": ldm_upsample, "Downsample": ldm_downsample,
-    # The same, by torch's operators and by xformers'.
+    # The same attention, by torch's operators and by xformers'.
     "AttnBlock": ldm_attention, "MemoryEfficientAttnBlock": ldm_attention,
 }
 
@@ -197,7 +203,7 @@ READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
 
 
 class Autoencoders:
-    """See core.family.DecoderFamily: Stable Diffusion's, AutoencoderKL."""
+    """See core.family.DecoderFamily. Stable Diffusion's VAEs, which diffusers calls AutoencoderKL."""
 
     layout = DecoderLayout
     readers = ((is_ldm, read_ldm),)
@@ -216,10 +222,11 @@ class Autoencoders:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What every layer needs besides its image.
+    """Computes a decoder or an encoder. Images are (batch, channels, height, width).
 
-    fold_biases: a convolution's bias goes into the norm or the addition that follows. It saves an operator that runs
-    both in one a pass over the image, and costs PyTorch's own operators one.
+    upcast_attention: compute attention scores in float32.
+    fold_biases: add a convolution's bias in the norm or the sum that follows it. Our kernels save a pass over the image
+        this way; PyTorch's own operators would take one more.
     """
 
     weights: Weights
@@ -228,10 +235,12 @@ class Decoding:
     fold_biases: bool
 
     def run(self, layout: DecoderLayout, latent: Tensor) -> Tensor:
-        """The image of a latent, (batch, channels, h, w) -> (batch, colours, factor h, factor w), in its dtype; or
-        of an encoder's image what its latent is drawn from, (batch, colours, h, w) -> (batch, 2 channels, ...).
+        """The image of a latent, (batch, channels, h, w) -> (batch, colours, factor * h, factor * w), in its dtype.
 
-        The latent is what the host hands to its decoder: scaled, and past the 1x1 convolution in front of it.
+        With an encoder's layout, latent is an image, and the result is the mean and the log variance of its latent:
+        (batch, colours, h, w) -> (batch, 2 * channels, h / factor, w / factor).
+
+        A decoder's latent is as the host's decoder module gets it: scaled, and after the 1x1 convolution before it.
         """
         image = self._convolution(latent, layout.in_convolution)
         for layer in layout.inner_layers:
@@ -273,7 +282,7 @@ class Decoding:
         return self.ops.convolution(image, self.weights[shape.path], shape)
 
     def _unfinished_convolution(self, image: Tensor, shape: Convolution) -> tuple[Tensor, Tensor | None]:
-        """A convolution, and the bias that is still to be added to it."""
+        """A convolution without its bias, and the bias, if fold_biases; else the whole convolution, and None."""
         if not self.fold_biases:
             return self._convolution(image, shape), None
         weight, bias = self.weights[shape.path][:2]

@@ -1,4 +1,4 @@
-"""Neo's Anima: its calls are ours and its images the host's; what only the host knows is the host's."""
+"""Forge Neo's Anima: the inputs, changes and modules that our forward does not compute are left to the host."""
 from __future__ import annotations
 
 import functools
@@ -10,6 +10,7 @@ import pytest
 import torch
 from builders import relative_error
 from contract_hosts import calls_of, random, running
+from left_to_the_host import replace_part
 from torch import Tensor, nn
 from transformer_hosts import AnimaHost
 
@@ -34,7 +35,7 @@ def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
     family.refuse_call(layout, call)
     for change, reason in (
         ({"latent": call.latent[:, :, 0]}, "the latent is"), ({"latent": call.latent[:, :2]}, "the latent is"),
-        ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batches"),
+        ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batch sizes"),
     ):
         with pytest.raises(Refusal, match=reason):
             family.refuse_call(layout, replace(call, **change))
@@ -43,7 +44,7 @@ def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
         transformer_call(AnimaCall, host.unet, given, False, ())
 
 
-def test_norms_by_one_plus_their_weight_are_the_hosts(host: AnimaHost) -> None:
+def test_norms_that_multiply_by_one_plus_weight(host: AnimaHost) -> None:
     theirs = host.output()
     for module in host.unet.modules():
         if type(module).__name__ == "RMSNorm":
@@ -56,7 +57,7 @@ def test_norms_by_one_plus_their_weight_are_the_hosts(host: AnimaHost) -> None:
 
 
 def doubled(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """What this gives, twice."""
+    """Replace a function by one that returns twice its result."""
     function = getattr(owner, name)
     patch.setitem(vars(owner), name, lambda *given, **told: 2 * function(*given, **told))
 
@@ -74,32 +75,25 @@ def with_reference(host: AnimaHost, patch: pytest.MonkeyPatch) -> None:
     ("pad_to_patch_size", lambda host, patch: doubled(patch, host.code, "pad_to_patch_size"), {}),
     ("cross_attn", lambda host, patch: doubled(patch, host.unet.blocks[1].cross_attn, "forward"), {}),
 ])
-def test_what_only_the_host_knows_is_the_hosts(host: AnimaHost, reason: str, change: Any, told: Any) -> None:
+def test_what_ours_does_not_compute_is_left_to_the_host(host: AnimaHost, reason: str, change: Any, told: Any) -> None:
     def changed() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             if change is not None:
                 change(host, patch)
             return host.output(**told)
 
-    plain = host.output()
-    expected = changed()
-    assert relative_error(expected, plain) > 1e-2
-    host.begin()
-    for _ in range(2):
-        ours, calls = calls_of(host.output)
-        assert calls == {"plain": 1} and relative_error(ours, plain) < 1e-5
-        theirs, calls = calls_of(changed)
-        assert calls == {"host": 1} and torch.equal(theirs, expected) and reason in runtime.status()["reason"]
+    host.check_only_changed_calls_are_its(changed, reason, least_change=1e-2)
 
 
 def wrapped(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """As forge-couple decorates: by the names of what it replaces, over those of torch's decorator too."""
+    """Replace a function as forge-couple does: by one with the names of the original (functools.wraps), around torch's
+    decorator no_grad."""
     function = getattr(owner, name)
     patch.setattr(owner, name, functools.wraps(function)(torch.no_grad()(lambda *given: 1.5 * function(*given))))
 
 
 def set_on_instances(patch: pytest.MonkeyPatch, host: AnimaHost) -> None:
-    """As a PAG extension does."""
+    """Replace a method on each block's attention, as an extension for PAG does."""
     for block in host.unet.blocks:
         operation = block.self_attn.torch_attention_op
         patch.setitem(vars(block.self_attn), "torch_attention_op", lambda *given, of=operation: 2 * of(*given))
@@ -118,23 +112,14 @@ BY_NAME: dict[str, Callable[[AnimaHost, pytest.MonkeyPatch], object]] = {
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_what_it_calls_by_name_counts_when_it_is_replaced_after_a_proof(host: AnimaHost, name: str) -> None:
+def test_replacing_what_the_host_calls_by_name_is_noticed_after_the_check(host: AnimaHost, name: str) -> None:
     def replaced() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             BY_NAME[name](host, patch)
             return host.output()
 
-    plain = host.output()
-    expected = replaced()
-    assert relative_error(expected, plain) > 1e-2
-    host.begin()
-    for _ in range(3):
-        ours, calls = calls_of(host.output)
-        assert calls == {"plain": 1} and relative_error(ours, plain) < 1e-5
-        theirs, calls = calls_of(replaced)
-        reason = runtime.status()["reason"]
-        assert calls == {"host": 1} and torch.equal(theirs, expected) and name in reason, reason
-        assert name == "BASE" or __name__ in reason, reason
+    host.check_only_changed_calls_are_its(replaced, name, least_change=1e-2)
+    assert name == "BASE" or __name__ in runtime.status()["reason"]
 
 
 @pytest.mark.parametrize(("reason", "path", "value"), [
@@ -145,10 +130,9 @@ def test_what_it_calls_by_name_counts_when_it_is_replaced_after_a_proof(host: An
     ("expected SiLU", "blocks.1.adaln_modulation_mlp.0", nn.GELU()),
     ("not take a padding mask", "x_embedder.proj", nn.Sequential(nn.Identity(), nn.Linear(16, 64, bias=False))),
     ("frequencies that OneDiff does not support", "pos_embedder.dim_spatial_range", torch.ones(5)),
-    ("do not know, such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
+    ("does not know, such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
 ])
-def test_a_module_that_we_do_not_know_is_refused(host: AnimaHost, reason: str, path: str, value: Any) -> None:
-    above, _, name = path.rpartition(".")
-    setattr(host.unet.get_submodule(above), name, value)
+def test_a_changed_module_is_refused(host: AnimaHost, reason: str, path: str, value: Any) -> None:
+    replace_part(host.unet, path, value)
     with pytest.raises(Refusal, match=reason):
         FAMILIES.read(host.unet)

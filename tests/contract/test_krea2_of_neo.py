@@ -1,4 +1,5 @@
-"""Neo's Krea 2: what only the host knows is the host's; what all transformers share is in test_transformers_of_neo."""
+"""Forge Neo's Krea 2: its prompts and norms, and what is left to the host. Tests of all transformers of Neo are in
+test_transformers_of_neo."""
 from __future__ import annotations
 
 import copy
@@ -11,6 +12,7 @@ import pytest
 import torch
 from builders import relative_error
 from contract_hosts import calls_of, random, running
+from left_to_the_host import replace_part
 from torch import Tensor, nn
 from transformer_hosts import Krea2Host
 
@@ -38,7 +40,7 @@ def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
     for change, reason in (
         ({"latent": call.latent[:, :2]}, "the latent is"), ({"latent": call.latent[0]}, "the latent is"),
         ({"latent": call.latent.expand(-1, -1, 2, -1, -1)}, "one image"),
-        ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batches"),
+        ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batch sizes"),
         ({"mask": mask[:, :5]}, "mask is"), ({"mask": mask.float()}, "mask is"),
         ({"positions": positions[:, 1:]}, "there are 80 tokens"),
     ):
@@ -65,8 +67,8 @@ def test_prompts_of_several_lengths_are_calls_of_one_shape(host: Krea2Host) -> N
     assert entry.uses == len(lengths) and entry.key.tokens == 64
 
 
-def test_tables_and_norms_of_another_type_are_read_as_the_host_reads_them(host: Krea2Host) -> None:
-    """A file in few bits has its norms and tables in float32, whatever is computed in."""
+def test_norms_in_float32_with_other_weights_in_bfloat16(host: Krea2Host) -> None:
+    """A quantized file has its norms in float32."""
     network = host.unet.bfloat16()
     network.storage_dtype = network.computation_dtype = torch.bfloat16
     for module in network.modules():
@@ -84,7 +86,7 @@ def test_tables_and_norms_of_another_type_are_read_as_the_host_reads_them(host: 
 
 
 def doubled(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
-    """What this gives, twice."""
+    """Replace a function by one that returns twice its result."""
     function = getattr(owner, name)
 
     def twice(*given: Any, **told: Any) -> Any:
@@ -108,7 +110,7 @@ ARGUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("reason", [*CHANGES, *ARGUMENTS])
-def test_what_only_the_host_knows_is_the_hosts(host: Krea2Host, reason: str) -> None:
+def test_what_ours_does_not_compute_is_left_to_the_host(host: Krea2Host, reason: str) -> None:
     def changed() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             if reason in ARGUMENTS:
@@ -116,26 +118,18 @@ def test_what_only_the_host_knows_is_the_hosts(host: Krea2Host, reason: str) -> 
             CHANGES[reason](host, patch)
             return host.output()
 
-    plain = host.output()
-    expected = changed()
-    host.begin()
-    for _ in range(2):
-        ours, calls = calls_of(host.output)
-        assert calls == {"plain": 1} and relative_error(ours, plain) < 1e-5
-        theirs, calls = calls_of(changed)
-        assert calls == {"host": 1} and torch.equal(theirs, expected) and reason in runtime.status()["reason"]
+    host.check_only_changed_calls_are_its(changed, reason)
 
 
 @pytest.mark.parametrize(("reason", "path", "value"), [
     ("approximate is none", "tmlp.1", nn.GELU()), ("expected GELU", "tproj.0", nn.SiLU()),
     ("expected RMSNorm", "blocks.0.prenorm", nn.LayerNorm(64)), ("heads of keys", "blocks.1.attn.kvheads", 4),
-    ("do not know, such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
-    ("do not know, such as blocks.0.mod.other", "blocks.0.mod.other", nn.Parameter(torch.zeros(1))),
+    ("does not know, such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
+    ("does not know, such as blocks.0.mod.other", "blocks.0.mod.other", nn.Parameter(torch.zeros(1))),
     ("expected a linear layer", "blocks.0.mlp.up", nn.Conv1d(2, 2, 1)),
 ])
-def test_a_module_that_we_do_not_know_is_refused(host: Krea2Host, reason: str, path: str, value: Any) -> None:
-    above, _, name = path.rpartition(".")
-    setattr(host.unet.get_submodule(above), name, value)
+def test_a_changed_module_is_refused(host: Krea2Host, reason: str, path: str, value: Any) -> None:
+    replace_part(host.unet, path, value)
     host.start()
     with pytest.raises(Refusal, match=reason):
         FAMILIES.read(host.unet)

@@ -1,4 +1,4 @@
-"""Neo's transformers: their calls are ours, and their images the host's."""
+"""Forge Neo's transformers, computed by OneDiff: the same output as by the host."""
 from __future__ import annotations
 
 import copy
@@ -10,27 +10,24 @@ from typing import Any
 
 import pytest
 import torch
+from bound_network import BoundNetwork
 from builders import relative_error
 from contract_hosts import calls_of, running
 from test_forge_family import load
 from test_generations import OURS, attributes, close, same
 from test_weight_functions import lora
-from torch import Tensor
 from transformer_hosts import AnimaHost, Krea2Host, Lumina2Host, TransformerHost, ZImageHost
 
 from lib_onediff.core.call import Cut, CutMemory
-from lib_onediff.core.layer_weights import LayerWeights, Weights
 from lib_onediff.core.leaves import Block
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
-from lib_onediff.devices.torch import operators
-from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.binding import Binding, shares_storage
+from lib_onediff.weights.binding import shares_storage
 from lib_onediff.weights.low_bit import every_low_bit_layer
 
 HOSTS = (AnimaHost, Krea2Host, ZImageHost, Lumina2Host)
 SIZES = [((8, 8), 2, 20), ((17, 23), 1, 20), ((17, 23), 3, 512), ((6, 32), 2, 601), ((32, 6), 1, 1)]
-# Of a call with 77 tokens, and with more.
+# The lengths of prompts, in tokens, that shapes are made for: one chunk, and more.
 WARMED_TOKENS = (77, 601)
 
 
@@ -40,7 +37,7 @@ def host(fresh_runtime: None, request: pytest.FixtureRequest) -> Iterator[Transf
         yield made
 
 
-def test_the_forward_is_the_hosts(host: TransformerHost) -> None:
+def test_the_output_is_the_hosts(host: TransformerHost) -> None:
     expected = [host.output(*size) for size in SIZES]
     host.begin()
     for size, theirs in zip(SIZES, expected, strict=True):
@@ -48,7 +45,7 @@ def test_the_forward_is_the_hosts(host: TransformerHost) -> None:
         assert calls == {"plain": 1} and relative_error(ours, theirs) < 1e-5, runtime.status()["reason"]
 
 
-def test_an_edit_of_any_parameter_counts_at_the_next_call(host: TransformerHost) -> None:
+def test_an_edit_of_any_parameter_takes_effect_at_the_next_call(host: TransformerHost) -> None:
     host.begin()
     before = host.output()
     names = [name for name, _ in host.unet.named_parameters()]
@@ -62,10 +59,10 @@ def test_an_edit_of_any_parameter_counts_at_the_next_call(host: TransformerHost)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_in_a_half_type_it_is_as_near_to_float32_as_the_hosts(host: TransformerHost, dtype: torch.dtype) -> None:
+def test_in_half_precision_our_error_is_not_above_the_hosts(host: TransformerHost, dtype: torch.dtype) -> None:
     network = host.unet.to(dtype)
     network.storage_dtype = network.computation_dtype = dtype
-    # So that the residual is much larger than what is added to it, and its rounding shows.
+    # Makes the residual much larger than what is added to it, so that its rounding changes the output.
     network.get_submodule(host.loras_on[0]).weight.data *= host.residual_scale
     theirs = host.output((17, 23))
     host.checkpoint.forge_objects.unet.model.diffusion_model = copy.deepcopy(network).float()
@@ -81,7 +78,7 @@ def test_in_a_half_type_it_is_as_near_to_float32_as_the_hosts(host: TransformerH
     (True, torch.float32), (False, torch.float32), (True, torch.float16), (True, torch.bfloat16),
 ], ids=str)
 def test_loras_on_every_kind_of_layer(host: TransformerHost, online: bool, stored: torch.dtype) -> None:
-    """stored: the type of the weights, which are computed in float32."""
+    """stored: the dtype of the weights; products are in float32."""
     if stored != torch.float32:
         host.store_as(stored)
     one = lora(host, host.loras_on)
@@ -103,11 +100,11 @@ def test_loras_on_every_kind_of_layer(host: TransformerHost, online: bool, store
     assert same(made[0], made[-1])
 
 
-def test_functions_that_a_transformer_never_calls_change_nothing(host: TransformerHost) -> None:
+def test_functions_that_a_transformer_never_calls_are_ignored(host: TransformerHost) -> None:
     def merged(*given: Any) -> Any:
         raise AssertionError("nobody calls this")
 
-    # As the option "Token merging ratio" puts them there for every model.
+    # The WebUI's option "Token merging ratio" sets these for every model.
     options = {"patches": {"attn1_patch": [merged], "attn1_output_patch": [merged]}}
     expected = host.output(options=options)
     host.begin()
@@ -141,7 +138,7 @@ def test_a_unet_after_a_transformer_and_back(host: TransformerHost) -> None:
         assert (adapter.model_name() == host.model) is host.is_transformer and adapter.why_not_served() is None
 
 
-def test_nothing_is_left_of_us(host: TransformerHost) -> None:
+def test_stopping_restores_the_host(host: TransformerHost) -> None:
     kind = host.network_class
     expected = host.generate()
     names = attributes(host)
@@ -159,74 +156,45 @@ def test_nothing_is_left_of_us(host: TransformerHost) -> None:
 
 
 @pytest.mark.parametrize("tokens", WARMED_TOKENS)
-def test_warming_makes_the_shape_of_the_call_to_come(host: TransformerHost, tokens: int) -> None:
+def test_pre_warming_makes_the_shape_of_the_next_call(host: TransformerHost, tokens: int) -> None:
     host.start().warm(96, 64, 2, tokens)
     warmed, = runtime.table.entries()
     assert calls_of(lambda: host.output((8, 12), 2, host.warmed_for(tokens)))[1] == {"plain": 1}
     assert runtime.table.entries() == [warmed] and warmed.uses == 2
 
 
-class Read(dict[str, LayerWeights]):
-    """Weights that note what is read of them."""
-
-    def __init__(self, weights: Weights) -> None:
-        super().__init__(weights)
-        self.names: list[str] = []
-
-    def __getitem__(self, name: str) -> LayerWeights:
-        self.names.append(name)
-        return super().__getitem__(name)
-
-
-def bound(host: TransformerHost) -> Binding:
-    binding = Binding(host.unet, FAMILIES.read(host.unet))
-    binding.bind()
-    return binding
-
-
-def test_layers_are_read_unit_by_unit_and_those_of_a_block_may_be_in_eight_bits(host: TransformerHost) -> None:
-    binding = bound(host)
-    layout = binding.layout
-    family = FAMILIES.of(layout)
-    call = family.example(layout, (8, 8), 2, 77, torch.randn)
-    units = family.units(layout, call)
-    read = Read(binding.weights())
-    unit_of = {name: number for number, names in enumerate(units) for name in names}
-    assert sorted(name for names in units for name in names) == sorted(binding.groups)
-    family.output(layout, read, operators, call)
-    assert set(read.names) == set(unit_of)
-    order = [unit_of[name] for name in read.names if name != layout.patches.path]
-    assert order == sorted(order)
+def test_layers_are_read_unit_by_unit_and_those_of_blocks_may_be_in_eight_bits(host: TransformerHost) -> None:
+    bound = BoundNetwork(host.unet)
+    layout = bound.layout
+    call = bound.example()
+    units = bound.family.units(layout, call)
+    assert sorted(name for names in units for name in names) == sorted(bound.binding.groups)
+    bound.output(call)
+    bound.check_reads(call)
     classes = [one.layer_class for one in every_low_bit_layer(layout)]
     assert len(set(classes)) == host.low_bit_classes
     assert len(classes) == host.low_bit_classes * sum(bool(block.token_layers) for block in layout.layers(Block))
 
 
-def test_cut_in_two_it_repeats_the_others_change_and_reads_the_first_blocks_alone(host: TransformerHost) -> None:
-    binding = bound(host)
-    layout = binding.layout
-    family = FAMILIES.of(layout)
-    call = family.example(layout, (8, 8), 2, 77, torch.randn)
-    expected = family.output(layout, binding.weights(), operators, call)
+def test_a_cached_step_repeats_the_whole_one_and_reads_only_the_first_blocks(host: TransformerHost) -> None:
+    bound = BoundNetwork(host.unet)
+    call = bound.example()
+    expected = bound.output(call)
     memory = CutMemory()
-    assert family.deepest(layout) == len(layout.blocks) - 1
+    assert bound.family.deepest(bound.layout) == len(bound.layout.blocks) - 1
     for reads in (False, True):
         cut = replace(call, cut=Cut(1, reads, memory))
-        read = Read(binding.weights())
-        assert relative_error(family.output(layout, read, operators, cut), expected) < 1e-6
-        assert set(read.names) == {name for names in family.units(layout, cut) for name in names}
+        assert relative_error(bound.output(cut), expected) < 1e-6
+        bound.check_reads(cut)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_our_kernels_compute_the_same_and_leave_the_inputs_alone(host: TransformerHost) -> None:
-    binding = bound(host)
-    layout = binding.layout
-    family = FAMILIES.of(layout)
-    call = family.example(layout, (5, 6), 2, 77, torch.randn)
+def test_our_kernels_compute_the_same_and_do_not_change_the_inputs(host: TransformerHost) -> None:
+    bound = BoundNetwork(host.unet)
+    call = bound.example((5, 6))
     inputs = {name: getattr(call, name) for name in ("context", "mask") if getattr(call, name, None) is not None}
     call = replace(call, **{name: tensor[:, :20].contiguous() for name, tensor in inputs.items()})
-    kept = replace(call, context=call.context.clone(), latent=call.latent.clone())  # type: ignore[call-arg, attr-defined]
-    ours: Tensor = family.output(layout, binding.weights(), NativeOperators(), call)
-    expected = family.output(layout, binding.weights(), operators, kept)
-    assert relative_error(ours, expected) < 1e-5
+    kept = replace(call, context=call.context.clone(), latent=call.latent.clone())
+    ours = bound.output(call, NativeOperators())
+    assert relative_error(ours, bound.output(kept)) < 1e-5
     assert torch.equal(call.latent, kept.latent) and all(map(torch.equal, call.prompt, kept.prompt))

@@ -1,12 +1,13 @@
-"""Forge Neo with a checkpoint of a transformer."""
+"""Forge Neo with a transformer as its checkpoint, for contract tests."""
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from builders import CONTEXT_WIDTH, randomise
-from contract_hosts import FamilyHost, random
+from builders import CONTEXT_WIDTH, randomise, relative_error
+from contract_hosts import FamilyHost, calls_of, random
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,16 +16,19 @@ from lib_onediff.core.sizes import TOKENS
 from lib_onediff.families.anima.family import FEWEST_TOKENS
 from lib_onediff.families.krea2.call import MULTIPLE
 from lib_onediff.hosts.contract import WebUI
+from lib_onediff.runtime.runtime import runtime
 
 
 class TransformerHost(FamilyHost):
-    """is_transformer: whether the checkpoints that it loads are; otherwise they have a UNet.
+    """A subclass for each network defines new_network(), the inputs latent() and context(), and the attributes below.
 
-    Each network has code_name, the Python module of its class; class_name; model, what users call it; loras_on, the
-    layers on which LoRAs are tested, that of the patches first; low_bit_classes, how many layers of a block may be in
-    eight bits; last_layer, which no file stores in few bits; fewest_tokens, to which the host fills prompts up;
-    new_network(); and latent() and context(), the inputs of a call. residual_scale: by which the patches' weights are
-    multiplied where rounding is to show.
+    is_transformer: whether loaded checkpoints are the transformer; otherwise they are UNets.
+    code_name, class_name: the Python module and the name of the network's class. model: its name for users.
+    loras_on: the layers on which LoRAs are tested; the first one is the patches' layer.
+    low_bit_classes: how many layers of a block may be in eight bits.
+    last_layer: the path of the last layer, which no file stores quantized.
+    fewest_tokens: the host pads shorter prompts to this length.
+    residual_scale: a factor of the patches' weights with which the residual's rounding changes the output.
     """
 
     is_transformer = True
@@ -42,7 +46,7 @@ class TransformerHost(FamilyHost):
         raise NotImplementedError
 
     def warmed_for(self, tokens: int) -> int:
-        """The length of a prompt for which pre-warming of so many tokens is."""
+        """The length of the prompt whose shape pre-warming with `tokens` makes ready."""
         return max(tokens, self.fewest_tokens)
 
     def latent(self, batch: int, size: tuple[int, int], seed: int) -> Tensor:
@@ -71,8 +75,28 @@ class TransformerHost(FamilyHost):
         self.own_forward = self.network_class.forward
         return super().start()
 
+    def check_only_changed_calls_are_its(
+        self, changed: Callable[[], Tensor], reason: str, least_change: float = 0.0
+    ) -> None:
+        """Starts OneDiff, and calls the network as it is and changed, by turns. OneDiff computes the first, as the host
+        does; the second is the host's own, with this reason.
+
+        changed: the network's output after a change that only the host knows, which it undoes. least_change: by which
+        relative error the output differs at least.
+        """
+        plain = self.output()
+        expected = changed()
+        assert relative_error(expected, plain) >= least_change
+        self.begin()
+        for _ in range(3):
+            ours, calls = calls_of(self.output)
+            assert calls == {"plain": 1} and relative_error(ours, plain) < 1e-5, runtime.status()["reason"]
+            theirs, calls = calls_of(changed)
+            assert calls == {"host": 1} and torch.equal(theirs, expected)
+            assert reason in runtime.status()["reason"]
+
     def own_output(self) -> Tensor:
-        """As output, by the host's own code, while OneDiff is on."""
+        """output(), by the host's own code, while OneDiff is on."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.network_class, "forward", self.own_forward)
             return self.output()
@@ -81,7 +105,8 @@ class TransformerHost(FamilyHost):
         self, size: tuple[int, int] = (8, 8), batch: int = 2, tokens: int = 20, options: dict[str, Any] | None = None,
         **others: Any,
     ) -> Tensor:
-        """Of one call of the network. options: its transformer_options."""
+        """The output of one call. size: of the latent. options: its transformer_options. others: further arguments, or
+        replacements of x and context."""
         dtype = self.unet.get_submodule(self.last_layer).weight.dtype
         given = {
             "x": self.latent(batch, size, seed=3).to(dtype), "context": self.context(batch, tokens, seed=4).to(dtype),
@@ -122,7 +147,7 @@ class AnimaHost(TransformerHost):
     def noise_and_prompts(self) -> tuple[Tensor, Tensor]:
         image, context = super().noise_and_prompts()
         if self.is_transformer:
-            # As the host makes prompts as long as they are at least.
+            # The host pads prompts so.
             context = functional.pad(context, (0, 0, 0, self.fewest_tokens - context.shape[2]))
         return image, context
 
@@ -156,7 +181,7 @@ class Krea2Host(TransformerHost):
 
     def context(self, batch: int, tokens: int, seed: int) -> Tensor:
         found = random(batch, tokens, self.text_layers * self.text_width, seed=seed)
-        # The host takes away a dimension of one; of one token it would be that of tokens.
+        # The host drops the second dimension if it is 1, which must not be the dimension of tokens.
         return found[:, None] if tokens == 1 else found
 
     def warmed_for(self, tokens: int) -> int:

@@ -29,7 +29,7 @@ CONTEXT_WIDTH = 48
 POOLED_WIDTH = 40
 TIME_ID_WIDTH = 16
 # With the real models' 32 groups, such narrow UNets would have one channel in a group. A group norm would then remove
-# every shift, and errors in the time embedding or in a convolution's bias would not show.
+# every shift, and errors in the time embedding or in a convolution's bias would not change the output.
 GROUPS = 4
 
 ATTENTION_DOWN = "CrossAttnDownBlock2D"

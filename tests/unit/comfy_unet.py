@@ -1,5 +1,5 @@
-"""The protocol by which extensions of the Forge family change a UNet, over ldm's layers, written from what hosts do:
-the oracle of our own forward with the same functions in it."""
+"""A forward over ldm's layers that calls functions of extensions as hosts of the Forge family do, written from those
+hosts' behaviour: the oracle of our own forward with the same functions."""
 from __future__ import annotations
 
 from typing import Any
@@ -50,7 +50,7 @@ class Comfy:
             skip = added(skips.pop(), control.output[index:index + 1])
             for patch in self.patches.get("output_block_patch", ()):
                 h, skip = patch(h, skip, options)
-            # As A1111 does at odd sizes.
+            # A1111 resizes so at odd sizes.
             h = functional.interpolate(h, skip.shape[2:], mode="nearest")
             h = self.stage(("output", index), module, torch.cat([h, skip], dim=1), emb)
         options["block"] = ("last", 0)
@@ -125,6 +125,6 @@ def added(h: Tensor, residuals: tuple[Tensor | None, ...]) -> Tensor:
 
 
 def attended(query: Tensor, key: Tensor, value: Tensor, extra: dict[str, Any]) -> Tensor:
-    """Attention over (batch, tokens, heads * width), as a function that replaces it may compute it."""
+    """Attention over (batch, tokens, heads * width), for functions that replace the host's."""
     heads = [rearrange(part, "b t (h d) -> b h t d", h=extra["n_heads"]) for part in (query, key, value)]
     return rearrange(functional.scaled_dot_product_attention(*heads), "b h t d -> b t (h d)")

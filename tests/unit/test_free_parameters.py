@@ -29,7 +29,7 @@ class ShiftedNorm(nn.Module):
 
 
 class Network(nn.Module):
-    """A network with two parameters of its own, a module with one, a norm of its own class, and a layer."""
+    """A network with two free parameters, a submodule with one, a norm of the network's own class, and a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_a_copy_on_another_device_has_all_of_them() -> None:
     assert Binding(copy, layout).bind() == 0
 
 
-def test_a_parameter_that_nobody_describes_is_refused() -> None:
+def test_a_parameter_without_a_description_is_refused() -> None:
     network = Network()
     network.third_token = nn.Parameter(torch.zeros(1))
     with pytest.raises(Refusal, match="third_token"):
@@ -103,8 +103,8 @@ def test_a_norm_that_the_host_never_casts_may_be_of_another_type() -> None:
         Binding(network, layout_of(network)).bind()
 
 
-def test_what_a_host_casts_is_cast_but_for_such_a_norm() -> None:
-    """Layers decide by themselves whether they cast; the network's own forward casts single parameters."""
+def test_parameters_that_the_host_casts_are_cast_except_for_such_a_norm() -> None:
+    """Layers cast by themselves, or not; the network's own forward casts its free parameters."""
     network = Network()
     binding = Binding(network, layout_of(network))
     asked: list[Any] = []

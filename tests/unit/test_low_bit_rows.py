@@ -1,5 +1,5 @@
-"""The rows for which products in eight bits are measured are those that a forward multiplies: at other rows nothing is
-known, and the layer stays in 16 bits."""
+"""Products in eight bits are measured at the numbers of rows that a forward multiplies. At another number of rows, the
+layer would stay in 16 bits."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from lib_onediff.weights.low_bit import low_bit_products
 
 
 class Rows:
-    """torch's operators. of: the rows of the input of each linear layer, by the address of its weight."""
+    """torch's operators, which record in `of` the rows of each linear layer's input, by the address of its weight."""
 
     def __init__(self) -> None:
         self.of: dict[int, int] = {}
@@ -54,7 +54,7 @@ class Rows:
     ids=["UNet", "Anima", "Z-Image", "Krea 2"],
 )
 @torch.no_grad()
-def test_they_are_those_of_the_forward(network: Callable[[], Any]) -> None:
+def test_the_rows_of_sized_layers_are_those_of_the_forward(network: Callable[[], Any]) -> None:
     unet = network()
     layout = FAMILIES.read(unet)
     family = FAMILIES.of(layout)

@@ -71,7 +71,7 @@ def test_a_whole_unet_is_the_hosts_at_an_odd_size(name: str) -> None:
 
 
 def test_weights_and_latents_in_channels_last_give_the_same() -> None:
-    """Two images at an even size."""
+    """With two images of even sides."""
     unet = UNETS["SDXL"]().to(DEVICE)
     call = call_of(unet, 4, 2, 2)
     expected = host_output(unet, call)

@@ -22,13 +22,13 @@ Options = dict[str, Any]
 
 
 def free_u(h: Tensor, skip: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Writes to half of the channels in place, and returns another skip."""
+    """As FreeU: writes into half of the channels in place, and returns another skip."""
     h[:, : h.shape[1] // 2] *= 1.3
     return h, skip * (0.8 if options["block"][1] % 2 else 1.1)
 
 
 def shrink(h: Tensor, options: Options) -> Tensor:
-    """Kohya's HRFix."""
+    """As Kohya's Hires.fix: halves the size of the hidden states."""
     at = options["block"] == ("input", 3)
     return functional.interpolate(h, scale_factor=0.5, mode="nearest-exact") if at else h
 
@@ -48,13 +48,13 @@ def unmerged(tokens: Tensor, extra: Options) -> Tensor:
 
 
 def with_an_image(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> Tensor:
-    """As an IP-Adapter: a second attention over tokens of its own."""
+    """As an IP-Adapter: adds a second attention, over its own tokens."""
     own = torch.linspace(-1, 1, 4 * key.shape[2]).view(1, 4, -1).expand(len(key), -1, -1)
     return attended(query, key, value, extra) + 0.6 * attended(query, own, own.flip(1), extra)
 
 
-def mean_value(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> Tensor:
-    """As PAG."""
+def own_value(query: Tensor, key: Tensor, value: Tensor, extra: Options) -> Tensor:
+    """As PAG: the attention map is the identity, so each query gets its own value."""
     return value * (1 + extra["transformer_index"])
 
 
@@ -82,8 +82,8 @@ CASES: dict[str, Options] = {
     "cross attention's output": {PATCHES: {"attn2_output_patch": [lambda n, extra: n * extra["dim_head"] / 4]}},
     "two in turn": {PATCHES: {"attn2_output_patch": [lambda n, extra: n + 1, lambda n, extra: n * 2]}},
     "IP-Adapter": {REPLACED: {"attn2": {("input", 1): with_an_image, ("middle", 0): with_an_image}}},
-    "three-part keys": {REPLACED: {"attn2": {("output", 5, 0): with_an_image, ("output", 5, 1): mean_value}}},
-    "perturbed attention": {REPLACED: {"attn1": {("middle", 0): mean_value}}},
+    "three-part keys": {REPLACED: {"attn2": {("output", 5, 0): with_an_image, ("output", 5, 1): own_value}}},
+    "perturbed attention": {REPLACED: {"attn1": {("middle", 0): own_value}}},
     "block modifiers": {MODIFIERS: [blockwise]},
     "norms": {NORM: wrapped},
     "many": {
@@ -94,7 +94,7 @@ CASES: dict[str, Options] = {
 
 
 def ours(unet: Any, call: UNetCall, options: Options, read: frozenset[str] = READ) -> UNetCall | str:
-    """The call with the functions, as Forge's adapter makes it."""
+    """The output of our forward for the call with these options, as Forge's adapter reads them."""
     return unet_call(unet, HostCall(call.latent, call.timestep, call.context, None, None, options, {}), False, read)
 
 
@@ -117,9 +117,9 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
 
 
 @pytest.mark.parametrize("case", first(3, ["FreeU", "token merging", "norms", "another context", "block modifiers"]))
-def test_so_do_our_kernels(case: str) -> None:
-    """Our operators pass more than tensors to each other: joined skips that are not joined in memory, and statistics of
-    an image."""
+def test_our_forward_with_kernels_calls_them_too(case: str) -> None:
+    """Native operators pass more than tensors to each other: hidden states and skip that are not yet concatenated, and
+    statistics of an image."""
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
@@ -136,12 +136,12 @@ def test_so_do_our_kernels(case: str) -> None:
 
 @pytest.mark.parametrize(("options", "read"), [
     ({PATCHES: {"attn3_patch": [free_u]}}, READ),
-    ({REPLACED: {"ff": {("middle", 0): mean_value}}}, READ),
+    ({REPLACED: {"ff": {("middle", 0): own_value}}}, READ),
     ({"block_inner_modifiers": [blockwise]}, READ | {"block_inner_modifiers"}),
-    # A host whose forward does not support it would not call it.
+    # A host whose forward does not have this point would not call the function.
     ({PATCHES: {"emb_patch": [free_u]}}, READ - {"emb_patch"}),
 ])
-def test_a_point_that_we_do_not_have_is_for_the_host(options: Options, read: frozenset[str]) -> None:
+def test_functions_at_other_points_are_left_to_the_host(options: Options, read: frozenset[str]) -> None:
     unet = shared_ldm_unet()
     with pytest.raises(Refusal, match="another extension changes the UNet for this call: "):
         ours(unet, a_call(unet), options, read)
@@ -149,17 +149,17 @@ def test_a_point_that_we_do_not_have_is_for_the_host(options: Options, read: fro
 
 
 @pytest.mark.parametrize("name", [MODIFIERS, "block_inner_modifiers"])
-def test_a_function_that_the_hosts_forward_never_calls_is_left_alone(name: str) -> None:
+def test_a_function_that_the_hosts_forward_never_calls_is_ignored(name: str) -> None:
     unet = shared_ldm_unet()
     assert ours(unet, a_call(unet), {name: [blockwise]}, READ - {name}).patches is None
 
 
-def test_it_is_told_how_many_blocks_a_function_stands_in() -> None:
-    """Extensions set a function for every block that any UNet may have, and for stages as for blocks."""
+def test_the_structure_counts_the_blocks_in_which_a_function_is_called() -> None:
+    """Extensions set a function for every block that any UNet may have, and likewise for stages."""
     unet = shared_ldm_unet()
     blocks = sum(hasattr(module, "attn1") for module in unet.modules())
-    stages = {(part, number): mean_value for part in ("input", "middle", "output") for number in range(16)}
-    everywhere = {**stages, **{(*stage, index): mean_value for stage in stages for index in range(16)}}
-    for places, count in ((stages, blocks), (everywhere, blocks), ({("middle", 0): mean_value}, 1)):
+    stages = {(part, number): own_value for part in ("input", "middle", "output") for number in range(16)}
+    everywhere = {**stages, **{(*stage, index): own_value for stage in stages for index in range(16)}}
+    for places, count in ((stages, blocks), (everywhere, blocks), ({("middle", 0): own_value}, 1)):
         made = ours(unet, a_call(unet), {REPLACED: {"attn1": places}})
         assert made.patches.structure == (f"{REPLACED}[attn1] of {count} blocks by {__name__}",)

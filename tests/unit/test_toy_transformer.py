@@ -1,5 +1,4 @@
-"""A transformer that lib_onediff does not know, as a member of its families: what .readme/developing.md says to write
-is enough."""
+"""A toy transformer as a family: the files that "Add a transformer" in .readme/developing.md lists are enough."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,7 +20,7 @@ FAMILY = ToyTransformers()
 
 
 class Served:
-    """A toy transformer that a runtime serves."""
+    """A toy transformer, and a runtime whose only family it is."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -46,13 +45,13 @@ class Served:
 
 
 def some_of(mask: Any) -> torch.Tensor:
-    """A mask without a prompt's last tokens."""
+    """The mask without the last tokens of the first prompt."""
     mask = mask.clone()
     mask[0, 2:] = False
     return mask
 
 
-def test_its_calls_are_served() -> None:
+def test_calls_are_served_and_an_edit_takes_effect_at_the_next_call() -> None:
     served = Served()
     for size in ((8, 8), (4, 12)):
         call = served.call(*size)
@@ -63,7 +62,7 @@ def test_its_calls_are_served() -> None:
     served.check(served.call())
 
 
-def test_a_field_of_its_own_is_an_input_like_any_other() -> None:
+def test_a_field_of_the_familys_own_call_is_an_input_like_any_other() -> None:
     served = Served()
     call = served.call()
     masked = replace(call, mask=some_of(call.mask))
@@ -75,7 +74,7 @@ def test_a_field_of_its_own_is_an_input_like_any_other() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_units_are_what_the_forward_reads() -> None:
+def test_units_are_the_weights_that_the_forward_reads() -> None:
     served = Served()
     layout = served.layout
     named = [name for unit in FAMILY.units(layout, served.call()) for name in unit]
@@ -88,7 +87,7 @@ def test_units_are_what_the_forward_reads() -> None:
     {"latent": torch.ones(2, 3, 8, 8)}, {"latent": torch.ones(2, 4, 8, 7)}, {"context": torch.ones(2, 5, 8)},
     {"mask": torch.ones(2, 4, dtype=torch.bool)},
 ], ids=["channels", "size", "prompt", "mask"])
-def test_what_it_does_not_take_is_refused(changes: dict[str, torch.Tensor]) -> None:
+def test_inputs_that_do_not_fit_are_refused(changes: dict[str, torch.Tensor]) -> None:
     served = Served()
     with pytest.raises(Refusal):
         FAMILY.refuse_call(served.layout, replace(served.call(), **changes))

@@ -41,7 +41,6 @@ class Toy(nn.Module):
 class ToyLayout(Layout):
     convolution: Convolution
     prompt: Linear
-    architecture: str = "toy"
     model_name: str = "Toy"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from bound_network import BoundNetwork
 from builders import CONTEXT_WIDTH, diffusers_unet, relative_error
 from own_forward import own_forward
 from test_cosmos import call, network
@@ -16,14 +17,9 @@ from torch import Tensor, nn
 
 import lib_onediff
 from lib_onediff.core.call import Call, Cut, CutMemory
-from lib_onediff.core.layer_weights import LayerWeights, Weights
 from lib_onediff.core.settings import DEEPCACHE_OPTIONS, TRANSFORMER_OPTIONS
-from lib_onediff.devices.torch import operators
-from lib_onediff.families.anima.call import AnimaCall
-from lib_onediff.families.registry import FAMILIES
 from lib_onediff.hosts.diffusers.cosmos import cosmos_call
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.binding import Binding
 
 BLOCKS = 4
 DEPTHS = (1, 3)
@@ -74,47 +70,15 @@ class HostCut:
             self.unet.transformer_blocks = blocks
 
 
-class Bound:
-    """OneDiff's forward of a network, without the runtime. read: the names of the weights that the last call has read.
-    """
-
-    def __init__(self, unet: Any) -> None:
-        self.unet = unet
-        self.layout = FAMILIES.read(unet)
-        self.family: Any = FAMILIES.of(self.layout)
-        self.binding = Binding(unet, self.layout)
-        self.binding.bind()
-        self.read: list[str] = []
-
-    @torch.no_grad()
-    def output(self, given: Call) -> Tensor:
-        weights = Read(self.binding.weights())
-        output: Tensor = self.family.output(self.layout, weights, operators, given)
-        self.read = weights.names
-        return output
-
-    def call(self, **of: Any) -> AnimaCall:
-        return cosmos_call(self.unet, **call(**of))
-
-
-class Read(dict[str, LayerWeights]):
-    def __init__(self, weights: Weights) -> None:
-        super().__init__(weights)
-        self.names: list[str] = []
-
-    def __getitem__(self, name: str) -> LayerWeights:
-        self.names.append(name)
-        return super().__getitem__(name)
-
-
 def cut_at(given: Call, depth: int, memory: CutMemory, reads: bool) -> Any:
     return replace(given, cut=Cut(depth, reads, memory))
 
 
 @pytest.mark.parametrize("depth", [*DEPTHS, 11])
 def test_a_full_pass_of_a_transformer_equals_the_forward_and_a_cached_pass_repeats_it(depth: int) -> None:
-    bound = Bound(network(num_layers=BLOCKS))
-    given = bound.call()
+    unet = network(num_layers=BLOCKS)
+    bound = BoundNetwork(unet)
+    given = cosmos_call(unet, **call())
     memory = CutMemory()
     whole = bound.output(cut_at(given, depth, memory, reads=False))
     assert torch.equal(whole, bound.output(given))
@@ -123,8 +87,9 @@ def test_a_full_pass_of_a_transformer_equals_the_forward_and_a_cached_pass_repea
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_cached_pass_repeats_the_full_one_in_half_precision(dtype: torch.dtype) -> None:
-    bound = Bound(network(num_layers=BLOCKS).to(dtype))
-    given = bound.call()
+    unet = network(num_layers=BLOCKS).to(dtype)
+    bound = BoundNetwork(unet)
+    given = cosmos_call(unet, **call())
     given = replace(given, latent=given.latent.to(dtype), context=given.context.to(dtype))
     memory = CutMemory()
     whole = bound.output(cut_at(given, 1, memory, reads=False))
@@ -135,7 +100,7 @@ def test_a_cached_pass_repeats_the_full_one_in_half_precision(dtype: torch.dtype
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_cached_pass_equals_the_hosts_first_blocks_plus_the_kept_change(depth: int) -> None:
     unet = network(num_layers=BLOCKS)
-    bound = Bound(unet)
+    bound = BoundNetwork(unet)
     host = HostCut(unet, depth)
     memory = CutMemory()
     earlier = call(14, 6)
@@ -149,18 +114,15 @@ def test_a_cached_pass_equals_the_hosts_first_blocks_plus_the_kept_change(depth:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_the_units_of_a_cached_pass_are_the_weights_that_it_reads(depth: int) -> None:
-    bound = Bound(network(num_layers=BLOCKS))
-    given = bound.call()
+    unet = network(num_layers=BLOCKS)
+    bound = BoundNetwork(unet)
+    given = cosmos_call(unet, **call())
     memory = CutMemory()
     bound.output(cut_at(given, depth, memory, reads=False))
     cached = cut_at(given, depth, memory, reads=True)
     bound.output(cached)
-    units = bound.family.units(bound.layout, cached)
-    unit_of = {name: number for number, names in enumerate(units) for name in names}
-    assert set(bound.read) == set(unit_of)
-    order = [unit_of[name] for name in bound.read]
-    assert order == sorted(order)
-    assert not any(f"transformer_blocks.{depth}." in name for name in unit_of)
+    bound.check_reads(cached)
+    assert not any(f"transformer_blocks.{depth}." in name for name in bound.read)
 
 
 # --- in a sampling ----------------------------------------------------------------------------------------------------
@@ -211,7 +173,7 @@ def test_cached_steps_compute_the_first_blocks_of_a_transformer(unet: Any) -> No
     ({"deepcache_interval": 2, "deepcache_depth": 2}, 2, 5),
     ({"deepcache_interval": 2, "transformer_interval": 1}, 1, 0),
 ], ids=str)
-def test_transformers_have_an_interval_of_their_own(options: dict[str, int], depth: int, cached: int) -> None:
+def test_transformer_interval_overrides_deepcache_interval(options: dict[str, int], depth: int, cached: int) -> None:
     unet = lib_onediff.compile_unet(network(num_layers=BLOCKS), **options)
     assert run_steps(unet, HostCut(unet, depth)) == cached
     followed = TRANSFORMER_OPTIONS if "transformer_interval" in options else DEEPCACHE_OPTIONS
@@ -230,7 +192,7 @@ def test_the_interval_of_transformers_has_no_effect_on_unets() -> None:
 
 @pytest.mark.parametrize("path", ["transformer_blocks.0.attn1.to_q", "transformer_blocks.2.ff.net.2", "proj_out"])
 @torch.no_grad()
-def test_an_edit_counts_at_the_next_step(unet: Any, path: str) -> None:
+def test_an_edit_takes_effect_at_the_next_step(unet: Any, path: str) -> None:
     host = HostCut(unet, 1)
     with lib_onediff.sampling(unet, timesteps=TIMES):
         for number in (0, 1, 2, 3):

@@ -1,5 +1,5 @@
 """Operators of transformers against float64: grouped and masked attention, norms with modulation, rotary embeddings,
-gated units, residuals with a norm behind the layer; and blocks of other networks that are written with them."""
+gated units, residuals with a norm after the layer; and blocks of Z-Image and Krea 2 that are written with them."""
 from __future__ import annotations
 
 from typing import Any
@@ -33,7 +33,7 @@ from lib_onediff.families.transformer import TransformerLayers
 
 pytestmark = pytest.mark.usefixtures("exact_products")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# What rounding to a type costs a norm or a product, with some room.
+# The largest relative error that rounding to a dtype causes in a norm or a product, with a margin.
 CLOSE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 DTYPES = list(CLOSE)
 NATIVE = "native"
@@ -68,7 +68,7 @@ def no_mask() -> Tensor | None:
 
 
 def of_padded_prompts() -> Tensor:
-    """The second prompt is shorter."""
+    """The mask of two prompts, of which the second is shorter."""
     mask = torch.ones(BATCH, 1, 1, 11, dtype=torch.bool, device=DEVICE)
     mask[1, ..., 4:] = False
     return mask
@@ -81,7 +81,7 @@ def with_an_empty_prompt() -> Tensor:
 
 
 def of_each_query() -> Tensor:
-    """Some queries of some heads see nothing."""
+    """A mask for each query of each head; some queries see no key."""
     mask = random(BATCH, HEADS, TOKENS, 11) > 0
     mask[0, 2, 3] = False
     mask[1, :, 0] = False
@@ -95,7 +95,7 @@ MASKS = {"none": no_mask, "padded": of_padded_prompts, "empty prompt": with_an_e
 def test_attention_with_masks_and_fewer_heads_of_keys(
     mask: str, key_heads: int, dtype: torch.dtype, upcast: bool, newest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """newest: as torch 2.5 and newer have it, if this is one."""
+    """newest: use torch's own grouped attention (torch 2.5 and newer), if this torch has it."""
     if not newest:
         monkeypatch.setattr(torch_ops, "HAS_GQA", False)
     query = random(BATCH, HEADS, TOKENS, HEAD, dtype=dtype)
@@ -111,7 +111,7 @@ def test_attention_with_masks_and_fewer_heads_of_keys(
             assert not output[hidden].any(), "a query that sees nothing gives zeros"
 
 
-def test_an_implementation_that_needs_as_many_heads_gets_them() -> None:
+def test_keys_are_repeated_for_an_attention_without_grouped_heads() -> None:
     shapes = (2, 6, 60, 40), (2, 2, 77, 40)
     given = inputs_of(random, *shapes)
     assert [tuple(part.shape) for part in given] == [shapes[0], shapes[1], shapes[1]]
@@ -138,7 +138,8 @@ def exact_norm(norm: Any, tokens: Tensor, layer: LayerWeights) -> Tensor:
 
 @grid(ops=[TORCH, NATIVE], norm=list(NORMS), vectors=[0, 1, 2], dtype=DTYPES, owes=[False, True])
 def test_norms_with_modulation(ops: str, norm: str, vectors: int, dtype: torch.dtype, owes: bool) -> None:
-    """vectors: how many the modulation has. owes: whether something is still to be added to the residual."""
+    """vectors: the number of the modulation's vectors (0: none). owes: whether the residual has an update that is still
+    to be added."""
     description: Any = NORMS[norm]
     tokens, update, gate = (random(BATCH, TOKENS, WIDTH, seed=seed) for seed in range(3))
     tokens = tokens.to(dtype)
@@ -150,7 +151,7 @@ def test_norms_with_modulation(ops: str, norm: str, vectors: int, dtype: torch.d
     total = tokens.double()
     if owes:
         total = total + update.double() * gate.double()[:, None]
-    # What the host would keep of it.
+    # The residual as a host would store it.
     total = total.to(dtype)
     expected = exact_norm(description, total, layer)
     if modulation is not None:
@@ -190,7 +191,7 @@ def test_a_residual_in_float32_is_normed_for_a_layer_in_half_precision(ops: str,
 def test_heads_are_normed_and_rotated(
     ops: str, interleaved: bool, of_rows: bool, normed: bool, key_heads: int, dtype: torch.dtype
 ) -> None:
-    """of_rows: whether the rows of the batch have positions of their own."""
+    """of_rows: whether each row of the batch has its own positions."""
     angles = random(*((BATCH,) if of_rows else ()), TOKENS, HEAD // 2)
     rotary = Rotary(angles.cos(), angles.sin(), interleaved)
     norm = LayerWeights(random(HEAD, dtype=dtype), None), RMSNorm("", HEAD, 1e-6)
@@ -239,7 +240,7 @@ def exact_activation(activation: Activation, x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-def test_the_units_are_those_of_their_names() -> None:
+def test_which_half_is_the_gate_in_geglu_and_in_swiglu() -> None:
     x = random(3, 10)
     first, second = x.chunk(2, dim=-1)
     assert torch.equal(torch_ops.gated(x, GEGLU), first * functional.gelu(second))
@@ -265,10 +266,10 @@ def test_a_layer_without_gate_and_norm_is_added_to_wider_tokens(ops: str, dtype:
     ops=[TORCH, NATIVE], gated=[False, True], normed=[False, True], biased=[False, True], wide=[False, True],
     dtype=DTYPES,
 )
-def test_a_layer_is_added_with_a_norm_behind_it_and_a_gate(
+def test_a_layer_is_added_with_a_norm_after_it_and_a_gate(
     ops: str, gated: bool, normed: bool, biased: bool, wide: bool, dtype: torch.dtype
 ) -> None:
-    """wide: the tokens are float32, whatever is computed in."""
+    """wide: whether the residual's tokens are float32 beside layers in dtype."""
     tokens = random(BATCH, TOKENS, WIDTH, dtype=torch.float32 if wide else dtype)
     x = random(BATCH, TOKENS, 32, dtype=dtype)
     layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, random(WIDTH, dtype=dtype) if biased else None)
@@ -289,7 +290,7 @@ def test_a_layer_is_added_with_a_norm_behind_it_and_a_gate(
     assert relative_error(implementation.materialize(residual), expected) < 2 * CLOSE[dtype]
 
 
-# --- networks to come -------------------------------------------------------------------------------------------------
+# --- whole blocks -----------------------------------------------------------------------------------------------------
 
 
 def leaf(path: str, weight: Tensor) -> Linear:
@@ -297,7 +298,7 @@ def leaf(path: str, weight: Tensor) -> Linear:
 
 
 def weights_of(block: nn.Module, **fused: tuple[str, ...]) -> dict[str, LayerWeights]:
-    """Those of a block's layers by path, and of fused layers by name."""
+    """The weights of a block's layers by path, and those of fused layers by name."""
     found = {
         path: LayerWeights(module.weight, getattr(module, "bias", None))
         for path, module in block.named_modules() if isinstance(getattr(module, "weight", None), Tensor)
@@ -315,7 +316,7 @@ def with_random_norms(block: nn.Module) -> nn.Module:
 
 
 def test_a_block_of_z_image() -> None:
-    """RMS norms before and behind each layer, scales and tanh gates without shifts, interleaved rotary, SwiGLU."""
+    """RMS norms before and after each layer, scales and tanh gates without shifts, interleaved rotary, SwiGLU."""
     code = pytest.importorskip("diffusers.models.transformers.transformer_z_image")
     block: Any = with_random_norms(code.ZImageTransformerBlock(0, WIDTH, 3, 3, 1e-5, True))
     weights = weights_of(
@@ -358,8 +359,8 @@ def test_a_block_of_z_image() -> None:
 
 
 def test_a_block_of_krea_2() -> None:
-    """Fewer heads of keys, a sigmoid gate on attention, RMS norms by 1 + weight, modulations with shifts, a text mask.
-    """
+    """Fewer heads of keys than of queries, a sigmoid gate on the attention, RMS norms that multiply by 1 + weight,
+    modulations with shifts, and a mask of the prompt."""
     code = pytest.importorskip("diffusers.models.transformers.transformer_krea2")
     heads = 4
     key_heads = 2

@@ -1,4 +1,5 @@
-"""Control residuals: our slots against ldm's own layers; diffusers' ControlNets and adapters by a compiled UNet."""
+"""Residuals of ControlNets and T2I adapters: in our forward against ldm's own layers, and in compiled UNets of
+diffusers."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -31,7 +32,8 @@ CLOSE = 1e-5
 
 
 def residuals_for(unet: torch.nn.Module, call: UNetCall, present: set[int]) -> dict[str, tuple[Tensor | None, ...]]:
-    """Random ones for the stages of these indices; those of the middle are as large as the last input stage's."""
+    """A Control with random residuals for the stages of these indices. Those of the middle have the size of the last
+    input stage's."""
     shapes: list[torch.Size] = []
     hooks = [block.register_forward_hook(lambda *seen: shapes.append(seen[-1].shape)) for block in unet.input_blocks]
     with a1111_sizes(), torch.no_grad():
@@ -48,7 +50,7 @@ def residuals_for(unet: torch.nn.Module, call: UNetCall, present: set[int]) -> d
 
 @grid(present=[{0}, {11}, {0, 1, 2, 5, 8, 11}], part=["input", "middle", "output", "all"], size=[(8, 8), (9, 11)])
 def test_residuals_are_added_where_control_says(present: set[int], part: str, size: tuple[int, int]) -> None:
-    """There may be fewer than stages."""
+    """Also with fewer residuals than stages."""
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
     parts = residuals_for(unet, call, present)
@@ -81,7 +83,7 @@ class Scene:
 
     @torch.no_grad()
     def output(self, **residuals: Any) -> Tensor:
-        # The UNet eats the list of a T2I adapter.
+        # The host's UNet empties the list of a T2I adapter.
         whole = {name: list(value) if isinstance(value, list) else value for name, value in residuals.items()}
         call = self.call
         return self.unet(
@@ -116,12 +118,12 @@ def controlled(scene: Scene) -> dict[str, Any]:
 
 
 def adapted(scene: Scene, count: int = 4) -> dict[str, Any]:
-    """SDXL's adapter has a fourth residual, which the host adds to the middle block's output."""
+    """A T2I adapter's residuals. SDXL's has a fourth one, which the host adds to the middle block's output."""
     return {"down_intrablock_additional_residuals": scene.adapter()[:count]}
 
 
 def one_more(scene: Scene) -> dict[str, Any]:
-    """Without a middle block it goes nowhere."""
+    """One residual more than the input stages take: it is for the middle block, or without one is ignored."""
     residuals = scene.adapter()
     return {"down_intrablock_additional_residuals": [*residuals, torch.ones_like(residuals[-1])]}
 
@@ -130,7 +132,7 @@ def one_more(scene: Scene) -> dict[str, Any]:
     (SD1, controlled), (SDXL, controlled), (SD1, adapted), (SDXL, adapted), (SDXL, lambda scene: adapted(scene, 2)),
     (SD1, lambda scene: controlled(scene) | adapted(scene, 3)), ({**SD1, "mid_block_type": None}, one_more),
 ], ids=["ControlNet", "SDXL ControlNet", "adapter", "SDXL adapter", "fewer", "both", "no middle block"])
-def test_residuals_give_what_the_host_gives(layout: dict, residuals: Callable[[Scene], dict[str, Any]]) -> None:
+def test_the_output_with_residuals_is_the_hosts(layout: dict, residuals: Callable[[Scene], dict[str, Any]]) -> None:
     scene = Scene(layout)
     given = residuals(scene)
     bare = scene.output()
@@ -148,7 +150,7 @@ def test_residuals_give_what_the_host_gives(layout: dict, residuals: Callable[[S
 def test_the_callers_list_is_left_as_the_host_leaves_it(
     layout: dict, residuals: Callable[[Scene], dict[str, Any]], steps: int, options: dict[str, Any]
 ) -> None:
-    """A loop that hands the same list to each step has an adapter in the first one alone."""
+    """The host empties it: a loop that passes the same list at each step has the adapter at the first step only."""
     scene = Scene(layout)
     (name, given), = residuals(scene).items()
     lists = list(given), list(given)
@@ -177,8 +179,8 @@ def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
     assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
 
 
-def test_one_more_residual_is_never_served_by_the_proof_of_one_less() -> None:
-    """What the host adds and we do not must not hide in a shape that was proved without it."""
+def test_one_more_residual_is_another_shape() -> None:
+    """A residual that only the host adds must not be served by a shape that was checked without it."""
     scene = Scene(SDXL)
     residuals = scene.adapter()
     expected = scene.output(down_intrablock_additional_residuals=residuals)
@@ -188,8 +190,8 @@ def test_one_more_residual_is_never_served_by_the_proof_of_one_less() -> None:
     assert relative_error(scene.output(down_intrablock_additional_residuals=residuals), expected) < CLOSE
 
 
-def test_the_host_finds_an_adapters_residuals_whole_however_often_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It eats the list that it is given; here it runs to check us, and again because we were wrong."""
+def test_the_host_gets_all_of_an_adapters_residuals_each_time_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It empties the list that it gets. Here it runs twice: to check our output, and again because that was wrong."""
     scene = Scene(SD1)
     residuals = scene.adapter()
     expected = scene.output(down_intrablock_additional_residuals=residuals)
@@ -200,7 +202,7 @@ def test_the_host_finds_an_adapters_residuals_whole_however_often_it_runs(monkey
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_an_adapter_in_the_old_way_is_left_to_the_host() -> None:
+def test_an_adapters_residuals_in_the_older_argument_are_left_to_the_host() -> None:
     scene = Scene(SD1)
     residuals = scene.adapter()
     expected = scene.output(down_block_additional_residuals=list(residuals))

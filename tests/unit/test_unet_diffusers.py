@@ -24,7 +24,7 @@ from builders import (
 from grid import first, grid
 
 CLOSE = 1e-5
-# For large pictures, where the number of heads is what attention costs.
+# For large images, whose attention takes a time that grows with the number of heads: two, by diffusers' name for it.
 FEW_HEADS = {"attention_head_dim": 2}
 LDM = "ldm "
 EVERY_LAYOUT = [*LAYOUTS, *(LDM + name for name in LDM_LAYOUTS)]
@@ -35,7 +35,7 @@ def shared(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", [*first(2, list(LAYOUTS)), *(LDM + name for name in first(1, list(LDM_LAYOUTS)))])
-def test_every_parameter_of_the_oracle_shows_in_its_output(name: str) -> None:
+def test_every_parameter_of_the_oracle_changes_its_output(name: str) -> None:
     is_ldm = name.startswith(LDM)
     unet = ldm_unet(**LDM_LAYOUTS[name.removeprefix(LDM)]) if is_ldm else diffusers_unet(**LAYOUTS[name])
     call = a_call(unet, 16, 16)  # smaller, and the deepest attention would see one pixel only
@@ -49,14 +49,14 @@ def test_every_parameter_of_the_oracle_shows_in_its_output(name: str) -> None:
 
 
 @grid(name=EVERY_LAYOUT, size=[(9, 11), (8, 8), (12, 16)])
-def test_ours_is_the_hosts_for_every_layout_and_size(name: str, size: tuple[int, int]) -> None:
+def test_our_output_is_the_hosts_for_every_layout_and_size(name: str, size: tuple[int, int]) -> None:
     unet = shared(name)
     call = a_call(unet, *size)
     assert relative_error(our_output(unet, call), host_output(unet, call)) < CLOSE
 
 
 @grid(batch=[1, 2, 3, 4], tokens=[77, 154, 231], name=["SD1", "SDXL", "ldm SD1"])
-def test_ours_is_the_hosts_for_every_batch_and_context(name: str, batch: int, tokens: int) -> None:
+def test_our_output_is_the_hosts_for_every_batch_and_context(name: str, batch: int, tokens: int) -> None:
     unet = shared(name)
     call = a_call(unet, 8, 12, batch, tokens)
     assert relative_error(our_output(unet, call), host_output(unet, call)) < CLOSE
@@ -69,7 +69,7 @@ REAL_SIZES = [
 
 
 @pytest.mark.parametrize(("name", "pixels"), first(3, REAL_SIZES))
-def test_ours_is_the_hosts_at_real_sizes(name: str, pixels: str) -> None:
+def test_our_output_is_the_hosts_at_real_sizes(name: str, pixels: str) -> None:
     if name == "ldm":
         # It writes its attention scores out: at the first level they would take gigabytes.
         unet = ldm_unet(attention_resolutions=[4, 2], num_heads=2)
@@ -81,7 +81,7 @@ def test_ours_is_the_hosts_at_real_sizes(name: str, pixels: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float16])
-def test_a_timestep_of_any_type_is_understood(dtype: torch.dtype) -> None:
+def test_a_timestep_of_any_dtype_gives_the_hosts_output(dtype: torch.dtype) -> None:
     unet = shared_unet("SD1")
     call = replace(a_call(unet), timestep=torch.tensor([981, 3]).to(dtype))
     assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
@@ -93,13 +93,13 @@ def test_a_timestep_of_any_type_is_understood(dtype: torch.dtype) -> None:
     {"out_channels": 8}, {"block_out_channels": (32, 64), "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
                           "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D")}, {"dropout": 0.5},
 ], ids=str)
-def test_what_a_config_says_is_read_from_the_module(config: dict) -> None:
+def test_options_of_a_config_are_read_from_the_module(config: dict) -> None:
     unet = diffusers_unet(**{**SD1, **config})
     call = a_call(unet, 9, 11)
     assert relative_error(our_output(unet, call), diffusers_output(unet, call)) < CLOSE
 
 
-def test_an_lcm_model_without_a_guidance_embedding_is_the_hosts_too() -> None:
+def test_an_lcm_model_without_a_guidance_embedding_gives_the_hosts_output() -> None:
     unet = shared_unet("LCM")
     guided = a_call(unet)
     plain = replace(guided, timestep_condition=None)
@@ -118,7 +118,7 @@ def test_weights_and_latents_in_channels_last_give_the_same() -> None:
 
 @pytest.mark.parametrize("channels", [32, 320, 1280])
 def test_sinusoids_are_the_hosts_to_the_bit(channels: int) -> None:
-    """What is rounded otherwise here is a thousand times as much in the output of some models."""
+    """Some models amplify a difference of rounding here a thousand times."""
     from ldm.modules.diffusionmodules.util import timestep_embedding
 
     from lib_onediff.core.leaves import Linear, TimeEmbedding

@@ -1,4 +1,4 @@
-"""Half precision: our rounding is not worse than the host's, both measured against the host in float32."""
+"""Half precision: our rounding error is not larger than the host's, both measured against the host in float32."""
 from __future__ import annotations
 
 import contextlib
@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from lib_onediff.families.unet.call import UNetCall
 
 HALF_TYPES = (torch.float16, torch.bfloat16)
-# One picture's rounding errors happen to add up or not: this many give a ratio that is known to 0.03.
+# The number of outputs that are averaged. Rounding errors of one output add up or cancel by chance; with so many, the
+# ratio is known to 0.03.
 NETWORKS = 3
 PICTURES = 16
 WORST_RATIO = 1.1
@@ -47,7 +48,8 @@ def error_ratio(
     host: Callable[[nn.Module, UNetCall], Tensor], exact: Callable[[nn.Module, UNetCall], Tensor],
     upcast: bool = False,
 ) -> float:
-    """Our error over the host's in this dtype, mean over networks; the same half weights for all three."""
+    """Our relative error divided by the host's in this dtype, as a mean over networks. The exact output is the host's
+    in float32, with the same weights in half precision."""
     ratios = []
     for seed in range(NETWORKS):
         deepcache = build(seed).to(dtype)
@@ -79,7 +81,7 @@ def test_our_error_with_upcast_attention_is_not_above_diffusers_own(dtype: torch
 
 @contextlib.contextmanager
 def autocast_as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
-    """What A1111 runs ldm in: CUDA's autocast computes norms in float32, the CPU's does not and would refuse."""
+    """The autocast in which A1111 runs ldm, on a CPU: CUDA's computes norms in float32; the CPU's would raise here."""
 
     def group_norm(self: nn.GroupNorm, image: Tensor) -> Tensor:
         return functional.group_norm(image.float(), self.num_groups, self.weight.float(), self.bias.float(), self.eps)

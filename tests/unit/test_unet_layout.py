@@ -1,4 +1,4 @@
-"""Reading a layout: which architectures are one, which are two, and which are refused."""
+"""Reading a UNet's layout: equal architectures, different ones, and those that are refused."""
 from __future__ import annotations
 
 from typing import Any
@@ -17,8 +17,8 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import FAMILIES
 
 
-def test_an_architecture_is_that_of_every_checkpoint_and_of_no_other_layout() -> None:
-    """Also where numbers without parameters differ."""
+def test_checkpoints_share_an_architecture_and_other_layouts_have_others() -> None:
+    """Also layouts that differ only in numbers without parameters, such as an epsilon."""
     plain = [*LAYOUTS.values(), {**SD1, "attention_head_dim": 4}, {**SD1, "norm_eps": 1e-6}, {**SD1, "freq_shift": 1},
              {**SD1, "flip_sin_to_cos": False}]
     builders = [lambda config=config: diffusers_structure(config) for config in plain]
@@ -38,11 +38,11 @@ DIFFUSERS_REFUSALS = [
     ({"act_fn": "gelu"}, "is GELU, not SiLU"),
     ({"resnet_time_scale_shift": "scale_shift"}, "its time_embedding_norm is scale_shift"),
     ({"mid_block_scale_factor": 2.0}, "mid_block.resnets.0 is .*: its output_scale_factor is 2.0"),
-    ({"dual_cross_attention": True}, "is a .*DualTransformer2DModel, which we do not know"),
+    ({"dual_cross_attention": True}, "is a .*DualTransformer2DModel, which OneDiff does not know"),
     ({"only_cross_attention": True}, "its only_cross_attention is True"),
     ({"encoder_hid_dim": 24, "encoder_hid_dim_type": "text_proj"}, "another projection of the context is loaded"),
     ({"addition_embed_type": "text"}, "its extra embedding is of type text"),
-    ({"attention_type": "gated"}, "parameters that we do not know"),
+    ({"attention_type": "gated"}, "parameters that OneDiff does not know"),
     ({"downsample_padding": 0}, "its padding is 0"),
     ({"down_block_types": ("AttnDownBlock2D", "DownBlock2D", "DownBlock2D", "DownBlock2D"),
       "up_block_types": ("UpBlock2D", "UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D")}, "AttnDownBlock2D"),
@@ -55,7 +55,7 @@ LDM_REFUSALS = [
     ({"resblock_updown": True}, "is a residual block with updown"), ({"n_embed": 8}, "it predicts codebook ids"),
     ({"conv_resample": False}, "its use_conv is False"),
     ({"disable_self_attentions": [True] * 4}, "is a transformer block of another kind"),
-    ({"use_spatial_transformer": False, "context_dim": None}, "AttentionBlock, which we do not know"),
+    ({"use_spatial_transformer": False, "context_dim": None}, "AttentionBlock, which OneDiff does not know"),
 ]
 
 

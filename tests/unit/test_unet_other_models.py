@@ -1,4 +1,4 @@
-"""Models that are no Stable Diffusion UNet: compile_unet leaves them exactly as they are, and says why."""
+"""Models that OneDiff does not know: compile_unet leaves them exactly as they are and gives a reason."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def unconditional() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def with_image_prompt() -> tuple[nn.Module, dict[str, Any]]:
-    """A UNet that takes its whole context from pictures, as Kandinsky's does; an IP-Adapter's projection is read so."""
+    """A UNet whose whole context is an image's embedding, as Kandinsky's: its projection is like an IP-Adapter's."""
     unet = diffusers_unet(**SD1, encoder_hid_dim=24, encoder_hid_dim_type="image_proj")
     call = a_call(unet)
     return unet, {
@@ -73,7 +73,7 @@ def test_it_answers_as_if_it_had_not_been_compiled(
         assert torch.equal(output[0], expected[0])
     status = lib_onediff.status()
     assert reason in caplog.text
-    # A class that OneDiff does not know is left alone: no hook is there to count its calls.
+    # A class that OneDiff does not know has no hook that could count its calls.
     [told] = status["left_alone"] or [status["reason"]]
     assert reason in told and bool(status["left_alone"]) is (build is not with_image_prompt)
     if build is with_image_prompt:
@@ -83,8 +83,8 @@ def test_it_answers_as_if_it_had_not_been_compiled(
     assert model.__dict__ == attributes and not lib_onediff.status()["left_alone"]
 
 
-def test_an_ip_adapter_that_a_call_does_not_bring_is_the_hosts() -> None:
-    """A host that calls our forward without it would leave it out."""
+def test_a_unet_with_an_ip_adapter_that_the_call_does_not_contain_is_left_to_the_host() -> None:
+    """Our forward would leave the adapter out."""
     from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
     unet = lib_onediff.compile_unet(diffusers_unet())

@@ -1,5 +1,5 @@
-"""What we do not run, code that others put into classes included, is refused with one line, and the host's own output
-comes back bit for bit."""
+"""UNets and calls that our forward does not compute, such as classes that an extension has patched, are refused with
+one line, and the result is the host's own, bit for bit."""
 from __future__ import annotations
 
 import functools
@@ -25,7 +25,7 @@ ATTENTION = "mid_block.attentions.0.transformer_blocks.0.attn1"
 
 
 class AdapterLinear(nn.Module):
-    """A linear layer wrapped as PEFT does it."""
+    """A wrapper around a linear layer, as PEFT's adapters are."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def test_inputs_of_another_network_are_refused(
         family.refuse_call(layout, replace(call, **change(call)))
 
 
-def test_circular_padding_is_ours_and_can_be_switched_back() -> None:
+def test_circular_padding_is_computed_and_can_be_switched_off() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet())
     for seed, mode in enumerate(("zeros", "circular", "zeros")):
         pad_by(unet, mode)
@@ -119,19 +119,20 @@ def test_dropout_in_training_mode_and_an_extra_parameter_are_left_to_the_host() 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL, dropout=0.5))
     for change, reason in (
         (lambda: unet.mid_block.register_parameter("strange", nn.Parameter(torch.zeros(3))),
-         "1 parameters that we do not know, such as mid_block.strange"),
+         "1 parameters that OneDiff does not know, such as mid_block.strange"),
         (lambda: delattr(unet.mid_block, "strange"), ""),
         (unet.train, "dropout drops values (the network is in training mode)"),
     ):
         change()
-        unet.conv_in.noted = reason  # a parameter of a block alone is no change of what it computes
+        # A parameter that no code uses is not noticed by itself: this attribute is.
+        unet.conv_in.noted = reason
         served(unet, a_call(unet))
         assert lib_onediff.status()["route"] == ("host" if reason else "plain")
         assert reason in lib_onediff.status()["reason"]
 
 
 def louder(original: Callable, disguised: bool) -> Callable:
-    """What a patch does; disguised: as functools.wraps makes it, with the name and the module of what it replaces."""
+    """A patched function. disguised: with the name and the module of the original, as functools.wraps sets them."""
 
     def patched(self: Any, *given: Any, **named: Any) -> Any:
         output = original(self, *given, **named)
@@ -150,7 +151,7 @@ PLACES = [
 
 
 @grid(place=PLACES, proved=[False, True], disguised=[False, True])
-def test_a_patched_class_is_the_hosts_until_the_patch_is_gone(
+def test_a_patched_class_is_left_to_the_host_until_the_patch_is_removed(
     place: tuple[str, str, str], proved: bool, disguised: bool
 ) -> None:
     module, name, method = place
@@ -159,7 +160,8 @@ def test_a_patched_class_is_the_hosts_until_the_patch_is_gone(
     plain = served(unet, a_call(unet)) if proved else diffusers_output(unet, a_call(unet))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kind, method, louder(getattr(kind, method), disguised))
-        call = a_call(unet)  # a new prompt tensor: another sampling
+        # Its prompt is a new tensor, which begins another sampling.
+        call = a_call(unet)
         output = served(unet, call)
         assert torch.equal(output, diffusers_output(unet, call)) and not torch.allclose(output, plain)
         status = lib_onediff.status()
@@ -170,7 +172,7 @@ def test_a_patched_class_is_the_hosts_until_the_patch_is_gone(
 
 
 class Scaler(nn.Module):
-    """As Kohya's Hires.fix puts one around a block while it scales."""
+    """The module that Kohya's Hires.fix puts around a block while it scales."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -180,7 +182,7 @@ class Scaler(nn.Module):
         return self.block(functional.interpolate(x, scale_factor=0.5), *given)
 
 
-def test_a_module_around_a_block_is_named_and_whose_it_is() -> None:
+def test_the_reason_names_the_module_around_a_block_and_its_author() -> None:
     unet = ldm_structure({})
     unet.input_blocks[2] = Scaler(unet.input_blocks[2])
     with pytest.raises(Refusal, match=f"^{__name__} has put a Scaler in the place of input_blocks.2$"):

@@ -1,4 +1,4 @@
-"""Our decoder and encoder agree with the host's, for ldm's and diffusers' own modules, in the VAE's dtype."""
+"""Our decoder and encoder against those of ldm and diffusers, in the VAE's dtype."""
 from __future__ import annotations
 
 from itertools import product
@@ -45,7 +45,7 @@ def half_of(name: str, part: str) -> Any:
 
 
 def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_biases: bool = False) -> torch.Tensor:
-    """The output by our forward itself."""
+    """The output of our forward, called directly."""
     bound = BoundUNet(half, DECODERS.read)
     bound.refresh_without_binding()
     binding = bound.binding
@@ -54,8 +54,8 @@ def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_bi
 
 
 @grid(half=list(product(PARTS, [*EVERY_LAYOUT, *(LDM + name for name in LDM_LAYOUTS)])), size=range(4))
-def test_ours_is_the_hosts(half: tuple[str, str], size: int) -> None:
-    """Also with folded biases, as the native operators get them."""
+def test_our_output_is_the_hosts(half: tuple[str, str], size: int) -> None:
+    """Also with fold_biases, which is for the native operators."""
     part, name = half
     module = half_of(name, part)
     given = a_latent(module, *SIZES[part][size], batch=2)
@@ -65,7 +65,7 @@ def test_ours_is_the_hosts(half: tuple[str, str], size: int) -> None:
 
 
 @grid(part=PARTS, dtype=[torch.float32, torch.float16])
-def test_so_do_our_kernels(part: str, dtype: torch.dtype) -> None:
+def test_our_kernels_output_is_the_hosts(part: str, dtype: torch.dtype) -> None:
     pytest.importorskip("triton", reason="needs Triton")
     from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 
@@ -78,7 +78,7 @@ def test_so_do_our_kernels(part: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_is_as_near_to_float32_as_the_hosts(dtype: torch.dtype) -> None:
+def test_in_half_precision_our_error_is_not_above_the_hosts(dtype: torch.dtype) -> None:
     decoder = half_of("SD", "decoder").to(dtype)
     latent = a_latent(decoder, batch=2)
     ours = our_picture(decoder, latent)
@@ -92,7 +92,7 @@ def test_half_precision_is_as_near_to_float32_as_the_hosts(dtype: torch.dtype) -
 
 @pytest.mark.parametrize("part", PARTS)
 def test_tiling_of_a1111(part: str) -> None:
-    """A1111 sets the padding of every convolution, also of 1x1, between two decodes."""
+    """A1111 sets the padding mode of all convolutions, including those of 1x1, between two decodes."""
     module = half_of("ldm SD", part)
     given = a_latent(module, *SIZES[part][2])
     plain = our_picture(module, given)
@@ -106,7 +106,7 @@ def test_tiling_of_a1111(part: str) -> None:
         assert (relative_error(tiled, plain) > 1e-2) == (mode == "circular")
 
 
-def test_diffusers_tiling_and_slicing_stay_the_hosts() -> None:
+def test_tiling_and_slicing_of_diffusers_still_work() -> None:
     from lib_onediff.hosts.diffusers import vae as diffusers_decoder
 
     vae = diffusers_vae()
@@ -124,7 +124,7 @@ def test_diffusers_tiling_and_slicing_stay_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("name", ["ldm SD", "one layer"])
-def test_weights_that_change_in_place_or_are_replaced_count_at_once(name: str) -> None:
+def test_weights_edited_in_place_or_replaced_take_effect_at_the_next_decode(name: str) -> None:
     decoder = half_of(name, "decoder")
     other = half_of(name, "decoder")
     for parameter in other.parameters():
@@ -139,7 +139,7 @@ def test_weights_that_change_in_place_or_are_replaced_count_at_once(name: str) -
     assert last() == ("ours", "")
 
 
-def test_an_encoder_that_overflows() -> None:
+def test_an_encoder_that_overflows_is_run_again_in_float32() -> None:
     encoder, picture = overflowing(lambda: half_of("SD", "encoder"))
     expected = in_float32(encoder, picture)
     for reason in ("encoded again in float32", "encoded in float32"):

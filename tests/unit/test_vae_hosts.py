@@ -1,5 +1,4 @@
-"""Our decoder in diffusers and in the hosts with ldm's VAE: hooked in, below other extensions' forwards, and removed
-again."""
+"""Hooks on VAE decoders, of diffusers and of ldm: put on, called by other extensions' forwards, and taken off again."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -36,7 +35,7 @@ def decoded(vae: Any, latent: Tensor) -> Tensor:
 # --- diffusers ----------------------------------------------------------------------------------------------------
 
 
-def test_compile_pipe_covers_the_vae_and_undoing_it_leaves_nothing() -> None:
+def test_compile_pipe_hooks_the_vae_and_uncompiling_restores_it() -> None:
     given = pipe()
     latent = a_latent(given.vae.decoder, 5, 7)
     expected, before = decoded(given.vae, latent), state(given.vae)
@@ -72,8 +71,8 @@ def called(decoder: Any, latent: Tensor) -> Tensor:
     return decoder(latent)
 
 
-def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: VaeHooks) -> None:
-    """It sets forward on the instance, keeps the one that it found there, and calls that for small images."""
+def test_an_extension_that_decodes_in_tiles_calls_ours(decoder: Any, patches: VaeHooks) -> None:
+    """It sets a forward on the instance, and calls the previous one for small images."""
     original, latent = decoder.forward, a_latent(decoder, 4, 8)
 
     def tiles(z: Tensor) -> Tensor:
@@ -87,14 +86,14 @@ def test_an_extension_that_decodes_in_tiles_stands_above(decoder: Any, patches: 
     assert decodes() == {"ours": 2, "host": 0}
 
 
-def test_what_is_said_of_another_vae_is_not_what_was_said_of_the_last(decoder: Any, patches: VaeHooks) -> None:
+def test_another_vae_has_a_status_of_its_own(decoder: Any, patches: VaeHooks) -> None:
     called(decoder, a_latent(decoder, 4, 4))
     patches.begin_run(torch.nn.Identity())
     assert last() == ("host", OTHER_VAE) and decodes() == {"ours": 1, "host": 0}
 
 
-def test_a_size_is_checked_once_however_the_host_notes_sizes(decoder: Any, patches: VaeHooks) -> None:
-    """ldm's decoder writes the shape of its last latent to an attribute."""
+def test_a_size_is_checked_once_although_the_host_writes_it_to_an_attribute(decoder: Any, patches: VaeHooks) -> None:
+    """ldm's decoder keeps the shape of its last latent, which is no edit."""
     for width in (4, 8, 4, 8):
         called(decoder, a_latent(decoder, 4, width))
     assert decodes() == {"ours": 4, "host": 0} and decoder.last_z_shape[3] == 8

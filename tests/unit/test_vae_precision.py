@@ -1,5 +1,5 @@
-"""No black images: a decode that overflows, ours or the host's, is repeated in a wider dtype, with a reason, and this
-is kept for the VAE; and the dtype of choice."""
+"""No black images: a decode that overflows, ours or the host's, is repeated in a wider dtype, with a reason, and later
+decodes of the VAE use that dtype. Also the option VAE precision."""
 from __future__ import annotations
 
 import copy
@@ -40,7 +40,7 @@ KNOWN = "decoded in float32, because this VAE overflows in float16"
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Decodes in float16 if that is chosen, as on a GPU."""
+    """Let VAE precision fp16 decode in float16 on a CPU too, as on a GPU."""
     monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", ())
 
 
@@ -59,7 +59,7 @@ def untouched(decoder: Any, before: list[Any]) -> bool:
 
 
 def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
-    """The dtype of each of our decodes."""
+    """The dtypes of our decodes from here on: a list that grows with each one."""
     types: list[torch.dtype] = []
     run = Decoding.run
 
@@ -74,7 +74,7 @@ def count_decodes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
 @pytest.mark.parametrize(
     "make", [lambda: diffusers_vae().decoder, lambda: ldm_decoder(**LDM_LAYOUTS["one layer"])], ids=["diffusers", "ldm"]
 )
-def test_a_vae_that_overflows_gives_the_float32_picture_and_a_message(
+def test_a_vae_that_overflows_gives_the_float32_image_and_a_message(
     make: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoder, latent = overflowing(make)
@@ -89,7 +89,9 @@ def test_a_vae_that_overflows_gives_the_float32_picture_and_a_message(
     assert untouched(decoder, before), "the host's VAE is as it was"
 
 
-def test_it_is_remembered_of_the_vae(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_later_decodes_of_an_overflowing_vae_begin_in_float32(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     decoder, latent = overflowing()
     host = Host(decoder)
     types = count_decodes(monkeypatch)
@@ -114,7 +116,7 @@ def test_it_is_remembered_of_the_vae(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 
 @pytest.mark.parametrize("in_inference_mode", [False, True])
-def test_an_edit_of_one_value_makes_another_vae(in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_edit_float16_is_tried_again(in_inference_mode: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.inference_mode(in_inference_mode):
         decoder, latent = overflowing()
         host = Host(decoder)
@@ -128,7 +130,7 @@ def test_an_edit_of_one_value_makes_another_vae(in_inference_mode: bool, monkeyp
         assert types[3:] == [torch.float16, torch.float32] and last() == ("ours", OVERFLOWED)
 
 
-def test_later_processes_know_it(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_processes_begin_in_float32(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latent = overflowing()
     runtime.history.open(tmp_path)
     runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
@@ -158,7 +160,7 @@ def test_a_healthy_vae_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")]
 
 
-def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_float32_the_host_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latent = overflowing()
     run = Decoding.run
     types: list[torch.dtype] = []
@@ -177,7 +179,7 @@ def test_no_memory_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     assert relative_error(picture.float(), in_float32(decoder, latent)) < 6e-2
 
 
-def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_not_finite_in_any_dtype(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     with torch.no_grad():
@@ -193,7 +195,7 @@ def test_weights_that_no_type_helps(caplog: pytest.LogCaptureFixture, monkeypatc
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")], "no verdict on float16"
 
 
-def test_a_latent_that_the_unet_has_spoilt(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_latent_with_infinite_values(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     latent[0, 0, 2, 2] = float("nan")
@@ -212,7 +214,7 @@ TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("choice", TYPES)
-def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vae_precision_chooses_the_dtype(choice: str, stored: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = diffusers_vae().decoder.to(stored)
     latent = a_latent(decoder)
     runtime.configure(Settings(vae_precision=choice))
@@ -230,7 +232,7 @@ def test_a_type_of_choice(choice: str, stored: torch.dtype, monkeypatch: pytest.
     assert (entry.key.dtype, entry.key.latent_dtype, entry.state) == (TYPES[choice], stored, State.PROVED)
 
 
-def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_float16_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU takes many times as long in float16."""
     monkeypatch.setattr("lib_onediff.runtime.vae.wider_type.SLOW_ON_CPU", {"fp16"})
     types = count_decodes(monkeypatch)
@@ -241,7 +243,7 @@ def test_on_a_cpu_nobody_waits_for_float16(monkeypatch: pytest.MonkeyPatch) -> N
     assert types == [torch.float32, torch.bfloat16, torch.float16] and last() == ("ours", "")
 
 
-def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fp16_gives_no_black_image(monkeypatch: pytest.MonkeyPatch) -> None:
     in_half, latent = overflowing()
     decoder = copy.deepcopy(in_half).float()
     types = count_decodes(monkeypatch)
@@ -254,7 +256,7 @@ def test_whoever_chooses_float16_sees_no_black_picture(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("stored", [None, 3, True, "nonsense", {"saw": NOT_FINITE}, [NOT_FINITE]])
-def test_a_store_that_anybody_has_written(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_stored_value_is_ignored(stored: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, latent = overflowing()
     types = count_decodes(monkeypatch)
     host = Host(decoder)
@@ -279,7 +281,7 @@ def foreign(host: Host, latent: Tensor) -> Tensor:
 @pytest.mark.parametrize("change", [
     lambda picture: picture * float("nan"), lambda picture: torch.cat([picture[:1] / 0, picture[1:]]),
 ])
-def test_a_black_picture_of_the_hosts_is_decoded_again(
+def test_a_black_image_of_the_hosts_is_decoded_again(
     change: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
 ) -> None:
     host = Host(diffusers_vae().decoder.half(), change)
@@ -293,7 +295,7 @@ def test_a_black_picture_of_the_hosts_is_decoded_again(
     assert decodes() == {"ours": 1, "host": 0}
 
 
-def test_a_picture_of_the_hosts_that_we_cannot_decode_is_said_to_be_black(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_message_names_a_black_image_of_the_hosts_that_ours_cannot_decode(caplog: pytest.LogCaptureFixture) -> None:
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
     host.decoder.conv_out.register_forward_hook(lambda module, given, output: output)
     latent = a_latent(host.decoder)
@@ -304,8 +306,8 @@ def test_a_picture_of_the_hosts_that_we_cannot_decode_is_said_to_be_black(caplog
     assert len(caplog.messages) == 1 and hooked in caplog.messages[0]
 
 
-def test_a_host_that_overflows_where_we_do_not_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As attention with float16 scores does."""
+def test_a_host_that_overflows_where_ours_does_not_decodes_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a host whose attention has scores in float16."""
     host = Host(diffusers_vae().decoder.half(), lambda picture: picture * float("nan"))
     latent = a_latent(host.decoder)
     for _ in range(3):

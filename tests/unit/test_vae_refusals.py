@@ -1,4 +1,4 @@
-"""Decodes that we do not support are refused with one line, and the host's own image is returned bit for bit."""
+"""Decodes that our forward does not compute are refused with one line, and the image is the host's own, bit for bit."""
 from __future__ import annotations
 
 import re
@@ -73,7 +73,7 @@ def of_diffusers() -> Any:
 
 
 HOOK = "conv_out has a forward hook"
-PARAMETER = "1 parameters that we do not know, such as conv_out.adapter"
+PARAMETER = "1 parameters that OneDiff does not know, such as conv_out.adapter"
 
 
 @pytest.mark.parametrize(("make", "change", "reason"), [
@@ -82,18 +82,20 @@ PARAMETER = "1 parameters that we do not know, such as conv_out.adapter"
     (lambda: ldm_decoder(dropout=0.5), dropout_at_work, "drops values"),
     (lambda: ldm_decoder(resamp_with_conv=False), lambda decoder: None, "its with_conv is False"),
     (ldm_decoder, three_by_three, "3x3 convolution in its shortcut"),
-    (ldm_decoder, other_attention, "mid.attn_1 is a .*Sequential, which we do not know"),
+    (ldm_decoder, other_attention, "mid.attn_1 is a .*Sequential, which OneDiff does not know"),
     (of_diffusers, processor, "the attention processor LoudProcessor is set"),
     (of_diffusers, mixed, "its parameters are mixed: torch.bfloat16"),
     (of_diffusers, lambda decoder: decoder.double(), "float64"),
 ], ids=name_of)
-def test_a_changed_decoder_is_the_hosts(make: Callable[[], Any], change: Callable[[Any], Any], reason: str) -> None:
+def test_a_changed_decoder_is_left_to_the_host(
+    make: Callable[[], Any], change: Callable[[Any], Any], reason: str
+) -> None:
     decoder = make()
     change(decoder)
     check_refused(decoder, reason)
 
 
-def test_class_patch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_patched_class_is_left_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = ldm_decoder()
     original = ldm_module().AttnBlock.forward
     monkeypatch.setattr(ldm_module().AttnBlock, "forward", lambda self, x: 1 * original(self, x))
@@ -104,7 +106,7 @@ def test_class_patch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("switch", "reason"), [("tanh_out", "tanh"), ("give_pre_end", "give_pre_end")])
-def test_switches_of_ldm_are_seen_at_once(switch: str, reason: str) -> None:
+def test_options_of_ldms_decoder_are_noticed_at_the_next_decode(switch: str, reason: str) -> None:
     decoder = ldm_decoder()
     latent = a_latent(decoder)
     our_picture(decoder, latent)
@@ -124,7 +126,7 @@ def test_switches_of_ldm_are_seen_at_once(switch: str, reason: str) -> None:
     ("VQModel", {"block_out_channels": (32, 64), "norm_num_groups": 4, "norm_type": "spatial",
                  "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}),
 ])
-def test_other_autoencoders(kind: str, config: dict[str, Any]) -> None:
+def test_other_autoencoders_are_refused(kind: str, config: dict[str, Any]) -> None:
     import diffusers
 
     with pytest.raises(Refusal) as refusal:
@@ -137,7 +139,7 @@ def test_other_autoencoders(kind: str, config: dict[str, Any]) -> None:
     lambda encoder: setattr(encoder.down[0].downsample, "conv", nn.Conv2d(32, 32, 3, 2, 1)),
     lambda encoder: setattr(encoder.down[1], "block", encoder.down[1].block[:1]),
 ])
-def test_other_encoders(change: Callable[[Any], None]) -> None:
+def test_other_encoders_are_refused(change: Callable[[Any], None]) -> None:
     encoder = ldm_decoder(kind="Encoder")
     change(encoder)
     with pytest.raises(Refusal) as refusal:
@@ -145,7 +147,7 @@ def test_other_encoders(change: Callable[[Any], None]) -> None:
     assert "\n" not in str(refusal.value)
 
 
-def test_a_latent_of_another_type_or_shape() -> None:
+def test_a_latent_of_another_dtype_or_shape_is_refused() -> None:
     decoder = diffusers_vae().decoder
     with pytest.raises(RuntimeError):
         our_picture(decoder, a_latent(decoder).half())
@@ -155,7 +157,7 @@ def test_a_latent_of_another_type_or_shape() -> None:
     assert last()[1] == "the latent is (1, 3, 6, 6), but this VAE takes 4 channels"
 
 
-def test_autocast_to_another_type() -> None:
+def test_autocast_to_another_dtype_is_refused() -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():

@@ -1,4 +1,4 @@
-"""Which decodes are ours, who serves if our kernels or our forward fail, and what users see."""
+"""Which decodes are ours, what decodes if our kernels or our forward fail, and what users see."""
 from __future__ import annotations
 
 import gc
@@ -27,8 +27,8 @@ def host() -> Host:
     return Host(diffusers_vae().decoder)
 
 
-def test_only_the_first_decode_at_a_size_asks_the_host(host: Host) -> None:
-    """For each decoder."""
+def test_only_the_first_decode_at_a_size_runs_the_hosts_too(host: Host) -> None:
+    """Of each decoder: the host's output is needed to check ours."""
     asked = []
     for size in ((4, 4), (4, 4), (5, 7), (5, 7), (4, 4)):
         decode(host, a_latent(host.decoder, *size))
@@ -50,8 +50,8 @@ def test_only_the_first_decode_at_a_size_asks_the_host(host: Host) -> None:
     (lambda picture: picture[:, :, :-1], "it is (1, 3, 12, 12) in torch.float32, not (1, 3, 11, 12)"),
     (lambda picture: picture.half(), "it is (1, 3, 12, 12) in torch.float32, not (1, 3, 12, 12) in torch.float16"),
 ], ids=["values", "shape", "type"])
-def test_a_first_picture_unlike_the_hosts_is_the_hosts(change: Any, reason: str) -> None:
-    """As the check would see an error in our forward."""
+def test_if_our_first_image_differs_the_hosts_is_returned(change: Any, reason: str) -> None:
+    """The host's image is changed: to the check, that is an error in our forward."""
     host = Host(diffusers_vae().decoder, change)
     latent = a_latent(host.decoder)
     for calls in (1, 2):
@@ -64,7 +64,7 @@ def test_a_first_picture_unlike_the_hosts_is_the_hosts(change: Any, reason: str)
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, TypeError])
-def test_an_error_of_ours_costs_no_picture(host: Host, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+def test_an_error_of_ours_loses_no_image(host: Host, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
     def broken(*given: Any, **named: Any) -> Tensor:
         raise kind("first line\nsecond line")
 
@@ -74,7 +74,7 @@ def test_an_error_of_ours_costs_no_picture(host: Host, monkeypatch: pytest.Monke
         assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
         assert last() == ("host", "our forward failed: first line (backend eager)")
     monkeypatch.undo()
-    # After two failures, it is not tried again.
+    # After two failures, our forward is not tried again.
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
     assert last() == ("host", "our forward failed: first line (backend eager)")
     decode(host, a_latent(host.decoder, 3, 3))
@@ -114,7 +114,7 @@ def test_settings_of_a_generation_hold_for_its_decode(host: Host) -> None:
 
 
 def test_two_threads_decode_at_once(host: Host) -> None:
-    """A1111 decodes its live preview in the thread of the page's request."""
+    """A1111 decodes live previews in the thread of the page's request."""
     latents = 5 * [a_latent(host.decoder, *size) for size in ((4, 4), (5, 7), (6, 3), (4, 4))]
     with ThreadPoolExecutor(4) as threads:
         for latent, picture in zip(latents, threads.map(partial(decode, host), latents), strict=True):
@@ -131,7 +131,7 @@ def test_nothing_of_ours_keeps_a_decoder_alive(host: Host) -> None:
 
 
 class Stand:
-    """torch's operators instead of our kernels, whose resize can be made to fail or to be wrong."""
+    """torch's operators in place of our kernels, with a resize that can be made to fail or to be wrong."""
 
     def __init__(self) -> None:
         self.resize: Any = torch_ops.resize
@@ -154,7 +154,7 @@ def entries() -> dict[str, str]:
     return {entry.key.backend: entry.state.value for entry in runtime.table.entries()}
 
 
-def test_a_kernel_that_fails_is_served_by_torchs_operators(native: Stand) -> None:
+def test_if_a_kernel_fails_torchs_operators_decode(native: Stand) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = native.breaks
@@ -168,8 +168,8 @@ def test_a_kernel_that_fails_is_served_by_torchs_operators(native: Stand) -> Non
     assert last() == ("ours", "")
 
 
-def test_a_kernel_that_computes_something_else(native: Stand) -> None:
-    """The host's own image is returned then; the next one is computed by torch's operators."""
+def test_if_a_kernel_is_wrong_torchs_operators_decode_from_the_next_image_on(native: Stand) -> None:
+    """The image at which it is found is the host's own."""
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = lambda *given: 1.01 * torch_ops.resize(*given)
@@ -192,7 +192,7 @@ def raises(error: BaseException) -> Any:
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("ours_fails", [False, True])
-def test_what_the_host_raises_is_its_own_and_no_fault(
+def test_an_exception_of_the_host_is_raised_and_is_no_fault_of_ours(
     host: Host, error: BaseException, ours_fails: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
@@ -212,7 +212,7 @@ def test_what_the_host_raises_is_its_own_and_no_fault(
     assert last()[0] == "ours"
 
 
-def test_a_fault_is_told_where_the_host_has_answered(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_after_the_hosts_decode_is_logged(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runtime.vae, "_serve", raises(IndexError("ours")))
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent)) and host.calls == 1
@@ -221,7 +221,7 @@ def test_a_fault_is_told_where_the_host_has_answered(host: Host, monkeypatch: py
 
 
 @pytest.mark.parametrize("what", ["_note", "_count"])
-def test_a_note_that_fails_costs_no_picture(host: Host, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_log_message_loses_no_image(host: Host, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     latent = a_latent(host.decoder)
     decode(host, latent)
     monkeypatch.setattr(runtime.vae, what, raises(IndexError("no statistics")))

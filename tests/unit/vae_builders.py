@@ -92,7 +92,7 @@ def our_picture(
     decoder: Any, latent: Tensor, host_traits: HostTraits = HostTraits(),  # noqa: B008
     settings: Settings | None = None, **options: Any
 ) -> Tensor:
-    """The image of a latent by the runtime's route, whoever serves it."""
+    """The image of a latent by the runtime's route, whether ours or the host's."""
     route = runtime.vae
     route.adopt(decoder, settings, host_traits)
     return route.decode(decoder, latent, lambda: own_forward(decoder)(latent), **options)
@@ -136,10 +136,10 @@ def decode(host: Host, latent: Tensor) -> Tensor:
 
 
 def overflowing(make: Callable[[], Any] = lambda: diffusers_vae().decoder) -> tuple[Any, Tensor]:
-    """A decoder (or an encoder) in float16 whose activations exceed float16's limit by a factor of two, and a latent
-    for it.
+    """A decoder (or an encoder) in float16 whose activations exceed float16's largest number by a factor of two, and a
+    latent for it.
 
-    Norms restore the scale of its image: only the values between them are large.
+    The image has the usual scale, since norms restore it: only the values between two norms are large.
     """
     decoder = make().half()
     latent = a_latent(decoder, 16, 16)

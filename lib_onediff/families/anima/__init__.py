@@ -1,1 +1,1 @@
-"""Anima, the layout of Cosmos-Predict2: a transformer over patches of a latent, without convolutions."""
+"""Anima: Cosmos-Predict2's transformer over the patches of a latent, with cross attention to the prompt."""

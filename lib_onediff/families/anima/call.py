@@ -1,4 +1,4 @@
-"""What one call of an Anima network is."""
+"""The inputs of one call of an Anima network."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -10,8 +10,8 @@ from ...core.call import Call
 
 @dataclass(frozen=True)
 class AnimaCall(Call):
-    """The inputs of one call. latent: (batch, channels, 1, height, width). context: (batch, tokens, width), the prompt
-    as the network gets it."""
+    """latent: (batch, channels, 1, height, width), with the masks that a host passes as further channels.
+    context: (batch, tokens, width), the prompt's embedding."""
 
     context: Tensor
 

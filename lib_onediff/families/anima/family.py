@@ -1,4 +1,4 @@
-"""Anima, and the Cosmos-Predict2 network that it is, as a family."""
+"""Anima as a family, and Cosmos-Predict2, which is the same network."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
-from ..transformer import SCHEDULE, blocks_read, deepest_cut
+from ..transformer import MEGAPIXEL_SIZES, SCHEDULE, blocks_read, deepest_cut, patch_grid
 from . import forward
 from .call import AnimaCall
 from .layout import AnimaLayout
 
-# To how many tokens the host fills shorter prompts up.
+# Hosts pad shorter prompts to this number of tokens.
 FEWEST_TOKENS = 512
 
 
@@ -25,14 +25,12 @@ class Animas:
     """See core.family.Family."""
 
     layout = AnimaLayout
-    # The timestep is the share of noise.
+    # The timestep is the share of noise in the latent, from 1 to 0.
     first_timestep = 1.0
     schedule = SCHEDULE
-    # Hosts hand theirs in.
+    # Hosts register theirs (Families.take_reader).
     readers = ()
-    usual_sizes = (UsualSizes("Anima", ("Anima",), (
-        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
-    )),)
+    usual_sizes = (UsualSizes("Anima", ("Anima",), MEGAPIXEL_SIZES),)
 
     def refuse_call(self, layout: AnimaLayout, call: AnimaCall) -> None:
         latent = call.latent
@@ -44,7 +42,7 @@ class Animas:
             taken = f"{layout.context_width} values a token"
             raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
         if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
-            raise Refusal("latent, timestep and prompt are of different batches")
+            raise Refusal("latent, timestep and prompt have different batch sizes")
 
     def example(
         self, layout: AnimaLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
@@ -58,8 +56,8 @@ class Animas:
         return forward.output(layout, weights, ops, call)
 
     def units(self, layout: AnimaLayout, call: AnimaCall) -> list[tuple[str, ...]]:
-        apart = ("blocks", "out")
-        first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in apart))
+        last = ("blocks", "out")
+        first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in last))
         return [first, *map(names_of, blocks_read(layout.blocks, call.cut)), names_of(layout.out)]
 
     def deepest(self, layout: AnimaLayout) -> int:
@@ -68,9 +66,9 @@ class Animas:
     def attentions(self, layout: AnimaLayout, call: AnimaCall) -> list[AttentionShapes]:
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
-        tokens = -(-height // layout.patch) * -(-width // layout.patch)
+        rows, columns = patch_grid(height, width, layout.patch)
         heads = layout.blocks[0].self_attention.heads
         head_width = layout.width // heads
-        of_image = (batch, heads, tokens, head_width)
+        of_image = (batch, heads, rows * columns, head_width)
         of_prompt = (batch, heads, call.context.shape[1], head_width)
         return [AttentionShapes(of_image, of_image), AttentionShapes(of_image, of_prompt)]

@@ -1,8 +1,8 @@
-"""Anima's forward pass, as pure functions of tensors against a set of operators.
+"""Anima's forward pass: functions of tensors, over the operators of core.operators.
 
-The arithmetic is that of Cosmos-Predict2's transformer (NVIDIA 2025) as Forge Neo and diffusers have it. Only the
-number of products is smaller: all modulations come from one GEMM and one batched one, and all projections that an
-attention makes of the same tokens come from one GEMM.
+The arithmetic is that of Cosmos-Predict2's transformer (NVIDIA 2025), as Forge Neo and diffusers compute it, in fewer
+products: all modulations come from one GEMM and one batched GEMM, and the projections that an attention makes of the
+same tokens from one GEMM.
 """
 from __future__ import annotations
 
@@ -13,28 +13,26 @@ from torch import Tensor
 from ...core.layer_weights import LayerWeights, Weights
 from ...core.operators import Activation, Modulation, Operators, Residual, Rotary
 from ..rotary import image_positions, rotary_of
-from ..transformer import TransformerLayers, blocks_read, through_blocks
+from ..transformer import TransformerLayers, blocks_read, first_residual, padded_to_patches, through_blocks
 from .call import AnimaCall
 from .layout import AdaptiveBlock, AnimaLayout
 
 
 def output(layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCall) -> Tensor:
-    """The network's output for a latent of any size, (batch, out channels, 1, height, width)."""
-    height, width = call.latent.shape[-2:]
+    """The network's output, (batch, out channels, 1, height, width) in the latent's dtype. Any size of latent."""
+    layers = TransformerLayers(weights, ops, call.upcast_attention)
     dtype = weights[layout.patches.path].weight.dtype
-    tokens, rows, columns = patches_of(layout, weights, ops, call.latent.to(dtype))
+    height, width = call.latent.shape[-2:]
+    tokens, rows, columns = patches_of(layers, layout, call.latent.to(dtype))
     computed = len(blocks_read(layout.blocks, call.cut))
-    modulations, out_modulation = modulations_of(layout, weights, ops, call.timestep, dtype, computed)
+    modulations, out_modulation = modulations_of(layers, layout, call.timestep, dtype, computed)
     rotary = rotary_of(layout.axes, image_positions(rows, columns, tokens.device))
     context = call.context.to(dtype)
-    layers = TransformerLayers(weights, ops, call.upcast_attention)
 
     def through(residual: Residual, index: int, block: AdaptiveBlock) -> Residual:
         return through_block(layers, block, residual, modulations[3 * index:3 * index + 3], context, rotary)
 
-    # In float16 the residual overflows.
-    residual = Residual(tokens.float() if dtype == torch.float16 else tokens)
-    residual = through_blocks(ops, residual, layout.blocks, call.cut, through)
+    residual = through_blocks(ops, first_residual(tokens), layout.blocks, call.cut, through)
     _, normed = layers.norm(residual, layout.out_norm, layout.out, out_modulation)
     image = image_of(layout, layers.linear(normed, layout.out), rows, columns)
     return image[..., :height, :width].to(call.latent.dtype)
@@ -44,7 +42,12 @@ def through_block(
     layers: TransformerLayers, block: AdaptiveBlock, residual: Residual, modulations: Tensor, context: Tensor,
     rotary: Rotary,
 ) -> Residual:
-    """The residual behind a block. modulations: see modulations_of, those of the block's three layers."""
+    """The residual after one block.
+
+    modulations: (3, batch, 3 * width), the shift, scale and gate of its self attention, of its cross attention and of
+        its feed-forward layer.
+    context: (batch, tokens, context width) in the weights' dtype. rotary: of the image's tokens.
+    """
     own = block.self_attention
     cross = block.cross_attention
     into = block.feed_forward_in
@@ -64,67 +67,75 @@ def through_block(
 
 
 def modulation_and_gate(vectors: Tensor) -> tuple[Modulation, Tensor]:
-    """(batch, 3 * width) as the modulation before a layer, and the gate behind it."""
+    """The modulation before a layer and the gate after it, of its shift, scale and gate (batch, 3 * width)."""
     shift, scale, gate = vectors.chunk(3, dim=-1)
     return Modulation(scale, shift), gate
 
 
-def patches_of(
-    layout: AnimaLayout, weights: Weights, ops: Operators, latent: Tensor
-) -> tuple[Tensor, int, int]:
-    """Tokens, (batch, rows * columns, width), and how many rows and columns of patches there are. A latent whose size
-    is no multiple of a patch is continued by its opposite edge. Without a padding mask, every pixel belongs to the
-    image."""
+def patches_of(layers: TransformerLayers, layout: AnimaLayout, latent: Tensor) -> tuple[Tensor, int, int]:
+    """The latent's patches as tokens, (batch, rows * columns, width), and the numbers of rows and columns.
+
+    A network may take one channel more than the latent has: the padding mask, with zeros where a pixel belongs to the
+    image. Without a padding mask, every pixel belongs to the image.
+    """
     patch = layout.patch
     batch = len(latent)
-    height, width = latent.shape[-2:]
-    channels = layout.patches.in_features // patch**2
-    image = functional.pad(latent[:, :, 0], (0, -width % patch, 0, -height % patch), mode="circular")
+    image = padded_to_patches(latent[:, :, 0], patch)
     rows = image.shape[-2] // patch
     columns = image.shape[-1] // patch
+    channels = layout.patches.in_features // patch**2
     image = torch.cat([image, image.new_zeros(batch, channels - layout.in_channels, *image.shape[-2:])], dim=1)
     pieces = image.view(batch, channels, rows, patch, columns, patch).permute(0, 2, 4, 1, 3, 5)
-    return ops.linear(pieces.reshape(batch, rows * columns, -1), weights[layout.patches.path]), rows, columns
+    return layers.linear(pieces.reshape(batch, rows * columns, -1), layout.patches), rows, columns
 
 
 def image_of(layout: AnimaLayout, tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """The output of the last layer as an image, (batch, out channels, 1, height, width)."""
+    """The image of the last layer's output (batch, rows * columns, patch * patch * out channels), of shape (batch, out
+    channels, 1, rows * patch, columns * patch)."""
     patch = layout.patch
     pieces = tokens.view(len(tokens), rows, columns, patch, patch, layout.out_channels).permute(0, 5, 1, 3, 2, 4)
     return pieces.reshape(len(tokens), layout.out_channels, 1, rows * patch, columns * patch)
 
 
 def modulations_of(
-    layout: AnimaLayout, weights: Weights, ops: Operators, timestep: Tensor, dtype: torch.dtype, blocks: int
+    layers: TransformerLayers, layout: AnimaLayout, timestep: Tensor, dtype: torch.dtype, blocks: int
 ) -> tuple[Tensor, Modulation]:
-    """Shift, scale and gate of every layer of the first so many blocks, (layers, batch, 3 * width), and the output's
-    modulation. The network gives scales relative to one."""
+    """The modulations that follow from the timestep (batch,).
+
+    Returns the shift, scale and gate of each layer of the first `blocks` blocks, (3 * blocks, batch, 3 * width), and
+    the modulation of the last norm. The network makes scale - 1; this returns the scale.
+    """
+    ops = layers.ops
     time = layout.time
     width = layout.width
-    layers = 3 * blocks
+    count = 3 * blocks
     every = 3 * len(layout.blocks)
     waves = ops.sinusoids(timestep, time).to(dtype)
-    shared = ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
-    embedding = ops.silu(ops.rms_norm(waves, weights[layout.time_norm.path], layout.time_norm))
-    downs = weights[layout.downs.name]
+    shared = layers.linear(ops.silu(layers.linear(waves, time.first)), time.second)
+    embedding = ops.silu(ops.rms_norm(waves, layers.weights[layout.time_norm.path], layout.time_norm))
+    downs = layers.weights[layout.downs.name]
     rank = len(downs.weight) // (every + 1)
-    if layers == every:
+    if count == every:
         down, down_of_out = ops.linear(embedding, downs).split([every * rank, rank], dim=-1)
     else:
-        down = ops.linear(embedding, rows_of(downs, 0, layers * rank))
+        down = ops.linear(embedding, rows_of(downs, 0, count * rank))
         down_of_out = ops.linear(embedding, rows_of(downs, every * rank, rank))
-    ups = weights[layout.ups.name]
-    if layers != every:
-        ups = rows_of(ups, 0, layers * len(ups.weight) // every)
-    own = raised(down.unflatten(-1, (layers, rank)).transpose(0, 1), ups, ops) + shared
-    last = ops.linear(down_of_out, weights[layout.out_up.path]) + shared[:, :2 * width]
-    for found in (own, last):
-        found[..., width:2 * width] += 1
+    ups = layers.weights[layout.ups.name]
+    if count != every:
+        ups = rows_of(ups, 0, count * len(ups.weight) // every)
+    own = raised(ops, down.unflatten(-1, (count, rank)).transpose(0, 1), ups) + shared
+    last = layers.linear(down_of_out, layout.out_up) + shared[:, :2 * width]
+    for vectors in (own, last):
+        vectors[..., width:2 * width] += 1
     return own, Modulation(scale=last[:, width:], shift=last[:, :width])
 
 
-def raised(down: Tensor, ups: LayerWeights, ops: Operators) -> Tensor:
-    """(layers, batch, rank) -> (layers, batch, rows): each layer's product with its own rows of the weight."""
+def raised(ops: Operators, down: Tensor, ups: LayerWeights) -> Tensor:
+    """The second products of low-rank pairs: (layers, batch, rank) -> (layers, batch, 3 * width).
+
+    ups: the weights of all layers, one after the other: (layers * 3 * width, rank). LoRAs on them are added.
+    """
+    # A weight that exists in 8 bits alone has no values to multiply in a batch.
     if ups.weight.is_meta:
         rows = len(ups.weight) // len(down)
         each = [ops.linear(vectors, rows_of(ups, rows * layer, rows)) for layer, vectors in enumerate(down)]
@@ -144,7 +155,8 @@ def raised(down: Tensor, ups: LayerWeights, ops: Operators) -> Tensor:
 
 
 def rows_of(layer: LayerWeights, first: int, count: int) -> LayerWeights:
-    """So many rows of a layer's weight, with the LoRAs beside them, without bias."""
+    """The layer that makes `count` of a layer's outputs, from output `first` on: its rows of the weight, in 8 bits too,
+    and the LoRAs on them. Without bias."""
     low_bit = []
     for whole in layer.low_bit:
         scales = whole.scales if whole.scales.numel() == 1 else whole.scales.narrow(1, first, count)

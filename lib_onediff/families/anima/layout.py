@@ -1,4 +1,5 @@
-"""What an Anima network is, which parameter does what without holding any."""
+"""The structure of an Anima network: which parameter does what, without holding any; and what all hosts' readers of it
+share."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -22,20 +23,21 @@ from ...core.leaves import (
     SelfAttention,
     TimeEmbedding,
     TokenLinear,
-    digest_without,
     feed_forward_layers,
 )
 from ...core.refusal import Refusal
 from ..leaf_reader import LeafReader
 from ..rotary import RotaryAxes
+from ..transformer import patch_grid
 
+# The base of rotary frequencies, before a network's factor for each axis.
 BASE = 10000.0
 
 
 @dataclass(frozen=True)
 class AdaptiveBlock(Block):
-    """Self attention, cross attention and feed-forward layers, with the norm before each. Its shift and factor, and
-    the gate behind the layer, follow from the timestep."""
+    """Self attention, cross attention and a feed-forward layer. The timestep modulates the norm before each of the
+    three, and gates its output. norm: without parameters, the same before all three."""
 
     self_attention: SelfAttention
     cross_attention: CrossAttention
@@ -55,9 +57,15 @@ class AdaptiveBlock(Block):
 
 @dataclass(frozen=True)
 class AnimaLayout(Layout):
-    """time.second gives shift, factor and gate for all layers, to which each layer's own are added. downs, ups: the two
-    linear layers that make these, three of each to a block in the order of its layers, and out_up with the last of
-    downs for the output."""
+    """A Cosmos-Predict2 transformer.
+
+    patches: the linear layer over the values of a patch. patch: its side in latent pixels.
+    time: makes, from the timestep, the shift, scale and gate that all layers share.
+    time_norm, downs, ups, out_up: make what each layer adds to these. Each has a low-rank pair of linear layers over
+        the timestep's normed sinusoids. downs and ups have the first and the second ones of all blocks' layers, in
+        order. One more pair, the last of downs and out_up, is for the norm before the last layer (out).
+    context_width: the width of the prompt's tokens.
+    """
 
     in_channels: int
     out_channels: int
@@ -74,12 +82,7 @@ class AnimaLayout(Layout):
     blocks: tuple[AdaptiveBlock, ...]
     out_norm: AdaptiveNorm
     out: Linear
-    foreign: tuple[str, ...] = ()
     model_name: str = field(default="Anima", compare=False)
-
-    @cached_property
-    def architecture(self) -> str:
-        return digest_without(self, {"path", "name", "model_name", "foreign"})
 
     @cached_property
     def kernel_users(self) -> list[Any]:
@@ -88,7 +91,7 @@ class AnimaLayout(Layout):
 
     def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
         """See core.family.Layout."""
-        size = -(-height // self.patch), -(-width // self.patch)
+        size = patch_grid(height, width, self.patch)
         return [(block, size) for block in self.blocks]
 
 
@@ -98,8 +101,11 @@ class AnimaLayout(Layout):
 def read_attentions(
     own: Any, cross: Any, parts: Callable[[Any], tuple[Any, ...]], leaves: LeafReader
 ) -> tuple[SelfAttention, CrossAttention]:
-    """A block's self attention (own) and cross attention. parts: returns of one of the two what makes queries, keys and
-    values, the norms of the first two, the output and how many heads, in this order."""
+    """The descriptions of a block's self attention (own) and cross attention.
+
+    parts: a function of the host's attention module that returns its linear layers of queries, keys and values, the
+        norms of queries and of keys, the output's linear layer and the number of heads.
+    """
     query, key, value, *norms, out, heads = parts(own)
     query_key_value = leaves.fused(leaves.path(own), query, key, value)
     norms_read = tuple(map(leaves.rms_norm, norms))
@@ -114,13 +120,16 @@ def read_attentions(
 def rotary_axes(
     embedder: Any, widths: tuple[int, ...], exponents: torch.dtype, frequencies: torch.dtype
 ) -> RotaryAxes:
-    """Time, height and width, in halves."""
+    """The rotary embedding over time, height and width, with the bases of a host's embedder.
+
+    embedder: the host's module, with a factor for the base of each axis. exponents, frequencies: see RotaryAxes.
+    """
     thetas = tuple(BASE * factor for factor in (embedder.t_ntk_factor, embedder.h_ntk_factor, embedder.w_ntk_factor))
     return RotaryAxes(widths, thetas, interleaved=False, exponents=exponents, frequencies=frequencies)
 
 
 def refuse_biases(network: nn.Module) -> None:
-    """Raise Refusal where a layer adds one: no network of this family has any, and ours computes none."""
+    """Raise Refusal if any layer has a bias. No network of this family has one, and our forward would ignore it."""
     found = next((name for name, _ in network.named_parameters() if name.endswith("bias")), None)
     if found is not None:
-        raise Refusal(f"{found} is a bias, where OneDiff knows none")
+        raise Refusal(f"{found} is a bias, and OneDiff computes this network without any")

@@ -1,1 +1,1 @@
-"""Krea 2: one stream of the prompt's and the image's tokens."""
+"""Krea 2: a transformer over the tokens of prompt and image together (single stream)."""

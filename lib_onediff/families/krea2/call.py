@@ -1,4 +1,4 @@
-"""What one call of a Krea 2 network is."""
+"""The inputs of one call of a Krea 2 network."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -10,19 +10,18 @@ from torch.nn import functional
 from ...core.call import Call
 from ...core.fields import ANY_DTYPE
 
-# To which multiple a host's prompts are filled up that has them as long as they are.
+# Prompts are padded to a multiple of this number of tokens: see filled_prompt.
 MULTIPLE = 64
 
 
 @dataclass(frozen=True)
 class Krea2Call(Call):
-    """The inputs of one call. latent: (batch, channels, height, width), or with one image more, (batch, channels, 1,
-    height, width).
-
-    context: (batch, tokens, text layers * text width), what several layers of the text encoder give for each token of
-    the prompt. mask: (batch, tokens), in bool, True where a token belongs to the prompt; None if all do. positions: (1,
-    tokens of prompt and image, 3), by which queries and keys are rotated; None if the prompt's are zero and the image's
-    are its rows and columns of patches.
+    """latent: (batch, channels, height, width) or (batch, channels, 1, height, width).
+    context: (batch, tokens, text layers * text width), the outputs of several layers of the text encoder for each token
+        of the prompt, concatenated.
+    mask: bool (batch, tokens), True where a token belongs to the prompt; None if all do.
+    positions: (1, tokens of prompt and image, 3), the positions of the rotary embedding. None: (0, 0, 0) for the
+        prompt's tokens, and (0, row, column) for the image's patches.
     """
 
     context: Tensor
@@ -35,8 +34,9 @@ class Krea2Call(Call):
 
 
 def filled_prompt(context: Tensor) -> tuple[Tensor, Tensor]:
-    """The context of prompts of one length, filled up to a multiple of MULTIPLE tokens, and its mask: prompts of most
-    lengths make calls of one shape."""
+    """The context (batch, tokens, values) of prompts of one length, padded with zeros to a multiple of MULTIPLE tokens,
+    and its mask. Each length of context is a shape that is checked and captured; this way, most prompts share one.
+    """
     batch, length, _ = context.shape
     tokens = length + -length % MULTIPLE
     mask = torch.arange(tokens, dtype=torch.int64, device=context.device) < length

@@ -12,7 +12,7 @@ from ...core.leaves import SelfAttention, names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
 from ...core.sizes import TOKENS
-from ..transformer import SCHEDULE, blocks_read, deepest_cut
+from ..transformer import MEGAPIXEL_SIZES, SCHEDULE, blocks_read, deepest_cut
 from . import forward
 from .call import MULTIPLE, Krea2Call, filled_prompt
 from .layout import Krea2Layout
@@ -22,14 +22,12 @@ class Krea2s:
     """See core.family.Family."""
 
     layout = Krea2Layout
-    # The timestep is the share of noise.
+    # The timestep is the share of noise in the latent, from 1 to 0.
     first_timestep = 1.0
     schedule = SCHEDULE
-    # Hosts hand theirs in.
+    # Hosts register theirs (Families.take_reader).
     readers = ()
-    usual_sizes = (UsualSizes("Krea 2", ("Krea 2",), (
-        "1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536",
-    )),)
+    usual_sizes = (UsualSizes("Krea 2", ("Krea 2",), MEGAPIXEL_SIZES),)
 
     def refuse_call(self, layout: Krea2Layout, call: Krea2Call) -> None:
         latent = call.latent
@@ -44,10 +42,10 @@ class Krea2s:
             taken = f"{values} values a token"
             raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
         if context.shape[0] != batch or call.timestep.shape != (batch,):
-            raise Refusal("latent, timestep and prompt are of different batches")
+            raise Refusal("latent, timestep and prompt have different batch sizes")
         if call.mask is not None and (call.mask.shape != context.shape[:2] or call.mask.dtype != torch.bool):
             raise Refusal(f"the prompt's mask is {tuple(call.mask.shape)} of {call.mask.dtype}")
-        tokens = context.shape[1] + -(-height // layout.patch) * -(-width // layout.patch)
+        tokens = context.shape[1] + layout.patches_over(height, width)
         if call.positions is not None and call.positions.shape != (1, tokens, len(layout.axes.widths)):
             raise Refusal(f"the positions are {tuple(call.positions.shape)}, but there are {tokens} tokens")
 
@@ -55,7 +53,7 @@ class Krea2s:
         self, layout: Krea2Layout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> Krea2Call:
         latent = noise(batch, layout.channels, 1, *size)
-        # A prompt of ordinary length is shorter than one of CLIP's pieces.
+        # tokens counts chunks of 77, as of CLIP. A usual prompt fits into one chunk, and into MULTIPLE tokens here.
         length = max(1, tokens // TOKENS) * MULTIPLE
         context, mask = filled_prompt(noise(batch, length, layout.text_layers * layout.text_width))
         timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
@@ -79,7 +77,7 @@ class Krea2s:
     def attentions(self, layout: Krea2Layout, call: Krea2Call) -> list[AttentionShapes]:
         batch, tokens = call.context.shape[:2]
         height, width = call.latent.shape[-2:]
-        together = tokens + -(-height // layout.patch) * -(-width // layout.patch)
+        together = tokens + layout.patches_over(height, width)
         text = layout.text
         is_filled = call.mask is not None
         return [
@@ -90,7 +88,7 @@ class Krea2s:
 
 
 def shapes_of(attention: SelfAttention, rows: int, tokens: int, is_filled: bool) -> AttentionShapes:
-    """See core.family.AttentionShapes."""
+    """The shapes of a self attention over so many rows of so many tokens. is_filled: whether the rows are padded."""
     width = attention.head_width
     queries = rows, attention.heads, tokens, width
     return AttentionShapes(queries, (rows, attention.key_heads, tokens, width), is_filled)

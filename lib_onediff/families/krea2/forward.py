@@ -1,7 +1,7 @@
-"""Krea 2's forward pass, as pure functions of tensors against a set of operators.
+"""Krea 2's forward pass: functions of tensors, over the operators of core.operators.
 
-The arithmetic is that of Krea 2's transformer as Forge Neo and diffusers have it. Only the number of products is
-smaller: what an attention makes of the same tokens, its gate too, comes from one GEMM.
+The arithmetic is that of Krea 2's transformer as Forge Neo and diffusers compute it, in fewer products: the projections
+that an attention makes of the same tokens, with its gate, come from one GEMM.
 """
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ from torch import Tensor
 from ...core.layer_weights import Weights
 from ...core.operators import SWIGLU, Activation, Filled, Modulation, Operators, Residual, Rotary
 from ..rotary import image_positions, rotary_of
-from ..transformer import TransformerLayers, blocks_read, through_blocks
+from ..transformer import TransformerLayers, blocks_read, first_residual, padded_to_patches, through_blocks
 from .call import Krea2Call
 from .layout import TIME_SCALE, GatedLayers, Krea2Layout, StreamBlock, TextFusion
 
-# Factor, shift and gate of a block's two layers.
+# Scale, shift and gate of a block's attention, then of its feed-forward layer.
 VECTORS = 6
 
 
 class Prompt(NamedTuple):
-    """The prompt of a call, in which the tokens that belong to it come first. order: (batch, tokens), the place that
-    each had in the call. used: (batch,), how many belong to it. None for both if all do."""
+    """The prompt of a call, reordered so that padding comes last in each row.
+
+    context: (batch, tokens, text layers * text width).
+    order: (batch, tokens), the index that each token had in the call. used: (batch,), how many tokens are not padding.
+        None for both if there is no padding.
+    """
 
     context: Tensor
     order: Tensor | None
@@ -33,23 +37,23 @@ class Prompt(NamedTuple):
 
 
 def output(layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Call) -> Tensor:
-    """The network's output, of the latent's shape."""
+    """The network's output, of the latent's shape and dtype. Any size of latent."""
     layers = TransformerLayers(weights, ops, call.upcast_attention)
     dtype = weights[layout.patches.path].weight.dtype
     image, rows, columns = patches_of(layers, layout, call.latent.to(dtype))
     computed = blocks_read(layout.blocks, call.cut)
     modulations, out_modulation = modulations_of(layers, layout, computed, call.timestep, dtype)
-    tokens = prompt_of(call, dtype)
-    prompt = fused_prompt(layers, layout, tokens)
+    prompt = prompt_of(call, dtype)
+    text = fused_prompt(layers, layout, prompt)
     patches = image.shape[1]
-    rotary = rotary_of(layout.axes, positions_of(call, tokens, rows, columns))
-    filled = None if tokens.used is None else Filled.of(tokens.used + patches, patches + prompt.shape[1])
+    rotary = rotary_of(layout.axes, positions_of(call, prompt, rows, columns))
+    filled = None if prompt.used is None else Filled.of(prompt.used + patches, patches + text.shape[1])
 
     def through(residual: Residual, index: int, block: StreamBlock) -> Residual:
         return through_layers(layers, block.layers, residual, rotary, filled, modulations[index])
 
-    # The prompt behind the image, where the host has it in front: no layer depends on the order of tokens.
-    residual = residual_of(torch.cat([image, prompt], dim=1))
+    # Hosts have the prompt first. No layer depends on the order of tokens, and this way padding is at the end.
+    residual = first_residual(torch.cat([image, text], dim=1))
     residual = through_blocks(ops, residual, layout.blocks, call.cut, through)
     residual = Residual(ops.materialize(residual)[:, :patches])
     _, normed = layers.norm(residual, layout.out_norm, layout.out, out_modulation)
@@ -60,24 +64,28 @@ def through_layers(
     layers: TransformerLayers, block: GatedLayers, residual: Residual, rotary: Rotary | None = None,
     filled: Filled | None = None, modulation: Tensor | None = None,
 ) -> Residual:
-    """The residual behind attention and feed-forward layers. filled: None if all tokens count. modulation: (batch,
-    6 * width), or None for the prompt's own layers."""
-    before, gate, feed_forward_before, feed_forward_gate = vectors_of(modulation)
+    """The residual after the attention and the feed-forward layer of a block.
+
+    filled: which tokens are padding; None if there is none.
+    modulation: (batch, 6 * width), see VECTORS; None for the prompt's own layers, which the timestep does not modulate.
+    """
+    before_attention, attention_gate, before_feed_forward, feed_forward_gate = modulations_and_gates(modulation)
     attention = block.attention
     into = block.feed_forward_in
     out = block.feed_forward_out
 
-    residual, normed = layers.norm(residual, block.norm, attention.query_key_value, before)
-    residual = layers.add(residual, layers.self_attention(attention, normed, rotary, filled), attention.out, gate)
+    residual, normed = layers.norm(residual, block.norm, attention.query_key_value, before_attention)
+    mixed = layers.self_attention(attention, normed, rotary, filled)
+    residual = layers.add(residual, mixed, attention.out, attention_gate)
 
-    residual, normed = layers.norm(residual, block.feed_forward_norm, into, feed_forward_before)
+    residual, normed = layers.norm(residual, block.feed_forward_norm, into, before_feed_forward)
     return layers.add(residual, layers.gated_linear(normed, into, SWIGLU, out), out, feed_forward_gate)
 
 
-def vectors_of(
+def modulations_and_gates(
     modulation: Tensor | None,
 ) -> tuple[Modulation | None, Tensor | None, Modulation | None, Tensor | None]:
-    """Of each of a block's two layers the modulation before it and the gate behind it."""
+    """The modulation before a block's attention and the gate after it, then those of its feed-forward layer."""
     if modulation is None:
         return None, None, None, None
     scale, shift, gate, feed_forward_scale, feed_forward_shift, feed_forward_gate = modulation.chunk(VECTORS, dim=-1)
@@ -85,11 +93,9 @@ def vectors_of(
 
 
 def patches_of(layers: TransformerLayers, layout: Krea2Layout, latent: Tensor) -> tuple[Tensor, int, int]:
-    """Tokens, (batch, rows * columns, width), and how many rows and columns of patches there are. A latent whose size
-    is no multiple of a patch is continued by its opposite edge."""
+    """The latent's patches as tokens, (batch, rows * columns, width), and the numbers of rows and columns."""
     height, width = latent.shape[-2:]
-    image = latent.reshape(len(latent), layout.channels, height, width)
-    image = functional.pad(image, (0, -width % layout.patch, 0, -height % layout.patch), mode="circular")
+    image = padded_to_patches(latent.reshape(len(latent), layout.channels, height, width), layout.patch)
     rows = image.shape[-2] // layout.patch
     columns = image.shape[-1] // layout.patch
     pieces = functional.pixel_unshuffle(image, layout.patch).flatten(2).transpose(1, 2)
@@ -97,7 +103,8 @@ def patches_of(layers: TransformerLayers, layout: Krea2Layout, latent: Tensor) -
 
 
 def image_of(layout: Krea2Layout, tokens: Tensor, rows: int, columns: int, latent: Tensor) -> Tensor:
-    """The output of the last layer as an image, of the latent's shape and dtype."""
+    """The image of the last layer's output (batch, rows * columns, channels * patch * patch), in the shape and dtype of
+    the latent."""
     height, width = latent.shape[-2:]
     image = functional.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), layout.patch)
     return image[..., :height, :width].reshape(latent.shape).to(latent.dtype)
@@ -106,8 +113,11 @@ def image_of(layout: Krea2Layout, tokens: Tensor, rows: int, columns: int, laten
 def modulations_of(
     layers: TransformerLayers, layout: Krea2Layout, blocks: Sequence[StreamBlock], timestep: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Modulation]:
-    """The modulation of these blocks, (blocks, batch, 6 * width), and the output's. The network gives factors relative
-    to one; they are summed in float32, and rounded once."""
+    """The modulations that follow from the timestep (batch,), in dtype.
+
+    Returns those of these blocks, (blocks, batch, 6 * width), see VECTORS, and that of the last norm. The network makes
+    scale - 1; this returns the scale. All are summed in float32 and rounded once.
+    """
     ops = layers.ops
     width = layout.width
     waves = ops.sinusoids(timestep.float() * TIME_SCALE, layout.time).to(dtype)
@@ -123,9 +133,9 @@ def modulations_of(
 
 
 def prompt_of(call: Krea2Call, dtype: torch.dtype) -> Prompt:
-    """A call's prompt, in a type."""
+    """The call's prompt with its padding last, in dtype. Its context is a new tensor."""
     if call.mask is None:
-        # Operators may write into a residual, and the call's inputs are not ours.
+        # Operators may write into a residual that shares this memory, and the call's inputs must not change.
         return Prompt(call.context.to(dtype, copy=True), None, None)
     order = call.mask.to(torch.int8).argsort(dim=1, descending=True, stable=True)
     context = call.context.gather(1, order[:, :, None].expand(-1, -1, call.context.shape[2]))
@@ -133,41 +143,36 @@ def prompt_of(call: Krea2Call, dtype: torch.dtype) -> Prompt:
 
 
 def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, prompt: Prompt) -> Tensor:
-    """The prompt's tokens, (batch, tokens, width). The prompt's context is written into."""
+    """The prompt's tokens, (batch, tokens, width). May overwrite prompt.context."""
     text = layout.text
     context = prompt.context
     batch, tokens, _ = context.shape
     filled = None if prompt.used is None else Filled.of(prompt.used, tokens)
-    residual = residual_of(context.reshape(batch * tokens, layout.text_layers, layout.text_width))
+    residual = first_residual(context.reshape(batch * tokens, layout.text_layers, layout.text_width))
     for block in text.across_layers:
         residual = through_layers(layers, block, residual)
     each = layers.ops.materialize(residual).view(batch, tokens, layout.text_layers, layout.text_width)
-    residual = residual_of(layers.linear(each.transpose(2, 3).to(context.dtype), text.sum).squeeze(3))
+    residual = first_residual(layers.linear(each.transpose(2, 3).to(context.dtype), text.sum).squeeze(3))
     for block in text.across_tokens:
         residual = through_layers(layers, block, residual, filled=filled)
     return projected(layers, text, residual)
 
 
-def residual_of(tokens: Tensor) -> Residual:
-    """Tokens as a residual: with float16 in float32, in which it does not overflow."""
-    return Residual(tokens.float() if tokens.dtype == torch.float16 else tokens)
-
-
 def projected(layers: TransformerLayers, text: TextFusion, residual: Residual) -> Tensor:
-    """The fused prompt in the network's width."""
+    """The fused prompt, (batch, tokens, text width), in the network's width."""
     _, normed = layers.norm(residual, text.norm, text.into)
     hidden = layers.activated_linear(normed, text.into, Activation.GELU_TANH, text.out)
     return layers.linear(hidden, text.out)
 
 
 def positions_of(call: Krea2Call, prompt: Prompt, rows: int, columns: int) -> Tensor:
-    """The positions of the image's tokens and the prompt's, (tokens, 3), or (batch, tokens, 3) where the order of the
-    prompt's differs."""
-    text = prompt.context.shape[1]
+    """The positions of the image's tokens, then the prompt's: (tokens, 3), or (batch, tokens, 3) if the prompt was
+    reordered, since each row has its own order."""
+    tokens = prompt.context.shape[1]
     if call.positions is None:
-        return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, 0, text))
-    of_text = call.positions[:, :text]
-    of_image = call.positions[:, text:]
+        return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, 0, tokens))
+    of_text = call.positions[:, :tokens]
+    of_image = call.positions[:, tokens:]
     if prompt.order is None:
         return torch.cat([of_image, of_text], dim=1)[0]
     batch = len(prompt.order)
@@ -177,4 +182,5 @@ def positions_of(call: Krea2Call, prompt: Prompt, rows: int, columns: int) -> Te
 
 
 def gelu(x: Tensor) -> Tensor:
+    """GELU in its tanh approximation."""
     return functional.gelu(x, approximate="tanh")

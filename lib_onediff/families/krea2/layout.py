@@ -1,4 +1,5 @@
-"""What a Krea 2 network is, which parameter does what without holding any."""
+"""The structure of a Krea 2 network: which parameter does what, without holding any; and what all hosts' readers of it
+share."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -21,19 +22,19 @@ from ...core.leaves import (
     SwiGLU,
     TimeEmbedding,
     TokenLinear,
-    digest_without,
     feed_forward_layers,
 )
 from ..leaf_reader import LeafReader
 from ..rotary import RotaryAxes
+from ..transformer import patch_grid
 
-# By this a timestep is multiplied before its sinusoids are computed.
+# The timestep, from 0 to 1, is multiplied by this before its sinusoids.
 TIME_SCALE = 1000.0
 
 
 @dataclass(frozen=True)
 class GatedLayers:
-    """A gated self attention and a SwiGLU, with the norm before each."""
+    """A gated self attention and a feed-forward layer with SwiGLU, each after an RMS norm."""
 
     norm: RMSNorm
     attention: SelfAttention
@@ -44,8 +45,11 @@ class GatedLayers:
 
 @dataclass(frozen=True)
 class StreamBlock(Block):
-    """A block over the tokens of prompt and image. table: what is added to the shared modulation vector: factor, shift
-    and gate of the attention, then those of the feed-forward layers."""
+    """A block over the tokens of prompt and image.
+
+    table: (6 * width) values, which are added to the modulation vector that all blocks share: scale, shift and gate of
+        the attention, then those of the feed-forward layer.
+    """
 
     table: FreeParameter
     layers: GatedLayers
@@ -59,8 +63,12 @@ class StreamBlock(Block):
 
 @dataclass(frozen=True)
 class TextFusion:
-    """Makes one vector a token of those that several layers of the text encoder give: across the layers of each token,
-    then by one sum of them, then across the tokens, then by two linear layers into the network's width."""
+    """Turns the outputs of several layers of the text encoder into one vector for each token of the prompt.
+
+    across_layers: blocks whose attention is among the layers of one token. sum: the weights of a sum over the layers.
+    across_tokens: blocks whose attention is among the tokens. norm, into, out: a norm and two linear layers, to the
+        network's width.
+    """
 
     across_layers: tuple[GatedLayers, ...]
     sum: Linear
@@ -72,8 +80,15 @@ class TextFusion:
 
 @dataclass(frozen=True)
 class Krea2Layout(Layout):
-    """modulation: makes the modulation vector that all blocks share. out_table: factor and shift of the last norm,
-    relative to the time's embedding."""
+    """A Krea 2 transformer.
+
+    patches: the linear layer over the values of a patch. patch: its side in latent pixels.
+    text_layers, text_width: how many layers of the text encoder the context has, and their width.
+    time: the embedding of the timestep. modulation: makes the modulation vector that all blocks share from it.
+    out_table: (2 * width) values, scale and shift of the norm before the last layer (out), added to the time embedding.
+    """
+
+    ignored_fields = Layout.ignored_fields | {"shape"}
 
     channels: int
     patch: int
@@ -89,12 +104,7 @@ class Krea2Layout(Layout):
     out_table: FreeParameter
     out_norm: RMSNorm
     out: Linear
-    foreign: tuple[str, ...] = ()
     model_name: str = field(default="Krea 2", compare=False)
-
-    @cached_property
-    def architecture(self) -> str:
-        return digest_without(self, {"path", "name", "shape", "model_name", "foreign"})
 
     @cached_property
     def kernel_users(self) -> list[Any]:
@@ -109,8 +119,12 @@ class Krea2Layout(Layout):
 
     def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
         """See core.family.Layout."""
-        image = -(-height // self.patch) * -(-width // self.patch)
-        return [(block, (1, tokens + image)) for block in self.blocks]
+        return [(block, (1, tokens + self.patches_over(height, width))) for block in self.blocks]
+
+    def patches_over(self, height: int, width: int) -> int:
+        """The number of the image's tokens, for a latent of this size."""
+        rows, columns = patch_grid(height, width, self.patch)
+        return rows * columns
 
 
 # --- what every host's readers share ----------------------------------------------------------------------------------
@@ -119,11 +133,13 @@ class Krea2Layout(Layout):
 def gated_layers(
     leaves: LeafReader, norms: tuple[Any, ...], attention: tuple[Any, ...], feed_forward: tuple[Any, ...], weight: str
 ) -> GatedLayers:
-    """Attention and feed-forward layers of a block.
+    """The description of a block's layers, of modules of the host.
 
-    norms: before the attention, and before the feed-forward layers. attention: what makes queries, keys, values and
-    gate, the norms of the first two, the output, and the numbers of heads of queries and of keys. feed_forward: what
-    makes gate and value, and the output. weight: the name of a norm's parameter.
+    norms: those before the attention and before the feed-forward layer.
+    attention: the linear layers of queries, keys, values and gate; the norms of queries and of keys; the linear layer
+        of the output; and the numbers of heads of queries and of keys.
+    feed_forward: the linear layers of gate, value and output.
+    weight: the name of the parameter in the host's norms.
     """
     *projections, query_norm, key_norm, out, heads, key_heads = attention
     gate, up, down = feed_forward
@@ -138,7 +154,7 @@ def gated_layers(
 
 
 def time_embedding(first: Linear, second: Linear) -> TimeEmbedding:
-    """Of a timestep that is multiplied by TIME_SCALE before."""
+    """The embedding of a timestep that was multiplied by TIME_SCALE, with these two linear layers."""
     return TimeEmbedding(
         channels=first.in_features, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None, first=first,
         second=second,
@@ -146,5 +162,5 @@ def time_embedding(first: Linear, second: Linear) -> TimeEmbedding:
 
 
 def axes_of(widths: Any, theta: float) -> RotaryAxes:
-    """Over time, height and width, with one base for all."""
+    """The rotary embedding over time, height and width. widths: see RotaryAxes. theta: the base of all three."""
     return RotaryAxes(tuple(widths), (float(theta),) * len(widths), interleaved=True, angles=torch.float64)

@@ -1,4 +1,4 @@
-"""What one call of a Stable Diffusion UNet is: its inputs, those of ControlNets and of IP-Adapters among them."""
+"""The inputs of one call of a Stable Diffusion UNet, with those of ControlNets and IP-Adapters."""
 from __future__ import annotations
 
 import hashlib
@@ -16,9 +16,9 @@ from .patch_points import PatchPoints
 class Control:
     """Residuals from a ControlNet or T2I adapter, each (batch, channels, height, width) or None.
 
-    input[i] is added to what input stage i returns (so the stages after it and its skip both see it), every residual
-    of middle to what the middle stage returns, output[i] to the skip that output stage i takes. A tuple may be
-    shorter than the number of stages.
+    input[i] is added to the output of input stage i, so both the next stage and the skip have it. All residuals of
+    middle are added to the output of the middle stage. output[i] is added to the skip that output stage i takes. A
+    tuple may be shorter than the number of stages.
     """
 
     input: tuple[Tensor | None, ...] = ()
@@ -28,14 +28,13 @@ class Control:
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """What an IP-Adapter (Ye et al. 2023, arXiv 2308.06721) adds to cross attentions: a second attention, from the same
-    queries to the tokens of an image.
+    """What one IP-Adapter (Ye et al. 2023, arXiv 2308.06721) adds to cross attentions: the output of a second
+    attention, from the same queries to the tokens of an image.
 
-    key_values: (batch, tokens, columns): side by side, for each cross attention that the adapter changes, its keys and
-    then its values. The adapter's scale is a factor of the values.
-    parts: by the path of a cross attention's query, the first column and the number of columns that are its keys and
-    values.
-    structure: what is added where, in words; equal for image prompts that are computed the same way.
+    key_values: (batch, tokens, columns). For each cross attention that the adapter changes, its keys, then its values,
+        already multiplied by the adapter's scale.
+    parts: for each such attention, by the path of its query's linear layer: its first column and number of columns.
+    structure: words for a shape's key; equal for image prompts that are computed the same way.
     """
 
     key_values: Tensor
@@ -49,8 +48,10 @@ class ImagePrompt:
         object.__setattr__(self, "structure", structure)
 
     def key_value(self, query_path: str) -> tuple[Tensor, Tensor] | None:
-        """Keys and values for a cross attention, (batch, tokens, width) each; None where the adapter leaves it
-        alone."""
+        """Keys and values for a cross attention, (batch, tokens, width) each; None if the adapter does not change it.
+
+        query_path: the path of the linear layer of its queries.
+        """
         part = self.parts.get(query_path)
         if part is None:
             return None
@@ -60,13 +61,12 @@ class ImagePrompt:
 
 @dataclass(frozen=True)
 class UNetCall(Call):
-    """The inputs of one call of a UNet.
-
-    context: (batch, tokens, width): the text encoder's output.
-    y: (batch, width) pooled text and size embedding of SDXL-like models, else None.
-    timestep_condition: (batch, width) guidance embedding of LCM-distilled models, else None.
-    control: residuals to add, else None.
-    image_prompts: what IP-Adapters add.
+    """context: (batch, tokens, width), the text encoder's output.
+    y: (batch, width), SDXL's embedding of pooled text and sizes; None for other models.
+    timestep_condition: (batch, width), the guidance embedding of LCM-distilled models; None for others.
+    control: residuals of ControlNets; None without any.
+    image_prompts: one for each IP-Adapter.
+    patches: functions of other extensions; None without any.
     """
 
     context: Tensor

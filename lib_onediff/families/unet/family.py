@@ -16,8 +16,8 @@ from .call import UNetCall
 from .layout import TransformerBlock, UNetLayout
 from .read import is_ldm_unet, read_ldm
 
-# The standard deviation of the noise that takes the place of a prompt. At 1, the softmaxes of some models choose
-# between two tokens that are nearly equal, and rounding decides the output, the host's as well as ours.
+# The standard deviation of the noise that an example call has as its prompt. At 1, the softmax in some models chooses
+# between two nearly equal tokens, so that rounding decides the output, the host's as well as ours.
 PROMPT_NOISE = 0.1
 
 
@@ -69,7 +69,7 @@ class UNets:
     def example(
         self, layout: UNetLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> UNetCall:
-        """At a timestep where the output is of the size of the input."""
+        """See core.family.Family. Half-way through the timesteps, where the output is about as large as the latent."""
         label = None if layout.label is None else PROMPT_NOISE * noise(batch, layout.y_width)
         latent = noise(batch, layout.in_channels, *size)
         context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
@@ -77,7 +77,7 @@ class UNets:
         return UNetCall(latent, timestep, context, label)
 
     def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
-        """See core.family.Family. The cut of a call with patches is ignored: such a call is computed whole."""
+        """See core.family.Family. A call with patches is computed whole, even if it has a cut."""
         cut = call.cut if call.patches is None else None
         depth = 0 if cut is None else min(cut.depth, self.deepest(layout))
         if cut is not None and cut.reads:
@@ -95,7 +95,7 @@ class UNets:
         return len(layout.input_stages) - 1
 
     def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:
-        """In the order of their first use. The sizes are those that forward.Pass gives the hidden states."""
+        """See core.family.Family. In the order of their first use."""
         batch, _, height, width = call.latent.shape
         tokens = call.context.shape[1]
         found: dict[AttentionShapes, None] = {}

@@ -1,10 +1,10 @@
-"""The forward pass of a Stable Diffusion UNet, as pure functions of tensors against a set of operators.
+"""The forward pass of a Stable Diffusion UNet, over the operators of core.operators.
 
-The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTransformer (Rombach et al. 2022), which
-sgm, Forge and diffusers share. What differs from the hosts is only how many products it takes: all time embedding
-projections are one GEMM, and so are what an attention projects of the same tokens. Nothing that is computed of weights
-or of the prompt outlives a call, so an edit of either counts at the next one. Functions of other extensions are called
-where the host's own forward calls them (patch_points).
+The arithmetic is that of ldm's openaimodel.UNetModel and attention.SpatialTransformer (Rombach et al. 2022), which sgm,
+Forge and diffusers share, in fewer products: all projections of the time embedding are one GEMM, and so are the
+projections that an attention makes of the same tokens. Nothing computed from weights or prompt is kept after a call, so
+an edit of either takes effect at the next call. Functions of other extensions are called where the host's own forward
+calls them (patch_points).
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
 
 
 def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
-    """The embedding of y (batch, width): (batch, embedding width). None where the UNet takes none."""
+    """The embedding of y, (batch, y width) -> (batch, embedding width). None if the UNet takes no y."""
     if layout.label is None or y is None:
         return None
     dtype = weights[layout.time.first.path].weight.dtype
@@ -32,7 +32,7 @@ def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tens
 
 
 def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
-    """The embedding of the timestep, with the guidance embedding where there is one: (batch, width)."""
+    """The embedding of the timestep, (batch, embedding width), with the guidance embedding if the call has one."""
     time = layout.time
     waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
     if time.condition is not None and call.timestep_condition is not None:
@@ -41,8 +41,8 @@ def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: U
 
 
 def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
-    """What each residual block adds after its first convolution, (batch, channels), by the path of its projection: the
-    projection of the embedding (batch, width), and the convolution's bias."""
+    """For each residual block what it adds after its first convolution, (batch, channels): the projection of the
+    embedding (batch, width), plus the convolution's bias. The keys are the paths of the projections."""
     projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
     blocks = layout.residual_blocks
     biases = [bias_of(weights, block.in_convolution.path) for block in blocks]
@@ -53,7 +53,7 @@ def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding
 
 
 class Pass:
-    """One forward pass: the parts of a UNet, with all that their layers need besides hidden states.
+    """One forward pass of a call, in parts: encode, middle, decode and finish, in this order.
 
     hidden_states are (batch, channels, height, width), in the weights' dtype.
     """
@@ -75,7 +75,7 @@ class Pass:
         self.layers = Layers(transformer, shifts, context, call.image_prompts, self.patches)
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states after the first input stages, and a skip of each of these stages."""
+        """Runs the first `stages` input stages. Returns the hidden states, and one skip for each stage."""
         hidden_states = self.call.latent.to(self._dtype)
         skips: list[Tensor] = []
         for index, stage in enumerate(self.layout.input_stages[:stages]):
@@ -84,12 +84,13 @@ class Pass:
             hidden_states = add_residual(hidden_states, self.control.input, index)
             skip = self.patches.after_stage(INPUT, index, hidden_states)
             hidden_states = self.patches.after_skip(index, skip)
-            # A function may have written into the tensor. A new tensor object keeps operators from using facts that
-            # they have kept about it.
+            # A function may have written into the tensor in after_skip. Operators may have kept facts about the tensor
+            # object, which are no longer true: none are kept about a new object over the same memory.
             skips.append(skip if hidden_states is skip else skip.detach())
         return hidden_states, skips
 
     def middle(self, hidden_states: Tensor) -> Tensor:
+        """The hidden states after the middle stage."""
         hidden_states = self.patches.before_stage(MIDDLE, 0, hidden_states)
         hidden_states = self.layers.stage(self.layout.middle_stage, hidden_states, None, (MIDDLE, 0))
         for index in range(len(self.control.middle)):
@@ -99,10 +100,10 @@ class Pass:
     def decode(
         self, hidden_states: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None
     ) -> Tensor:
-        """The hidden states after these output stages, each of which takes the last of skips.
+        """The hidden states after the output stages of these indices.
 
-        remaining: the skip of the stage after the last of these, whose size the output must have; None if these end the
-        network.
+        skips: each stage removes the last one. remaining: the skip of the stage that follows them, whose size the
+            result must have; None if no stage follows.
         """
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
@@ -114,7 +115,7 @@ class Pass:
         return hidden_states
 
     def _concatenated(self, index: int, hidden_states: Tensor, skip: Tensor) -> Image:
-        """The input of an output stage: hidden states, resized to the skip's size, and skip."""
+        """The input of an output stage: hidden states, resized to the skip's size if it differs, and skip."""
         joined = self.patches.concatenate(index, hidden_states, skip)
         if joined is None:
             if hidden_states.shape[-2:] != skip.shape[-2:]:
@@ -125,7 +126,8 @@ class Pass:
         return self.patches.before_stage(OUTPUT, index, joined)
 
     def finish(self, hidden_states: Tensor) -> Tensor:
-        """The output norm and convolution: (batch, out channels, height, width) in the latent's dtype."""
+        """The UNet's output, after the last norm and convolution: (batch, out channels, height, width) in the latent's
+        dtype."""
         hidden_states = self.patches.before_stage(LAST, 0, hidden_states)
         out = self.layout.out_convolution
         normed = self.layers.norm(self.layout.out_norm, hidden_states)
@@ -136,16 +138,17 @@ class Pass:
 def full_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
 ) -> tuple[Tensor, Tensor]:
-    """The whole UNet's output as finish gives it, and the deep feature (Ma et al. 2023): the hidden states that enter
-    the last output stages.
+    """Computes the whole UNet. Returns its output (see Pass.finish), and the deep feature that DeepCache (Ma et al.
+    2023) reuses: the hidden states that enter the last `depth` output stages.
 
-    depth: how many output stages, and as many input stages, run at every step; 0: the network is not cut.
+    depth: how many output stages, and as many input stages, are computed at every step. 0: no cut; the deep feature
+        is what enters Pass.finish.
     """
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     hidden_states, skips = running.encode(stages)
     deep_skips = skips[depth:]
-    # A skip's memory is freed by the stage that takes it: no other list holds it.
+    # Without this, both lists would hold the skips, and their memory would not be freed by the stages that take them.
     del skips[depth:]
     remaining = skips[-1] if skips else None
     hidden_states = running.middle(hidden_states)
@@ -157,7 +160,8 @@ def full_pass(
 def cached_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
 ) -> Tensor:
-    """The output of the outer stages alone, around a deep feature from an earlier step."""
+    """The output (see Pass.finish) of the first and last `depth` stages, with the deep feature of an earlier step in
+    the place of what lies between them."""
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     _, skips = running.encode(depth)
@@ -166,6 +170,6 @@ def cached_pass(
 
 
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
-    """The image with the residual of this index added, if there is one."""
+    """The image plus residuals[index], in the image's dtype; the image itself if there is none at this index."""
     residual = residuals[index] if index < len(residuals) else None
     return image if residual is None else image + residual.to(image.dtype)

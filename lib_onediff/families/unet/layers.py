@@ -1,4 +1,4 @@
-"""The layers of a UNet, computed with a set of operators: what happens inside a stage."""
+"""Computes one stage of a UNet: residual blocks, spatial transformers, and the convolutions that change the size."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
@@ -17,12 +17,12 @@ from .patch_points import CROSS_ATTENTION, SELF_ATTENTION, PatchPoints
 
 @dataclass(frozen=True)
 class Layers:
-    """Everything that a stage needs besides its image.
+    """Computes stages. Images are (batch, channels, height, width), tokens (batch, tokens, width).
 
-    transformer: the layers of transformer blocks, with the weights and the operators that compute all layers.
-    shifts: what each residual block adds after its first convolution, (batch, channels), by its projection's path.
-    context, in the weights' dtype, and image_prompts: see UNetCall. patches: the functions of other extensions, called
-    where the host would call them.
+    transformer: computes the layers of transformer blocks; its weights and operators compute all other layers, too.
+    shifts: see forward.block_shifts.
+    context, in the weights' dtype, and image_prompts: see UNetCall.
+    patches: the functions of other extensions, called where the host's own forward calls them.
     """
 
     transformer: TransformerLayers
@@ -40,11 +40,11 @@ class Layers:
         return self.transformer.ops
 
     def stage(self, stage: Stage, image: Image, following: Tensor | None, place: tuple[str, int]) -> Tensor:
-        """The output of one stage, (batch, channels, height, width).
+        """The output of one stage.
 
-        following: the skip that the next stage takes, whose size the output must have; None for the middle stage, the
-        last one, and stages before the middle. place: the part of the UNet (INPUT, MIDDLE or OUTPUT), and the index of
-        the stage in it.
+        following: the skip that the next output stage takes, whose size the result must have; None for input stages,
+            the middle stage and the last stage.
+        place: the part of the UNet (INPUT, MIDDLE or OUTPUT), and the index of the stage in it.
         """
         for layer in stage:
             if isinstance(layer, ResidualBlock):
@@ -63,7 +63,8 @@ class Layers:
     def norm(
         self, norm: GroupNorm, image: Image, shift: Tensor | None = None, consumer: LayerWeights | None = None
     ) -> Image:
-        """Group norm of image + shift (batch, channels), and SiLU. consumer: the convolution that it is for."""
+        """SiLU of the group norm of image + shift. shift: (batch, channels). consumer: the convolution that reads the
+        result."""
         if self.patches.norm is None:
             return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift, consumer=consumer)
         if shift is not None:
@@ -86,7 +87,8 @@ class Layers:
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
         weights = self.weights
         ops = self.ops
-        # The bias of the first convolution is a part of the shift, and that of the second one is added with the skip.
+        # The first convolution's bias is part of the shift, and the second one's is added together with the skip:
+        # neither takes a pass of its own over the image.
         into = weights[block.in_convolution.path]._replace(bias=None)
         out = weights[block.out_convolution.path]
         hidden = ops.convolution(self.norm(block.in_norm, image, None, into), into, block.in_convolution)
@@ -132,7 +134,7 @@ class Layers:
         return layers.add(residual, layers.gated_linear(normed, into, GEGLU, out), out)
 
     def _patched_block(self, block: TransformerBlock, tokens: Tensor) -> Residual:
-        """A block within which functions of other extensions are called. tokens: (batch, tokens, width)."""
+        """The residual after a block, with the functions of other extensions that are set within it."""
         replaced = self.patches.whole_block(block, tokens, self.context)
         if replaced is not None:
             return Residual(replaced)
@@ -142,7 +144,7 @@ class Layers:
         return self._feed_forward(block, Residual(tokens))
 
     def _patched_self_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """What the self attention adds to the tokens (batch, tokens, width)."""
+        """What the self attention adds to the tokens."""
         attention = block.self_attention
         _, normed = self.transformer.norm(Residual(tokens), block.self_norm, attention.query_key_value)
         replaced = self.patches.whole_attention(SELF_ATTENTION, block, normed, self.context)
@@ -153,7 +155,7 @@ class Layers:
         return self._patched_output(SELF_ATTENTION, attention, *projected)
 
     def _patched_cross_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """What the cross attention adds to the tokens (batch, tokens, width)."""
+        """What the cross attention adds to the tokens."""
         attention = block.cross_attention
         _, normed = self.transformer.norm(Residual(tokens), block.cross_norm, attention.query)
         replaced = self.patches.whole_attention(CROSS_ATTENTION, block, normed, self.context)
@@ -170,25 +172,30 @@ class Layers:
     def _patched_output(
         self, name: str, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """The output of an attention over projected tokens, (batch, tokens, heads * head width) each."""
+        """The output of an attention, with its last projection.
+
+        name: SELF_ATTENTION or CROSS_ATTENTION. query, key, value: (batch, tokens, heads * head width).
+        """
         mixed = self.patches.attend(name, query, key, value)
         if mixed is None:
             mixed = self._attend(attention, query, key, value)
         return self.patches.attention_output(name, self.transformer.linear(mixed, attention.out))
 
     def _each(self, layers: Sequence[Linear], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The output of each of these layers for its own input."""
+        """The outputs of linear layers, each for its own input."""
         return tuple(self.transformer.linear(given, layer) for layer, given in zip(layers, inputs, strict=True))
 
     def _key_value(self, attention: CrossAttention) -> tuple[Tensor, ...]:
-        """Keys and values of the context, (batch, tokens, heads * head width) each."""
+        """The keys and values of the context, (batch, tokens, heads * head width) each."""
         return self.transformer.linear(self.context, attention.key_value).chunk(2, dim=-1)
 
     def _attend(
         self, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """The mix of values, (batch, tokens, heads * head width), of projected tokens of that shape; in a cross
-        attention with the mixes of image prompts added."""
+        """The output of an attention before its last projection; in a cross attention plus those of image prompts.
+
+        query, key, value, and the result: (batch, tokens, heads * head width).
+        """
         layers = self.transformer
         heads = attention.heads
         query = layers.heads(query, heads)

@@ -1,7 +1,6 @@
-"""What a UNet is: a tree of stages that says which parameter does what, without holding any parameter.
+"""The structure of a UNet: a tree of stages that says which parameter does what, without holding any parameter.
 
-The same tree describes ldm, sgm, Forge and diffusers modules; read.py fills it in.
-A path is the dotted name of a leaf module inside the host's UNet.
+The same tree describes the modules of ldm, sgm, Forge and diffusers; readers make it (read.py, and those of hosts).
 """
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ from ...core.leaves import (
     TimeEmbedding,
     TokenLinear,
     descriptions,
-    digest_without,
     feed_forward_layers,
     names_of,
 )
@@ -33,7 +31,7 @@ from ...core.refusal import Refusal
 
 @dataclass(frozen=True)
 class TransformerBlock(Block):
-    """Self attention, cross attention and a feed-forward layer with GEGLU, each behind a layer norm."""
+    """A self attention, a cross attention and a feed-forward layer with GEGLU, each after a layer norm."""
 
     self_norm: LayerNorm
     self_attention: SelfAttention
@@ -57,8 +55,11 @@ class TransformerBlock(Block):
 
 @dataclass(frozen=True)
 class ResidualBlock(Block):
-    """Two convolutions, each behind a group norm with SiLU. What embedding makes of the timestep is added between them.
-    skip: the 1x1 convolution of the input that is added at the end, or None for the input itself."""
+    """Two convolutions, each after a group norm with SiLU, added to the block's input.
+
+    embedding: projects the time embedding; the result is added after the first convolution.
+    skip: a 1x1 convolution of the input before the sum; None adds the input as it is.
+    """
 
     in_norm: GroupNorm
     in_convolution: Convolution
@@ -74,6 +75,8 @@ class ResidualBlock(Block):
 
 @dataclass(frozen=True)
 class SpatialTransformer:
+    """Transformer blocks over the pixels of an image, added to the image. project_in, project_out: linear layers."""
+
     norm: GroupNorm
     project_in: Linear
     blocks: tuple[TransformerBlock, ...]
@@ -87,11 +90,11 @@ class Downsample:
 
 @dataclass(frozen=True)
 class Upsample:
-    """Nearest-neighbour enlargement and a convolution.
+    """Nearest-neighbour upsampling by 2, and a convolution.
 
-    Where a size is odd on the way down (45 -> 23), the way up must end at the skip's size. Forge and diffusers
-    enlarge 23 -> 45 before the convolution (resize_before); A1111 enlarges 23 -> 46, convolves, and resizes the
-    result to 45 when it meets the skip.
+    resize_before: an odd size is halved up (45 -> 23), so upsampling (46) misses the size of the skip (45). Forge and
+        diffusers upsample to 45 before the convolution (True). A1111 upsamples to 46, convolves, and resizes the result
+        to 45 when it is concatenated with the skip (False).
     """
 
     convolution: Convolution
@@ -104,7 +107,7 @@ Stage = tuple[Layer, ...]
 
 @dataclass(frozen=True)
 class LabelEmbedding:
-    """Two linear layers over y: SDXL's pooled text and size embedding."""
+    """Two linear layers over y, SDXL's embedding of pooled text and sizes."""
 
     first: Linear
     second: Linear
@@ -112,9 +115,11 @@ class LabelEmbedding:
 
 @dataclass(frozen=True)
 class UNetLayout(Layout):
-    """The whole network. Each input stage leaves a skip, and each output stage takes the last one that is left.
+    """A UNet. Each input stage makes a skip; output stages take them in reverse order.
 
-    Layouts that differ in foreign alone are equal.
+    label: None if the UNet takes no y.
+    embeddings: the projections of the time embedding in all residual blocks, as one layer.
+    foreign: see Layout; two layouts that differ only in it are equal.
     """
 
     in_channels: int = field(init=False)
@@ -131,7 +136,8 @@ class UNetLayout(Layout):
     embeddings: FusedLinear = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derive the fields that follow from others. Raises Refusal for a network of another kind."""
+        """Derives in_channels, out_channels, context_width and embeddings. Raises Refusal for another kind of network.
+        """
         first = self.input_stages[0][0]
         if not isinstance(first, Convolution):
             raise Refusal("its first layer is no convolution")
@@ -150,9 +156,9 @@ class UNetLayout(Layout):
             object.__setattr__(self, name, value)
 
     def sized_layers(self, height: int, width: int, tokens: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
-        """Every layer of the stages in the order of a forward pass, and the size, (height, width), of what it takes.
+        """Every layer of the stages in the order of a forward pass, with the height and width of its input.
 
-        height, width: of the latent. tokens: of the prompt; no size depends on them.
+        height, width: of the latent. tokens: of the prompt; ignored.
         """
         size = (height, width)
         skips: list[tuple[int, int]] = []
@@ -177,12 +183,12 @@ class UNetLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """See core.family.Layout: the leaves, and the cross attentions, whose sizes decide which kernels are needed."""
+        """See core.family.Layout: the leaves, and the cross attentions."""
         return [*self.leaves(), *self.layers(CrossAttention)]
 
     def units(self, depth: int | None) -> list[tuple[str, ...]]:
-        """See core.family.Family. depth: how many input and output stages are computed, without those between them;
-        None: all."""
+        """See core.family.Family. depth: how many of the first input stages and of the last output stages are computed,
+        and none between them; None: all stages."""
         inner = (self.middle_stage, *self.output_stages) if depth is None else self.output_stages[-depth:]
         layers = [layer for stage in (*self.input_stages[:depth], *inner) for layer in stage]
         parts: list[Any] = [(self.time, self.label, self.embeddings)]
@@ -191,7 +197,7 @@ class UNetLayout(Layout):
                 parts += ((layer.norm, layer.project_in), *layer.blocks, layer.project_out)
             else:
                 parts.append(layer)
-        # The fused time projections are read as one, in the first unit, and not with the layers that take their rows.
+        # The projections of the time embedding are read as one layer, in the first unit, not with their blocks.
         apart = {member.path for member in self.embeddings.members}
         return [names_of(part, apart) for part in (*parts, (self.out_norm, self.out_convolution))]
 
@@ -201,7 +207,7 @@ class UNetLayout(Layout):
 
     @property
     def model_name(self) -> str:
-        """A name for people; nothing depends on it."""
+        """The model's name, for users, from the widths of its inputs."""
         known = {(768, None): "SD1", (1024, None): "SD2", (2048, 2816): "SDXL", (1280, 2560): "SDXL refiner"}
         name = known.get((self.context_width, self.y_width))
         if name is None:
@@ -210,14 +216,10 @@ class UNetLayout(Layout):
             name = f"{kind} UNet, {size} (prompt width {self.context_width})"
         return f"{name} inpainting" if self.in_channels == 9 else name
 
-    @cached_property
-    def architecture(self) -> str:
-        """A digest that two UNets share exactly when they are the same network up to their weights and names."""
-        return digest_without(self, ("path", "name", "foreign"))
-
 
 def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:
-    """(height, width) of the hidden states after a layer. following: the size of the skip that the next stage takes."""
+    """The (height, width) of a layer's output. size: of its input. following: the size of the skip that the next output
+    stage takes; None if there is none."""
     if isinstance(layer, Upsample):
         size = (size[0] * 2, size[1] * 2)
         if layer.resize_before and following is not None:

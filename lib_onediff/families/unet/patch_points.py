@@ -1,4 +1,4 @@
-"""Where functions of other extensions are called within our forward of a UNet."""
+"""The points in our forward of a UNet at which functions of other extensions are called."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,21 +16,22 @@ OUTPUT = "output"
 LAST = "last"
 SELF_ATTENTION = "attn1"
 CROSS_ATTENTION = "attn2"
-# Where a transformer block is: the part, the index of its stage in that part, and its own index in its spatial
-# transformer.
+# The position of a transformer block: part, index of its stage in that part, index in its spatial transformer.
 BlockPlace = tuple[str, int, int]
 
 
 class PatchPoints(Points):
-    """The points of a UNet's forward at which functions of other extensions are called. Each method is one point, where
-    the host's own forward calls them too. Here, no function stands at any point. See core.points.Points.
+    """The points of a UNet's forward, as core.points.Points defines them: each method is one point, at which the host's
+    own forward calls functions too. In this class, no function is set at any point.
 
-    hidden_states are (batch, channels, height, width) at stages and (batch, tokens, width) within transformers, both
-    contiguous and in the weights' dtype. Each method returns what takes the place of its argument, which functions may
-    have written to.
-    sees_stages: whether functions stand at stages, or in the place of norms; then output stages take one tensor.
-    norm: takes the place of the group norms of residual blocks and of the output: norm(path, hidden_states) returns the
-    normed hidden states. None: ours computes them.
+    hidden_states are (batch, channels, height, width) at stages, and tokens (batch, tokens, width) within transformers,
+    both contiguous and in the weights' dtype. A method returns the value with which the forward continues in place of
+    its argument; functions may have written into the argument.
+
+    sees_stages: whether functions are set at stages or replace norms. Then the two inputs of an output stage are
+        concatenated to one tensor, as the host does, before functions get it.
+    norm: norm(path, hidden_states) replaces the group norms of residual blocks and of the output, without SiLU. None:
+        our forward computes them.
     """
 
     sees_stages = False
@@ -40,7 +41,7 @@ class PatchPoints(Points):
         return getattr(PatchPoints, point)(self, *arguments)
 
     def embedding(self, embedding: Tensor) -> Tensor:
-        """The timestep's embedding (batch, width), before the label's is added."""
+        """The timestep's embedding (batch, width), before the embedding of y is added."""
         return embedding
 
     def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
@@ -48,31 +49,32 @@ class PatchPoints(Points):
         return hidden_states
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """The output of a stage, with the residuals of ControlNets; at input stages, the skip."""
+        """The output of a stage, with residuals of ControlNets added. At an input stage, the result is its skip, too.
+        """
         return hidden_states
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
-        """The output of an input stage that the next stage takes. Its skip was taken before."""
+        """The output of an input stage for the next stage alone: its skip was taken before this point."""
         return hidden_states
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden states and the skip that an output stage concatenates."""
+        """The hidden states and the skip, before an output stage concatenates them."""
         return hidden_states, skip
 
     def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
-        """The input of an output stage: the hidden states, resized to the skip's size, and the skip, concatenated to
-        (batch, all channels, height, width). None: ours concatenates them."""
+        """The input of an output stage: hidden states, resized to the skip's size, and skip, concatenated along the
+        channels. None: our forward concatenates them."""
         return None
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """Called where a transformer block begins. Returns whether functions stand in it."""
+        """Called at the beginning of a transformer block. Returns whether functions are set within it."""
         return False
 
     def end_transformer(self) -> None:
-        """Called where a spatial transformer has ended."""
+        """Called at the end of a spatial transformer."""
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
-        """The output of a transformer block for these tokens. None: ours computes it."""
+        """The output of a transformer block for these tokens. None: our forward computes it."""
         return None
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,13 +88,18 @@ class PatchPoints(Points):
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
-        """The output of an attention with its projections, to be added to the tokens. None: ours computes it. normed:
-        the tokens after its norm. attention: SELF_ATTENTION or CROSS_ATTENTION."""
+        """The output of a whole attention, with its projections, to be added to the tokens. None: our forward computes
+        it.
+
+        attention: SELF_ATTENTION or CROSS_ATTENTION. normed: the tokens after the norm before it.
+        """
         return None
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """The mix of values of an attention over projected tokens, (batch, tokens, heads * width) each, before the
-        output's projection. None: ours computes it."""
+        """The output of an attention before its last projection. None: our forward computes it.
+
+        query, key, value, and the result: (batch, tokens, heads * head width).
+        """
         return None
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:

@@ -1,5 +1,4 @@
-"""Read UNets of the ldm family: CompVis' and Stability's ldm, which are A1111's SD1/SD2, sgm's SDXL, Forge's UNet and
-ldm_patched's."""
+"""Reads UNets of the ldm family into layouts: ldm's (A1111's SD1 and SD2), sgm's (SDXL), Forge's and ldm_patched's."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -32,18 +31,21 @@ UNET_CLASSES = {"UNetModel", FORGES_UNET}
 def read_transformer(
     transformer: Any, block_reader: Callable[[Any, LeafReader], TransformerBlock], leaves: LeafReader
 ) -> SpatialTransformer:
-    """A spatial transformer, whose parts have the same names in ldm and diffusers. block_reader: refuses blocks that
-    the host computes in another way, and calls read_block."""
+    """The description of a spatial transformer, whose parts have the same names in ldm and diffusers.
+
+    block_reader: returns the description of a block; it calls read_block, and raises Refusal for blocks that the host
+        computes in another way.
+    """
     return SpatialTransformer(
         norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
-        # Not by indices: A1111 turns SDXL into SSD-1B by deleting members of the list.
+        # Iterated rather than indexed: A1111 turns SDXL into SSD-1B by deleting members, which leaves gaps.
         blocks=tuple(block_reader(block, leaves) for block in transformer.transformer_blocks),
         project_out=leaves.linear(transformer.proj_out),
     )
 
 
 def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
-    """A block of a spatial transformer, whose parts have the same names in ldm and diffusers."""
+    """The description of a transformer block, whose parts have the same names in ldm and diffusers."""
     path = leaves.path(block)
     own = block.attn1
     cross = block.attn2
@@ -66,25 +68,26 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 
 def is_ldm_unet(unet: nn.Module) -> bool:
+    """Whether a module is a UNet of the ldm family, by the name of its class."""
     return type(unet).__name__ in UNET_CLASSES and hasattr(unet, "input_blocks")
 
 
 def is_block(kind: type) -> bool:
-    """Whether a class is a transformer block's, or derived from one."""
+    """Whether a class is a transformer block's, or derived from it."""
     return any(base.__name__ == BLOCK for base in kind.__mro__)
 
 
 @lru_cache(maxsize=64)
 def is_derived_block(kind: type) -> bool:
-    """Whether somebody has derived a class from a transformer block's: token merging does so."""
+    """Whether a class is derived from a transformer block's: extensions for token merging swap such classes in."""
     return is_block(kind) and not (kind.__name__ == BLOCK and is_genuine(kind))
 
 
 def read_ldm(unet: Any) -> UNetLayout:
-    """The layout of an ldm, sgm or Forge UNet module. Raises Refusal with the reason."""
+    """The layout of a UNet of the ldm family. Raises Refusal if the module is built in another way."""
     refuse_ldm_variants(unet)
     leaves = LeafReader(unet)
-    # The Forge family tells an Upsample the size of the skip that it will meet; A1111 resizes afterwards.
+    # The Forge family passes an Upsample the size of the skip; A1111 resizes its output instead.
     resizes_before = type(unet).__name__ == FORGES_UNET or package(type(unet).__module__) == "ldm_patched"
 
     def stage(module: Any) -> Stage:
@@ -107,6 +110,7 @@ def read_ldm(unet: Any) -> UNetLayout:
 
 
 def refuse_ldm_variants(unet: Any) -> None:
+    """Raise Refusal for options of the class that our forward does not compute."""
     if getattr(unet, "predict_codebook_ids", False):
         raise Refusal("it predicts codebook ids, not noise")
     if not isinstance(unet.time_embed, nn.Sequential) or len(unet.time_embed) != 3:
@@ -114,6 +118,7 @@ def refuse_ldm_variants(unet: Any) -> None:
 
 
 def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+    """The description of the embedding of y; None if the UNet takes none."""
     if unet.num_classes is None:
         return None
     label = unet.label_emb
@@ -124,6 +129,7 @@ def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 
 
 def read_layer(layer: Any, leaves: LeafReader, resizes_before: bool) -> Layer:
+    """The description of one layer of a stage. resizes_before: see Upsample."""
     kind = leaves.kind(layer)
     if kind == "ResBlock":
         return ldm_residual_block(layer, leaves)
@@ -141,6 +147,7 @@ def read_layer(layer: Any, leaves: LeafReader, resizes_before: bool) -> Layer:
 
 
 def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    """The description of a ResBlock. Raises Refusal for variants that our forward does not compute."""
     variants = ("updown", "use_scale_shift_norm", "skip_t_emb", "exchange_temb_dims")
     found = [name for name in variants if getattr(block, name, False)]
     if found:
@@ -155,6 +162,7 @@ def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def ldm_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    """The description of a BasicTransformerBlock. Raises Refusal for variants that our forward does not compute."""
     path = leaves.path(block)
     if not is_block(type(block)):
         raise leaves.unknown(block)

@@ -1,1 +1,1 @@
-"""Z-Image: a transformer of one stream, the patches of a latent with the tokens of its prompt."""
+"""Z-Image: a transformer over the tokens of prompt and image together (single stream)."""

@@ -1,4 +1,4 @@
-"""What one call of a Z-Image network is."""
+"""The inputs of one call of a Z-Image network."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -13,12 +13,13 @@ from ...core.fields import ANY_DTYPE
 
 @dataclass(frozen=True)
 class ZImageCall(Call):
-    """The inputs of one call.
-
-    context: (batch, tokens, width). lengths: (batch,), how many of each row's tokens are the prompt's: the network
-    fills them up to a multiple of its layout's, with a token of its own. is_ragged: whether some rows have fewer tokens
-    than others even then; what is beyond theirs is no part of them. image_share: (batch,), in float32, 1 - timestep,
-    where that is what the host gives: rounding it twice would show. None elsewhere.
+    """latent: (batch, channels, height, width).
+    context: (batch, tokens, width), the prompts' embeddings, each padded to a multiple of ZImageLayout.multiple tokens.
+        The network replaces this padding by a learned token, which attentions see.
+    lengths: int64 (batch,), the number of tokens of each prompt before padding.
+    is_ragged: whether some padded prompts are shorter than others. Attentions do not see the tokens beyond them.
+    image_share: float32 (batch,), 1 - timestep, if the host's call has that: computing it from the timestep would round
+        it again. None if the host's call has the timestep.
     """
 
     context: Tensor
@@ -32,7 +33,10 @@ class ZImageCall(Call):
 
 
 def joined_prompts(prompts: Sequence[Tensor], multiple: int) -> tuple[Tensor, Tensor, bool]:
-    """Context, lengths and is_ragged of a call, of one prompt (tokens, width) for each row."""
+    """The context, lengths and is_ragged of a call with these prompts, one (tokens, width) for each row of the batch.
+
+    multiple: of ZImageLayout.
+    """
     lengths = [len(prompt) for prompt in prompts]
     filled = [length + -length % multiple for length in lengths]
     longest = max(filled)

@@ -1,4 +1,4 @@
-"""Z-Image, and the Lumina 2 network from which it comes, as a family."""
+"""Z-Image as a family, and Lumina 2, whose network it extends."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -12,24 +12,22 @@ from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
 from ...core.refusal import Refusal
-from ..transformer import SCHEDULE, blocks_read, deepest_cut
+from ..transformer import MEGAPIXEL_SIZES, SCHEDULE, blocks_read, deepest_cut
 from . import forward
 from .call import ZImageCall
 from .layout import ZImageLayout
-
-SIZES = ("1024x1024", "1152x896", "896x1152", "1216x832", "832x1216", "1344x768", "768x1344", "1536x1536")
 
 
 class ZImages:
     """See core.family.Family."""
 
     layout = ZImageLayout
-    # The timestep is the share of noise.
+    # The timestep is the share of noise in the latent, from 1 to 0.
     first_timestep = 1.0
     schedule = SCHEDULE
-    # Hosts hand theirs in.
+    # Hosts register theirs (Families.take_reader).
     readers = ()
-    usual_sizes = (UsualSizes("Z-Image", ("Z-Image",), SIZES), UsualSizes("Lumina 2", ("Lumina 2",), SIZES))
+    usual_sizes = tuple(UsualSizes(model, (model,), MEGAPIXEL_SIZES) for model in ("Z-Image", "Lumina 2"))
 
     def refuse_call(self, layout: ZImageLayout, call: ZImageCall) -> None:
         latent = call.latent
@@ -41,7 +39,7 @@ class ZImages:
             taken = f"{layout.context_width} values a token, and a multiple of {layout.multiple} tokens"
             raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
         if not len(latent) == len(context) == len(call.lengths) == len(call.timestep):
-            raise Refusal("latent, timestep and prompt are of different batches")
+            raise Refusal("latent, timestep and prompt have different batch sizes")
 
     def example(
         self, layout: ZImageLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
@@ -57,8 +55,8 @@ class ZImages:
 
     def units(self, layout: ZImageLayout, call: ZImageCall) -> list[tuple[str, ...]]:
         blocks = (*layout.image_refiner, *layout.text_refiner, *blocks_read(layout.blocks, call.cut))
-        apart = ("image_refiner", "text_refiner", "blocks", "out_modulation", "out")
-        first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in apart))
+        later = ("image_refiner", "text_refiner", "blocks", "out_modulation", "out")
+        first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in later))
         return [first, *map(names_of, blocks), names_of((layout.out_modulation, layout.out))]
 
     def deepest(self, layout: ZImageLayout) -> int:
@@ -66,13 +64,12 @@ class ZImages:
 
     def attentions(self, layout: ZImageLayout, call: ZImageCall) -> list[AttentionShapes]:
         height, width = call.latent.shape[-2:]
-        patches = -(-height // layout.patch) * -(-width // layout.patch)
-        image = patches + -patches % layout.multiple
+        image = layout.image_tokens(height, width)
         attention = layout.blocks[0].attention
+        batch = len(call.latent)
         shapes: list[AttentionShapes] = []
         for tokens in (image, call.tokens, image + call.tokens):
-            query, key = ((len(call.latent), heads, tokens, attention.head_width) for heads in (
-                attention.heads, attention.key_heads,
-            ))
-            shapes.append(AttentionShapes(query, key))
+            queries = batch, attention.heads, tokens, attention.head_width
+            keys = batch, attention.key_heads, tokens, attention.head_width
+            shapes.append(AttentionShapes(queries, keys))
         return shapes

@@ -1,8 +1,7 @@
-"""Z-Image's forward pass, as pure functions of tensors against a set of operators.
+"""Z-Image's forward pass: functions of tensors, over the operators of core.operators.
 
-The arithmetic is that of Z-Image's and Lumina 2's transformers as Forge Neo and diffusers have them. Only the number of
-products is smaller: all modulations come from one GEMM, and so do the projections that a layer makes of the same
-tokens.
+The arithmetic is that of Z-Image's and Lumina 2's transformers as Forge Neo and diffusers compute it, in fewer
+products: all modulations come from one GEMM, and so do the projections that a layer makes of the same tokens.
 """
 from __future__ import annotations
 
@@ -17,118 +16,122 @@ from ...core.layer_weights import Weights
 from ...core.leaves import RMSNorm
 from ...core.operators import SWIGLU, Modulation, Operators, Residual, Rotary
 from ..rotary import image_positions, rotary_of
-from ..transformer import TransformerLayers, through_blocks
+from ..transformer import TransformerLayers, first_residual, padded_to_patches, through_blocks
 from .call import ZImageCall
 from .layout import StreamBlock, ZImageLayout
 
-# In float16 the inputs of layers are made so much smaller whose output would overflow.
+# In float16, the inputs of layers whose output would overflow are multiplied by this: see scaled_down.
 SMALLER = 2.0**-8
 
 
-class Places(NamedTuple):
-    """Where the tokens of a stream are. rotary: of each. mask: as of Operators.attention, or None."""
+class Positions(NamedTuple):
+    """What attentions need to know of their tokens. rotary: of each token. mask: which tokens they see, as in
+    Operators.attention; None if all."""
 
     rotary: Rotary
     mask: Tensor | None
 
-    def part(self, first: int, count: int) -> Places:
-        """Those of some tokens."""
+    def part(self, first: int, count: int) -> Positions:
+        """Those of `count` tokens, from token `first` on."""
         cosines, sines, interleaved = self.rotary
         rotary = Rotary(
             cosines.narrow(-2, first, count).contiguous(), sines.narrow(-2, first, count).contiguous(), interleaved,
         )
-        return Places(rotary, None if self.mask is None else self.mask.narrow(-1, first, count))
+        return Positions(rotary, None if self.mask is None else self.mask.narrow(-1, first, count))
 
 
 class BlockModulation(NamedTuple):
-    """Of a block's two layers: scales before them, and gates behind them, (batch, layers, width)."""
+    """The modulation of a block, (batch, 2, width) each: scales of the norms before the attention and before the
+    feed-forward layer, and gates after these layers."""
 
     scales: Tensor
     gates: Tensor
 
 
 def output(layout: ZImageLayout, weights: Weights, ops: Operators, call: ZImageCall) -> Tensor:
-    """The network's output for a latent of any size, (batch, channels, height, width)."""
-    height, width = call.latent.shape[-2:]
+    """The network's output, (batch, channels, height, width) in the latent's dtype. Any size of latent."""
     layers = TransformerLayers(weights, ops, call.upcast_attention)
     dtype = weights[layout.patches.path].weight.dtype
-    image, rows, columns = patches_of(layout, layers, call.latent.to(dtype))
-    embedding = embedding_of(layout, layers, call, dtype)
-    modulations = modulations_of(layout, layers, embedding)
-    text = prompt_of(layout, layers, call)
-    places = places_of(layout, call, rows, columns)
-    patches = image.shape[1]
-    of_image = places.part(0, patches)
-    of_text = places.part(patches, text.shape[1])
-    refined = begun(image)
-    read = begun(text)
+    height, width = call.latent.shape[-2:]
+    image, rows, columns = patches_of(layers, layout, call.latent.to(dtype))
+    embedding = embedding_of(layers, layout, call, dtype)
+    modulations = modulations_of(layers, layout, embedding)
+    text = prompt_of(layers, layout, call)
+    positions = positions_of(layout, call, rows, columns)
+    image_tokens = image.shape[1]
+
+    of_image = positions.part(0, image_tokens)
+    refined_image = first_residual(image)
     for block in layout.image_refiner:
-        refined = through_block(layers, block, refined, of_image, modulations.pop(0))
+        refined_image = through_block(layers, block, refined_image, of_image, modulations.pop(0))
+
+    of_text = positions.part(image_tokens, text.shape[1])
+    refined_text = first_residual(text)
     for block in layout.text_refiner:
-        read = through_block(layers, block, read, of_text, None)
+        refined_text = through_block(layers, block, refined_text, of_text, None)
 
     def through(residual: Residual, index: int, block: StreamBlock) -> Residual:
-        return through_block(layers, block, residual, places, modulations[index])
+        return through_block(layers, block, residual, positions, modulations[index])
 
-    stream = torch.cat([ops.materialize(refined), ops.materialize(read)], dim=1)
-    residual = through_blocks(ops, Residual(stream), layout.blocks, call.cut, through)
+    residual = Residual(torch.cat([ops.materialize(refined_image), ops.materialize(refined_text)], dim=1))
+    residual = through_blocks(ops, residual, layout.blocks, call.cut, through)
+
     scale = layers.linear(ops.silu(embedding), layout.out_modulation) + 1
     _, normed = layers.norm(residual, layout.out_norm, layout.out, Modulation(scale))
-    found = image_of(layout, layers.linear(normed, layout.out), rows, columns)[..., :height, :width]
-    return (-found if layout.is_negated else found).to(call.latent.dtype)
-
-
-def begun(tokens: Tensor) -> Residual:
-    """The residual before the first block. In float16 it would be rounded too much."""
-    return Residual(tokens.float() if tokens.dtype == torch.float16 else tokens)
+    result = image_of(layout, layers.linear(normed, layout.out), rows, columns)[..., :height, :width]
+    return (-result if layout.is_negated else result).to(call.latent.dtype)
 
 
 def through_block(
-    layers: TransformerLayers, block: StreamBlock, residual: Residual, places: Places,
-    modulated: BlockModulation | None,
+    layers: TransformerLayers, block: StreamBlock, residual: Residual, positions: Positions,
+    modulation: BlockModulation | None,
 ) -> Residual:
-    """The residual behind a block. modulated: None where the timestep changes nothing in it."""
+    """The residual after one block. positions: of its tokens. modulation: None for a block of the prompt alone."""
     own = block.attention
     into = block.feed_forward_in
     out = block.feed_forward_out
     before_attention = before_feed_forward = None
-    behind_attention = behind_feed_forward = None
-    if modulated is not None:
-        before_attention, before_feed_forward = map(Modulation, modulated.scales.unbind(1))
-        behind_attention, behind_feed_forward = modulated.gates.unbind(1)
+    attention_gate = feed_forward_gate = None
+    if modulation is not None:
+        before_attention, before_feed_forward = map(Modulation, modulation.scales.unbind(1))
+        attention_gate, feed_forward_gate = modulation.gates.unbind(1)
 
     residual, normed = layers.norm(residual, block.attention_norm, own.query_key_value, before_attention)
-    mixed = layers.self_attention(own, normed, places.rotary, places.mask)
+    mixed = layers.self_attention(own, normed, positions.rotary, positions.mask)
     norm = block.attention_out_norm
     is_half = mixed.dtype == torch.float16
     if is_half:
-        mixed, norm = made_smaller(mixed, norm)
-    residual = layers.add(residual, mixed, own.out, behind_attention, norm)
+        mixed, norm = scaled_down(mixed, norm)
+    residual = layers.add(residual, mixed, own.out, attention_gate, norm)
 
     residual, normed = layers.norm(residual, block.feed_forward_norm, into, before_feed_forward)
     norm = block.feed_forward_out_norm
     if is_half:
         gate, value = layers.linear(normed, into).float().chunk(2, dim=-1)
-        hidden, norm = made_smaller(functional.silu(gate) * value, norm)
+        hidden, norm = scaled_down(functional.silu(gate) * value, norm)
     else:
         hidden = layers.gated_linear(normed, into, SWIGLU, out)
-    return layers.add(residual, hidden, out, behind_feed_forward, norm)
+    return layers.add(residual, hidden, out, feed_forward_gate, norm)
 
 
-def made_smaller(x: Tensor, norm: RMSNorm) -> tuple[Tensor, RMSNorm]:
-    """The input of a linear layer in float16, and the norm behind that layer, which undoes the factor. What is too
-    large even then is cut off, as hosts cut it off."""
+def scaled_down(x: Tensor, norm: RMSNorm) -> tuple[Tensor, RMSNorm]:
+    """The input of a linear layer in float16, times SMALLER, and the norm that follows the layer, adapted to it.
+
+    The layer has no bias, so its output is SMALLER times as large too and does not overflow. The norm divides that
+    factor out again; only its epsilon has to follow. Values that are too large even then are clamped, as hosts do.
+    """
     most = torch.finfo(torch.float16).max
     smaller = (x * SMALLER).nan_to_num(nan=0.0).clamp(-most, most)
     return smaller.to(torch.float16), replace(norm, eps=norm.eps * SMALLER**2)
 
 
-def patches_of(layout: ZImageLayout, layers: TransformerLayers, latent: Tensor) -> tuple[Tensor, int, int]:
-    """Tokens, (batch, rows * columns and those that fill up, width), and how many rows and columns of patches there
-    are. A latent whose size is no multiple of a patch is continued by its opposite edge."""
+def patches_of(layers: TransformerLayers, layout: ZImageLayout, latent: Tensor) -> tuple[Tensor, int, int]:
+    """The latent's patches as tokens, (batch, layout.image_tokens(...), width), and the numbers of rows and columns.
+
+    Learned tokens (image_pad) fill the tokens up to a multiple of layout.multiple.
+    """
     patch = layout.patch
-    height, width = latent.shape[-2:]
-    image = functional.pad(latent, (0, -width % patch, 0, -height % patch), mode="circular")
+    image = padded_to_patches(latent, patch)
     rows = image.shape[-2] // patch
     columns = image.shape[-1] // patch
     pieces = image.unflatten(3, (columns, patch)).unflatten(2, (rows, patch)).permute(0, 2, 4, 3, 5, 1)
@@ -141,55 +144,61 @@ def patches_of(layout: ZImageLayout, layers: TransformerLayers, latent: Tensor) 
 
 
 def image_of(layout: ZImageLayout, tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """The output of the last layer as an image, (batch, channels, height, width), of the first tokens."""
+    """The image of the last layer's output (batch, tokens, patch * patch * channels), of shape (batch, channels, rows *
+    patch, columns * patch). Tokens after the first rows * columns are dropped."""
     patch = layout.patch
     pieces = tokens[:, :rows * columns].unflatten(2, (patch, patch, -1)).unflatten(1, (rows, columns))
     image: Tensor = pieces.permute(0, 5, 1, 3, 2, 4)
     return image.reshape(len(tokens), -1, rows * patch, columns * patch)
 
 
-def prompt_of(layout: ZImageLayout, layers: TransformerLayers, call: ZImageCall) -> Tensor:
-    """The prompt's tokens, (batch, tokens, width), filled up."""
+def prompt_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCall) -> Tensor:
+    """The prompt's tokens, (batch, tokens, width), with learned tokens (text_pad) in the place of padding."""
     context = call.context.to(layers.weights[layout.text.path].weight.dtype)
     normed = layers.ops.rms_norm(context, layers.weights[layout.text_norm.path], layout.text_norm)
     tokens = layers.linear(normed, layout.text)
     if layout.text_pad is None:
         return tokens
-    numbers = torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device)
-    is_filled_up = numbers >= call.lengths[:, None]
+    indices = torch.arange(tokens.shape[1], dtype=torch.int64, device=tokens.device)
+    is_padding = indices >= call.lengths[:, None]
     token = layers.weights[layout.text_pad.path].weight.to(tokens.dtype)
-    return torch.where(is_filled_up[..., None], token, tokens)
+    return torch.where(is_padding[..., None], token, tokens)
 
 
-def places_of(layout: ZImageLayout, call: ZImageCall, rows: int, columns: int) -> Places:
-    """Of the image's tokens, then the prompt's. The prompt's are numbered from one on along the first axis, on which
-    the image has the next number. What fills up the image is at zero."""
+def positions_of(layout: ZImageLayout, call: ZImageCall, rows: int, columns: int) -> Positions:
+    """The positions of the image's tokens, then the prompt's.
+
+    The prompt's tokens are at 1, 2, ... on the first axis; the image's patches follow at the next number there, and at
+    their row and column on the other axes. Tokens that pad the image are at zero.
+    """
     device = call.latent.device
     length = call.context.shape[1]
     patches = rows * columns
     image = image_positions(rows, columns, device, first=length + 1)
     image = functional.pad(image, (0, 0, 0, -patches % layout.multiple))
-    numbers = torch.arange(length, dtype=torch.int64, device=device)
-    positions = torch.cat([image, functional.pad(numbers[:, None] + 1, (0, 2))])
+    indices = torch.arange(length, dtype=torch.int64, device=device)
+    positions = torch.cat([image, functional.pad(indices[:, None] + 1, (0, 2))])
     if not call.is_ragged:
-        return Places(rotary_of(layout.axes, positions), None)
+        return Positions(rotary_of(layout.axes, positions), None)
     own_lengths = call.lengths + -call.lengths % layout.multiple
     positions = positions.repeat(len(own_lengths), 1, 1)
     positions[:, :patches, 0] += (own_lengths - length)[:, None]
-    is_own = functional.pad(numbers < own_lengths[:, None], (len(image), 0), value=True)
-    return Places(rotary_of(layout.axes, positions), is_own[:, None, None])
+    is_own = functional.pad(indices < own_lengths[:, None], (len(image), 0), value=True)
+    return Positions(rotary_of(layout.axes, positions), is_own[:, None, None])
 
 
-def embedding_of(layout: ZImageLayout, layers: TransformerLayers, call: ZImageCall, dtype: torch.dtype) -> Tensor:
-    """The embedding of the timestep, (batch, width). The network takes the share of the image."""
+def embedding_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCall, dtype: torch.dtype) -> Tensor:
+    """The embedding of the timestep, (batch, width) in dtype. The network takes the share of the image, 1 - timestep.
+    """
     time = layout.time
     share = 1.0 - call.timestep if call.image_share is None else call.image_share
     waves = layers.ops.sinusoids(share * layout.time_scale, time).to(dtype)
     return layers.linear(layers.ops.silu(layers.linear(waves, time.first)), time.second)
 
 
-def modulations_of(layout: ZImageLayout, layers: TransformerLayers, embedding: Tensor) -> list[BlockModulation]:
-    """Of every block with an image. The network gives scales relative to one."""
+def modulations_of(layers: TransformerLayers, layout: ZImageLayout, embedding: Tensor) -> list[BlockModulation]:
+    """The modulations of all blocks with the image, those of image_refiner first. The network makes scale - 1 and the
+    gates before tanh; this returns scales and gates."""
     given = layers.ops.silu(embedding) if layout.activates_time else embedding
     together = layers.linear(given, layout.modulations).unflatten(-1, (-1, 4, layout.width))
     scales = together[:, :, 0::2] + 1

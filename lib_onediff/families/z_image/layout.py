@@ -1,4 +1,4 @@
-"""What a Z-Image network is, which parameter does what without holding any."""
+"""The structure of a Z-Image network: which parameter does what, without holding any."""
 from __future__ import annotations
 
 from dataclasses import dataclass, field
@@ -19,16 +19,18 @@ from ...core.leaves import (
     SwiGLU,
     TimeEmbedding,
     TokenLinear,
-    digest_without,
     feed_forward_layers,
 )
 from ..rotary import RotaryAxes
+from ..transformer import patch_grid
 
 
 @dataclass(frozen=True)
 class StreamBlock(Block):
-    """Self attention and a feed-forward layer with SwiGLU, with a norm before and behind each. has_image: whether
-    patches of the latent are among its tokens: a timestep modulates such a block."""
+    """A self attention and a feed-forward layer with SwiGLU, each with an RMS norm before it and another after it.
+
+    has_image: whether the image's tokens are among the block's. The timestep modulates only such blocks.
+    """
 
     attention_norm: RMSNorm
     attention: SelfAttention
@@ -49,11 +51,19 @@ class StreamBlock(Block):
 
 @dataclass(frozen=True)
 class ZImageLayout(Layout):
-    """time_scale: by which the timestep is multiplied before its sinusoids. modulations: of every block with an image,
-    in their order; each gives scale, gate, scale and gate of its two layers. activates_time: whether SiLU is between
-    the embedding of the timestep and these. image_pad, text_pad: the tokens that fill patches and prompt up to a
-    multiple; None where the network has none. is_negated: whether the host's forward returns the negative of the last
-    layer's output."""
+    """A Z-Image or Lumina 2 transformer. Its blocks refine image and prompt apart, then both together.
+
+    patches: the linear layer over the values of a patch. patch: its side in latent pixels.
+    time: the embedding of the share of the image, 1 - timestep, times time_scale.
+    modulations: one linear layer for each block with the image, in their order, over the time embedding; each makes
+        scale and gate of the attention, then of the feed-forward layer. activates_time: whether SiLU comes before them.
+    text_norm, text: the norm and the linear layer that bring the prompt's tokens to the network's width.
+    multiple: the image's tokens, and the prompt's, are padded to a multiple of it with the learned tokens image_pad and
+        text_pad. 1, and None for both, if the network does not pad.
+    image_refiner, text_refiner: the blocks over the tokens of the image alone, and of the prompt alone.
+    out_modulation: makes the scale of the norm before the last layer (out) from the time embedding.
+    is_negated: whether the host returns the negative of the last layer's output.
+    """
 
     in_channels: int
     patch: int
@@ -77,12 +87,7 @@ class ZImageLayout(Layout):
     out_norm: AdaptiveNorm
     out: Linear
     is_negated: bool
-    foreign: tuple[str, ...] = ()
     model_name: str = field(default="Z-Image", compare=False)
-
-    @cached_property
-    def architecture(self) -> str:
-        return digest_without(self, {"path", "name", "model_name", "foreign"})
 
     @cached_property
     def kernel_users(self) -> list[Any]:
@@ -93,10 +98,14 @@ class ZImageLayout(Layout):
 
     def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
         """See core.family.Layout."""
-        image = -(-height // self.patch) * -(-width // self.patch)
-        image += -image % self.multiple
+        image = self.image_tokens(height, width)
         return [
             *((block, (1, image)) for block in self.image_refiner),
             *((block, (1, tokens)) for block in self.text_refiner),
             *((block, (1, image + tokens)) for block in self.blocks),
         ]
+
+    def image_tokens(self, height: int, width: int) -> int:
+        """The number of the image's tokens, with padding, for a latent of this size."""
+        rows, columns = patch_grid(height, width, self.patch)
+        return rows * columns + -(rows * columns) % self.multiple

@@ -1,4 +1,4 @@
-"""What the readers of every host's Z-Image module share: its classes differ in a few names."""
+"""Reads a host's Z-Image module. The classes of all hosts differ only in what HostParts names."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -14,10 +14,12 @@ from .layout import StreamBlock, ZImageLayout
 
 @dataclass(frozen=True)
 class HostParts:
-    """What a host's class has under a name of its own, or as a constant.
+    """The parts of a host's module that have another name in another host, or are constants there.
 
-    block: the name of its blocks' class. attention_of: reads the attention of a block. patches, final: its first and
-    last layers. patch: the side of a patch. multiple: see ZImageCall; 1 where nothing is filled up.
+    block: the name of its class of blocks.
+    attention_of: returns the description of a block's attention module.
+    patches, final: its first linear layer, and its FinalLayer module.
+    The others are fields of ZImageLayout.
     """
 
     block: str
@@ -33,7 +35,7 @@ class HostParts:
 
 
 def read_stream(network: Any, leaves: LeafReader, host: HostParts) -> ZImageLayout:
-    """The layout of a host's module. Raises Refusal with the reason."""
+    """The layout of a host's module. Raises Refusal if the module is built in another way."""
     first, between, second = network.t_embedder.mlp
     norm, text = network.cap_embedder
     silu, out_modulation = host.final.adaLN_modulation
@@ -73,7 +75,10 @@ def read_stream(network: Any, leaves: LeafReader, host: HostParts) -> ZImageLayo
 
 
 def read_block(block: Any, leaves: LeafReader, host: HostParts, has_image: bool) -> StreamBlock:
-    """A block. Its layers before a norm have no bias: see forward.made_smaller."""
+    """The description of a block. has_image: see StreamBlock.
+
+    Raises Refusal if a layer before a norm has a bias: forward.scaled_down relies on there being none.
+    """
     feed_forward = block.feed_forward
     leaves.expect(host.block, block)
     leaves.expect("FeedForward", feed_forward)
@@ -87,7 +92,8 @@ def read_block(block: Any, leaves: LeafReader, host: HostParts, has_image: bool)
 
 
 def without_bias(layer: Any, leaves: LeafReader) -> Linear:
+    """The description of a linear layer. Raises Refusal if it has a bias."""
     found = leaves.linear(layer)
     if any(name.endswith("bias") for name, _ in layer.named_parameters()):
-        raise Refusal(f"{found.path} has a bias, where OneDiff knows none")
+        raise Refusal(f"{found.path} has a bias, which OneDiff does not compute there")
     return found

@@ -3,7 +3,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 from torch import nn
@@ -15,7 +14,6 @@ from lib_onediff.core.leaves import (
     Linear,
     SelfAttention,
     TimeEmbedding,
-    digest_without,
 )
 from lib_onediff.families.leaf_reader import LeafReader
 
@@ -43,10 +41,6 @@ class ToyTransformerLayout(Layout):
     out_norm: LayerNorm
     out: Linear
     model_name: str = "Toy transformer"
-
-    @cached_property
-    def architecture(self) -> str:
-        return digest_without(self, {"path", "name", "model_name"})
 
     def sized_layers(self, height: int, width: int, tokens: int) -> Iterator[tuple[Any, tuple[int, int]]]:
         for block in self.blocks:

@@ -1,0 +1,32 @@
+"""Networks and calls that OneDiff does not know: it leaves them to the host's own forward, errors included."""
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from own_forward import own_forward
+from torch import Tensor, nn
+
+import lib_onediff
+
+
+def replace_part(network: nn.Module, path: str, value: Any) -> None:
+    """Set an attribute of a module within the network, such as "blocks.0.attn.processor"."""
+    above, _, name = path.rpartition(".")
+    setattr(network.get_submodule(above), name, value)
+
+
+def answer(forward: Callable[..., Any], given: dict[str, Any]) -> Tensor:
+    """The values of the sample that a diffusers forward returns, flattened; or the bytes of its error's message."""
+    try:
+        return torch.cat([one.flatten() for one in forward(**given).sample])
+    except Exception as error:
+        return torch.tensor(list(str(error).encode()))
+
+
+def check_left_to_the_host(network: nn.Module, given: dict[str, Any], reason: str) -> None:
+    """OneDiff answers this call of a diffusers network with the host's own output or error, and gives this reason."""
+    expected = answer(own_forward(network), given)
+    assert torch.equal(answer(lib_onediff.compile_unet(network), given), expected)
+    assert reason in lib_onediff.status()["reason"]
