@@ -10,6 +10,11 @@ from torch import Tensor, nn
 
 import lib_onediff
 
+# Where a change is: in the configuration of a network, in a block of it, or in the arguments of a call.
+IN_CONFIG = "config"
+IN_BLOCK = "block"
+IN_CALL = "call"
+
 
 def replace_part(network: nn.Module, path: str, value: Any) -> None:
     """Set an attribute of a module within the network, such as "blocks.0.attn.processor"."""
@@ -25,8 +30,22 @@ def answer(forward: Callable[..., Any], given: dict[str, Any]) -> Tensor:
         return torch.tensor(list(str(error).encode()))
 
 
-def check_left_to_the_host(network: nn.Module, given: dict[str, Any], reason: str) -> None:
-    """OneDiff answers this call of a diffusers network with the host's own output or error, and gives this reason."""
+def check_left_to_the_host(
+    network_of: Callable[..., nn.Module], block: str, given: dict[str, Any], where: str, change: dict[str, Any],
+    reason: str,
+) -> None:
+    """With this change, OneDiff answers a call of a diffusers network with the host's own output or error, and gives
+    this reason.
+
+    network_of: makes the network of a configuration. block: the path of the block to change. given: the arguments of
+    the call. change: by name, or by path within the block.
+    """
+    network = network_of(**change) if where == IN_CONFIG else network_of()
+    if where == IN_BLOCK:
+        for path, value in change.items():
+            replace_part(network.get_submodule(block), path, value)
+    if where == IN_CALL:
+        given = {**given, **change}
     expected = answer(own_forward(network), given)
     assert torch.equal(answer(lib_onediff.compile_unet(network), given), expected)
     assert reason in lib_onediff.status()["reason"]

@@ -42,7 +42,8 @@ def test_inputs_of_another_network_are_refused(z_image: ZImageHost) -> None:
     for change, reason in (
         ({"latent": call.latent[:, :2]}, "the latent is"), ({"latent": call.latent[:, :, None]}, "the latent is"),
         ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:, :77]}, "the prompt is"),
-        ({"context": call.context[:1]}, "different batch sizes"), ({"lengths": call.lengths[:1]}, "different batches"),
+        ({"context": call.context[:1]}, "different batch sizes"),
+        ({"lengths": call.lengths[:1]}, "different batch sizes"),
     ):
         with pytest.raises(Refusal, match=reason):
             family.refuse_call(layout, replace(call, **change))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builders import CONTEXT_WIDTH, randomise, relative_error
-from left_to_the_host import check_left_to_the_host, replace_part
+from left_to_the_host import IN_BLOCK, IN_CALL, IN_CONFIG, check_left_to_the_host
 from own_forward import own_forward
 from torch import Tensor, nn
 from torch.nn import functional
@@ -24,9 +24,6 @@ SMALL = {
     "extra_pos_embed_type": None, "crossattn_proj_in_channels": CONTEXT_WIDTH,
 }
 ONE_PIXEL = {"patch_size": (1, 1, 1), "num_attention_heads": 3, "rope_scale": (1.0, 4.0, 3.0)}
-IN_CONFIG = "config"
-IN_BLOCK = "block"
-IN_CALL = "call"
 # The functions of torchvision that diffusers calls, in case torchvision is not installed.
 NEAREST = SimpleNamespace(resize=lambda mask, size, interpolation: functional.interpolate(mask, size))
 vars(code).setdefault("transforms", SimpleNamespace(functional=NEAREST, InterpolationMode=SimpleNamespace(NEAREST="")))
@@ -99,13 +96,7 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
 def test_what_ours_does_not_compute_is_left_to_the_host(where: str, change: dict[str, Any], reason: str) -> None:
-    unet = network(**change if where == IN_CONFIG else {})
-    for path, value in change.items() if where == IN_BLOCK else ():
-        replace_part(unet.transformer_blocks[1], path, value)
-    given = call()
-    if where == IN_CALL:
-        given.update(change)
-    check_left_to_the_host(unet, given, reason)
+    check_left_to_the_host(network, "transformer_blocks.1", call(), where, change, reason)
 
 
 @pytest.mark.parametrize(("folder", "name"), [("Anima-2B", "Anima"), ("Predict2-2B", "Cosmos")])

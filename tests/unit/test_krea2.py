@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from builders import randomise, relative_error
-from left_to_the_host import check_left_to_the_host, replace_part
+from left_to_the_host import IN_BLOCK, IN_CALL, check_left_to_the_host
 from own_forward import own_forward
 from test_streaming import AWAY, Computer, Early, Late, computer
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ SMALL = {
     "axes_dims_rope": (8, 12, 12),
 }
 __all__ = ["computer"]
-IN_BLOCK = "block"
-IN_CALL = "call"
 
 
 def network(**config: Any) -> Any:
@@ -161,10 +159,4 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
 def test_what_ours_does_not_compute_is_left_to_the_host(where: str, change: dict[str, Any], reason: str) -> None:
-    transformer = network()
-    for path, value in change.items() if where == IN_BLOCK else ():
-        replace_part(transformer.transformer_blocks[1], path, value)
-    given = call()
-    if where == IN_CALL:
-        given.update(change)
-    check_left_to_the_host(transformer, given, reason)
+    check_left_to_the_host(network, "transformer_blocks.1", call(), where, change, reason)

@@ -10,7 +10,7 @@ import torch
 from builders import CONTEXT_WIDTH, randomise, relative_error
 from graph_builders import PretendedGraphs
 from ladder_builders import NATIVE
-from left_to_the_host import check_left_to_the_host, replace_part
+from left_to_the_host import IN_BLOCK, IN_CALL, IN_CONFIG, check_left_to_the_host
 from own_forward import own_forward
 from torch import Tensor, nn
 
@@ -25,9 +25,6 @@ SMALL = {
     "in_channels": CHANNELS, "dim": 96, "n_layers": 2, "n_refiner_layers": 1, "n_heads": 2, "n_kv_heads": 2,
     "cap_feat_dim": CONTEXT_WIDTH, "axes_dims": [16, 16, 16], "axes_lens": [700, 40, 40],
 }
-IN_CONFIG = "config"
-IN_BLOCK = "block"
-IN_CALL = "call"
 
 
 def network(**config: Any) -> Any:
@@ -152,10 +149,4 @@ def test_units_name_every_layer_once() -> None:
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
 def test_what_ours_does_not_compute_is_left_to_the_host(where: str, change: dict[str, Any], reason: str) -> None:
-    unet = network(**change if where == IN_CONFIG else {})
-    for path, value in change.items() if where == IN_BLOCK else ():
-        replace_part(unet.layers[1], path, value)
-    given = call()
-    if where == IN_CALL:
-        given.update(change)
-    check_left_to_the_host(unet, given, reason)
+    check_left_to_the_host(network, "layers.1", call(), where, change, reason)

@@ -22,34 +22,38 @@ from .layout import UNetLayout
 from .patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
 
 
-def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
-    """The embedding of y, (batch, y width) -> (batch, embedding width). None if the UNet takes no y."""
-    if layout.label is None or y is None:
-        return None
-    dtype = weights[layout.time.first.path].weight.dtype
-    hidden = ops.silu(ops.linear(y.to(dtype), weights[layout.label.first.path]))
-    return ops.linear(hidden, weights[layout.label.second.path])
+def full_pass(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
+) -> tuple[Tensor, Tensor]:
+    """Computes the whole UNet. Returns its output (see Pass.finish), and the deep feature that DeepCache (Ma et al.
+    2023) reuses: the hidden states that enter the last `depth` output stages.
+
+    depth: how many output stages, and as many input stages, are computed at every step. 0: no cut; the deep feature
+        is what enters Pass.finish.
+    """
+    running = Pass(layout, weights, ops, call)
+    stages = len(layout.output_stages)
+    hidden_states, skips = running.encode(stages)
+    deep_skips = skips[depth:]
+    # Without this, both lists would hold the skips, and their memory would not be freed by the stages that take them.
+    del skips[depth:]
+    remaining = skips[-1] if skips else None
+    hidden_states = running.middle(hidden_states)
+    deep = running.decode(hidden_states, deep_skips, range(stages - depth), remaining)
+    hidden_states = running.decode(deep, skips, range(stages - depth, stages), None)
+    return running.finish(hidden_states), deep
 
 
-def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
-    """The embedding of the timestep, (batch, embedding width), with the guidance embedding if the call has one."""
-    time = layout.time
-    waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
-    if time.condition is not None and call.timestep_condition is not None:
-        waves = waves + ops.linear(call.timestep_condition.to(waves.dtype), weights[time.condition.path])
-    return ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
-
-
-def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
-    """For each residual block what it adds after its first convolution, (batch, channels): the projection of the
-    embedding (batch, width), plus the convolution's bias. The keys are the paths of the projections."""
-    projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
-    blocks = layout.residual_blocks
-    biases = [bias_of(weights, block.in_convolution.path) for block in blocks]
-    if all(bias is not None for bias in biases):
-        projected = projected + ops.join([bias for bias in biases if bias is not None])
-    shifts = projected.split([block.embedding.out_features for block in blocks], dim=1)
-    return {block.embedding.path: shift for block, shift in zip(blocks, shifts, strict=True)}
+def cached_pass(
+    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
+) -> Tensor:
+    """The output (see Pass.finish) of the first and last `depth` stages, with the deep feature of an earlier step in
+    the place of what lies between them."""
+    running = Pass(layout, weights, ops, call)
+    stages = len(layout.output_stages)
+    _, skips = running.encode(depth)
+    hidden_states = running.decode(deep, skips, range(stages - depth, stages), None)
+    return running.finish(hidden_states)
 
 
 class Pass:
@@ -135,38 +139,34 @@ class Pass:
         return self.patches.after_stage(LAST, 0, output).to(self.call.latent.dtype)
 
 
-def full_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
-) -> tuple[Tensor, Tensor]:
-    """Computes the whole UNet. Returns its output (see Pass.finish), and the deep feature that DeepCache (Ma et al.
-    2023) reuses: the hidden states that enter the last `depth` output stages.
-
-    depth: how many output stages, and as many input stages, are computed at every step. 0: no cut; the deep feature
-        is what enters Pass.finish.
-    """
-    running = Pass(layout, weights, ops, call)
-    stages = len(layout.output_stages)
-    hidden_states, skips = running.encode(stages)
-    deep_skips = skips[depth:]
-    # Without this, both lists would hold the skips, and their memory would not be freed by the stages that take them.
-    del skips[depth:]
-    remaining = skips[-1] if skips else None
-    hidden_states = running.middle(hidden_states)
-    deep = running.decode(hidden_states, deep_skips, range(stages - depth), remaining)
-    hidden_states = running.decode(deep, skips, range(stages - depth, stages), None)
-    return running.finish(hidden_states), deep
+def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
+    """The embedding of y, (batch, y width) -> (batch, embedding width). None if the UNet takes no y."""
+    if layout.label is None or y is None:
+        return None
+    dtype = weights[layout.time.first.path].weight.dtype
+    hidden = ops.silu(ops.linear(y.to(dtype), weights[layout.label.first.path]))
+    return ops.linear(hidden, weights[layout.label.second.path])
 
 
-def cached_pass(
-    layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
-) -> Tensor:
-    """The output (see Pass.finish) of the first and last `depth` stages, with the deep feature of an earlier step in
-    the place of what lies between them."""
-    running = Pass(layout, weights, ops, call)
-    stages = len(layout.output_stages)
-    _, skips = running.encode(depth)
-    hidden_states = running.decode(deep, skips, range(stages - depth, stages), None)
-    return running.finish(hidden_states)
+def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
+    """The embedding of the timestep, (batch, embedding width), with the guidance embedding if the call has one."""
+    time = layout.time
+    waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
+    if time.condition is not None and call.timestep_condition is not None:
+        waves = waves + ops.linear(call.timestep_condition.to(waves.dtype), weights[time.condition.path])
+    return ops.linear(ops.silu(ops.linear(waves, weights[time.first.path])), weights[time.second.path])
+
+
+def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
+    """For each residual block what it adds after its first convolution, (batch, channels): the projection of the
+    embedding (batch, width), plus the convolution's bias. The keys are the paths of the projections."""
+    projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
+    blocks = layout.residual_blocks
+    biases = [bias_of(weights, block.in_convolution.path) for block in blocks]
+    if all(bias is not None for bias in biases):
+        projected = projected + ops.join([bias for bias in biases if bias is not None])
+    shifts = projected.split([block.embedding.out_features for block in blocks], dim=1)
+    return {block.embedding.path: shift for block, shift in zip(blocks, shifts, strict=True)}
 
 
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
