@@ -1,4 +1,4 @@
-"""The images that a WebUI makes and those that wait there, as jobs. Nothing of ours makes them."""
+"""The WebUI's own list of images, in progress and waiting, as jobs. OneDiff shows them, and does not make them."""
 from __future__ import annotations
 
 import sys
@@ -11,27 +11,29 @@ from ..core.jobs import IMAGE, MOST_OF_A_JOB, QUEUED, RUNNING, Job
 from ..runtime.call_stats import Generation, Generations
 
 SOURCE = "WebUI"
-# Of more tasks that wait, none is listed.
+# The most waiting images that are listed.
 MOST_WAITING = 50
 
 
 class HostImages:
-    """Reads the WebUI's own state; its jobs are the same objects as long as their images are made or wait."""
+    """Reads the WebUI's state. An image is the same Job object from its beginning to its end, and another one while it
+    waits."""
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
         self._running: WeakKeyDictionary[Generation, Job] = WeakKeyDictionary()
-        # By the WebUI's names of its tasks.
+        # By the WebUI's name of the task.
         self._waiting: dict[str, Job] = {}
 
     def jobs(self) -> list[Job]:
-        """The image in progress, and those that wait, the first first."""
+        """The image in progress, then the waiting ones, in the WebUI's order."""
         return [*self._in_progress(), *self._that_wait()]
 
     def _in_progress(self) -> Iterable[Job]:
         made = self._generations.alive()
         state = getattr(module_of_host("shared"), "state", None)
-        # Images that another extension has made for one are a part of it. A failed one may still be held somewhere.
+        # The first generation is the WebUI's; others are parts of it, which an extension makes. A generation that has
+        # failed may still be alive, so the state tells whether one is running.
         if not made or state is None or getattr(state, "job", None) == "":
             return
         generation = made[0]
@@ -50,25 +52,25 @@ class HostImages:
         yield job
 
     def _that_wait(self) -> Iterable[Job]:
-        # Threads of the WebUI change it.
+        # list() copies it, because other threads of the WebUI change it.
         tasks = list(getattr(module_of_host("progress"), "pending_tasks", ()))[:MOST_WAITING]
         self._waiting = {task: self._waiting.get(task) or Job(IMAGE, "", SOURCE, state=QUEUED) for task in tasks}
         return self._waiting.values()
 
 
 def step_of_host() -> tuple[int, int]:
-    """The step of the batch that the WebUI makes now, and how many it has; (0, 0) where the WebUI does not say."""
+    """(step, number of steps) of the batch that the WebUI makes now; (0, 0) if unknown."""
     state = getattr(module_of_host("shared"), "state", None)
     steps = number_of(state, "sampling_steps")
     return min(steps, number_of(state, "sampling_step")), steps
 
 
 def number_of(state: Any, name: str) -> int:
-    """A number of the WebUI's state; 0 where it has none of that name."""
+    """A number of the WebUI's state; 0 if the state has no number of this name."""
     value = getattr(state, name, 0)
     return value if isinstance(value, int) else 0
 
 
 def module_of_host(name: str) -> Any:
-    """A module of the WebUI that it has loaded; None where there is none."""
+    """The WebUI's Python module modules.<name>; None if it is not loaded."""
     return sys.modules.get(f"modules.{name}")

@@ -48,7 +48,7 @@ def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
             family.refuse_call(layout, replace(call, **change))
 
 
-def test_a_latent_may_lack_the_dimension_of_images(host: Krea2Host) -> None:
+def test_a_latent_may_lack_the_dimension_of_frames(host: Krea2Host) -> None:
     latent = host.latent(2, (7, 8), seed=5)[:, :, 0]
     expected = host.output(x=latent)
     host.begin()

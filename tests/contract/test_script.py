@@ -1,4 +1,5 @@
-"""scripts/onediff.py in the standalone host, each moment of it made to fail: nothing reaches the host, images go on."""
+"""scripts/onediff.py in the demo's WebUI: its callbacks, also when they fail, its arguments, and what it writes to the
+infotext."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "onediff.py"
 
 
 class Generation:
-    """What the host hands to a script, as far as ours asks."""
+    """The part of the WebUI's processing object that our script uses."""
 
     def __init__(self) -> None:
         self.extra_generation_params: dict[str, Any] = {}
@@ -39,7 +40,7 @@ class Generation:
 
 
 class Standalone:
-    """The standalone host with our script and a small model."""
+    """The demo's WebUI with our script and a small model."""
 
     def __init__(self) -> None:
         self.unet = diffusers_unet()
@@ -52,12 +53,13 @@ class Standalone:
         sd_models.model_data.sd_model = shared.sd_model = self.model
         self.callback("model_loaded", self.model)
 
-    def callback(self, moment: str, *arguments: Any) -> Any:
-        """What our function for this moment returns; what it raises, no host's callback catches here."""
-        (registered,) = script_callbacks.callback_map[moment]
+    def callback(self, name: str, *arguments: Any) -> Any:
+        """Call our function for one of the WebUI's callbacks. Raises its exceptions, which a WebUI would catch."""
+        (registered,) = script_callbacks.callback_map[name]
         return registered(*arguments)
 
     def generate(self) -> Tensor:
+        """Make one generation of one UNet call, and return the UNet's output."""
         p = Generation()
         self.page.process(p, True)
         self.page.process_before_every_sampling(p)
@@ -67,7 +69,7 @@ class Standalone:
         return output
 
     def switch(self, on: bool) -> None:
-        """As a click in the settings tab; raises what the option's onchange raises."""
+        """Switch OneDiff on or off as the settings tab does. Raises exceptions of the option's onchange."""
         shared.opts.data["onediff_enabled"] = on
         shared.opts.data_labels["onediff_enabled"].onchange()
 
@@ -91,7 +93,7 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
     (lambda host: (host.script.webui, "before_sampling"), "the beginning of a sampling"),
     (lambda host: (runtime, "keep_history"), "the end of a generation"),
 ], ids=["process", "process_before_every_sampling", "postprocess"])
-def test_a_fault_in_a_moment_of_a_generation(where: Any, hook: str, standalone: Standalone, tracebacks: Any) -> None:
+def test_a_fault_in_a_callback_does_not_change_the_image(where: Any, hook: str, standalone: Standalone, tracebacks: Any) -> None:
     standalone.switch(False)
     expected = standalone.generate()
     standalone.switch(True)
@@ -109,23 +111,23 @@ def test_a_fault_in_a_moment_of_a_generation(where: Any, hook: str, standalone: 
     assert runtime.status()["route"] == "plain" and relative_error(output, expected) < 1e-5 and tracebacks() == 1
 
 
-@pytest.mark.parametrize(("on", "arguments", "says", "infotext"), [
+@pytest.mark.parametrize(("on", "arguments", "problem", "infotext"), [
     (True, ("yes",), "OneDiff's script argument is true, false or a mapping of its options, not 'yes'.", "off"),
     (False, ({"enabled": True},), "switched off in the settings", None), (False, (False, "Fastest"), "", None),
     (True, ({"low_bit": "auto", "enabled": False},), "", "off; low_bit auto"),
     (True, ({"low_bit": "int8"},), "", "on"),
 ], ids=str)
-def test_arguments_that_are_not_followed_are_told(
-    on: bool, arguments: tuple[Any, ...], says: str, infotext: str | None, standalone: Standalone,
+def test_the_infotext_names_arguments_that_are_not_followed(
+    on: bool, arguments: tuple[Any, ...], problem: str, infotext: str | None, standalone: Standalone,
 ) -> None:
-    """In the infotext, which is what a client of the API gets; on the page where the run is off for it."""
+    """Clients of the API get the infotext. If OneDiff is off because of the arguments, the page has a comment too."""
     standalone.switch(on)
     p = Generation()
     standalone.page.process(p, *arguments)
     standalone.page.postprocess(p, SimpleNamespace())
-    told = p.extra_generation_params.get("OneDiff problem", "")
-    assert says in told and bool(told) == bool(says) and p.extra_generation_params.get("OneDiff") == infotext
-    assert p.comments == [told] * bool(told and infotext in ("off", None)) and runtime.guard.faults == []
+    found = p.extra_generation_params.get("OneDiff problem", "")
+    assert problem in found and bool(found) == bool(problem) and p.extra_generation_params.get("OneDiff") == infotext
+    assert p.comments == [found] * bool(found and infotext in ("off", None)) and runtime.guard.faults == []
 
 
 @pytest.mark.parametrize(("wanted", "while_made", "infotext"), [
@@ -134,10 +136,10 @@ def test_arguments_that_are_not_followed_are_told(
      "on; deepcache_interval 3; backend native; low_bit_budget 0.05; skip_negative_after 50", "on"),
     ({"enabled": False}, "off", "off"),
 ], ids=str)
-def test_what_has_rested_is_not_said_to_have_counted(
+def test_the_infotext_leaves_out_options_that_had_no_effect(
     wanted: Any, while_made: str, infotext: str, standalone: Standalone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One step, on a CPU."""
+    """In an image of one step, on a CPU."""
     p = Generation()
     standalone.page.process(p, wanted)
     assert p.extra_generation_params["OneDiff"] == while_made
@@ -158,7 +160,7 @@ def test_what_has_rested_is_not_said_to_have_counted(
     (DEEPCACHE_OPTIONS, "on; deepcache_interval 3"), (TRANSFORMER_OPTIONS, "on; transformer_interval 2"),
     (frozenset(), "on"),
 ], ids=["UNet", "transformer", "too few steps"])
-def test_an_infotext_names_the_options_that_the_images_network_followed(
+def test_the_infotext_names_the_options_that_the_network_has_followed(
     followed: frozenset[str], infotext: str, standalone: Standalone
 ) -> None:
     p = Generation()
@@ -172,7 +174,7 @@ def test_an_infotext_names_the_options_that_the_images_network_followed(
 
 
 @pytest.mark.parametrize("where", [None, "~/elsewhere", " "])
-def test_the_environment_alone_says_where_the_cache_folder_is(
+def test_only_the_environment_variable_sets_the_cache_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, where: str | None
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -180,7 +182,7 @@ def test_the_environment_alone_says_where_the_cache_folder_is(
     monkeypatch.delenv("ONEDIFF_CACHE", raising=False)
     if where is not None:
         monkeypatch.setenv("ONEDIFF_CACHE", where)
-    # As in the config.json of an earlier version.
+    # An earlier version had a setting for it, which may still be in config.json.
     monkeypatch.setitem(shared.opts.data, "onediff_cache_folder", str(tmp_path / "stored"))
     standalone = request.getfixturevalue("standalone")
     folder = tmp_path / ("elsewhere" if where and where.strip() else "cache/onediff")

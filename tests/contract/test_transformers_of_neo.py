@@ -26,6 +26,7 @@ from lib_onediff.weights.binding import shares_storage
 from lib_onediff.weights.low_bit import every_low_bit_layer
 
 HOSTS = (AnimaHost, Krea2Host, ZImageHost, Lumina2Host)
+# Latent height and width, batch, and tokens of the prompt.
 SIZES = [((8, 8), 2, 20), ((17, 23), 1, 20), ((17, 23), 3, 512), ((6, 32), 2, 601), ((32, 6), 1, 1)]
 # The lengths of prompts, in tokens, that shapes are made for: one chunk, and more.
 WARMED_TOKENS = (77, 601)
