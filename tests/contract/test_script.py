@@ -93,7 +93,7 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
     (lambda host: (host.script.webui, "before_sampling"), "the beginning of a sampling"),
     (lambda host: (runtime, "keep_history"), "the end of a generation"),
 ], ids=["process", "process_before_every_sampling", "postprocess"])
-def test_a_fault_in_a_callback_does_not_change_the_image(where: Any, hook: str, standalone: Standalone, tracebacks: Any) -> None:
+def test_a_fault_in_a_callback_costs_no_image(where: Any, hook: str, standalone: Standalone, tracebacks: Any) -> None:
     standalone.switch(False)
     expected = standalone.generate()
     standalone.switch(True)
