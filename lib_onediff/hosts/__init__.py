@@ -25,8 +25,8 @@ HOSTS = {
 
 
 def this_webui() -> WebUI:
-    """The adapter of the WebUI that OneDiff runs in. It is the same object until the process ends, also after a reload
-    of scripts."""
+    """The adapter of the WebUI that OneDiff runs in. It is the same object until the process ends, also after a
+    reload of scripts."""
     if runtime.webui is None:
         runtime.webui = runtime.guard.attempt("recognising the WebUI", adapter_of_host)
     if runtime.webui is None:

@@ -1,5 +1,5 @@
-"""The interface of a WebUI's adapter, and the check that a release of the WebUI has everything that the adapter needs.
-"""
+"""The interface of a WebUI's adapter, and the check that a release of the WebUI has everything that the
+adapter needs."""
 from __future__ import annotations
 
 import importlib
@@ -89,15 +89,15 @@ class WebUI:
         raise Refusal(str(self.why_not_served()))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        """Decode random latents of so many images, as the WebUI does after a sampling. width, height: in pixels.
+        """Decode the random latents of `images` images, as the WebUI does after a sampling. width, height: in pixels.
 
         Raises Refusal if OneDiff does not serve the checkpoint. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        """(batch, tokens) of the UNet calls that the WebUI makes for so many images at once and a prompt of this
-        context length. The usual call comes first."""
+        """(batch, tokens) of each UNet call that the WebUI makes in a step for `images` images at once and a prompt of
+        this context length. The usual call comes first."""
         return (2 * images, tokens), (images, tokens)
 
     # --- the same for all WebUIs ----------------------------------------------------------------------------------
@@ -156,8 +156,8 @@ class WebUI:
         return Path(paths.data_path)
 
     def checkpoint(self) -> Any:
-        """The loaded checkpoint; None if none is loaded yet. Never loads one, as reading the WebUI's shared.sd_model
-        does."""
+        """The loaded checkpoint; None if none is loaded yet. Never loads one, as reading the WebUI's
+        shared.sd_model does."""
         if self.name == NO_HOST:
             return None
         from modules import sd_models
@@ -218,8 +218,8 @@ def listed(words: Sequence[str]) -> str:
 
 
 def random_state_kept() -> AbstractContextManager[object]:
-    """A context that restores torch's random states at its end, so that numbers drawn inside do not change the next
-    image."""
+    """A context that restores torch's random states at its end, so that numbers drawn inside do not
+    change the next image."""
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
 
 

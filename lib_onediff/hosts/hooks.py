@@ -33,7 +33,7 @@ OTHER_VAE = "OneDiff does not support this kind of VAE"
 
 
 def note_host(unet: Any, reason: str) -> None:
-    """Runtime.note_host, as a Declined."""
+    """Note, for the user, why the host serves a call of this UNet. A Declined."""
     runtime.note_host(reason, unet)
 
 
@@ -162,14 +162,14 @@ class ClassPatch:
         return found
 
     def _is_own_method(self, function: Any) -> bool:
-        """Whether a function is the method from the class's own definition. If the class has it, other code has removed
-        our patch."""
+        """Whether a function is the method from the class's own definition. If the class has it, other code has
+        removed our patch."""
         is_named_so = getattr(function, "__qualname__", "") == f"{self.owner.__qualname__}.{self.method}"
         return is_named_so and package(origin(function)) == package(self.owner.__module__)
 
     def keep_out_of_traces(self) -> None:
-        """Let torch.compile skip the replacement: tracing it would take minutes. Does nothing until the compiler is
-        imported."""
+        """Let torch.compile skip the replacement: tracing it would take minutes. Does nothing until the
+        compiler is imported."""
         if self._is_traced and is_compiler_here():
             self._is_traced = False
             # Nothing that our function calls is compiled. The host's function, which the link calls, still is.
@@ -179,7 +179,7 @@ class ClassPatch:
 
 
 def stepped_over(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, not traced by torch.compile; functions that it calls are."""
+    """The function, so wrapped that torch.compile does not trace it. Functions that it calls are traced."""
     found: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
     return found
 
@@ -318,9 +318,8 @@ class UNetHooks(ForwardPatches):
         self._announced = None
 
     def begin_sampling(self, p: Any, unet: nn.Module | None) -> None:
-        """Note that the generation p begins a sampling with this UNet; None: with a network that OneDiff does not
-        serve.
-        """
+        """Note that the generation p begins a sampling with this UNet. unet: None if OneDiff does not serve the
+        network."""
         for patch in self.patches:
             patch.keep_out_of_traces()
             if patch.active:

@@ -16,8 +16,8 @@ MOST_WAITING = 50
 
 
 class HostImages:
-    """Reads the WebUI's state. An image is the same Job object from its beginning to its end, and another one while it
-    waits."""
+    """Reads the WebUI's state. An image is the same Job object from its beginning to its end, and another one
+    while it waits."""
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations

@@ -111,9 +111,8 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
 
 
 def timesteps_of(sampler: Any, sigmas: list[float]) -> list[float] | None:
-    """The timesteps that the UNet gets for these noise levels; None if the sampler has not computed any yet, or is
-    gone.
-    """
+    """The timesteps that the UNet gets for these noise levels; None if the sampler has not computed any
+    yet, or is gone."""
     if not sigmas or sampler is None:
         return None
     wrapped = sampler.model_wrap

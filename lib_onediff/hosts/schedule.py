@@ -1,6 +1,5 @@
 """Functions for reading a sampling's schedule from any host: intercepting one call of one object, and the reason why
-outputs of a sampler cannot be extrapolated. sampler_schedule.py and diffusers/schedule.py use them.
-"""
+outputs of a sampler cannot be extrapolated. sampler_schedule.py and diffusers/schedule.py use them."""
 from __future__ import annotations
 
 import weakref

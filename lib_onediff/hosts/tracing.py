@@ -1,5 +1,5 @@
-"""torch.compile and our hooks: the compiler skips our hooks; if its graph must be whole, it traces the host's
-method."""
+"""torch.compile and our hooks: the compiler skips our hooks; if its graph must be whole, it traces the
+host's method."""
 from __future__ import annotations
 
 import logging

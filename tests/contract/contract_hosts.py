@@ -283,8 +283,8 @@ class LdmPatchedHost(FamilyHost):
 
 
 class ClassicHost(LdmPatchedHost):
-    """Forge Classic. Its weights are inference tensors, and it has forge_objects_after_applying_lora only if there are
-    LoRAs."""
+    """Forge Classic. Its weights are inference tensors, and it has forge_objects_after_applying_lora only if
+    there are LoRAs."""
 
     def make(self) -> Any:
         with torch.inference_mode():

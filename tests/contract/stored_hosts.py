@@ -83,8 +83,8 @@ class StoredNeo(FamilyHost):
 
     @contextlib.contextmanager
     def as_stored(self) -> Iterator[None]:
-        """A context in which the WebUI computes with the numbers in the file, and rounds no inputs; INT8 is multiplied
-        as usual."""
+        """A context in which the WebUI computes with the numbers in the file, and rounds no inputs; INT8 is
+        multiplied as usual."""
         decodes = {layer: layer._full_precision_mm for layer in self.unet.modules() if hasattr(layer, "quant_format")}
         try:
             for layer in decodes:

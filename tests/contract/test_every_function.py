@@ -88,8 +88,8 @@ class Reference(NamedTuple):
 
 
 def apart(made: Any, expected: Any) -> tuple[float, float]:
-    """The largest difference of two images, and the root mean square of all differences; infinite if they cannot be
-    compared."""
+    """The largest difference of two images, and the root mean square of all differences; infinite if they
+    cannot be compared."""
     made = numpy.asarray(made, dtype="float64")
     expected = numpy.asarray(expected, dtype="float64")
     if made.shape != expected.shape or not numpy.isfinite(made).all():
@@ -109,8 +109,8 @@ def what_is_wrong(made: list[Any], reference: Reference) -> str:
 
 
 def what_is_wrong_next(made: list[Any], calls: dict[str, int], reference: Reference) -> str:
-    """Why the images after a fault are wrong; "" if they are right: OneDiff must serve them again as without the
-    fault."""
+    """Why the images after a fault are wrong; "" if they are right: OneDiff must serve them again as
+    without the fault."""
     far = max(apart(image, ours)[0] for image, ours in zip(made, reference.ours, strict=True))
     if not far <= 1 / 255:
         return f"the next image is {far:.4f} away from an undisturbed one"

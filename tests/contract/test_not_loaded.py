@@ -1,5 +1,5 @@
-"""scripts/onediff_not_loaded.py shows an accordion with the reason if OneDiff cannot be loaded, and otherwise
-nothing."""
+"""scripts/onediff_not_loaded.py shows an accordion with the reason if OneDiff cannot be loaded, and
+otherwise nothing."""
 from __future__ import annotations
 
 import sys

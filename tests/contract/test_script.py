@@ -1,5 +1,5 @@
-"""scripts/onediff.py in the demo's WebUI: its callbacks, also when they fail, its arguments, and what it writes to the
-infotext."""
+"""scripts/onediff.py in the demo's WebUI: its callbacks, also when they fail, its arguments, and what it writes
+to the infotext."""
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""Step policies in every WebUI: they need the prompt's rows of each call and the sampler, which each WebUI tells in its
-own way."""
+"""Step policies in every WebUI: they need the prompt's rows of each call and the sampler, which each WebUI
+tells in its own way."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -121,8 +121,8 @@ class Guided:
         adapter.after_run(p)
 
     def by_host(self, step: Step) -> Tensor:
-        """The prediction of the WebUI's own UNet for a call; of the prompt's rows alone, repeated, if OneDiff skipped
-        the others."""
+        """The prediction of the WebUI's own UNet for a call; of the prompt's rows alone, repeated, if OneDiff
+        skipped the others."""
         rows = slice(None)
         options = step.options
         control = step.control

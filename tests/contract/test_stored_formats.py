@@ -261,8 +261,8 @@ def in_q4(host: StoredAnima, layer: Any, chance: Random) -> None:
 
 
 def edit_rotation(host: StoredAnima, layer: Any, chance: Random) -> None:
-    """Switch the rotation on or off, in a new tensor or in the present one: the same numbers then mean another
-    weight."""
+    """Switch the rotation on or off, in a new tensor or in the present one: the same numbers then mean
+    another weight."""
     weight = layer.weight
     if getattr(weight, "_layout_cls", "") == "TensorWiseINT8Layout":
         params = dataclasses.replace(weight._params, convrot=not weight._params.convrot, convrot_groupsize=GROUP)
@@ -519,8 +519,8 @@ def test_the_host_serves_while_a_scale_is_nan(host: StoredAnima) -> None:
 def test_animas_mlps_are_multiplied_in_fp8_only_if_the_hosts_release_rounds_their_inputs(
     host: StoredAnima, dimensions: int, is_rounded: bool
 ) -> None:
-    """The inputs of these MLPs have five dimensions. dimensions: the most that inputs may have which the host
-    rounds."""
+    """The inputs of these MLPs have five dimensions. dimensions: the most that inputs may have which
+    the host rounds."""
     mixed = host.module("backend.operations_mixed_precision").mixed_precision_ops
     host.mixed = lambda disabled: mixed(disabled, dimensions).Linear
     host.store("FP8 (e4m3, scaled)", ())

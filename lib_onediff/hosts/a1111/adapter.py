@@ -186,7 +186,7 @@ class A1111(WebUI):
             raise Refusal(f"the UNet's torch functions were replaced by {author(functions)}")
         refuse_global_hooks()
         if shared.cmd_opts.lowvram and lowvram.module_in_gpu is not None:
-            # As the first layer's own hook would: move the network, or layer, that is on the GPU back.
+            # Move the network, or block, that is on the GPU to main memory, as the first layer's own hook would.
             lowvram.send_everything_to_cpu()
         check_layers()
 

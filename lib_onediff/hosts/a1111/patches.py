@@ -33,8 +33,8 @@ REFERENCE_HACKS = ("hacked_basic_transformer_inner_forward", "hacked_group_norm_
 
 
 class ModulePatches(PatchPoints):
-    """The changed modules of a UNet at one call. concatenation: an extension's replacement of torch.cat; None for the
-    host's own."""
+    """The changed modules of a UNet at one call. concatenation: an extension's replacement of torch.cat; None
+    for the host's own."""
 
     def __init__(self, changed: Changed, concatenation: Concatenation | None = None) -> None:
         self._changed = changed

@@ -34,9 +34,8 @@ class Krea2Calls:
         position_ids: Tensor, encoder_attention_mask: Tensor | None = None,
         attention_kwargs: dict[str, Any] | None = None, **others: Any,
     ) -> Krea2Call:
-        """Our call for these arguments of the host's forward. Raises Refusal for those that our forward does not
-        compute.
-        """
+        """Our call for these arguments of the host's forward. Raises Refusal for those that our forward does
+        not compute."""
         passed = [name for name, value in others.items() if value is not None]
         if (attention_kwargs or {}) not in UNSCALED:
             passed.append("attention_kwargs")

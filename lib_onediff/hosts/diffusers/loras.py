@@ -1,4 +1,4 @@
-"""Reads LoRAs that diffusers, by peft, has put around layers of a network and not merged.
+"""Reads the unmerged LoRAs of diffusers' networks, which peft puts around the networks' layers.
 
 Such a layer (peft.tuners.lora.layer) has lora_A and lora_B, the factors by the adapter's name, and scaling, a number
 for each adapter. Its forward adds the updates of the adapters in active_adapters; none while it is disabled, or while
@@ -85,7 +85,7 @@ class LoraReader:
         return WeightFunctions(tuple(updates), bias=added if biases and within.bias is not None else None)
 
     def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
-        """Multiply all LoRAs of the UNet by this scale, a call's, from now on. whole: whether our forward computes all
+        """Use this scale of a pipeline's call for all LoRAs of the UNet. whole: whether our forward computes all
         attentions; the host's modules would ignore the scale. Raises Refusal if only the host can compute this."""
         if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
             # After a scale of 0, diffusers cannot restore the adapters' weights.
@@ -147,6 +147,5 @@ def refuse_unsupported(layer: Any) -> None:
 
 
 def casts_inputs(layer: Any) -> bool:
-    """Whether peft casts the input of a LoRA layer to the LoRA's dtype. If not, an input of another dtype is an error.
-    """
+    """Whether peft casts the input of a LoRA layer to the LoRA's dtype; otherwise, another dtype is an error."""
     return bool(getattr(layer, "cast_input_dtype_enabled", True))

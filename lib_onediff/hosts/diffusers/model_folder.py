@@ -105,8 +105,8 @@ def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
 
 
 def check_network(folder: Path, kind: Any) -> None:
-    """Raise Refusal if a network's weights or configuration are not safe to load; see weight_files, check_numbers and
-    check_size."""
+    """Raise Refusal if a network's weights or configuration are not safe to load; see weight_files,
+    check_numbers and check_size."""
     names = weight_files(folder)
     config = read_json(folder / CONFIG)
     check_numbers(folder.name, config)
@@ -150,9 +150,8 @@ def most_in(value: Any, name: str, folder: Path) -> int:
 
 
 def check_numbers(part: str, config: dict[str, Any]) -> None:
-    """Raise Refusal for numbers that the libraries would not check before they make an image, and for quantized
-    weights.
-    """
+    """Raise Refusal for numbers that the libraries would not check before they make an image, and for
+    quantized weights."""
     if config.get("quantization_config") is not None:
         raise Refusal(f"The weights of the {part} are quantized, which OneDiff cannot load.")
     if part == "unet":
@@ -180,8 +179,8 @@ def is_real(value: Any) -> bool:
 
 
 def load_scheduler(folder: Path) -> Any:
-    """The scheduler of a folder. Raises Refusal unless it is one that diffusers lists as exchangeable, LCM's or
-    TCD's."""
+    """The scheduler of a folder. Raises Refusal unless it is one that diffusers lists as exchangeable,
+    LCM's or TCD's."""
     import diffusers
     from diffusers.schedulers import KarrasDiffusionSchedulers
 

@@ -81,8 +81,7 @@ class ModuleForward(abc.ABC):
         return host
 
     def _by_hooks(self, forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the host's own forward of a module: one with diffusers' hooks around it, which does not take the module.
-        """
+        """Call the host's own forward of a module, with diffusers' hooks around it. It does not take the module."""
         self._turn.is_hosts = True
         try:
             return forward(*args, **kwargs)
@@ -130,10 +129,13 @@ def arguments_by_name(
 
 
 @functools.lru_cache(maxsize=16)
-def parameters_of(kind: type, standing: Callable[..., Any], original: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a forward's parameters, without self. standing: the class's present forward. original: the one below
-    our patch. Raises Refusal if either, without our patch, is not the class's own."""
-    for function in (beneath_ours(standing), original):
+def parameters_of(kind: type, present: Callable[..., Any], original: Callable[..., Any]) -> tuple[str, ...]:
+    """The names of a forward's parameters, without self.
+
+    present: the class's present forward. original: the one below our patch. Raises Refusal if other code has replaced
+    either.
+    """
+    for function in (beneath_ours(present), original):
         refuse_replaced(kind, below=function)
     return tuple(inspect.signature(original).parameters)[1:]
 

@@ -146,9 +146,9 @@ def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 
 
 def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) -> list[list[Any]]:
-    """The modules of a down, middle or up block, in the order of the host's forward: a list for each residual block,
-    [resnet, attention]; the attention is None if there is none. known: the classes of blocks that are allowed. Raises
-    Refusal for others."""
+    """The modules of a down, middle or up block, in the order of the host's forward: a list for each residual block and
+    the attention after it (in the middle: before it), which may be None. known: the classes of blocks that are allowed.
+    Raises Refusal for others."""
     if leaves.kind(block) not in known:
         raise leaves.unknown(block)
     resnets = list(block.resnets)

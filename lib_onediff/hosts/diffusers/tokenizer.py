@@ -81,8 +81,8 @@ def write_words(source: Path, target: Path) -> dict[str, Any]:
 
 
 def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]:
-    """A tokenizer's vocabulary, {word: number}; its merges, each as "a b"; and its added tokens, by number. Raises
-    Refusal."""
+    """A tokenizer's vocabulary, {word: number}; its merges, each as "a b"; and its added tokens, by number.
+    Raises Refusal."""
     added: dict[str, Any] = {}
     if (folder / VOCABULARY).exists() and (folder / MERGES).exists():
         words: Any = read_json(folder / VOCABULARY)

@@ -1,6 +1,5 @@
-"""Serves the calls of diffusers' networks by our forwards: attaches and detaches single modules, and converts their
-calls.
-"""
+"""Serves the calls of diffusers' networks by our forwards: attaches and detaches single modules, and converts
+their calls."""
 from __future__ import annotations
 
 import importlib
@@ -56,7 +55,7 @@ TWO_HALVES = frozenset({
 NO_PIPELINE = "the UNet was compiled without its pipeline (use compile_pipe instead of compile_unet)"
 NO_GUIDANCE = "the pipeline computes no negative prompt (its guidance scale is 1 or less)"
 ODD_BATCH = "the call does not have one row of the prompt and one of the negative prompt for each image"
-# Arguments whose tensors have no row for each of the call's rows.
+# Arguments that are the same for all rows of a call.
 FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 
@@ -187,8 +186,8 @@ class DiffusersForward(ModuleForward):
         down_intrablock_additional_residuals: Any = None, cross_attention_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> Call:
-        """Our Call for these arguments of UNet2DConditionModel.forward. Raises Refusal if only the host can compute it.
-        """
+        """Our Call for these arguments of UNet2DConditionModel.forward. Raises Refusal if only the host can compute
+        them."""
         if isinstance(encoder_hidden_states, (tuple, list)):
             raise Refusal("the context has several parts")
         for name, value in others.items():
@@ -237,7 +236,8 @@ class DiffusersForward(ModuleForward):
             attentions = list(modules.values())
         processors = list(map(PROCESSOR_OF, attentions))
         kinds = set(map(type, processors))
-        # Everything that foreign_parts depends on. While it is as it was when there were none, there are none.
+        # Everything that foreign_parts depends on. If it is the same as when foreign_parts last found nothing, there is
+        # nothing to find.
         freeu = [list(map(vars(block).get, FREEU_FACTORS)) for block in unet.up_blocks]
         state = type(unet.encoder_hid_proj), kinds, freeu
         are_foreign = state != self._without_foreign_parts and bool(foreign_parts(unet, kinds))
@@ -322,8 +322,8 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
 
 
 def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    """The sample that a UNet's own forward returns for these arguments. Copies the list that it removes elements from.
-    """
+    """The sample that a UNet's own forward returns for these arguments. Copies the list from which it removes
+    elements."""
     consumed = given.get(CONSUMED)
     again = {**given, CONSUMED: list(consumed)} if consumed else given
     sample: Tensor = host(unet, **again, return_dict=False)[0]
@@ -331,7 +331,7 @@ def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) 
 
 
 def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
-    """The prompts' rows of a call that this pipeline makes. pipe: None if unknown. Raises Refusal if they are
+    """The prompts' rows of a call that this pipeline makes. pipe: None if it is unknown. Raises Refusal if the rows are
     unknown."""
     if pipe is None:
         raise Refusal(NO_PIPELINE)

@@ -44,8 +44,8 @@ def z_image_call(
 
 
 def refuse_places(network: Any, last: tuple[int, int, int]) -> None:
-    """Raise Refusal if the host has no rotary embedding for the last position along an axis; the host raises an error
-    then."""
+    """Raise Refusal if the host has no rotary embedding for the last position along an axis; the host
+    raises an error then."""
     most = network.rope_embedder.axes_lens
     if any(place >= length for place, length in zip(last, most, strict=True)):
         raise Refusal(f"the prompt or the latent is longer than the {most} positions of this model")

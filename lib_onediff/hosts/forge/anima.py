@@ -1,5 +1,5 @@
-"""Forge Neo's Anima (backend.nn.anima): its layout, its calls as ours, and a check of state outside a call's
-arguments."""
+"""Forge Neo's Anima (backend.nn.anima): its layout, its calls as ours, and a check of state outside a
+call's arguments."""
 from __future__ import annotations
 
 import importlib

@@ -37,8 +37,8 @@ SEVERAL_PROMPTS = "several prompts, areas or other predictions share the call"
 
 
 class HostCall(NamedTuple):
-    """The arguments of a call of the host's forward. options: its transformer_options. others: further arguments, by
-    name."""
+    """The arguments of a call of the host's forward. options: its transformer_options. others: further
+    arguments, by name."""
 
     x: Tensor
     timesteps: Tensor
@@ -50,9 +50,8 @@ class HostCall(NamedTuple):
 
     @classmethod
     def of(cls, parameters: tuple[str, ...], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> HostCall:
-        """The HostCall of a call of a forward with these parameters. Raises TypeError for wrong arguments, as the
-        forward
-        does: too many, one given twice, or no x."""
+        """The HostCall of a call of a forward with these parameters. Raises TypeError, as the forward does, for too
+        many arguments, for one that is given twice, and without x."""
         by_place = dict(zip(parameters, arguments, strict=False))
         others = {**by_place, **named}
         if len(arguments) > len(parameters) or by_place.keys() & named.keys() or "x" not in others:
@@ -78,8 +77,8 @@ class HostCall(NamedTuple):
         )
 
     def of_rows(self, rows: slice) -> HostCall:
-        """The call of these rows alone, the prompt's, with the options that the host passes if it skips the negative
-        prompt."""
+        """The call of these rows alone, the prompt's, with the options that the host passes if it skips the
+        negative prompt."""
         batch = self.x.shape[0]
         options = {**self.options, "cond_or_uncond": [COND]}
         if isinstance(options.get("cond_mark"), Tensor):
@@ -116,7 +115,7 @@ def unet_call(
 
     upcast_attention: whether the host computes attention scores in float32.
     names_read: the names under which the host's UNet may read an option or another argument.
-    image_prompts: of the IP-Adapters that our forward computes itself.
+    image_prompts: those of IP-Adapters that our forward computes itself.
     changed: the UNet's modules on which extensions have set forwards.
     """
     options = given.options
@@ -143,8 +142,8 @@ def transformer_call(
     kind: Callable[..., Call], network: nn.Module, given: HostCall, upcast_attention: bool,
     names_read: Collection[str], image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> Call:
-    """The Call for a call of a host's transformer; otherwise as unet_call. kind: creates its family's Call from latent,
-    timestep and context."""
+    """The Call for a call of a host's transformer; see unet_call. kind: creates its family's Call from latent, timestep
+    and context."""
     if given.context.dim() != PROMPT_DIMENSIONS:
         raise Refusal(f"the prompt is {tuple(given.context.shape)}, not (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
@@ -200,8 +199,8 @@ def control_of(control: Mapping[str, Any] | None) -> Control | None:
     """The residuals of ControlNets and T2I adapters as a Control; None if there are none. Raises Refusal for values
     that are not tensors. The host's lists stay unchanged.
 
-    The host's forward takes residuals from the end of each list: those of input and output from the first block on, and
-    of middle only the last one.
+    The host's forward takes residuals from the end of each list: the last one of input, and of output, is for the first
+    block; of middle, it takes only the last one.
     """
     slots = {part: tuple((control or {}).get(part) or ()) for part in PARTS}
     residuals = [residual for part in PARTS for residual in slots[part] if residual is not None]

@@ -144,8 +144,8 @@ class HostNetwork:
         return names_read_by(self.code, importlib.import_module(self.attention.functions)) | {*self.parameters}
 
     def check(self) -> None:
-        """Raise Refusal if a function that it calls was replaced, or if calls now depend on more than their
-        arguments."""
+        """Raise Refusal if a function that it calls was replaced, or if calls now depend on more than
+        their arguments."""
         attention = self.attention
         called = [(name, getattr(self.code, name), owner) for name, owner in self.helpers.items()]
         for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):

@@ -140,7 +140,9 @@ def add_parts(value: Any, parts: Parts) -> None:
 def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
     """The plain LoRA that a patch adds to a weight; None if the patch is another one, or also changes the weight
     itself.
-    weight: may be in few bits; then only its shape is that of the layer's weight."""
+
+    weight: the layer's. It may be in few bits; then only its shape is that of the decoded weight.
+    """
     strength, value, strength_of_model, offset, function = patch[:PARTS_OF_A_PATCH]
     if strength_of_model != 1.0 or function is not None:
         return None

@@ -27,8 +27,8 @@ def without_autocast(disable: bool = False) -> Any:
 
 @contextlib.contextmanager
 def manual_cast(target: torch.dtype) -> Iterator[None]:
-    """A context in which these layers cast inputs and parameters themselves. Each call leaves the parameters in other
-    memory."""
+    """A context in which these layers cast inputs and parameters themselves. Each call leaves the parameters in
+    other memory."""
     originals = [kind.forward for kind in CAST]
     for kind, forward in zip(CAST, originals, strict=True):
         kind.forward = casting(forward, target)

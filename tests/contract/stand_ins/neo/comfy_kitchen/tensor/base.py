@@ -18,8 +18,8 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 @dataclass(frozen=True)
 class Params:
-    """The parameters of a layout. scale: a factor of the values. orig_dtype, orig_shape: those of the decoded
-    tensor."""
+    """The parameters of a layout. scale: a factor of the values. orig_dtype, orig_shape: those of the
+    decoded tensor."""
 
     scale: Any
     orig_dtype: torch.dtype
