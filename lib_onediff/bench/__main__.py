@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
                         "for the table of cards to this folder (default: the current one)")
     parser.add_argument("--dtype", choices=list(steps.DTYPES), default="fp16" if gpu else "fp32")
     parser.add_argument("--model", nargs="+", help=f"{', '.join(models.CONFIGURATIONS)} with random weights; or a "
-                        "checkpoint's file or folder; for image and quality a diffusers folder")
+                        "checkpoint's file or folder; for image, quality and schedules a diffusers folder")
     parser.add_argument("--backend", nargs="+", choices=everyone, metavar="NAME",
                         default=[*HOSTS, "native", "cudagraph", "eager"] if gpu else ["host", "eager"],
                         help=f"step: one row for each of these backends: {', '.join(everyone)}")
