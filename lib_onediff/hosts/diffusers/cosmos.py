@@ -22,7 +22,7 @@ def cosmos_call(
     """
     passed = [name for name, value in others.items() if value is not None]
     if passed:
-        raise Refusal(f"the pipeline passes {', '.join(passed)}")
+        raise Refusal(f"the pipeline passes {', '.join(passed)}, which OneDiff does not support")
     if isinstance(encoder_hidden_states, (tuple, list)):
         raise Refusal("the context has several parts")
     if not all(isinstance(one, Tensor) for one in (hidden_states, timestep, encoder_hidden_states)):

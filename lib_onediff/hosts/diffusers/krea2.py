@@ -40,7 +40,7 @@ class Krea2Calls:
         if (attention_kwargs or {}) not in UNSCALED:
             passed.append("attention_kwargs")
         if passed:
-            raise Refusal(f"the pipeline passes {', '.join(passed)}")
+            raise Refusal(f"the pipeline passes {', '.join(passed)}, which OneDiff does not support")
         given = hidden_states, encoder_hidden_states, timestep, position_ids
         if not all(isinstance(one, Tensor) for one in given):
             raise Refusal("the latent, the timestep, the context or the positions are not a tensor")

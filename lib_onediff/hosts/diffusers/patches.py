@@ -115,7 +115,8 @@ def additions_of(
     """
     unknown = sorted(set(arguments) - {MASKS})
     if unknown:
-        raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(unknown)})")
+        names = ", ".join(unknown)
+        raise Refusal(f"the pipeline passes cross_attention_kwargs that OneDiff does not support ({names})")
     # For each IP-Adapter, (batch, images, tokens, width).
     tokens = unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
     kinds = {

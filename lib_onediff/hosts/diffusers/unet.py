@@ -192,7 +192,7 @@ class DiffusersForward(ModuleForward):
             raise Refusal("the context has several parts")
         for name, value in others.items():
             if value is not None and value != {}:
-                raise Refusal(f"the pipeline passes {name}")
+                raise Refusal(f"the pipeline passes {name}, which OneDiff does not support")
         tensors: list[Any] = [sample, encoder_hidden_states]
         if timestep_cond is not None:
             tensors.append(timestep_cond)
@@ -211,7 +211,8 @@ class DiffusersForward(ModuleForward):
             by_path = dict(zip(self._attentions, parts.processors, strict=True))
             additions = additions_of(unet, by_path, sample, added_cond_kwargs or {}, arguments)
         elif arguments:
-            raise Refusal(f"the pipeline passes cross_attention_kwargs ({', '.join(sorted(arguments))})")
+            names = ", ".join(sorted(arguments))
+            raise Refusal(f"the pipeline passes cross_attention_kwargs that OneDiff does not support ({names})")
         if scale != 1.0 or self.loras.scale != 1.0:
             self.loras.use_scale(unet, scale, whole=additions.patches is None)
         residuals = (

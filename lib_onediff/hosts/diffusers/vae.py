@@ -36,10 +36,10 @@ class DecoderForward(ModuleForward):
                 raise Refusal(f"its class was changed to {type(module).__qualname__}")
             given = arguments_by_name(module, original, args, kwargs)
             if not isinstance(given.pop(LATENT, None), Tensor):
-                raise Refusal("the VAE's decoder is called without a latent")
+                raise Refusal("the VAE's decoder or encoder is called without a tensor")
             passed = sorted(name for name, value in given.items() if value is not None)
             if passed:
-                raise Refusal(f"the VAE passes {', '.join(passed)}")
+                raise Refusal(f"the VAE passes {', '.join(passed)}, which OneDiff does not support")
 
         return runtime.vae.decode(module, latent, lambda: host(module, *args, **kwargs), check=check)
 
