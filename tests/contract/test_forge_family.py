@@ -61,9 +61,9 @@ def test_loading_an_unsupported_network_frees_the_unet_and_says_so(
     models = "SD1, SD2, SDXL, Anima, Krea 2, Z-Image and Lumina 2" if host.name == "neo" else "SD1, SD2 and SDXL"
     reason = f"Lumina 2 is not accelerated: OneDiff serves {models}"
     assert [record.getMessage() for record in caplog.records if "Lumina 2" in record.getMessage()] == [f"{reason}."]
-    told = status.current_status(adapter)
-    assert (told["served"], told["reason"]) == (False, reason)
-    assert not any(told[name] for name in ("model", "backend", "resolution", "step_ms", "ratio", "relative_error"))
+    found = status.current_status(adapter)
+    assert (found["served"], found["reason"]) == (False, reason)
+    assert not any(found[name] for name in ("model", "backend", "resolution", "step_ms", "ratio", "relative_error"))
     with pytest.raises(Refusal, match=reason):
         adapter.warm(64, 64, 2, 77)
     load(host, host.make())
@@ -205,16 +205,16 @@ def test_exclusive_work_runs_in_the_hosts_main_thread_with_its_lock(
     monkeypatch.setattr(main_thread, "run_and_wait_result", lambda work: (handed_over.append(work), work())[:0])
     answers: list[Any] = []
 
-    def ask() -> None:
+    def request_work() -> None:
         answers.append(adapter.exclusively(lambda: lock.acquire(blocking=False)))
         try:
             adapter.exclusively(lambda: [][1])
         except IndexError as error:
             answers.append(error)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    asking.join(20)
+    thread = threading.Thread(target=request_work)
+    thread.start()
+    thread.join(20)
     assert answers[0] is False and isinstance(answers[1], IndexError) and len(handed_over) == 2
     with lock, pytest.raises(Refusal, match="making an image"):
         adapter.exclusively(lambda: None)

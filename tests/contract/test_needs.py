@@ -25,16 +25,16 @@ MISSING = [
 ]
 
 
-def refuses(host: Host, said: str) -> None:
+def refuses(host: Host, lack: str) -> None:
     """Check that OneDiff patches nothing, with a reason that begins with these words after the WebUI's name."""
     before = host.forwards()
     adapter = host.start()
-    reason = f"{RELEASES[host.name][1]} {said}: this version of OneDiff does not support that, and changes nothing"
+    reason = f"{RELEASES[host.name][1]} {lack}: this version of OneDiff does not support that, and changes nothing"
     assert type(adapter) is WebUI and adapter.why_not_served() == reason
     assert host.forwards() == before
-    told = status.current_status(adapter)
-    assert (told["release"], told["hooks"]) == (RELEASES[host.name][1], 0)
-    assert (told["route"], told["reason"], told["faults"]) == ("host", reason, [])
+    current = status.current_status(adapter)
+    assert (current["release"], current["hooks"]) == (RELEASES[host.name][1], 0)
+    assert (current["route"], current["reason"], current["faults"]) == ("host", reason, [])
     with pytest.raises(Refusal, match="this version of OneDiff does not support that"):
         adapter.warm(64, 64, 2, 77)
 
@@ -98,8 +98,8 @@ def test_no_checkpoint_is_loaded(host: Host) -> None:
     data = host.module("modules.sd_models").model_data
     del data.sd_model
     assert (adapter.notes(), adapter.why_not_served(), adapter.model_name()) == ([], None, None)
-    told = status.current_status(adapter)
-    assert (told["hooks"], told["faults"]) == (1, [])
+    current = status.current_status(adapter)
+    assert (current["hooks"], current["faults"]) == (1, [])
     host.switch(False)
     host.switch(True)
     data.sd_model = host.checkpoint

@@ -38,5 +38,5 @@ def test_the_page_shows_why_onediff_cannot_be_imported(monkeypatch: pytest.Monke
     assert page.title() == "OneDiff" and page.show(False) is script.scripts.AlwaysVisible
     with gradio.Blocks() as blocks:
         assert page.ui(False) == []
-    said = [block.value for block in blocks.blocks.values() if isinstance(block, gradio.HTML)]
-    assert len(said) == 1 and "could not be loaded" in said[0]
+    shown = [block.value for block in blocks.blocks.values() if isinstance(block, gradio.HTML)]
+    assert len(shown) == 1 and "could not be loaded" in shown[0]

@@ -11,7 +11,7 @@ from contract_hosts import FamilyHost, calls_of, random
 from torch import Tensor, nn
 from torch.nn import functional
 
-import lib_onediff.hosts.forge.adapter  # noqa: F401 (it hands in the readers of its networks)
+import lib_onediff.hosts.forge.adapter  # noqa: F401 (registers the readers of its networks)
 from lib_onediff.core.sizes import TOKENS
 from lib_onediff.families.anima.family import FEWEST_TOKENS
 from lib_onediff.families.krea2.call import MULTIPLE

@@ -134,7 +134,7 @@ class KModel(nn.Module):
 
 
 class ModelPatcher:
-    """Merges patches as new parameters with the originals put aside, or hands them to the layers (online).
+    """Merges patches as new parameters with the originals put aside, or adds them to the layers (online).
 
     originals: the parameters that were put aside, shared by all clones.
     """

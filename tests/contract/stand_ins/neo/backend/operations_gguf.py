@@ -68,8 +68,8 @@ class ParameterGGUF(nn.Parameter):
         made.__dict__.update(self.__dict__)
         return made
 
-    def to(self, *given: Any, **told: Any) -> Any:
-        return self.copy_with_data(self.data.to(*given, **told))
+    def to(self, *given: Any, **named: Any) -> Any:
+        return self.copy_with_data(self.data.to(*given, **named))
 
 
 def dequantize_tensor(tensor: Any) -> Any:

@@ -250,25 +250,25 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(numbers, self._layout_cls, params)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, given: Any = (), told: Any = None) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
         # Handled here, before autograd decomposes the operator.
         if function.__name__ == "linear" and isinstance(given[1], QuantizedTensor):
-            return given[1].layout_cls.linear(*given, *(told or {}).values())
+            return given[1].layout_cls.linear(*given, *(named or {}).values())
         with torch._C.DisableTorchFunctionSubclass():
-            return function(*given, **(told or {}))
+            return function(*given, **(named or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), told: Any = None) -> Any:
-        one, told = given[0], told or {}
+    def __torch_dispatch__(cls, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+        one, named = given[0], named or {}
         if not isinstance(one, QuantizedTensor):
-            return function(*decoded(given), **told)
+            return function(*decoded(given), **named)
         if function is aten.detach.default:
             return one._with(one._qdata.detach(), one._params.each(Tensor.clone))
         if function is aten.clone.default:
             return one._with(one._qdata.clone(), one._params.each(Tensor.clone))
         if function.overloadpacket in (aten._to_copy, aten.to):
-            dtypes = [value for value in (*given, *told.values()) if isinstance(value, torch.dtype)]
-            device = told.get("device")
+            dtypes = [value for value in (*given, *named.values()) if isinstance(value, torch.dtype)]
+            device = named.get("device")
             if function.overloadpacket is aten.to and dtypes in ([], [one.dtype]) and device in (None, one.device):
                 return one
             moved = one._params.each(lambda tensor: tensor.clone().to(device))
@@ -278,4 +278,4 @@ class QuantizedTensor(Tensor):
             params = one._params
             turned = dataclasses.replace(params, orig_shape=params.orig_shape[::-1], transposed=not params.transposed)
             return one._with(one._qdata, turned)
-        return function(*decoded(given), **told)
+        return function(*decoded(given), **named)
