@@ -27,9 +27,10 @@ class HostImages:
 
     def jobs(self) -> list[Job]:
         """The image in progress, then the waiting ones, in the WebUI's order."""
-        return [*self._in_progress(), *self._that_wait()]
+        return [*self._in_progress(), *self._not_begun()]
 
     def _in_progress(self) -> Iterable[Job]:
+        """The image that the WebUI makes now; nothing if it makes none."""
         made = self._generations.alive()
         state = getattr(module_of_host("shared"), "state", None)
         # The first generation is the WebUI's; others are parts of it, which an extension makes. A generation that has
@@ -51,7 +52,8 @@ class HostImages:
         job.what = "" if job.done else "begins"
         yield job
 
-    def _that_wait(self) -> Iterable[Job]:
+    def _not_begun(self) -> Iterable[Job]:
+        """The images that wait, at most MOST_WAITING of them."""
         # list() copies it, because other threads of the WebUI change it.
         tasks = list(getattr(module_of_host("progress"), "pending_tasks", ()))[:MOST_WAITING]
         self._waiting = {task: self._waiting.get(task) or Job(IMAGE, "", SOURCE, state=QUEUED) for task in tasks}

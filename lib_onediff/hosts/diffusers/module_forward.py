@@ -91,6 +91,7 @@ class ModuleForward(abc.ABC):
     def _answer(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
+        """Serve a call of a module with a forward on its instance; see serve."""
         present = module.__dict__.get("forward")
         if present is not None and not is_front(present) and only_moves(module):
             # Hooks of diffusers were set around our function later, and this call came through them. With a front, the

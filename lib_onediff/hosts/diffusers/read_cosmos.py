@@ -88,6 +88,7 @@ def read_cosmos(network: Any) -> AnimaLayout:
 
 
 def cosmos_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
+    """The layout of a transformer block. Raises Refusal for one that computes anything else."""
     own = block.attn1
     cross = block.attn2
     into, between, out = block.ff.net

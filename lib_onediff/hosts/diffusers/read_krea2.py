@@ -74,6 +74,7 @@ def read_krea2(network: Any) -> Krea2Layout:
 
 
 def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
+    """The attention and feed-forward layers of a block of the transformer or of the text fusion."""
     attention = block.attn
     for kind, *modules in (
         ("Krea2RMSNorm", block.norm1, block.norm2, attention.norm_q, attention.norm_k), ("Krea2Attention", attention),

@@ -120,11 +120,13 @@ def refuse_diffusers_variants(unet: Any, leaves: LeafReader) -> None:
 
 
 def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
+    """Raise Refusal if an activation is not SiLU. where: words for it, for the user."""
     if leaves.kind(activation) != "SiLU":
         raise Refusal(f"{where} is {leaves.kind(activation)}, not SiLU")
 
 
 def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
+    """The layout of a UNet's timestep embedding: sinusoids and two layers."""
     projection = unet.time_proj
     embedding = unet.time_embedding
     require_silu(embedding.act, "the time embedding's activation", leaves)
@@ -138,6 +140,7 @@ def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
 
 
 def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
+    """The layout of an SDXL-like UNet's embedding of y; None for other UNets."""
     if unet.config.addition_embed_type is None:
         return None
     embedding = unet.add_embedding
@@ -169,6 +172,7 @@ def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
 
 
 def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    """The layout of a ResnetBlock2D. Raises Refusal for one with options that our forward does not compute."""
     leaves.require(block, upsample=None, downsample=None, time_embedding_norm="default", skip_time_act=False)
     leaves.require(block, output_scale_factor=1.0)
     require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
@@ -186,6 +190,7 @@ def diffusers_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransf
 
 
 def diffusers_block(block: Any, leaves: LeafReader) -> TransformerBlock:
+    """The layout of a BasicTransformerBlock. Raises Refusal for one with options that our forward does not compute."""
     if leaves.kind(block) != "BasicTransformerBlock" or block.attn2 is None:
         raise leaves.unknown(block)
     leaves.require(block, norm_type="layer_norm", pos_embed=None, only_cross_attention=False)

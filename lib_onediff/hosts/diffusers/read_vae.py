@@ -57,6 +57,7 @@ def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
 
 
 def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
+    """The layout of a VAE's attention over pixels. Raises Refusal for one that computes anything else."""
     check_attention(attention, leaves, is_residual=True)
     processor = type(attention.processor)
     if not is_plain(processor):

@@ -43,6 +43,7 @@ def read_z_image(network: Any) -> ZImageLayout:
 
 
 def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
+    """The layout of a block's self attention. Raises Refusal for one that computes anything else."""
     leaves.expect("Attention", attention)
     leaves.expect("Dropout", *attention.to_out[1:])
     if leaves.kind(attention.processor) != "ZSingleStreamAttnProcessor":

@@ -85,6 +85,7 @@ def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
 
 
 def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
+    """The layout of a transformer block. Raises Refusal for one that computes anything else."""
     width = block.self_attn.output_proj.weight.shape[0]
     norms = {leaves.adaptive_norm(getattr(block, f"layer_norm_{place}"), width) for place in PLACES}
     if leaves.kind(block) != "Block" or len(norms) != 1 or not isinstance(block.mlp.activation, nn.GELU):

@@ -40,6 +40,7 @@ def read_lumina(network: Any) -> ZImageLayout:
 
 
 def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
+    """The layout of a block's self attention. Raises Refusal for one that computes anything else."""
     leaves.expect("JointAttention", attention)
     norms = leaves.layers({"RMSNorm": lambda module, reader: reader.rms_norm(module)}, (
         attention.q_norm, attention.k_norm,
