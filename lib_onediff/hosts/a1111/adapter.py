@@ -133,7 +133,10 @@ class A1111(WebUI):
         *args: Any, **kwargs: Any,
     ) -> Tensor:
         """Replaces UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
-        host = lambda: original(unet, x, timesteps, context, *args, **kwargs)  # noqa: E731
+
+        def host() -> Tensor:
+            return original(unet, x, timesteps, context, *args, **kwargs)
+
         owner = foreign_forward(unet)
         y = args[0] if args else kwargs.get("y")
         if owner is not None and unet is self._unet():
@@ -196,7 +199,9 @@ class A1111(WebUI):
         from modules import devices
 
         autocast = devices.without_autocast if devices.unet_needs_upcast else devices.autocast
-        noise = lambda *shape: torch.randn(shape, dtype=devices.dtype, device=devices.device)  # noqa: E731
+        def noise(*shape: int) -> Tensor:
+            return torch.randn(shape, dtype=devices.dtype, device=devices.device)
+
         with random_state_kept(), torch.no_grad(), autocast():
             call = self.call_to_warm(width, height, batch, tokens, noise)
             context, *labels = call.prompt

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from ...core.origins import is_lora, layer_within
 from ...core.refusal import Refusal
-from ...weights.scan import Change, LowRankUpdate, Parts, WeightFunctions
+from ...weights.scan import LowRankUpdate, Parts, WeightFunctions
 
 # Attributes that must be equal for a convolution and the first factor of its LoRA.
 GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups")
@@ -81,8 +82,8 @@ class LoraReader:
             )
             if up.bias is not None:
                 biases.append((up.bias.detach(), scale))
-        added: Change = lambda bias: sum((scale * part.to(bias) for part, scale in biases), start=bias)  # noqa: E731
-        return WeightFunctions(tuple(updates), bias=added if biases and within.bias is not None else None)
+        has_bias = bool(biases) and within.bias is not None
+        return WeightFunctions(tuple(updates), bias=partial(with_biases, biases) if has_bias else None)
 
     def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
         """Use this scale of a pipeline's call for all LoRAs of the UNet. whole: whether our forward computes all
@@ -98,6 +99,11 @@ class LoraReader:
             if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
                 raise Refusal("the pipeline sets a LoRA scale, which only diffusers can apply to some of these LoRAs")
         self.scale = float(scale)
+
+
+def with_biases(biases: Sequence[tuple[Tensor, float]], bias: Tensor) -> Tensor:
+    """A layer's bias after the LoRAs' biases, each times its scale, are added."""
+    return sum((scale * part.to(bias) for part, scale in biases), start=bias)
 
 
 def lora_indices(layers: Sequence[nn.Module]) -> list[int]:

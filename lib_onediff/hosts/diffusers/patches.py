@@ -159,7 +159,9 @@ def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens:
     projected = [tokens[..., :0]]
     width = 0
     for path, one in processors.items():
-        keys, values, scale = one.to_k_ip[index], one.to_v_ip[index], one.scale[index]
+        keys = one.to_k_ip[index]
+        values = one.to_v_ip[index]
+        scale = one.scale[index]
         if not isinstance(scale, (int, float)):
             raise Refusal(f"a scale is {scale!r}")
         if type(keys) is not nn.Linear or type(values) is not nn.Linear:

@@ -28,7 +28,8 @@ class LoopAnnouncer:
     diffusers run all their steps inside of the progress bar. Keeps neither the pipeline nor the UNet alive."""
 
     def __init__(self, pipe: Any, unet: nn.Module) -> None:
-        self._pipe, self._unet = reference_to(pipe), reference_to(unet)
+        self._pipe = reference_to(pipe)
+        self._unet = reference_to(unet)
 
     def look_up(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]]:
         """See hooks.StandIn."""
@@ -56,7 +57,8 @@ class LoopAnnouncer:
         self._begin()
 
     def _begin(self) -> None:
-        pipe, unet = self._pipe(), self._unet()
+        pipe = self._pipe()
+        unet = self._unet()
         if pipe is not None and unet is not None:
             keep_replaced(unet)
             # guidance_scale_of is read now, because a callback may switch the guidance off during the sampling.

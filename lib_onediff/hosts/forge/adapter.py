@@ -165,7 +165,8 @@ class Forge(WebUI):
 
     def _why_bypassed(self) -> str:
         """See UNetHooks."""
-        patcher, unet = patcher_of(self.checkpoint()), self.unet_of(self.checkpoint())
+        patcher = patcher_of(self.checkpoint())
+        unet = self.unet_of(self.checkpoint())
         owner = None if unet is None else forward_above(unet, [patch.function for patch in self._unets.patches])
         if owner is not None:
             return f"another extension has replaced the UNet's forward ({owner})"

@@ -214,7 +214,8 @@ def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
     """The names under which these modules may read transformer_options or another mapping: all strings and all names of
     keyword arguments in their source, and in the source of modules to whose functions they pass the options."""
     found: set[str] = set()
-    known, waiting = set(modules), list(modules)
+    known = set(modules)
+    waiting = list(modules)
     while waiting:
         module = waiting.pop()
         tree = ast.parse(inspect.getsource(module))

@@ -99,13 +99,15 @@ def image_prompt(
     width = 0
     for key, one in functions.items():
         layers = one.ipadapters[index].ip_layers.to_kvs
-        keys, values = layers[one.k_key](tokens), layers[one.v_key](tokens) * weight
+        keys = layers[one.k_key](tokens)
+        values = layers[one.v_key](tokens) * weight
         projected += keys, values
         taken = keys.shape[-1] + values.shape[-1]
         columns |= dict.fromkeys(places[key], (width, taken))
         width += taken
     key_values = torch.cat(projected, dim=-1)[of_rows].to(latent)
-    start, end = float(first.sigma_start[index]), float(first.sigma_end[index])
+    start = float(first.sigma_start[index])
+    end = float(first.sigma_end[index])
     if (start, end) != ANY_SIGMA:
         # Outside of these sigmas the adapter adds nothing: its values are multiplied by 0. Comparing on the GPU does
         # not wait for it, as reading the sigma would.

@@ -79,7 +79,8 @@ class HostAttention(NamedTuple):
             return host
 
         def with_exact_attention() -> Tensor:
-            caller, chosen = importlib.import_module(self.caller), self.chosen()
+            caller = importlib.import_module(self.caller)
+            chosen = self.chosen()
             setattr(caller, self.name, getattr(importlib.import_module(self.functions), PREFIX + EXACT_ATTENTION))
             try:
                 return host()

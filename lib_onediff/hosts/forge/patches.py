@@ -24,7 +24,10 @@ from ...families.unet.layout import TransformerBlock
 from ...families.unet.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, BlockPlace, PatchPoints
 from ..changed_modules import SELF_NORM, Changed, functions_of, words_for
 
-PATCHES, REPLACED, MODIFIERS, NORM = "patches", "patches_replace", "block_modifiers", "group_norm_wrapper"
+PATCHES = "patches"
+REPLACED = "patches_replace"
+MODIFIERS = "block_modifiers"
+NORM = "group_norm_wrapper"
 OPTIONS = "transformer_options"
 # The lists whose functions run within transformer blocks.
 IN_BLOCKS = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
@@ -138,7 +141,8 @@ class OptionPatches(PatchPoints):
         self._options["block"] = ("output", index)
         functions = self._lists.get("output_block_patch", ())
         if functions:
-            hidden_states, skip = hidden_states.contiguous(), skip.contiguous()
+            hidden_states = hidden_states.contiguous()
+            skip = skip.contiguous()
         for function in functions:
             hidden_states, skip = function(hidden_states, skip, self._options)
         return (hidden_states.detach(), skip.detach()) if functions else (hidden_states, skip)
@@ -181,7 +185,9 @@ class OptionPatches(PatchPoints):
         if module is None:
             return None
         is_cross = attention == CROSS_ATTENTION
-        query, key, value = normed.contiguous(), context if is_cross else None, None
+        query = normed.contiguous()
+        key = context if is_cross else None
+        value = None
         if f"{attention}_patch" in self._lists:
             given = context if is_cross else query
             query, key, value = self._attention_inputs(f"{attention}_patch", query, given)
