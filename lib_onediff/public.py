@@ -36,8 +36,8 @@ NETWORKS = ("unet", "transformer")
 
 
 def compile_unet(unet: Network, settings: Settings | None = None, **options: Any) -> Network:
-    """Serve a UNet2DConditionModel, CosmosTransformer3DModel or ZImageTransformer2DModel of diffusers by OneDiff's
-    forward from now on. Returns the same module.
+    """Serve a network of diffusers by OneDiff's forward from now on: a UNet2DConditionModel, CosmosTransformer3DModel,
+    Krea2Transformer2DModel or ZImageTransformer2DModel. Returns the same module.
 
     options: those of Settings, such as deepcache_interval=3. A UNet that OneDiff does not support, or of a class that
     is derived from diffusers' or only has its name, keeps its own forward; the log and status() have the reason. Safe
