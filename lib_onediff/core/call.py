@@ -1,5 +1,4 @@
-"""What one call of a network is, whichever host makes it: the inputs that every family has, and some of its rows alone:
-a network computes each row of its batch by itself."""
+"""One call of a network: the inputs that all families have, and which rows of the batch are the prompt's."""
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
@@ -15,22 +14,22 @@ from .precision import autocast_dtype
 
 FULL = "full"
 CACHED = "cached"
-# Why the prompt's rows of a call are not known, in words for the user, whatever the host.
+# Reasons, for users, why it is unknown which rows of a call are the prompt's.
 APART = "prompt and negative prompt come in separate calls, or there is no negative prompt"
 OTHER_ROWS = "the call has rows besides those of prompt and negative prompt (tiles?)"
-# Why rows of a call cannot be computed alone, in words for the user.
+# The reason, for users, why some rows of a call cannot be computed without the others.
 PATCHED = "other extensions compute within the network"
 
 
 class CutMemory:
-    """What crosses a cut, hidden states (batch, channels, height, width), in memory that stays where it is as long as
-    the shape does: a captured graph knows the address alone."""
+    """The hidden states that a full pass writes at a cut and cached passes read. Their address stays the same as long
+    as their shape does, since captured graphs contain it."""
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
 
     def write(self, hidden_states: Tensor) -> None:
-        """Keep these. Raises RuntimeError if memory for them would be needed during a capture."""
+        """Copy hidden states into the memory. Raises RuntimeError if it would have to be allocated during a capture."""
         kept = self.tensor
         wanted = hidden_states.shape, hidden_states.dtype, hidden_states.device
         if kept is None or (kept.shape, kept.dtype, kept.device) != wanted:
@@ -40,9 +39,11 @@ class CutMemory:
         kept.copy_(hidden_states)
 
     def read(self) -> Tensor:
-        """The hidden states, as a new tensor object over this memory: operators may keep facts about a tensor object,
-        and these must not be taken for facts about what is written here next. Raises RuntimeError before the first
-        write."""
+        """The hidden states. Raises RuntimeError before the first write.
+
+        A new tensor object over the same memory each time: operators may keep facts about a tensor object, and those
+        would be wrong after the next write.
+        """
         if self.tensor is None:
             raise RuntimeError("nothing has been written at this cut yet")
         return self.tensor.detach()
@@ -54,11 +55,13 @@ class CutMemory:
 
 @dataclass(frozen=True)
 class Cut:
-    """The network cut in two: the inner part, and the outer stages around it.
+    """Where DeepCache cuts a network, and whether this call is a full or a cached pass.
 
-    depth: how many input stages, and as many output stages, are the outer part. reads: compute the outer part alone,
-    around what an earlier call has written to memory; otherwise compute everything, and write it. values: of a
-    cut that reads, Epoch.values at the whole pass that wrote its memory.
+    depth: of a UNet, how many of the first input stages, and of the last output stages, every pass computes; of a
+        transformer, how many of the first blocks.
+    reads: True is a cached pass: it computes only those, with the hidden states in memory. False is a full pass: it
+        computes everything, and writes hidden states to memory.
+    values: for a cached pass, Epoch.values at the full pass that wrote its memory.
     """
 
     depth: int
@@ -73,15 +76,14 @@ class Cut:
 
 @dataclass(frozen=True)
 class Call:
-    """The inputs of one denoising call: those of every family. A family's own call is a frozen dataclass derived from
-    this, whose fields core.fields walks: a further field needs no other line.
+    """The inputs of one denoising call that all families have. A family derives a frozen dataclass with its further
+    inputs; core.fields finds them by the dataclass's fields.
 
-    latent: (batch, channels, height, width), in latent pixels; (batch, channels, 1, height, width) of a network that is
-        for videos too.
-    timestep: (batch,), float or integer, from 0 to Family.first_timestep; may be fractional.
+    latent: (batch, channels, height, width), or (batch, channels, 1, height, width) for a network that can make videos.
+    timestep: float or integer (batch,), from 0 to Family.first_timestep; may be fractional.
     upcast_attention: compute attention scores in float32 (SD2.1 overflows in float16).
-    cut: where the network is cut in two for this call, else None.
-    patches: functions of other extensions that run within it, else None.
+    cut: DeepCache's cut; None without it.
+    patches: functions of other extensions that run within the network; None without any.
     """
 
     latent: Tensor
@@ -92,36 +94,38 @@ class Call:
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
-        """The tensors that tell the prompts of two calls apart, in the order in which a host's forward takes them."""
+        """The tensors by which the prompts of two calls differ, in the order of the host's arguments. The first one is
+        the text encoder's output, (batch, tokens, width)."""
         return ()
 
     @property
     def tokens(self) -> int:
-        """How long the prompt is, as the network gets it."""
+        """The number of tokens of the prompt as the network gets it, padding included; 0 without a prompt."""
         return self.prompt[0].shape[1] if self.prompt else 0
 
     @property
     def additions(self) -> tuple[str, ...]:
-        """What our forward computes besides the network's own layers, in words for a shape's key, one for each; equal
-        for calls that compute the same way."""
+        """Words for a shape's key, one for each computation besides the network's own layers, such as an image prompt.
+        Equal for calls that are computed the same way."""
         return ()
 
     @property
     def label(self) -> str:
-        """Words for users that tell this call from usual ones of its size, such as "with control"."""
+        """Words for users by which this call differs from usual ones of its size, such as "with control"; "" for none.
+        """
         return ""
 
     @property
     def signature(self) -> Hashable:
-        """Equal for calls of one network whose inputs have the same shapes and types and lie on the same devices;
-        microseconds. Functions of other extensions are not part of it."""
+        """A value that is equal for calls of one network whose inputs have the same shapes, dtypes and devices. It does
+        not include functions of other extensions. Takes microseconds."""
         kind: Any = type(self)
         return signature_function(kind)(self)
 
     @property
     def own_inputs(self) -> tuple[tuple[str, Hashable], ...]:
-        """The shapes and plain values of the inputs that only calls of this family have, by name, without those that
-        are None or empty."""
+        """The names, and the shapes or plain values, of the inputs that only this family's calls have. Inputs that are
+        None or empty are left out."""
         kind: Any = type(self)
         of_all: Any = Call
         own = (name for name in walked_names(kind) if name not in walked_names(of_all))
@@ -130,9 +134,9 @@ class Call:
 
     @property
     def unusual(self) -> tuple[str, ...]:
-        """The inputs whose type or device is not the latent's, in words for a shape's key: a host may refuse them, or
-        compute with them in another way. The types of those that may be of any are left out: every host casts the
-        timestep to float32."""
+        """Words for a shape's key for each input whose dtype or device is not the latent's: a host may refuse it, or
+        compute with it in another way. The dtypes of fields that are ANY_DTYPE are ignored, such as the timestep's,
+        which every host casts to float32."""
         latent = self.latent
         kind: Any = type(self)
         of_any_dtype = any_dtype_names(kind)
@@ -144,15 +148,15 @@ class Call:
                 found[f"{words} in {str(dtype).removeprefix('torch.')} on {tensor.device}"] = None
         if not found:
             return ()
-        # Under autocast a host takes other types than without it, so autocast's type is part of the words.
+        # Under autocast, a host takes other dtypes than without it, so autocast's dtype is part of the words.
         autocast = autocast_dtype(latent.device.type)
         return tuple(found) if autocast is None else (*found, f"autocast to {autocast}")
 
 
 class PromptRows(NamedTuple):
-    """Which rows of a call are the prompt's, half of them; the others are the negative prompt's, in the same order.
+    """Which half of a call's rows are the prompt's. The others are the negative prompt's, in the same order.
 
-    host: the host's own forward of a call of the prompt's rows alone.
+    host: computes the prompt's rows alone, by the host's own forward.
     """
 
     rows: slice
@@ -165,5 +169,5 @@ def half_of(batch: int, is_first: bool) -> slice:
 
 
 def why_rows_stay_together(call: Call) -> str:
-    """Why rows of this call cannot be computed alone, in words for the user; "" where they can."""
+    """Why some rows of this call cannot be computed without the others, in words for the user; "" if they can."""
     return "" if call.patches is None else PATCHED

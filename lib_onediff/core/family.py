@@ -1,4 +1,4 @@
-"""The protocol of families: how networks of one kind are read, and their forward."""
+"""The protocol of a family, a kind of network: its layout, its readers and its forward."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -12,23 +12,24 @@ from .layer_weights import Weights
 from .leaves import LEAVES, FusedLinear, descriptions, digest_without
 from .operators import Operators
 
-# A pair of functions: matches(module) returns whether a module is a network of some kind, by its class and the package
-# of that; read(module) returns its layout, and raises Refusal with the reason for anything unknown in the module.
+# A pair of functions. matches(module) returns whether the module is a network of some kind, by its class. read(module)
+# returns its layout, and raises Refusal with a reason if anything in the module is unknown.
 LayoutReader = tuple[Callable[[Any], bool], Callable[[Any], Any]]
-
-
-# The output of a call, of a layout, its weights, operators and the call; see Family.output.
+# Family.output: the output of a call, from layout, weights, operators and call.
 Output = Callable[[Any, Weights, Operators, Call], Tensor]
 
 
 class Layout:
-    """The description of a network: a frozen dataclass, a tree of core.leaves without any parameter.
+    """The structure of a network: a tree of the descriptions in core.leaves, without any parameter. A family's layout
+    is a frozen dataclass derived from this, with two more members:
 
-    It also has model_name, for people, and sized_layers(height, width, tokens), the parts that hold all blocks, each
-    with the height and width of its input. Their product is its number of rows in each image. height, width: of the
-    latent. tokens: of the prompt, which a network of a single stream puts beside those of the image.
-    foreign: parts of other extensions in the module, each in words for the user. The network is served only for calls
-    that bring these parts, as Call.patches or as additions (Network.refuse_call).
+    model_name: the model, for users.
+    sized_layers(height, width, tokens): the parts that contain all blocks, each with the height and width of its input,
+        whose product is the number of rows that its linear layers multiply for each image. height, width: of the
+        latent. tokens: of the prompt, which a single-stream network adds to the image's.
+
+    foreign: for each part of another extension in the module, words for the user. Only calls that contain these parts,
+        as Call.patches or Call.additions, are served (Network.refuse_call).
     """
 
     # Fields of the layout and of its descriptions in which networks of one architecture may differ.
@@ -41,15 +42,15 @@ class Layout:
         return digest_without(self, self.ignored_fields)
 
     def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
-        """Every description of this kind, depth first in a fixed order."""
+        """All descriptions of this class, depth first in a fixed order."""
         return descriptions(self, kind)
 
     def leaves(self) -> list[Any]:
-        """Every description of a module that holds parameters, each once."""
+        """The descriptions of all modules that have parameters, each once."""
         return list(dict.fromkeys(self.layers(LEAVES)))
 
     def fusions(self) -> list[FusedLinear]:
-        """The groups of linear layers that are to lie in one tensor."""
+        """The groups of linear layers whose weights are to be parts of one tensor."""
         return list(self.layers(FusedLinear))
 
     @property
@@ -59,8 +60,10 @@ class Layout:
 
 
 class AttentionShapes(NamedTuple):
-    """Shapes, (batch, heads, tokens, width), of an attention's queries and of its keys. is_filled: whether its rows are
-    filled up (core.operators.Filled)."""
+    """The shapes of an attention's queries and of its keys, (batch, heads, tokens, head width) each.
+
+    is_filled: whether its mask is a core.operators.Filled.
+    """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
@@ -68,8 +71,11 @@ class AttentionShapes(NamedTuple):
 
 
 class UsualSizes(NamedTuple):
-    """The usual sizes of one model. name: for people. models: prefixes of the model_name of its layouts. sizes: those
-    that it was trained at, then those that hires fix makes of them."""
+    """The usual image sizes of one kind of model.
+
+    name: for users. models: its layouts have a model_name that begins with one of these.
+    sizes: those that it was trained at, then usual ones of hires fix.
+    """
 
     name: str
     models: tuple[str, ...]
@@ -77,81 +83,89 @@ class UsualSizes(NamedTuple):
 
 
 class DecoderFamily(Protocol):
-    """A kind of VAE: its decoders, which make images of latents, and its encoders.
+    """A kind of VAE, with its decoders and encoders.
 
-    It is no Family: what it computes has no prompt, no timestep and no steps, and is not cut, patched or streamed.
+    It is not a Family: its networks have no prompt, no timestep and no steps, and are not cut, patched or streamed.
     """
 
     @property
     def layout(self) -> type[Layout]:
-        """The class of its layouts. A layout also has encodes, whether it is an encoder's, and reduction, the number of
-        columns of its input for one of its output: 1 for a decoder, 8 for most encoders."""
+        """The class of its layouts. Such a layout also has encodes, whether it is an encoder's, and reduction, the
+        number of columns of its input for one column of its output: 1 for a decoder, 8 for most encoders."""
 
     @property
     def readers(self) -> tuple[LayoutReader, ...]:
-        """Of its decoders and encoders in several hosts; a host hands in others (see families.registry)."""
+        """The readers of its modules that do not depend on one host; hosts register theirs (families.registry)."""
 
     def refuse_latent(self, layout: Any, latent: Tensor) -> None:
-        """Raise Refusal with the reason for a latent, or an encoder's image, that cannot be this network's."""
+        """Raise Refusal if the network cannot take this latent, or this image with an encoder's layout."""
 
     def output(
         self, layout: Any, weights: Weights, ops: Operators, latent: Tensor, upcast_attention: bool = False,
         fold_biases: bool = False,
     ) -> Tensor:
-        """The image of a latent (batch, channels, h, w), in its dtype. For an encoder's layout, latent is an image, and
-        the output is the mean and the variance of its latent.
+        """The image of a latent (batch, channels, h, w), in its dtype. With an encoder's layout, latent is an image,
+        and the output is the mean and the log variance of its latent, concatenated along the channels.
 
-        fold_biases: the bias of a convolution is added by the operator that follows it, which saves kernels of ours a
-        pass over the image.
+        fold_biases: add a convolution's bias in the operator that follows it. Our kernels save a pass over the image
+            this way.
         """
 
 
 class Family(Protocol):
-    """A kind of network. The calls that it gets are of its own class, which its example returns."""
+    """A kind of network. Its calls have a class of their own, an instance of which example returns."""
 
     @property
     def layout(self) -> type[Layout]:
-        """The type of its layouts."""
+        """The class of its layouts."""
 
     @property
     def first_timestep(self) -> float:
-        """The timestep of pure noise, in the unit that its networks take; that of a finished image is 0."""
+        """The timestep of pure noise, in the unit that its networks take. The timestep of a finished image is 0."""
 
     @property
     def usual_sizes(self) -> tuple[UsualSizes, ...]:
-        """Of each kind of model."""
+        """The usual sizes of each kind of model."""
 
     @property
     def schedule(self) -> str:
-        """The table in steps/schedules.json that says which steps of its samplings are whole under DeepCache."""
+        """The name of the table in steps/schedules.json for its networks: at which steps DeepCache computes full
+        passes, and with which slope it extrapolates between them."""
 
     @property
     def readers(self) -> tuple[LayoutReader, ...]:
-        """Of its networks in several hosts; a host hands in others (see families.registry)."""
+        """The readers of its networks that do not depend on one host; hosts register theirs (families.registry)."""
 
     def refuse_call(self, layout: Any, call: Any) -> None:
-        """Raise Refusal with the reason for inputs that cannot be this network's."""
+        """Raise Refusal if the network cannot take the inputs of this call, such as a prompt of another width."""
 
     def example(
         self, layout: Any, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> Call:
-        """A call such as one in the middle of an image. size: height and width of the latent. tokens: the length of the
-        context, 77 or a multiple; a family whose contexts are longer takes its own length. noise: draws a tensor of a
-        shape from a normal distribution."""
+        """A call with random inputs, as half-way through a sampling.
+
+        size: height and width of the latent. tokens: the length of the prompt in tokens of CLIP, a multiple of 77; a
+            family whose prompts have other lengths uses the one that corresponds to it.
+        noise: returns a tensor of the given shape from a normal distribution.
+        """
 
     def output(self, layout: Any, weights: Weights, ops: Operators, call: Any) -> Tensor:
-        """The network's output, of the latent's shape and dtype but for the channels. With call.cut, hidden states
-        are written to or read from its memory (see Cut). Raises RuntimeError where a cut was never written."""
+        """The network's output, of the latent's shape and dtype; the number of channels may differ.
+
+        With call.cut, hidden states are written to, or read from, its memory (see Cut). Raises RuntimeError if a call
+        reads memory that was never written.
+        """
 
     def units(self, layout: Any, call: Any) -> list[tuple[str, ...]]:
-        """The layers whose weights output() reads, in the order in which it reads them, in groups (units), so that
-        weights in main memory can be copied ahead. Names are paths; a fused layer's name stands for its members.
+        """The layers whose weights output() reads, in groups (units), in the order of the reads, so that weights in
+        main memory can be copied ahead. Each layer is named by its path, and a fused layer by its name.
 
-        output() must keep to it: it reads no weight of a unit before it has launched all that reads the units before,
-        and no matrix of an earlier unit again."""
+        output() must follow this order: it reads a unit's weights only after it has launched everything that reads the
+        units before, and reads no matrix of an earlier unit again.
+        """
 
     def deepest(self, layout: Any) -> int:
-        """The largest depth at which the network can be cut in two; 0 if it cannot be cut."""
+        """The largest depth at which the network can be cut (see Cut); 0 if it cannot be cut."""
 
     def attentions(self, layout: Any, call: Any) -> list[AttentionShapes]:
-        """The shapes of a call's attentions, each once."""
+        """The shapes of all attentions of a call, each once."""

@@ -1,7 +1,7 @@
-"""The layers of networks, as descriptions: which parameter does what, without holding any.
+"""Descriptions of layers: which parameter does what, without holding any. A network's layout is a tree of them.
 
-A path is the dotted name of a leaf module inside the host's network, whose weight and bias it stands for; or of one
-parameter of a module. A network's layout is a tree of such descriptions.
+A path is the dotted name of a leaf module inside the host's network, and stands for its weight and bias; the path of a
+FreeParameter is the dotted name of the parameter itself.
 """
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-# The source of the tokens that a linear layer reads: a norm, a GEGLU, or anything that cannot write them in eight bits.
+# What computes the input of a linear layer: a norm, a gated unit, or an operator that cannot write it in eight bits.
 NORMED = "normed"
 GATED = "gated"
 PLAIN_INPUT = "plain"
@@ -26,7 +26,7 @@ FEED_FORWARD_OUT = "feed-forward out"
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer, or a 1x1 convolution, which is the same thing applied to every pixel."""
+    """A linear layer, or a 1x1 convolution, which is a linear layer over each pixel."""
 
     path: str
     in_features: int
@@ -35,7 +35,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Convolution:
-    """circular: what lies beyond an edge is the opposite edge (Tiling), not zero."""
+    """A square 2D convolution. circular: padded with the opposite edge (the WebUI's option Tiling) instead of zeros."""
 
     path: str
     in_channels: int
@@ -63,9 +63,12 @@ class LayerNorm:
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """plus_one: its weight is stored relative to one, so that 1 + weight is multiplied. as_stored: the host multiplies
-    by the weight in float32, whatever it computes in: the weight is never cast, and may be of another type than the
-    network's other parameters."""
+    """A root mean square norm.
+
+    plus_one: it multiplies by 1 + weight.
+    as_stored: the host multiplies by the weight in float32, in every compute dtype. Its weight is never cast, and may
+        have another dtype than the network's other parameters.
+    """
 
     path: str
     width: int
@@ -77,7 +80,7 @@ class RMSNorm:
 @dataclass(frozen=True)
 class FreeParameter:
     """A parameter that belongs to no layer, such as a learned token, or a table that is added to modulations. path: the
-    parameter's own."""
+    parameter's."""
 
     path: str
     shape: tuple[int, ...]
@@ -85,7 +88,7 @@ class FreeParameter:
 
 @dataclass(frozen=True)
 class AdaptiveNorm:
-    """A layer norm without parameters: a modulation follows, made from the timestep."""
+    """A layer norm without parameters, followed by a modulation that is computed from the timestep."""
 
     width: int
     eps: float
@@ -93,8 +96,8 @@ class AdaptiveNorm:
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """The RMS norm of the heads of an attention's queries or keys: how many heads, and their width. interleaved: as the
-    rotary embedding behind it."""
+    """The RMS norms over each head of an attention's queries or keys. heads: their number. width: of a head.
+    interleaved: that of the rotary embedding after it."""
 
     heads: int
     width: int
@@ -103,21 +106,21 @@ class NormedHeads:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """A gated linear unit with a SiLU, (..., 2 * width) -> (..., width), over the image's tokens."""
+    """A gated linear unit with SiLU over the image's tokens: (..., 2 * width) -> (..., width)."""
 
     width: int
 
 
 @dataclass(frozen=True)
 class SigmoidGate:
-    """A sigmoid gate on the image's tokens, (..., width)."""
+    """A product of the image's tokens with the sigmoid of a gate: (..., width) each."""
 
     width: int
 
 
 @dataclass(frozen=True)
 class FusedLinear:
-    """Linear layers over the same input whose weights lie one after the other in memory, so that one GEMM computes all.
+    """Linear layers over the same input whose weights are consecutive in memory, so that one GEMM computes them all.
     """
 
     name: str
@@ -129,8 +132,11 @@ class FusedLinear:
 
 
 class TokenLinear(NamedTuple):
-    """A linear layer over the image's tokens, which may be computed in eight bits. source: what makes the tokens. role:
-    the layer's place in its block. norm: the path of the norm before it, if the scales in float8 follow from that."""
+    """A linear layer over the image's tokens, which may be computed in eight bits.
+
+    source: NORMED, GATED or PLAIN_INPUT. role: the layer's role in its block, such as SELF_QKV.
+    norm: the path of the norm before the layer, if the input's scales in float8 are derived from that norm.
+    """
 
     layer: Linear | FusedLinear
     source: str
@@ -140,8 +146,10 @@ class TokenLinear(NamedTuple):
 
 @dataclass(frozen=True)
 class SelfAttention:
-    """norms: of each head's queries and of its keys, or none. Keys and values may have fewer heads than queries. gated:
-    query_key_value also makes a gate for each number of the mix of values, which is multiplied by the gate's sigmoid.
+    """A self attention. Keys and values may have fewer heads than queries (grouped-query attention).
+
+    norms: those over each head of the queries and of the keys; () for none.
+    gated: query_key_value also computes a gate; the attention's output is multiplied by its sigmoid before `out`.
     """
 
     query_key_value: FusedLinear
@@ -168,7 +176,7 @@ class SelfAttention:
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """norms: as SelfAttention's."""
+    """A cross attention, from the image's tokens to the prompt's. norms: see SelfAttention."""
 
     query: Linear
     key_value: FusedLinear
@@ -187,8 +195,8 @@ class CrossAttention:
 
 
 class Block:
-    """A block of a network, of any family. Its properties name the layers that may have their weights in eight bits,
-    in the order in which they are computed."""
+    """A block of any family's network. Its properties list the layers whose weights may be in eight bits, in the order
+    in which they are computed."""
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
@@ -197,26 +205,30 @@ class Block:
 
     @property
     def prompt_layers(self) -> tuple[FusedLinear, ...]:
-        """The linear layers over the prompt's tokens, whose products are computed in the model's dtype."""
+        """The linear layers over the prompt's tokens. Only their weights are in eight bits: products are in the model's
+        dtype."""
         return ()
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
-        """The convolutions of images that come from a group norm."""
+        """The convolutions whose input is the output of a group norm."""
         return ()
 
 
 def feed_forward_layers(
     into: Linear | FusedLinear, out: Linear, source: str, norm: str = ""
 ) -> tuple[TokenLinear, ...]:
-    """The two layers of a feed-forward. source: GATED if a gated unit is between them, else PLAIN_INPUT. norm: see
-    TokenLinear."""
+    """The two linear layers of a feed-forward layer. source: GATED if a gated unit is between them, else PLAIN_INPUT.
+    norm: see TokenLinear, of the first."""
     return TokenLinear(into, NORMED, FEED_FORWARD_IN, norm), TokenLinear(out, source, FEED_FORWARD_OUT)
 
 
 @dataclass(frozen=True)
 class TimeEmbedding:
-    """Sinusoids of the timestep, then two linear layers. See sinusoids in devices/torch/operators.py."""
+    """The embedding of the timestep: sinusoids (see sinusoids in devices/torch/operators.py), then two linear layers.
+
+    condition: the linear layer of an LCM's guidance embedding, whose output is added to the sinusoids; None without.
+    """
 
     channels: int
     cosine_first: bool
@@ -227,12 +239,12 @@ class TimeEmbedding:
     second: Linear
 
 
-# What describes a module that holds parameters, or one parameter.
+# The descriptions of a module with parameters, or of one parameter.
 LEAVES = (Linear, Convolution, GroupNorm, LayerNorm, RMSNorm, FreeParameter)
 
 
 def digest_without(layout: Any, names: Collection[str]) -> str:
-    """A digest of a tree of dataclasses and tuples, whatever the fields of these names hold."""
+    """A digest of a tree of dataclasses and tuples, which ignores the fields of these names."""
 
     def plain(node: Any) -> Any:
         if is_dataclass(node):
@@ -244,7 +256,7 @@ def digest_without(layout: Any, names: Collection[str]) -> str:
 
 
 def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """Every description of this kind in a tree of dataclasses and tuples, depth first."""
+    """All descriptions of this class in a tree of dataclasses and tuples, depth first."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -258,8 +270,8 @@ def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 
 def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
-    """The names of the layers in a tree, by which Weights has them: first those of fused layers, then the paths of all
-    layers that are not in one. apart: paths to leave out."""
+    """The keys in Weights of all layers in a tree: first the names of fused layers, then the paths of the other layers.
+    apart: paths to leave out."""
     names: list[str] = []
     left_out = set(apart)
     for fusion in descriptions(node, FusedLinear):
@@ -271,5 +283,5 @@ def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
 
 @cache
 def _names_backwards(kind: type) -> tuple[str, ...]:
-    """The names of a dataclass's fields, the last one first; none for what is no dataclass."""
+    """The names of a dataclass's fields in reverse order; () for any other class."""
     return tuple(item.name for item in reversed(fields(kind))) if is_dataclass(kind) else ()

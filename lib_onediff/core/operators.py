@@ -1,9 +1,8 @@
-"""The operators that networks are written in. An implementation is a module, or an object, with these functions.
+"""The operators with which forwards are written. Each device implements them, as a module or as an object.
 
-Images are (batch, channels, height, width) in whatever memory format the implementation likes best; tokens are
-(batch, tokens, width). Every function returns new tensors in the dtype of its first argument, unless it says otherwise,
-and sums in float32. Elementwise functions of small vectors, such as the gates of a timestep, need no operator: a
-forward calls torch's.
+Images are (batch, channels, height, width) in any memory format; tokens are (batch, tokens, width). Unless documented
+otherwise, an operator returns new tensors in the dtype of its first argument, and sums in float32. Elementwise
+functions of small vectors, such as the gates of a timestep, are no operators: a forward calls torch's.
 """
 from __future__ import annotations
 
@@ -17,19 +16,22 @@ from torch import Tensor
 from .layer_weights import LayerWeights
 from .leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 
-# An RMS norm's weight, and its description.
+# The weight and the description of an RMS norm.
 WeightedNorm = tuple[LayerWeights, RMSNorm]
 
 
 class Residual(NamedTuple):
-    """The residual of a transformer: tokens, and what is still to be added to them. Its value is
-    tokens + norm(update * update_scales) * gate + deferred_bias + bias; whatever is None is left out.
+    """The residual of a transformer as a deferred sum:
 
-    update: of the shape of tokens, what the last layer adds, where it is not in tokens yet; update_scales: (..., 1), in
-    float32; norm: behind that layer; gate: (batch, width). These are of the update alone, not of the biases.
-    bias: (width,), of the last linear layer. deferred_bias: (width,), in float32: the sum of the biases of layers
-    before. The next norm adds these vectors as it reads the tokens, and writes deferred_bias + bias as the new
-    deferred_bias: that costs less than if every linear layer added its own bias to all tokens.
+        tokens + norm(update * update_scales) * gate + deferred_bias + bias
+
+    without the parts that are None. The next operator that reads the residual computes the sum as it reads.
+
+    update: the output of the last layer, of the shape of tokens. update_scales: float32 (..., 1). norm: the norm after
+        that layer. gate: (batch, width).
+    bias: (width,), that of the last linear layer. deferred_bias: float32 (width,), the sum of the biases of earlier
+        layers. The next norm adds both to the tokens as it reads them, and returns their sum as the new deferred_bias:
+        this takes less time than an addition to all tokens after each linear layer.
     """
 
     tokens: Tensor
@@ -42,10 +44,9 @@ class Residual(NamedTuple):
 
 
 class Modulation(NamedTuple):
-    """Vectors that change a norm's output, usually made from the timestep: norm * scale + shift.
+    """Vectors that modulate a norm's output, usually computed from the timestep: norm * scale + shift.
 
-    scale: (batch, width). The caller adds 1 first where a network stores scale - 1. shift: (batch, width), or None for
-    no shift.
+    scale: (batch, width). If a network computes scale - 1, its forward adds 1. shift: (batch, width), or None.
     """
 
     scale: Tensor
@@ -53,11 +54,11 @@ class Modulation(NamedTuple):
 
 
 class Rotary(NamedTuple):
-    """A rotary embedding: the angles by which the heads of queries and keys are rotated.
+    """A rotary embedding of tokens: cosines and sines of the angles by which heads of queries and keys are rotated.
 
-    cosines, sines: (tokens, head width / 2), or (batch, tokens, head width / 2) where the positions of the rows differ,
-    in float32. interleaved: the pairs of numbers that are rotated are 2 i and 2 i + 1; otherwise (halves) they are i
-    and i + head width / 2.
+    cosines, sines: float32 (tokens, head width / 2), or (batch, tokens, head width / 2) if the positions differ from
+        row to row of the batch.
+    interleaved: the numbers 2i and 2i + 1 of a head are rotated as a pair. Otherwise i and i + head width / 2 are.
     """
 
     cosines: Tensor
@@ -66,9 +67,9 @@ class Rotary(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """The heads that one part of a projection holds: queries, keys or values.
+    """How one part of a projection is split into heads: its queries, keys or values.
 
-    number: how many. norm: the RMS norm over each head, or None. rotary: rotates them behind the norm, or None.
+    number: the number of heads. norm: the RMS norm over each head, or None. rotary: applied after the norm, or None.
     """
 
     number: int
@@ -77,12 +78,13 @@ class Heads(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Rows of tokens that are filled up to one length. Those that count come first in each row; the others are seen by
-    none of them, and what an operator computes for them has no meaning, but is finite.
+    """A batch whose rows are padded to one number of tokens, as a mask of attention. In each row, the padding comes
+    last. No token sees padding; what an operator computes for padding has no meaning, but is finite.
 
-    used: (batch,), integers: how many count. ends: (2 * batch + 1,), int32: with all rows one after the other, where
-    the tokens that count begin and end in each, and the end of the last row. Both are read on their device: their
-    numbers may change between replays of a graph.
+    used: int (batch,), how many tokens of each row are not padding.
+    ends: int32 (2 * batch + 1,). With all rows concatenated: the begin of each row, the end of its used tokens, and
+        finally the end of the last row.
+    Both are read on their device, so their values may change between replays of a graph.
     """
 
     used: Tensor
@@ -90,21 +92,21 @@ class Filled(NamedTuple):
 
     @classmethod
     def of(cls, used: Tensor, tokens: int) -> Filled:
-        """tokens: the length of every row."""
+        """The Filled of rows with so many tokens each, padding included. used: see Filled."""
         begins = tokens * torch.arange(len(used) + 1, dtype=torch.int32, device=used.device)
         inner = torch.stack([begins[:-1], begins[:-1] + used.to(torch.int32)], dim=1)
         return cls(used, torch.cat([inner.flatten(), begins[-1:]]))
 
     def mask(self, tokens: int) -> Tensor:
-        """Which keys every query sees, as a mask of Operators.attention."""
+        """The same as a bool mask of Operators.attention, (batch, 1, 1, tokens). tokens: of each row."""
         places = torch.arange(tokens, dtype=torch.int64, device=self.used.device)
-        # The softmax over no key at all is not a number.
+        # A row without used tokens sees all of them: a softmax over no key would be NaN.
         seen = torch.where(self.used > 0, self.used, tokens)
         return (places < seen[:, None])[:, None, None]
 
 
 class Activation(Enum):
-    """GELU: in its erf form. GELU_TANH: its approximation by tanh. SIGMOID: of a gate alone."""
+    """GELU: its exact form, with erf. GELU_TANH: its tanh approximation. SIGMOID: only for gates."""
 
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
@@ -113,27 +115,28 @@ class Activation(Enum):
 
 
 class GatedUnit(NamedTuple):
-    """A gated linear unit over one half of its input's width: value * activation(gate).
+    """A gated linear unit: value * activation(gate), each of which is one half of the input's width.
 
-    gate_first: the first half is the gate, and the second one the value; otherwise the other way round.
+    gate_first: whether the gate is the first half.
     """
 
     activation: Activation
     gate_first: bool
 
 
-# As diffusers has it, and as LLaMA does with its first and third layer in one.
+# GEGLU as diffusers orders its halves. SWIGLU with the first and third layers of LLaMA's feed-forward as one.
 GEGLU = GatedUnit(Activation.GELU, gate_first=False)
 SWIGLU = GatedUnit(Activation.SILU, gate_first=True)
 
 
 class QuantizedTokens(NamedTuple):
-    """Tokens in float8 (e4m3) or int8, as a matrix product wants them.
+    """Tokens in float8 (e4m3) or int8, for a matrix product.
 
-    values: (rows, width). scales: (rows, 1), or (1, 1) for all of them, in float32, by which they are multiplied.
-    shape: what the rows are without their width, such as (batch, tokens). unit: the number one, (1, 1) in float32,
-    beside float8's scales of rows: for a product that leaves these to who reads it. plain: the same rows in the model's
-    dtype, (*shape, width), which LoRAs of the layer read; None where there are none.
+    values: (rows, width). scales: float32, (rows, 1), or (1, 1) for all rows. tokens = values * scales.
+    shape: the dimensions that are flattened to rows, such as (batch, tokens).
+    unit: float32 (1, 1), the number one, given with scales of rows in float8: a product may multiply by it in place of
+        the scales, and leave those to the operator that reads its result.
+    plain: the same tokens in the model's dtype, (*shape, width), for LoRAs of the layer; None if it has none.
     """
 
     values: Tensor
@@ -144,30 +147,32 @@ class QuantizedTokens(NamedTuple):
 
 
 class QuantizedImage(NamedTuple):
-    """An image in float8 (e4m3) or int8, as a convolution wants it.
+    """An image in float8 (e4m3) or int8, for a convolution.
 
-    values: (batch, height, width, channels). scales: (batch, 1) in float32, by which they are multiplied.
+    values: (batch, height, width, channels). scales: float32 (batch, 1). image = values * scales.
     """
 
     values: Tensor
     scales: Tensor
 
 
-# What an implementation hands from one of its operators to the next: a tensor, or what it makes in the place of one.
-# Nobody else looks into it.
+# The result of one operator for the next of the same implementation: a tensor, or a form of its own, such as
+# QuantizedTokens. Forwards pass it on without reading it.
 Rows = Any
 Image = Any
 
 
 class Operators(Protocol):
+    """The operators of one device."""
+
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
-        """(batch,) -> (batch, channels) in float32: cosines and sines of the timestep at falling frequencies."""
+        """Cosines and sines of the timestep at falling frequencies: (batch,) -> float32 (batch, channels)."""
 
     def join(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Vectors, one after the other in one."""
+        """Vectors concatenated to one."""
 
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
-        """(..., in) -> (..., out). A weight of (out, in, 1, 1) is a 1x1 convolution's and means the same."""
+        """A linear layer: (..., in) -> (..., out). The weight may be a 1x1 convolution's, (out, in, 1, 1)."""
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w)."""
@@ -179,41 +184,44 @@ class Operators(Protocol):
         self, image: Image, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
         consumer: LayerWeights | None = None,
     ) -> Image:
-        """Group norm of image + shift (batch, channels), followed by SiLU if silu. consumer: the convolution that it is
-        for, where there is one."""
+        """The group norm of image + shift (batch, channels), followed by SiLU if silu. consumer: the convolution that
+        reads the result, if one does."""
 
     def residual_norm(
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
         consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        """The same residual, and its norm in the dtype of consumer, the linear layer that reads it. layer: the norm's
-        weight and bias, or None for an AdaptiveNorm."""
+        """The same residual, possibly summed, and its norm in the dtype of consumer, the linear layer that reads it.
+
+        layer: the norm's weight and bias, or None for an AdaptiveNorm.
+        """
 
     def rms_norm(self, x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
         """The root mean square norm of x (..., width)."""
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """(batch, tokens, heads of all parts * head width) as one (batch, heads, tokens, head width) for each part,
-        normed and rotated as the part says. May write into projected."""
+        """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part,
+        with its norm and rotary embedding applied. May write into projected."""
 
     def add_linear(
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        """residual + gate * norm(linear(x, layer)), without what is None. gate: (batch, width). May write into the
-        given residual, which must not be used afterwards."""
+        """residual + gate * norm(linear(x, layer)), without gate or norm if it is None. gate: (batch, width). May write
+        into the given residual, which must not be used afterwards."""
 
     def materialize(self, residual: Residual) -> Tensor:
-        """The residual's tokens, with everything added to them."""
+        """The residual's value, as one tensor."""
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
-        """Softmax attention over (batch, heads, tokens, head width), in float32 if upcast.
+        """Softmax attention over (batch, heads, tokens, head width), with scores in float32 if upcast.
 
-        Keys and values may have fewer heads than queries (grouped-query attention): each serves as many heads of
-        queries, which lie one after the other. mask: bool, of a shape that broadcasts to (batch, heads, queries, keys),
-        True where a query sees a key; a query that sees no key gives zeros. Or Filled, of queries and keys alike.
+        Keys and values may have fewer heads than queries (grouped-query attention): each of their heads is used by a
+        group of consecutive heads of queries.
+        mask: bool, of a shape that broadcasts to (batch, heads, queries, keys), True where a query sees a key; the
+            output of a query that sees no key is zero. Or Filled, for both queries and keys.
         """
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:
@@ -236,10 +244,10 @@ class Operators(Protocol):
         """image + update + bias (channels)."""
 
     def concatenate(self, image: Tensor, skip: Tensor) -> Image:
-        """Along the channels."""
+        """image and skip, concatenated along the channels."""
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
-        """Nearest neighbour, as torch.nn.functional.interpolate defines it."""
+        """Nearest-neighbour resizing, as torch.nn.functional.interpolate defines it."""
 
     def image_to_tokens(self, image: Tensor) -> Tensor:
         """(batch, channels, h, w) -> (batch, h * w, channels)."""
