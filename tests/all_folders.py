@@ -1,5 +1,4 @@
-"""Puts the folders of tests whose helpers others import on the path, for programs that are started by hand instead of
-by pytest."""
+"""Adds the folders with the tests' helpers to sys.path, for programs that are started by hand instead of by pytest."""
 import sys
 from pathlib import Path
 

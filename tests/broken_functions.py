@@ -14,7 +14,7 @@ import lib_onediff
 
 LIBRARY = Path(lib_onediff.__file__).parent
 SCRIPT = LIBRARY.parent / "scripts" / "onediff.py"
-# Parts of functions, which raise with them.
+# Code objects that belong to a function, and raise when the function does.
 PARTS = ("<genexpr>", "<listcomp>", "<dictcomp>", "<setcomp>", "<module>")
 Name = tuple[str, str, int]
 
@@ -55,6 +55,7 @@ class Broken(RuntimeError):
 
 
 def template(*args: Any, **kwargs: Any) -> Any:
+    """The code of a broken function: `raising` replaces the constant by a function that raises."""
     fail: Any = "fail"
     return fail()
 
@@ -77,6 +78,7 @@ def exchanged(code: CodeType, name: Name, fail: Callable[[], Any]) -> CodeType:
 
 
 def ours_among_objects() -> list[FunctionType]:
+    """Our functions that exist in this process."""
     return [one for one in gc.get_objects() if type(one) is FunctionType and is_ours(one.__code__.co_filename)]
 
 

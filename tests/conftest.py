@@ -1,4 +1,4 @@
-"""What holds for all tests."""
+"""Configures all tests: kernels without a GPU, worker processes, and the output of failures and hung tests."""
 from __future__ import annotations
 
 import faulthandler
@@ -13,14 +13,14 @@ import pytest
 
 MOST_WORKERS = 6
 MANY_TESTS = 2000
-# So many tests end long after the first of them has failed.
+# A run of more tests than this prints failures when they happen, because it ends long after the first of them.
 TESTS_OF_A_LONG_RUN = 50
 # A busy machine takes many times as long as an idle one, whose slowest test takes two minutes.
 SECONDS_OF_A_HUNG_TEST = float(os.environ.get("ONEDIFF_TEST_HUNG_SECONDS", 3600))
 
 
 def interpret_kernels_without_a_gpu() -> None:
-    """Let Triton's interpreter run our kernels on the CPU: Triton looks for this when it is imported."""
+    """Let Triton's interpreter run our kernels on the CPU. Triton reads this variable when it is imported."""
     if find_spec("torch") is None:
         return
     import torch
@@ -30,13 +30,15 @@ def interpret_kernels_without_a_gpu() -> None:
 
 
 def one_thread_for_each_worker() -> None:
-    """Processes that share the cores, and what they start, are slower with threads: torch looks when it is imported."""
+    """Let each worker of pytest-xdist, and the processes that it starts, use one thread: they share the cores, and are
+    slower with more. torch reads this variable when it is imported."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ["OMP_NUM_THREADS"] = "1"
 
 
 def keep_what_workers_compile() -> None:
-    """pytest rewrites every test file, which takes a process half of its time to collect. Here one does it for all."""
+    """Let workers store test files that pytest has rewritten for assertions. Otherwise each worker would rewrite all
+    of them, which takes half of the time that collecting takes."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         sys.dont_write_bytecode = False
 
@@ -49,9 +51,11 @@ keep_what_workers_compile()
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """One process more than there are cores, because the tests in a browser mostly wait; with two more it took longer.
+    """The number of workers: one more than there are cores, because the tests in a browser mostly wait. With two more,
+    a run took longer.
 
-    A WebUI that is given with --webui is only one, and on a GPU the tests measure memory.
+    None (pytest-xdist decides) if an environment variable sets it. 0 with --webui, because there is one WebUI only, and
+    on a GPU, because the tests measure its memory.
     """
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
@@ -65,12 +69,12 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Hand out files as sharing.py says, unless the command line says another way than "loadfile"."""
+    """The scheduler of sharing.py, which distributes tests by files; None unless the command line has "loadfile"."""
     if config.getoption("dist") != "loadfile":
         return None
     from sharing import Sharing
 
-    # In the order in which they were collected, and not the files with many tests first.
+    # Distribute files in the order of collection, instead of those with many tests first.
     config.option.loadscopereorder = False
     return Sharing(config, log)
 
@@ -83,7 +87,7 @@ class FailuresAtOnce:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         session = self._reporter._session
-        # Tests that other processes run are none of this process's items.
+        # If other processes run the tests, this session has no items.
         is_long = session is None or not hasattr(session, "items") or len(session.items) > TESTS_OF_A_LONG_RUN
         if report.failed and (is_long or hasattr(report, "node")):
             self._reporter.ensure_newline()
@@ -92,10 +96,11 @@ class FailuresAtOnce:
 
 
 class HungTests:
-    """Ends the process, with the stacks of its threads, in a test that does not end. A slow test prints nothing."""
+    """Ends the process in a test that takes longer than SECONDS_OF_A_HUNG_TEST, after printing the stacks of all
+    threads."""
 
     def __init__(self) -> None:
-        # Here, where nothing is captured.
+        # Now, while pytest does not capture it.
         self._stderr = os.dup(2)
 
     @pytest.hookimpl(wrapper=True)
@@ -107,7 +112,7 @@ class HungTests:
             faulthandler.cancel_dump_traceback_later()
 
 
-# The reporter is made by the same hook.
+# Last, because the same hook makes the reporter.
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(HungTests())
@@ -117,12 +122,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pictures", action="store_true", help="draw the pictures of the documentation anew, and no more")
+    parser.addoption("--pictures", action="store_true", help="only draw the pictures of the documentation again")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
-    """Each worker begins with files of its own, and finds those of the others compiled when it comes to them."""
+    """Let each worker begin collecting at other files, so that it finds the remaining ones rewritten by the others."""
     report = yield
     if isinstance(collector, pytest.Dir) and "PYTEST_XDIST_WORKER" in os.environ and report.passed:
         number = os.environ["PYTEST_XDIST_WORKER"][2:]
@@ -134,7 +139,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the tests into the order in which processes take them, and skip what needs an NVIDIA GPU without one."""
+    """Sort the tests into the order in which workers take them. Without an NVIDIA GPU, skip those that need one."""
     if config.getoption("--pictures"):
         items[:] = [item for item in items if item.path.name == "test_screenshots.py"]
     if find_spec("xdist") is not None:
@@ -154,8 +159,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What the tests' modules have imported stays for good: each look for garbage among it took up to a second. So does
-    what a worker of the whole suite is going to import."""
+    """Exclude everything that was imported from garbage collections, which took up to a second each. In workers of the
+    whole suite, import diffusers first, so that its objects are excluded as well."""
     if "PYTEST_XDIST_WORKER" in os.environ and len(session.items) > MANY_TESTS and find_spec("diffusers") is not None:
         from diffusers import StableDiffusionPipeline, UNet2DConditionModel  # noqa: F401
     gc.collect()
@@ -164,7 +169,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture
 def exact_products() -> Iterator[None]:
-    """A GPU multiplies float32 in float32, and not in TF32."""
+    """Switch TF32 off, so that a GPU multiplies float32 in float32."""
     from torch import backends
 
     before = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32

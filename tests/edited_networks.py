@@ -1,4 +1,4 @@
-"""The networks under random edits: each as OneDiff serves it, beside a twin that the host's own code runs."""
+"""The networks for random edits: pairs of a network that OneDiff serves and a twin that the host's own code runs."""
 from __future__ import annotations
 
 import contextlib
@@ -28,20 +28,24 @@ SIZES = ((8, 8), (8, 8), (8, 12), (16, 8))
 BATCHES = (2, 2, 1)
 TOKENS = (77, 77, 154)
 Given = dict[str, Any]
-# A caller of a network, as the twin is called too.
+# A network, or a copy or wrapper of it, that can be called like it.
 Caller = Callable[..., Any]
 
 
-# By the key of a pair: where its sites are.
+# The addresses of the sites, by Pair.key.
 FOUND: dict[str, Addresses] = {}
 
 
 class Pair:
-    """A network that OneDiff serves and its twin, which the host's own code runs; every edit is made to both.
+    """A network that OneDiff serves, and its twin, which the host's own code runs. Every edit is made to both.
 
-    key: the name in NETWORKS. ours, theirs: the two. names: of the latent, the timestep and the context among the
-    arguments. changes: what edits have made of the inputs. callers: what is called for ours and theirs besides, such
-    as copies; each with a name. grad: the mode of gradients in which it is called.
+    key: the name in NETWORKS.
+    names: the names of the latent, the timestep and the context among the arguments.
+    ours: the network that OneDiff serves.
+    theirs: the twin.
+    changes: the edits of inputs in effect: functions of the arguments and `names`.
+    callers: (name, ours, theirs) of copies and wrappers of the two that are also called.
+    grad: the gradient mode of the calls.
     """
 
     key = ""
@@ -60,7 +64,7 @@ class Pair:
         return self.ours, self.theirs
 
     def inputs(self, seed: int) -> Given:
-        """Of a call; seed decides the values, and the size too."""
+        """The arguments of a call. The seed decides their values and sizes."""
         size, batch, tokens = (choices[seed % len(choices)] for choices in (SIZES, BATCHES, TOKENS))
         return self.inputs_of(size, batch, tokens, self.random(seed))
 
@@ -72,7 +76,7 @@ class Pair:
         return lambda *shape: torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(self.device)
 
     def answer(self, caller: Caller, given: Given) -> Any:
-        """What a network answers, without what it is wrapped in."""
+        """The output tensor of a network for these arguments."""
         given = dict(given)
         positional = [given.pop(name) for name in self.names if given.get("by position")]
         given.pop("by position", None)
@@ -83,17 +87,17 @@ class Pair:
 
     @contextlib.contextmanager
     def image(self, told: bool) -> Iterator[None]:
-        """The calls inside are one image's. told: whether the host says so."""
+        """A context whose calls belong to one image. told: whether the host announces its begin and end."""
         raise NotImplementedError
         yield
 
     def as_hosts(self, twin: Any) -> Any:
-        """Make a copy of theirs one that the host's own code runs too."""
+        """A copy of `theirs`, changed so that the host's own code runs it as well."""
         return twin
 
     @cached_property
     def sites(self) -> Sites:
-        """Found once for each kind of network: it takes a hundred calls."""
+        """The sites of the network. Finding them takes a hundred calls, so it is done once for each key."""
         if self.key not in FOUND:
             given = self.inputs(0)
             FOUND[self.key] = addresses_of(sites_of(lambda: self.answer(self.theirs, given), type(self.theirs)))
@@ -133,7 +137,7 @@ class DiffusersPair(Pair):
 
 
 class WebuiPair(Pair):
-    """The checkpoint of a stand-in of a WebUI, which OneDiff has been loaded into."""
+    """A network of a stand-in for a WebUI in which OneDiff is loaded."""
 
     def __init__(self, host: Host, device: str) -> None:
         super().__init__(device)
@@ -172,7 +176,7 @@ class ForgePair(WebuiPair):
 
 
 class FlowPair(ForgePair):
-    """Of a network whose timesteps are shares of noise."""
+    """A network whose timesteps are from 0 to 1: the part of noise in the latent."""
 
     def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
         given = super().inputs_of(size, batch, tokens, random)
@@ -202,6 +206,7 @@ class AnimaHost(FamilyHost):
 
 
 def forget_everything() -> None:
+    """Reset the runtime to its initial state."""
     runtime.guard.forget()
     runtime.tuning_cache.clear()
     runtime.purge()
@@ -212,7 +217,8 @@ def forget_everything() -> None:
 
 @contextlib.contextmanager
 def with_pretended_graphs() -> Iterator[None]:
-    """A CPU that seems to have a GPU, whose graphs are computed anew from their own inputs."""
+    """A context in which the CPU counts as a GPU. A replay of a graph computes the forward again from the graph's own
+    inputs."""
     with pytest.MonkeyPatch.context() as patch:
         pretend_a_gpu(patch, Weather())
         graphs = PretendedGraphs()
@@ -225,7 +231,7 @@ def with_pretended_graphs() -> Iterator[None]:
 def diffusers_pair(layout: dict[str, Any], graphs: bool, device: str, dtype: torch.dtype) -> Iterator[Pair]:
     is_gpu = torch.device(device).type == "cuda"
     if is_gpu and graphs:
-        # Its heads and groups have sizes that our kernels know.
+        # A network whose heads and groups have sizes that our kernels support.
         layout = CONFIGURATIONS["tiny-sdxl"]
     with with_pretended_graphs() if graphs and not is_gpu else contextlib.nullcontext():
         pair = DiffusersPair(layout, device, dtype, **{"backend": NATIVE} if graphs else {})
@@ -239,7 +245,7 @@ def webui_pair(name: str, kind: type[WebuiPair], device: str, host_class: type[H
         yield kind(host, device)
 
 
-# By name: (device, dtype) -> a pair in a runtime that has seen nothing. The WebUIs' are in float32 alone.
+# By name, a function of (device, dtype) that returns a context with a new pair. Those of WebUIs are always in float32.
 NETWORKS: dict[str, Callable[[str, torch.dtype], Any]] = {
     "sd1": lambda device, dtype: diffusers_pair(SMALL, False, device, dtype),
     "sdxl": lambda device, dtype: diffusers_pair(SMALL_XL, False, device, dtype),

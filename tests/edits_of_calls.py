@@ -1,5 +1,8 @@
-"""Random edits of what stands around a network's calls: torch's defaults and modes, the inputs, and copies that are
-called beside the network."""
+"""Random edits of the surroundings of a network's calls: torch's defaults and modes, the inputs, and copies of the
+network that are called too.
+
+An edit is a function of a Pair and a random generator. It returns a function that undoes it.
+"""
 from __future__ import annotations
 
 import copy
@@ -19,6 +22,7 @@ PairEdit = Callable[[Pair, random.Random], "Undo | None"]
 
 
 def entered(context: Any) -> Undo:
+    """Enter a context. Returns the function that leaves it."""
     context.__enter__()
     return lambda: context.__exit__(None, None, None)
 
@@ -45,7 +49,7 @@ def autocast_off(pair: Pair, chance: random.Random) -> Undo:
 
 
 def gradients(pair: Pair, chance: random.Random) -> Undo:
-    """The call is made under another mode of gradients; of parameters or inputs some may want one."""
+    """Make the calls in another gradient mode, with or without a parameter that requires gradients."""
     before = pair.grad
     wants = chance.random() < 0.5
     pair.grad = chance.choice([torch.enable_grad, torch.no_grad, torch.inference_mode])
@@ -100,13 +104,14 @@ def dispatch_mode(pair: Pair, chance: random.Random) -> Undo:
 # --- copies -------------------------------------------------------------------------------------------------------
 
 def called_too(pair: Pair, name: str, ours: Any, theirs: Any) -> Undo:
+    """Call `ours` and `theirs` too in every step; see Pair.callers."""
     entry = (name, ours, theirs)
     pair.callers.append(entry)
     return lambda: pair.callers.remove(entry)
 
 
 def replica_of(network: nn.Module) -> nn.Module:
-    """As nn.DataParallel makes one for a card: of every module, its parameters being plain tensors."""
+    """A copy of the network as nn.DataParallel makes one for another card: its parameters are plain tensors."""
     replicas: dict[nn.Module, Any] = {}
     for module in network.modules():
         replicas[module] = replica = module._replicate_for_data_parallel()
@@ -130,13 +135,13 @@ WAYS: dict[str, Callable[[Any], Any]] = {
 
 
 def with_layers_of_its_own(network: Any) -> None:
-    """Give a copy another layer in the place of a child that it shares, as an EMA's or a trainer's twin has."""
+    """Replace a child that a copy shares with its original, as a trainer's EMA copy may."""
     network._modules = dict(network._modules)
     name, child = next((name, one) for name, one in network._modules.items() if one is not None and list(one.modules()))
     network._modules[name] = other = copy.deepcopy(child)
     with torch.no_grad():
         for module in other.modules():
-            # A replica's are no parameters.
+            # In a replica, the weights are not parameters.
             for tensor in (*module._parameters.values(), vars(module).get("weight")):
                 if isinstance(tensor, Tensor):
                     tensor.data = tensor.data * 1.2
@@ -158,7 +163,7 @@ def kept_forward(pair: Pair, chance: random.Random) -> Undo:
 
 
 def functional_call(pair: Pair, chance: random.Random) -> Undo:
-    """The call is made with other parameters, which are there for as long as it lasts."""
+    """Call the network with other parameters by torch.func.functional_call, which replaces them during the call."""
     factor = chance.uniform(0.8, 1.2)
     part = chance.choice(["weight", "bias", "conv", "attn"])
 
@@ -173,7 +178,7 @@ def functional_call(pair: Pair, chance: random.Random) -> Undo:
 
 
 def wrapped(pair: Pair, chance: random.Random) -> Undo:
-    """Within another module, as accelerate and DataParallel on one card have it."""
+    """Call the network inside of another module, as with accelerate, or with DataParallel on one card."""
     class Wrapper(nn.Module):
         def __init__(self, module: nn.Module) -> None:
             super().__init__()
@@ -185,17 +190,19 @@ def wrapped(pair: Pair, chance: random.Random) -> Undo:
     return called_too(pair, "a wrapper", *map(Wrapper, pair.networks))
 
 
-# --- inputs: the host raises as well, or both agree ---------------------------------------------------------------
+# --- inputs: both networks must raise, or their outputs must agree ------------------------------------------------
 
 Names = tuple[str, str, str]
 
 
 def changed_inputs(pair: Pair, change: Callable[[Given, Names], Given]) -> Undo:
+    """Change the arguments of all calls; see Pair.changes."""
     pair.changes.append(change)
     return lambda: pair.changes.remove(change)
 
 
 def of_one(name_of: Callable[[Names], str], change: Callable[[Any], Any]) -> Callable[[Given, Names], Given]:
+    """A change of the arguments that changes one of them. name_of: returns its name, given Pair.names."""
     return lambda given, names: {**given, name_of(names): change(given[name_of(names)])}
 
 
@@ -263,7 +270,7 @@ def names_of_context(pair: Pair) -> str:
 
 
 def label_form(pair: Pair, chance: random.Random) -> Undo:
-    """Of SDXL's text embeddings and size numbers."""
+    """Change SDXL's pooled text embeddings or time ids."""
     name = chance.choice(["text_embeds", "time_ids"])
     forms: tuple[Callable[[Tensor], Any], ...] = (
         Tensor.half, Tensor.bfloat16, Tensor.double, Tensor.long, lambda one: one[:1], lambda one: one[:, :-1],

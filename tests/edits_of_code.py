@@ -1,8 +1,8 @@
-"""Random edits of the code that a network runs, wherever it stands: functions under the global names by which the
-network's files call them, methods of classes at any depth, the bodies of functions.
+"""Random edits of the code that a network runs: replaced functions and methods, and replaced bodies of functions.
 
-Which names those are is found by running the network once under a profiler, reading the names that its code calls, and
-keeping those whose replacement changes the output. So no list of names has to be kept, and no edit is without effect.
+The names to replace are found by running the network under a profiler and reading the names that its code calls. Only
+those whose replacement changes the output are kept. So there is no list of names to maintain, and every edit has an
+effect.
 """
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from torch import Tensor, nn
 FACTOR = 1.1
 TESTS = Path(__file__).parent
 FORMS = ("closure", "wraps", "partial", "object", "disguised")
-# The tool itself computes by these, or torch stops working without them.
+# Names that are never replaced: this tool uses them itself, or torch does not work without them.
 KEPT = frozenset({"size", "dim", "is_floating_point", "numel", "stride", "data_ptr", "__init__"})
-# Files of torch whose functions run around every module.
+# Modules of torch whose functions run for every module.
 AROUND_ALL = frozenset({"torch.nn.modules.module", "torch.nn.modules.container"})
 MISSING = object()
 
 
 class Site(NamedTuple):
-    """A name under which a function is called: in the namespace of a file (a dict), or on a module, class or object."""
+    """A name under which a function is called. owner: the globals of a file (a dict), or a module, class or object."""
 
     owner: Any
     name: str
@@ -41,7 +41,7 @@ class Site(NamedTuple):
         return self.owner[self.name] if isinstance(self.owner, dict) else getattr(self.owner, self.name)
 
     def put(self, value: Any) -> Undo:
-        """Bind the name to a value. Returns what binds it as before, or unbinds it."""
+        """Bind the name to a value. Returns a function that restores the previous state."""
         space = self.owner if isinstance(self.owner, dict) else vars(self.owner)
         before = space.get(self.name, MISSING)
         self._set(value)
@@ -59,8 +59,11 @@ class Site(NamedTuple):
 class Sites(NamedTuple):
     """The names whose functions a network's output depends on, in a fixed order.
 
-    files: global names of the network's own files, and names of what these import. torch: what torch.nn.functional
-    calls. tensors: methods of Tensor. methods: of classes. bodies: names of functions of Python without a closure.
+    files: global names of the network's own files, and attributes of the modules that these import.
+    torch: names that the functions of torch.nn.functional call.
+    tensors: methods of Tensor.
+    methods: methods of the classes of modules.
+    bodies: those of `files` that are Python functions without a closure, whose code can be replaced.
     """
 
     files: list[Site]
@@ -71,8 +74,8 @@ class Sites(NamedTuple):
 
 
 class Address(NamedTuple):
-    """Where an owner is found again after its file was imported anew: a module's namespace or the module, or a class
-    or an object in it."""
+    """The way to find a Site's owner after its file was imported again: the name of a module, and the path of a class
+    or object in it, "" for the module itself. is_namespace: the owner is the module's globals."""
 
     module: str
     path: str
@@ -110,13 +113,15 @@ def sites_at(addresses: Addresses) -> Sites:
 
 
 class Frame(NamedTuple):
+    """A function that was called. space: its globals. first: the class of its first argument."""
+
     code: types.CodeType
     space: dict[str, Any]
     first: Any
 
 
 def frames_of(work: Callable[[], Any]) -> list[Frame]:
-    """The functions of Python that work() calls, each once, with its globals and the class of its first argument."""
+    """The Python functions that work() calls, each once for each class of its first argument."""
     found: dict[tuple[types.CodeType, type], Frame] = {}
 
     def note(frame: Any, event: str, argument: Any) -> None:
@@ -134,7 +139,7 @@ def frames_of(work: Callable[[], Any]) -> list[Frame]:
 
 
 def is_networks(frame: Frame) -> bool:
-    """Whether code is the network's: a host's or a layer's of torch, and neither ours nor the tests'."""
+    """Whether a function belongs to the network: to a host's code or to one of torch's layers."""
     file = Path(frame.code.co_filename)
     name = frame.space.get("__name__", "")
     if name.startswith("torch."):
@@ -145,7 +150,7 @@ def is_networks(frame: Frame) -> bool:
 
 
 def names_called(frame: Frame) -> Iterator[Site]:
-    """The global names that code reads, and the names that it reads of modules and objects that are global."""
+    """The global names that a function's code reads, and the attributes that it reads of global modules and objects."""
     value: Any = None
     for instruction in dis.get_instructions(frame.code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME") and instruction.argval in frame.space:
@@ -162,7 +167,7 @@ def names_called(frame: Frame) -> Iterator[Site]:
 
 
 def owner_of(kind: type, code: types.CodeType) -> Site | None:
-    """The class, among a class and its bases, that defines the method with this code."""
+    """The method with this code, on the class that defines it: `kind` or one of its bases. None if there is none."""
     for base in kind.__mro__:
         function = vars(base).get(code.co_name)
         if isinstance(function, types.FunctionType) and underlying(function).__code__ is code:
@@ -171,13 +176,15 @@ def owner_of(kind: type, code: types.CodeType) -> Site | None:
 
 
 def underlying(function: Any) -> Any:
+    """The function inside of all wrappers (functools.wraps)."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
 def sites_of(work: Callable[[], Tensor], root: type) -> Sites:
-    """work: a call of the host's own network. root: the network's class, whose forward is left alone."""
+    """The sites of a network. work: calls it by the host's own code. root: the network's class, whose forward is not
+    among them."""
     frames = frames_of(work)
     own = [frame for frame in frames if is_networks(frame)]
     in_torch = [frame for frame in frames if frame.space.get("__name__") == "torch.nn.functional"]
@@ -217,7 +224,7 @@ def sites_of(work: Callable[[], Tensor], root: type) -> Sites:
     files = kept(calls(own))
     return Sites(
         files,
-        # The names of torch.nn.functional itself are among files.
+        # Names of torch.nn.functional itself are in `files`.
         kept(site for site in calls(in_torch) if site.owner is not vars(nn.functional)),
         kept(Site(Tensor, name) for name in sorted(attributes)),
         kept(site for site in methods if site is not None and site != Site(root, "forward")),
@@ -228,6 +235,7 @@ def sites_of(work: Callable[[], Tensor], root: type) -> Sites:
 # --- objects in place of functions --------------------------------------------------------------------------------
 
 def closure(below: Any, factor: float | None) -> Any:
+    """A function that calls another one and multiplies its result by a factor; None: returns it as it is."""
     def replaced(*args: Any, **kwargs: Any) -> Any:
         made = below(*args, **kwargs)
         return made if factor is None else scaled(made, factor)
@@ -236,6 +244,8 @@ def closure(below: Any, factor: float | None) -> Any:
 
 
 class Louder:
+    """As closure, as an object."""
+
     def __init__(self, below: Any, factor: float | None) -> None:
         self.below = below
         self.factor = factor
@@ -245,7 +255,7 @@ class Louder:
 
 
 def in_place_of(below: Any, chance: random.Random, is_method: bool = False) -> Any:
-    """Another function in one of FORMS; one in four gives the same result."""
+    """A replacement for a function, in one of FORMS. In one of four cases it computes the same."""
     factor = None if chance.random() < 0.25 else FACTOR
     form = chance.choice(FORMS)
     made = closure(below, factor)
@@ -262,6 +272,7 @@ def in_place_of(below: Any, chance: random.Random, is_method: bool = False) -> A
 
 
 def has_own_body(function: Any) -> bool:
+    """Whether other_body can replace the code of a function."""
     is_plain = isinstance(function, types.FunctionType) and not hasattr(function, "__wrapped__")
     return is_plain and not function.__closure__ and not function.__code__.co_freevars
 
@@ -272,7 +283,7 @@ def body(*args: Any, **kwargs: Any) -> Any:
 
 
 def other_body(function: types.FunctionType) -> Undo:
-    """The function object stays, and computes by other code."""
+    """Replace the code of a function, whose object stays the same."""
     code = function.__code__
     defaults = function.__defaults__
     kwdefaults = function.__kwdefaults__
@@ -312,7 +323,7 @@ def replace_tensor_method(sites: Sites, chance: random.Random) -> Undo:
 
 
 def exchange_functions(sites: Sites, chance: random.Random) -> Undo:
-    """One of torch's own functions in the place of another."""
+    """Replace one of torch's functions by another one."""
     pairs = {"sin": "cos", "cos": "sin", "exp": "expm1", "sigmoid": "tanh", "silu": "mish", "softmax": "sigmoid"}
     site = chosen([one for one in sites.files if hasattr(one.owner, pairs.get(one.name, ""))], chance)
     other = getattr(site.owner, pairs[site.name])
@@ -336,14 +347,14 @@ def replace_call_of_modules(sites: Sites, chance: random.Random) -> Undo:
 
 def exchange_body(sites: Sites, chance: random.Random) -> Undo:
     function = chosen(sites.bodies, chance).value()
-    # Another edit may stand in its place by now.
+    # Another edit may have replaced the function.
     if not has_own_body(function):
         raise Inapplicable
     return other_body(function)
 
 
 def one_with_method(network: nn.Module, sites: Sites, chance: random.Random) -> tuple[Any, str]:
-    """A module of the network, and the name of a method that its class takes part in computing by."""
+    """A random module of the network, and the name of a method of its class on which the output depends."""
     kinds = {type(module) for module in network.modules() if module is not network}
     found = [site for site in sites.methods if any(issubclass(kind, site.owner) for kind in kinds)]
     site = chosen(found, chance)
@@ -351,7 +362,7 @@ def one_with_method(network: nn.Module, sites: Sites, chance: random.Random) -> 
 
 
 def override_in_a_class(network: nn.Module, sites: Sites, chance: random.Random) -> Undo:
-    """A module becomes one of a class derived from its own, with another method."""
+    """Change the class of a module to a subclass that overrides a method."""
     module, name = one_with_method(network, sites, chance)
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {
@@ -373,5 +384,5 @@ GLOBALS = (replace_global, replace_global, replace_tensor_method, exchange_funct
 IN_TORCH = (replace_in_torch,)
 CLASSES = (replace_method, replace_method, replace_call_of_modules)
 BODIES = (exchange_body,)
-# Of one network, by the same choices in its twin.
+# Edits of one network, which are made to its twin with the same random choices.
 OF_A_NETWORK = (override_in_a_class, override_on_an_instance)

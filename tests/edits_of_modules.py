@@ -1,8 +1,7 @@
-"""Random edits of one module tree, as users, LoRAs, tiling and training scripts make them: weights, attributes, code on
-instances, adapters.
+"""Random edits of the modules of one network, as users, LoRAs, tiling extensions and training scripts make them.
 
-An edit is a function of the network and a random generator. It returns the function that undoes it, or None where it
-stays. It raises Inapplicable where the network has nothing of the kind that it edits.
+An edit is a function of the network and a random generator. It returns a function that undoes it, or None if it is not
+undone. It raises Inapplicable if the network has nothing to edit.
 """
 from __future__ import annotations
 
@@ -22,13 +21,14 @@ Edit = Callable[[Any, random.Random], "Undo | None"]
 
 
 class Inapplicable(Exception):
-    """The network has nothing that an edit could change."""
+    """The network has nothing that this edit could change."""
 
 
-def some(unet: nn.Module, chance: random.Random, kinds: Any, of: Callable[[Any], bool] = lambda module: True) -> Any:
+def some(unet: nn.Module, chance: random.Random, kinds: Any, fits: Callable[[Any], bool] = lambda module: True) -> Any:
+    """A random module of these classes for which fits(module) is true, but not one of a LoRA."""
     found = [
         module for name, module in unet.named_modules()
-        if isinstance(module, kinds) and "lora_" not in name and of(module)
+        if isinstance(module, kinds) and "lora_" not in name and fits(module)
     ]
     if not found:
         raise Inapplicable
@@ -36,23 +36,24 @@ def some(unet: nn.Module, chance: random.Random, kinds: Any, of: Callable[[Any],
 
 
 def named(unet: nn.Module, chance: random.Random, *names: str) -> Any:
-    """A module of a class with one of these names."""
+    """A random module whose class has one of these names."""
     return some(unet, chance, nn.Module, lambda module: type(module).__name__ in names)
 
 
 def inner(unet: nn.Module, chance: random.Random) -> Any:
-    """Any module below the network that its forward calls."""
+    """A random module inside of the network that its forward calls."""
     idle = (nn.ModuleList, nn.ModuleDict, nn.Dropout)
     return some(unet, chance, nn.Module, lambda module: module is not unet and not isinstance(module, idle))
 
 
 def weighted(unet: nn.Module, chance: random.Random) -> Any:
+    """A random module with a weight."""
     return some(unet, chance, (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm))
 
 
 def scaled(value: Any, factor: float) -> Any:
-    """A forward's output with its floating-point tensors scaled, those in a tuple or list too; anything else as it
-    is."""
+    """The output of a forward with its floating-point tensors multiplied by a factor, also those in a tuple or list;
+    other values as they are."""
     if isinstance(value, Tensor):
         return value * factor if value.is_floating_point() else value
     if type(value) in (tuple, list):
@@ -61,19 +62,20 @@ def scaled(value: Any, factor: float) -> Any:
 
 
 def set_attribute(module: Any, name: str, value: Any) -> Undo:
+    """Set an attribute. Returns the function that restores it."""
     before = getattr(module, name)
     setattr(module, name, value)
     return lambda: setattr(module, name, before)
 
 
 def hide(module: Any, name: str, value: Any) -> Undo:
-    """Set on the instance what its class has."""
+    """Set an attribute on an instance, whose class has it too. Returns the function that deletes it."""
     setattr(module, name, value)
     return lambda: delattr(module, name)
 
 
 def hide_or_set(kind: type, name: str, value: Any) -> Undo:
-    """Set on a class what it, or one of its bases, has."""
+    """Set an attribute on a class that defines or inherits it. Returns the function that restores it."""
     return set_attribute(kind, name, value) if name in vars(kind) else hide(kind, name, value)
 
 
@@ -105,7 +107,7 @@ def point_to_transposed(unet: Any, chance: random.Random) -> None:
 
 
 def exchange(unet: Any, chance: random.Random) -> Undo:
-    """A new Parameter, while the old one lives as a backup."""
+    """Replace a parameter, and keep the old one alive."""
     layer = weighted(unet, chance)
     old = layer.weight
     layer.weight = nn.Parameter(old.detach() * 0.9, requires_grad=False)
@@ -250,7 +252,7 @@ def replace_function(unet: Any, chance: random.Random) -> Undo:
 
 
 def exchange_layer(unet: Any, chance: random.Random) -> Undo:
-    """Another module of the same class and size, with other weights."""
+    """Replace a layer by one of the same class and size, with other weights."""
     layer = some(unet, chance, (nn.Linear, nn.Conv2d), lambda one: not one._forward_hooks)
     parent, name = next(
         (parent, name) for parent in unet.modules() for name, child in parent.named_children() if child is layer
@@ -263,7 +265,7 @@ def exchange_layer(unet: Any, chance: random.Random) -> Undo:
 
 
 def swap_layers(unet: Any, chance: random.Random) -> Undo:
-    """The keys' projection takes the values' place, and the other way round."""
+    """Swap the projections of keys and values of an attention."""
     pairs = (("to_k", "to_v"), ("k_proj", "v_proj"))
     attention = some(unet, chance, nn.Module, lambda one: any(hasattr(one, name) for name, _ in pairs))
     first, second = next(pair for pair in pairs if hasattr(attention, pair[0]))
@@ -319,15 +321,15 @@ ATTRIBUTES: tuple[Edit, ...] = (
     pad_circular, dilate, other_eps, other_groups, other_heads, scale_output, flip_sinusoids,
 )
 CODE: tuple[Edit, ...] = (hook, hook_before, own_forward, tile_instances, another_class, exchange_layer, swap_layers)
-# Of all networks at once, whichever they are asked for.
+# Edits of torch's classes and functions, which change all networks of the process.
 EVERYWHERE: tuple[Edit, ...] = (hook_everywhere, tile_class, class_forward, replace_function)
 ADAPTERS: tuple[Edit, ...] = (add_lora,)
 EDITS = (*WEIGHTS, *ATTRIBUTES, *CODE, *EVERYWHERE, *ADAPTERS)
 
 
 def edited(unet: Any, chance: random.Random, count: int) -> Iterator[str]:
-    """Make `count` edits, each undone before the next but one or not at all. Yields the name of each when it was made
-    or undone."""
+    """Make `count` random edits. At most two are in effect at once, besides those that are never undone. Yields the
+    name of each edit after it was made and after it was undone."""
     standing: list[tuple[str, Undo]] = []
     for number in range(count):
         edit = EDITS[number % len(EDITS)] if number < len(EDITS) else chance.choice(EDITS)

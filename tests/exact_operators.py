@@ -1,4 +1,4 @@
-"""The operators in float64, written out, which every implementation is compared with.
+"""The operators in float64, written out: the reference for the tests of all implementations.
 
 torch's own group norm is not used: on a CPU, it loses all digits of a channels-last image whose mean is far from zero.
 """

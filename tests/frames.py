@@ -1,4 +1,4 @@
-"""Counts the functions of lib_onediff that a piece of work runs, their files, and calls between files."""
+"""Records the functions of lib_onediff that some work calls, and the calls between files."""
 from __future__ import annotations
 
 import sys

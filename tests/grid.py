@@ -1,4 +1,4 @@
-"""Cases of a test with several parameters: all combinations on a GPU and at night, and a few on a CPU.
+"""Chooses the cases of a test with several parameters: all combinations on a GPU and at night, a few on a CPU.
 
 Without a GPU, Triton's interpreter runs our kernels a thousand times slower. Then each value of each parameter is
 tested once, which is one case for each property. A GPU, or ONEDIFF_TEST_GRID=full, tests all combinations.
@@ -38,6 +38,7 @@ def grid(**axes: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def cases(*axes: Sequence[Any], whole: bool = WHOLE) -> list[tuple[Any, ...]]:
+    """All combinations of the values, or the fewest cases that have every value of each axis."""
     if whole:
         return list(product(*axes))
     count = max(map(len, axes))

@@ -1,4 +1,4 @@
-"""The oracle of all tests: a host's network by its own code, whatever OneDiff has set on its class."""
+"""The reference of all tests: the forward of a host's network, without OneDiff's hooks."""
 from __future__ import annotations
 
 import types
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def own_forward(module: Any) -> types.MethodType:
-    """The forward that a module's class was defined with, bound to the module."""
+    """The forward that the class of a module had before OneDiff replaced it, bound to the module."""
     forward = type(module).forward
     while forward.__globals__["__name__"].startswith("lib_onediff."):
         forward = forward.__wrapped__

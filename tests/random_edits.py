@@ -1,12 +1,12 @@
-"""Random edits of networks between their calls, each answer of OneDiff's compared with that of a twin which the host's
-own code runs.
+"""Makes random edits of networks between their calls, and compares each output of OneDiff with the output of a twin: a
+network with the same weights and edits, which runs the host's own code.
 
     python tests/random_edits.py --edits 2000 --seed 0 [--device cuda] [--dtype float16] [--networks sd1,anima]
         [--kinds globals,classes] [--seconds 600]
     python tests/random_edits.py --networks sdxl --replay "default_dtype:12; calls:1:7:told"
 
-The exit status is 1 where an answer was wrong, where OneDiff did not serve again after everything was undone, and where
-it served so few calls that the run shows nothing.
+The exit status is 1 if an output was wrong, if OneDiff did not serve a call after all edits were undone, or if it
+served so few calls that the run shows nothing.
 """
 from __future__ import annotations
 
@@ -35,21 +35,23 @@ from torch import Tensor
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.runtime import runtime
 
-# What rounding explains of float32, and of the types with fewer digits; more is measured, see limit_of.
+# The relative error that rounding explains, by dtype. limit_of measures whether a network amplifies it.
 CLOSE = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-# How many times what the host's own output moves by, where its inputs move by one rounding.
+# The allowed error, as a multiple of the change of the host's own output when its inputs change by one rounding.
 TIMES_A_ROUNDING = 4
 EDITS_OF_A_PLAN = 30
+# The largest number of edits in effect at once.
 MOST_STANDING = 3
-# A run in which OneDiff served a smaller part of the calls shows little.
+# If OneDiff served a smaller part of the calls, the run has shown too little.
 LEAST_SERVED = 0.25
 OURS = ("graph", "plain")
-# Of one failure: how many shorter sequences are tried.
+# How many shorter sequences are tried for each failure.
 MOST_TRIALS = 24
 
 
 class Edit(NamedTuple):
-    """make(pair, seed): edits both networks of a pair in the same way; returns what undoes it, None where it stays."""
+    """A kind of edit. make(pair, seed) edits both networks of a pair in the same way, and returns a function that
+    undoes it, or None if it is not undone."""
 
     kind: str
     name: str
@@ -57,10 +59,11 @@ class Edit(NamedTuple):
 
 
 class EditFailed(Exception):
-    """An edit works on the host's network and not on the one in our care, or the other way round."""
+    """An edit raised an exception on one of the two networks only."""
 
 
 def of_both(edit: Callable[[Any, random.Random], Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    """Edit.make for an edit of one network: it is made to both, with the same random choices."""
     def make(pair: Pair, seed: int) -> Undo | None:
         undos = []
         errors = []
@@ -80,10 +83,12 @@ def of_both(edit: Callable[[Any, random.Random], Undo | None]) -> Callable[[Pair
 
 
 def with_sites(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    """Edit.make for an edit of code that both networks run."""
     return lambda pair, seed: edit(pair.sites, random.Random(seed))
 
 
 def of_both_with_sites(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    """As of_both, for an edit that also gets the pair's sites."""
     def make(pair: Pair, seed: int) -> Undo | None:
         def one(network: Any, chance: random.Random) -> Undo | None:
             return edit(network, pair.sites, chance)
@@ -95,16 +100,18 @@ def of_both_with_sites(edit: Callable[..., Undo | None]) -> Callable[[Pair, int]
 
 
 def on_theirs(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
-    """An edit of everything, which needs a network to look at."""
+    """Edit.make for an edit of all networks in the process. It chooses what to edit by looking at the twin."""
     return lambda pair, seed: edit(pair.theirs, random.Random(seed))
 
 
 def on_pair(edit: Callable[..., Undo | None]) -> Callable[[Pair, int], Undo | None]:
+    """Edit.make for an edit that takes the pair."""
     return lambda pair, seed: edit(pair, random.Random(seed))
 
 
 def edits(kind: str, functions: Sequence[Any], adapt: Callable[[Any], Any]) -> list[Edit]:
-    """Functions that are named twice are chosen twice as often."""
+    """The edits of these functions. A function that is listed twice is chosen twice as often. adapt: makes Edit.make of
+    a function."""
     by_function = {function: Edit(kind, function.__name__, adapt(function)) for function in functions}
     return [by_function[function] for function in functions]
 
@@ -128,6 +135,8 @@ BY_NAME = {edit.name: edit for edit in EDITS}
 # --- plans --------------------------------------------------------------------------------------------------------
 
 class Make(NamedTuple):
+    """The step of a plan that makes an edit."""
+
     edit: Edit
     seed: int
 
@@ -136,12 +145,15 @@ class Make(NamedTuple):
 
 
 class UndoLast(NamedTuple):
+    """The step of a plan that undoes the last edit in effect."""
+
     def __str__(self) -> str:
         return "undo"
 
 
 class Calls(NamedTuple):
-    """count calls with the inputs of a seed, as steps of an image that the host tells of, or not (told)."""
+    """The step of a plan that makes `count` calls with the inputs of a seed. told: whether the host announces the
+    begin and end of the image."""
 
     count: int
     seed: int
@@ -155,8 +167,8 @@ Step = Make | UndoLast | Calls
 
 
 def random_plan(chance: random.Random, kinds: Sequence[str], count: int) -> list[Step]:
-    """So many edits, each followed by calls, as its undoing is; every kind as often as any other. Most calls have the
-    same inputs, so that some are replayed."""
+    """A plan of `count` edits, all undone at the end, with calls after each edit and each undoing. All kinds are
+    equally likely. Most calls have the same inputs, so that some of them are replayed."""
     usual = chance.randrange(12)
 
     def calls() -> Calls:
@@ -179,11 +191,12 @@ def random_plan(chance: random.Random, kinds: Sequence[str], count: int) -> list
 
 
 def text_of(plan: Sequence[Step]) -> str:
+    """A plan as a text, for --replay."""
     return "; ".join(map(str, plan))
 
 
 def plan_of(text: str) -> list[Step]:
-    """What text_of has written."""
+    """The plan that text_of has written."""
     plan: list[Step] = []
     for part in filter(None, map(str.strip, text.split(";"))):
         name, *numbers = part.split(":")
@@ -199,16 +212,20 @@ def plan_of(text: str) -> list[Step]:
 # --- running them -------------------------------------------------------------------------------------------------
 
 class Wrong(Exception):
-    """What is wrong, in one line. kind: of the edits to which it is counted."""
+    """An output was wrong. The message says how, in one line."""
 
 
 class NotAgain(Wrong):
-    """Everything was undone, and OneDiff does not serve."""
+    """OneDiff did not serve a call after all edits were undone."""
 
 
 @dataclass
 class Tally:
-    """Of one kind of edits: how many were made or undone, the calls after them by route, and what was wrong."""
+    """The counts of one kind of edits.
+
+    edits: how many were made or undone. calls: the calls after them, by route. raised: calls in which both networks
+    raised the same exception. wrong, not_again: how many failed with Wrong and NotAgain. worst: the largest error.
+    """
 
     edits: int = 0
     calls: Counter[str] = field(default_factory=Counter)
@@ -222,6 +239,7 @@ Tallies = dict[str, Tally]
 
 
 def tensors_in(given: Given) -> list[Tensor]:
+    """The tensors among the arguments of a call, also in dicts."""
     found: list[Tensor] = []
     for value in given.values():
         if isinstance(value, Tensor):
@@ -232,7 +250,8 @@ def tensors_in(given: Given) -> list[Tensor]:
 
 
 def attempt(pair: Pair, caller: Any, given: Given) -> Any:
-    """The answer, or the exception; with the same random numbers each time, and where these stand afterwards."""
+    """The output of a call, or its exception; and the state of torch's random generator afterwards, None on a GPU or
+    after an exception. Each call starts with the same state."""
     torch.manual_seed(0)
     try:
         answer = pair.answer(caller, given)
@@ -242,7 +261,7 @@ def attempt(pair: Pair, caller: Any, given: Given) -> Any:
 
 
 def distance(ours: Tensor, theirs: Tensor) -> float:
-    """Relative to the host's; infinite where one has a number and the other none."""
+    """The relative error of ours; infinite if the two are not finite at the same places."""
     ours, theirs = (one.detach().to("cpu", torch.float64).flatten() for one in (ours, theirs))
     finite = torch.isfinite(theirs)
     if not torch.equal(finite, torch.isfinite(ours)):
@@ -252,8 +271,8 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def limit_of(pair: Pair, caller: Any, given: Given, theirs: Tensor) -> float:
-    """How far an answer may be from the host's because of rounding: some times what the host's own answer moves by
-    where the latent and the context move by one rounding."""
+    """The relative error that rounding explains: TIMES_A_ROUNDING times the change of the host's own output when the
+    latent and the context change by one rounding, but at least CLOSE."""
     kind = pair.device.type
     computed = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else theirs.dtype
     dtypes = [computed, *(one.dtype for one in tensors_in(given) if one.is_floating_point())]
@@ -274,35 +293,37 @@ def limit_of(pair: Pair, caller: Any, given: Given, theirs: Tensor) -> float:
 
 
 def compare(pair: Pair, name: str, ours_by: Any, theirs_by: Any, given: Given, tally: Tally) -> None:
-    """Raise Wrong where the network in our care answers otherwise than its twin."""
+    """Make a call of both networks, and count it. Raises Wrong if OneDiff's output, exception or random numbers differ
+    from the twin's, or if it wrote to an input."""
     before = runtime.call_stats.calls.copy()
     versions = [one._version for one in tensors_in(given) if not one.is_inference()]
     ours, state = attempt(pair, ours_by, given)
     taken = runtime.call_stats.calls - before
     tally.calls.update(taken)
     if versions != [one._version for one in tensors_in(given) if not one.is_inference()]:
-        raise Wrong(f"{name}: an input was written to")
+        raise Wrong(f"{name}: OneDiff wrote to an input")
     theirs, expected_state = attempt(pair, theirs_by, given)
     where = f"{name} by {', '.join(taken) or 'nobody'} ({runtime.status()['reason'] or 'no reason'})"
     if isinstance(ours, Exception) or isinstance(theirs, Exception):
         if type(ours) is not type(theirs):
-            raise Wrong(f"{where}: {ours!r:.150} where the host's is {theirs!r:.150}")
+            raise Wrong(f"{where}: {ours!r:.150}, and the host's is {theirs!r:.150}")
         tally.raised += 1
         return
     for fact in ("shape", "dtype", "device", "requires_grad"):
         if getattr(ours, fact) != getattr(theirs, fact):
             raise Wrong(f"{where}: {fact} {getattr(ours, fact)}, the host's {getattr(theirs, fact)}")
     if state is not None and not torch.equal(state, expected_state):
-        raise Wrong(f"{where}: other random numbers were drawn")
+        raise Wrong(f"{where}: it drew other random numbers than the host")
     apart = distance(ours, theirs)
     if apart > 1e-5 and apart > (most := limit_of(pair, theirs_by, given, theirs)):
         again = repeated(pair, ours_by, theirs_by, given, theirs)
-        raise Wrong(f"{where}: {apart:.1e} away, rounding explains {most:.0e}{again}")
+        raise Wrong(f"{where}: an error of {apart:.1e}, of which rounding explains {most:.0e}{again}")
     tally.worst = max(tally.worst, apart)
 
 
 def repeated(pair: Pair, ours_by: Any, theirs_by: Any, given: Given, theirs: Tensor) -> str:
-    """How far a second answer of each is from the host's first: tells a lasting fault from one that comes and goes."""
+    """The errors of a second output of each network against the host's first one, as a text. It shows whether a fault
+    lasts."""
     told = ""
     for name, caller in (("the host", theirs_by), ("ours", ours_by)):
         again, _ = attempt(pair, caller, given)
@@ -312,7 +333,8 @@ def repeated(pair: Pair, ours_by: Any, theirs_by: Any, given: Given, theirs: Ten
 
 
 def given_now(pair: Pair, seed: int) -> Given:
-    """The inputs of a seed with what edits have made of them. An edit that fails on another's result leaves it."""
+    """The inputs of a seed, changed by the edits of inputs in effect. A change that fails on the result of another one
+    is left out."""
     given = pair.inputs(seed)
     for change in pair.changes:
         with contextlib.suppress(Exception):
@@ -321,8 +343,11 @@ def given_now(pair: Pair, seed: int) -> Given:
 
 
 def run_plan(pair: Pair, plan: Sequence[Step], tallies: Tallies, deadline: float) -> int:
-    """Run the steps. Returns how many edits were made or undone. Raises Wrong at the first wrong answer; its notes are
-    the kind of the edit to blame and the number of steps up to there. Everything is undone at the end."""
+    """Run the steps, and undo all edits at the end. Returns how many edits were made or undone.
+
+    Raises Wrong at the first wrong output. Its __notes__ are the kind of the last edit, and the number of steps so far.
+    deadline: by time.monotonic(); no step begins after it.
+    """
     standing: list[tuple[str, Undo | None]] = []
     kind = "unedited"
     done = 0
@@ -359,6 +384,8 @@ def run_plan(pair: Pair, plan: Sequence[Step], tallies: Tallies, deadline: float
 
 
 def made(step: Make, pair: Pair) -> Undo | None:
+    """Make an edit. Returns the function that undoes it; None if it stays, or if the networks have nothing to edit.
+    Raises Wrong if it only works on one of them."""
     try:
         return step.edit.make(pair, step.seed)
     except Inapplicable:
@@ -368,6 +395,8 @@ def made(step: Make, pair: Pair) -> Undo | None:
 
 
 def run_calls(pair: Pair, step: Calls, tally: Tally, is_edited: bool) -> None:
+    """Make the calls of a step, also of copies of the networks. Raises Wrong, and NotAgain if no edit is in effect and
+    OneDiff does not serve the next image."""
     with pair.image(step.told):
         for _ in range(step.count):
             compare(pair, "the network", pair.ours, pair.theirs, given_now(pair, step.seed), tally)
@@ -382,7 +411,7 @@ def run_calls(pair: Pair, step: Calls, tally: Tally, is_edited: bool) -> None:
 
 
 def fails(network: str, options: argparse.Namespace, plan: Sequence[Step], how: type[Wrong]) -> Wrong | None:
-    """How a plan fails with networks of their own; None where it does not fail in this way."""
+    """The exception with which a plan fails on new networks; None if it does not fail with one of class `how`."""
     with prepared(network, options) as pair:
         try:
             run_plan(pair, plan, defaultdict(Tally), time.monotonic() + 60)
@@ -392,8 +421,8 @@ def fails(network: str, options: argparse.Namespace, plan: Sequence[Step], how: 
 
 
 def shortened(network: str, options: argparse.Namespace, plan: list[Step], wrong: Wrong) -> list[Step]:
-    """As few steps as still fail in the same way: parts are left out, halves first, then smaller ones. An edit is left
-    out with its undoing."""
+    """A shorter plan that fails in the same way, found by leaving out first halves, then smaller parts. An edit is left
+    out together with its undoing."""
     plan = plan[:int(wrong.__notes__[1])]  # type: ignore[attr-defined]
     units = [
         {number, undone_at(plan, number)} if isinstance(step, Make) else {number}
@@ -423,10 +452,10 @@ def shortened(network: str, options: argparse.Namespace, plan: list[Step], wrong
     return without(units)
 
 
-def undone_at(plan: Sequence[Step], place: int) -> int:
-    """Where the edit that was made at a place is undone; -1 if nowhere."""
+def undone_at(plan: Sequence[Step], index: int) -> int:
+    """The index of the step that undoes the edit of the step with this index; -1 if none does."""
     depth = 0
-    for number in range(place, len(plan)):
+    for number in range(index, len(plan)):
         depth += isinstance(plan[number], Make) - isinstance(plan[number], UndoLast)
         if depth == 0:
             return number
@@ -435,10 +464,11 @@ def undone_at(plan: Sequence[Step], place: int) -> int:
 
 @contextlib.contextmanager
 def prepared(network: str, options: argparse.Namespace) -> Iterator[Pair]:
+    """A context with a new pair of networks, in a runtime without any state."""
     forget_everything()
     torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
-        # The host is not timed.
+        # Do not time the host's forward.
         patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
         try:
             with NETWORKS[network](options.device, options.dtype) as pair:
@@ -450,7 +480,7 @@ def prepared(network: str, options: argparse.Namespace) -> Iterator[Pair]:
 
 @contextlib.contextmanager
 def exact_products() -> Iterator[None]:
-    """A GPU multiplies float32 in float32; nothing is printed but what this tool prints."""
+    """A context without TF32, and without warnings and logs."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     disabled = logging.root.manager.disable
@@ -465,8 +495,8 @@ def exact_products() -> Iterator[None]:
 
 
 def run(options: argparse.Namespace, tell: Callable[[str], object] = print) -> tuple[dict[str, Tallies], int]:
-    """Random plans on each network in turn until so many edits were made. Returns the tallies by network and kind, and
-    how many failures there were."""
+    """Run random plans on each network in turn, until options.edits were made. Returns the tallies by network and kind,
+    and the number of failures."""
     chance = random.Random(options.seed)
     began = time.monotonic()
     deadline = began + options.seconds
@@ -485,7 +515,7 @@ def run(options: argparse.Namespace, tell: Callable[[str], object] = print) -> t
                     run_plan(pair, plan, tallies[network], deadline)
                 except Wrong as wrong:
                     found = wrong
-                # A network that is wrong before any edit ends the run all the same.
+                # At least one, so that the run also ends if a network is wrong before any edit.
                 done += max(sum(tally.edits for tally in tallies[network].values()) - before, 1)
             if found is None:
                 continue
@@ -503,6 +533,7 @@ def run(options: argparse.Namespace, tell: Callable[[str], object] = print) -> t
 
 
 def replay(options: argparse.Namespace) -> int:
+    """Run the plan of --replay. Returns the exit status."""
     [network] = options.networks
     with exact_products(), prepared(network, options) as pair:
         try:
@@ -537,12 +568,12 @@ def report(tallies: dict[str, Tallies], seconds: float, tell: Callable[[str], ob
     enough = True
     for network, of_network in tallies.items():
         if not of_network:
-            tell(f"{network}: not reached by so few edits")
+            tell(f"{network}: not tested, because there were too few edits")
             continue
         enough = line(network, list(of_network.values()))[1] >= LEAST_SERVED and enough
     wrong, served = line("all", [tally for of_network in tallies.values() for tally in of_network.values()])
     verdict = "right" if not wrong else f"{wrong} FAILURES"
-    tell(f"{verdict} in {seconds:.0f} s" + ("" if enough else "; too few calls by OneDiff to show anything"))
+    tell(f"{verdict} in {seconds:.0f} s" + ("" if enough else "; OneDiff served too few calls to show anything"))
     return not wrong and enough
 
 
@@ -555,9 +586,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--dtype", type=lambda name: getattr(torch, name), default=torch.float32)
     made.add_argument("--networks", type=names(list(NETWORKS)), default=list(NETWORKS), help=", ".join(NETWORKS))
     made.add_argument("--kinds", type=names(list(KINDS)), default=list(KINDS), help=", ".join(KINDS))
-    made.add_argument("--seconds", type=float, default=float("inf"), help="stop then")
-    made.add_argument("--no-shorten", dest="shorten", action="store_false", help="print sequences whole")
-    made.add_argument("--replay", help="a printed sequence")
+    made.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many seconds")
+    made.add_argument("--no-shorten", dest="shorten", action="store_false", help="print failing sequences whole")
+    made.add_argument("--replay", help="run a sequence that was printed for a failure")
     return made
 
 

@@ -1,4 +1,4 @@
-"""Distributes tests over processes by files, so that work that a file prepares is done once."""
+"""Distributes tests over worker processes by files, so that what the tests of a file share is prepared once."""
 from __future__ import annotations
 
 import re
@@ -8,10 +8,10 @@ from pathlib import Path
 from xdist.scheduler import LoadScopeScheduling
 
 ROOT = Path(__file__).parents[1]
-# These open the OneDiff tab. Other files open a page too, and take as many minutes.
+# Files that open the OneDiff tab. All others that open a page take as many minutes together.
 IN_THE_TAB = ("test_panel", "test_compare_tab", "test_accessibility")
 TOGETHER = ("webui with a browser", "webui, its tab", "webui")
-# Each takes half a minute or more, so none of them may begin when nothing is left for the other processes.
+# Files that take half a minute or more. They come before the short ones, so that none of them is alone at the end.
 LONG = (
     "test_bench", "test_vae", "test_unet", "test_kernel", "test_native", "test_api", "test_deepcache",
     "test_standalone", "test_graph", "test_install", "test_every_function",
@@ -19,9 +19,8 @@ LONG = (
 
 
 class Sharing(LoadScopeScheduling):
-    """Hands out files: first those in a browser, which mostly wait, those of the OneDiff tab and the others; then all
-    others of a WebUI. Each of these groups goes to one process, which shares a WebUI. Then long tests, and then the
-    rest."""
+    """Distributes files in this order: tests in a browser, which mostly wait; tests of the OneDiff tab; other tests of
+    a WebUI; long tests; all others. Each of the first three groups goes to one process, whose tests share a WebUI."""
 
     def _split_scope(self, nodeid: str) -> str:
         return unit_of(nodeid.partition("::")[0])
@@ -29,7 +28,7 @@ class Sharing(LoadScopeScheduling):
 
 @cache
 def unit_of(file: str) -> str:
-    """The unit that is handed out for a test."""
+    """The name of the unit that a file belongs to. A unit's tests run in one process."""
     name = file.rpartition("/")[2]
     if "/webui/" in f"/{file}":
         if name.startswith(IN_THE_TAB):
@@ -39,7 +38,7 @@ def unit_of(file: str) -> str:
 
 
 def turn(file: str) -> int:
-    """The order in which a file's tests are handed out, lowest first."""
+    """A number to sort files by, in the order of Sharing."""
     unit = unit_of(file)
     if unit in TOGETHER:
         return TOGETHER.index(unit)
@@ -47,4 +46,5 @@ def turn(file: str) -> int:
 
 
 def opens_a_page(file: Path) -> bool:
+    """Whether the tests of a file use a browser."""
     return re.search(r"\b(browser|panel)\b", file.read_text(encoding="utf-8")) is not None

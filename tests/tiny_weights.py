@@ -1,4 +1,4 @@
-"""Random weights of networks: every parameter of a size at which every layer counts, whatever a class starts with."""
+"""Random weights for the networks of tests."""
 from __future__ import annotations
 
 import math
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 
 def randomise(module: nn.Module, seed: int = 0) -> Any:
-    """Give every parameter random values of a size at which every layer counts, those that start as zero too."""
+    """Give every parameter random values that are so large that every layer affects the output, also those that a class
+    initialises with zeros."""
     parameters = dict(module.named_parameters())
     values = random_values(seed, tuple((name, tuple(parameter.shape)) for name, parameter in parameters.items()))
     with torch.no_grad():
@@ -21,7 +22,8 @@ def randomise(module: nn.Module, seed: int = 0) -> Any:
 
 @lru_cache(maxsize=16)
 def random_values(seed: int, parameters: tuple[tuple[str, tuple[int, ...]], ...]) -> list[Tensor]:
-    """Those of randomise, for parameters of these names and shapes. Most tests of a file ask for the same ones."""
+    """The values of randomise for parameters of these names and shapes. Cached, because the tests of a file mostly use
+    the same network."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     with torch.inference_mode(False), torch.no_grad():

@@ -24,7 +24,9 @@ CLOSE = {torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
 @pytest.mark.parametrize("dtype", CLOSE, ids=str)
 @pytest.mark.parametrize(("backend", "shapes"), CASES)
-def test_one_called_by_itself_is_the_one_that_torch_calls(backend: str, shapes: str, dtype: torch.dtype) -> None:
+def test_a_kernel_called_directly_gives_the_result_of_torchs_own_call(
+    backend: str, shapes: str, dtype: torch.dtype
+) -> None:
     if backend == CUDNN and not HAS_CUDNN:
         pytest.skip("this torch cannot")
     torch.manual_seed(0)

@@ -40,7 +40,7 @@ def use(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple[str, st
     return last_call()["backend"], last_call()["route"]
 
 
-def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
+def test_after_a_failed_capture_launches_and_later_captures_work(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = native_tokens.gated
@@ -62,7 +62,7 @@ def test_a_capture_that_fails_leaves_plain_launches_and_a_usable_gpu(
     assert use(unet, arguments(unet, 64, 128)) == ("native", "graph"), "captures work again"
 
 
-def test_what_torch_keeps_unused_is_room_to_measure_in() -> None:
+def test_memory_that_torch_keeps_unused_can_be_used_for_measurements() -> None:
     device = torch.device("cuda")
 
     def work() -> torch.Tensor:
@@ -78,7 +78,7 @@ def test_what_torch_keeps_unused_is_room_to_measure_in() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_a_card_that_is_really_full(unet: nn.Module) -> None:
+def test_calls_on_a_full_card_are_right_or_out_of_memory_as_the_hosts(unet: nn.Module) -> None:
     small = arguments(unet)
     large = arguments(unet, 1024, 1024, 4)
     use(unet, small)

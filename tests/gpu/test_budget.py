@@ -58,7 +58,7 @@ def states() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("order", [(SMALL, MIDDLE, LARGE), (LARGE, SMALL, MIDDLE)])
-def test_purging_a_row_frees_what_it_said(unet: nn.Module, order: tuple[tuple[int, int], ...]) -> None:
+def test_purging_a_row_frees_the_bytes_that_it_showed(unet: nn.Module, order: tuple[tuple[int, int], ...]) -> None:
     for size in order:
         use(unet, size)
     for largest, rest in ((LARGE, ("768x512", "512x512")), (MIDDLE, ("512x512",)), (SMALL, ())):
@@ -78,7 +78,7 @@ def test_purging_a_row_frees_what_it_said(unet: nn.Module, order: tuple[tuple[in
 
 
 @torch.no_grad()
-def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
+def test_a_hundred_crops_of_random_sizes_stay_within_the_budget(unet: nn.Module) -> None:
     """As ADetailer inpaints faces: each has a new size that is hardly ever used again."""
     use(unet, LARGE)
     needs = row(LARGE).needs
@@ -101,7 +101,7 @@ def test_a_hundred_crops_of_random_sizes(unet: nn.Module) -> None:
     assert last_call()["route"] == "graph"
 
 
-def test_what_a_call_needs_is_measured_without_touching_torchs_peak(unet: nn.Module) -> None:
+def test_the_memory_of_a_call_is_measured_without_resetting_torchs_peak(unet: nn.Module) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     given = inputs(unet, 512, 512, 2, 77, torch.float16)
     call = lambda: host(unet, given)  # noqa: E731
@@ -120,7 +120,7 @@ def test_what_a_call_needs_is_measured_without_touching_torchs_peak(unet: nn.Mod
     assert not torch._C._cuda_isHistoryEnabled()
 
 
-def test_our_memory_is_not_given_back_while_somebody_captures(unet: nn.Module) -> None:
+def test_freeing_memory_does_not_break_another_extensions_capture(unet: nn.Module) -> None:
     """Another extension's capture in another thread continues, and so does OneDiff."""
     use(unet, SMALL)
     graph = torch.cuda.CUDAGraph()

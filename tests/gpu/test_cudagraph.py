@@ -33,7 +33,7 @@ def ours(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
     return output
 
 
-def test_everything_of_a_call_is_an_input_and_an_output_is_the_callers(tiny: nn.Module) -> None:
+def test_every_input_is_read_at_each_replay_and_outputs_belong_to_the_caller(tiny: nn.Module) -> None:
     """Also the residuals of a ControlNet."""
     given = arguments(tiny)
     shapes = residual_shapes(tiny, given)
@@ -64,7 +64,7 @@ def change_by_moving(unet: nn.Module) -> None:
         parameter.mul_(1.05)
 
 
-def test_moved_weights_are_never_replayed_stale(tiny: nn.Module) -> None:
+def test_moved_weights_count_at_the_next_call(tiny: nn.Module) -> None:
     """For other edits, see test_edits_replayed.py."""
     compile_unet(tiny)
     given = arguments(tiny)
@@ -136,7 +136,7 @@ def test_twelve_sizes_share_their_memory() -> None:
     assert over < 600
 
 
-def test_a_switch_of_precision_that_is_moved_between_calls_counts_at_the_next_one() -> None:
+def test_a_precision_switch_that_changes_between_calls_counts_at_the_next_one() -> None:
     """TF32 keeps ten bits of each factor; without it, float32 is exact to 1e-5."""
     unet = random_unet("tiny-sdxl", torch.device("cuda")).float()
     found = torch.backends.cuda.matmul.allow_tf32

@@ -74,7 +74,7 @@ def test_a_thousand_edits_count_at_the_next_call() -> None:
 
 # Edits that are large enough to show in eight bits.
 @pytest.mark.gpu
-def test_low_bit_weights_follow(option: str) -> None:
+def test_edits_count_with_low_bit_weights(option: str) -> None:
     unet, given = compiled("sdxl", 1024, low_bit=option, low_bit_budget=0.12)
     with as_in_images():
         for _ in range(3):

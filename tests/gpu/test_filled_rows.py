@@ -26,7 +26,7 @@ def attended(name: str, inputs: tuple[Tensor, ...], filled: Filled) -> Tensor:
 
 @pytest.mark.parametrize("name", [FLASH, CUDNN])
 @pytest.mark.parametrize("key_heads", [12, 3])
-def test_a_graph_reads_how_many_tokens_count_at_each_replay(name: str, key_heads: int) -> None:
+def test_each_replay_reads_how_many_tokens_count(name: str, key_heads: int) -> None:
     inputs = inputs_of(random_on(GPU, torch.bfloat16), (2, 12, TOKENS, 128), (2, key_heads, TOKENS, 128))
     used = torch.tensor([TOKENS, TOKENS - 9], device=GPU)
 

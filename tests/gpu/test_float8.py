@@ -141,7 +141,7 @@ def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: "x".join(map(str, product)))
-def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.dtype) -> None:
+def test_one_scale_is_as_exact_as_scales_of_rows(product: Product, dtype: torch.dtype) -> None:
     ops = operators_of(dtype)
     norm = LayerNorm("norm", product.width, EPS)
     weight = random(product.out, product.width, dtype=dtype) / 32
@@ -164,7 +164,7 @@ def test_one_scale_is_as_near_as_scales_of_rows(product: Product, dtype: torch.d
 
 
 @torch.no_grad()
-def test_the_compiled_norm_neither_saturates_nor_hides_a_nan(dtype: torch.dtype) -> None:
+def test_a_float8_norm_neither_saturates_nor_hides_nan(dtype: torch.dtype) -> None:
     ops = operators_of(dtype)
     width = 1280
     norm = LayerNorm("norm", width, EPS)

@@ -48,7 +48,7 @@ def called(unet: nn.Module, given: dict[str, Any], timestep: float) -> Tensor:
     return unet(**{**given, "timestep": torch.full_like(given["timestep"], timestep)}, return_dict=False)[0]
 
 
-def test_sdxl_is_within_its_budget(sdxl: nn.Module, option: str) -> None:
+def test_sdxl_stays_within_the_error_budget(sdxl: nn.Module, option: str) -> None:
     compile_unet(sdxl, low_bit=option, low_bit_budget=BUDGET)
     given = arguments(sdxl, 1024, 1024)
     with runtime.warming_up():

@@ -51,7 +51,7 @@ def replayed(unet: nn.Module, given: dict[str, Any], lossy: str, calls: int = 3)
 
 @pytest.mark.parametrize("size", [(128, 128), (120, 72)], ids=str)
 @pytest.mark.usefixtures("every_product")
-def test_a_replay_is_near_the_hosts(tiny: nn.Module, option: str, size: tuple[int, int]) -> None:
+def test_a_replay_in_eight_bits_is_close_to_the_host(tiny: nn.Module, option: str, size: tuple[int, int]) -> None:
     compile_unet(tiny, low_bit=option)
     given = arguments(tiny, *size)
     expected = host(tiny, given)

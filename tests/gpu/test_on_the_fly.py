@@ -207,7 +207,7 @@ def peak(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_no_second_unet() -> None:
+def test_calls_need_no_second_copy_of_the_unet() -> None:
     """In calls without a graph; a graph's memory is within a budget."""
     unet = host_unet("sdxl", torch.float8_e4m3fn)
     call = call_for(unet, 1024)

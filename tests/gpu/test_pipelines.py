@@ -56,7 +56,7 @@ def latents(pipe: Any, **arguments: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_picture_is_the_pipelines_own_to_within_half_precision(name: str) -> None:
+def test_an_image_is_the_pipelines_own_within_half_precision(name: str) -> None:
     size = {"width": 256, "height": 256, "num_inference_steps": 8}
     reference = latents(pipeline(name, torch.float32), **size)
     pipe = pipeline(name, torch.float16)
@@ -93,7 +93,7 @@ def counted() -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("backend", ["native", "cudagraph"])
-def test_every_call_of_the_second_picture_is_replayed(backend: str) -> None:
+def test_every_call_of_the_second_image_is_replayed(backend: str) -> None:
     pipe = pipeline(NAMES[1], torch.float16)
     with_kernels(compile_pipe(pipe, ignores=("vae",), backend=backend, **DEEPCACHE))
     first = latents(pipe, **PICTURE)
@@ -104,7 +104,7 @@ def test_every_call_of_the_second_picture_is_replayed(backend: str) -> None:
     assert torch.equal(latents(pipe, **PICTURE), second)
 
 
-def test_new_weights_and_freed_memory_between_pictures() -> None:
+def test_moved_weights_and_freed_memory_between_images() -> None:
     """The graphs and the deep feature that they share are made and dropped together."""
     pipe = pipeline(NAMES[0], torch.float16)
     with_kernels(compile_pipe(pipe, ignores=("vae",), **DEEPCACHE))

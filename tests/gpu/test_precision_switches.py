@@ -47,7 +47,7 @@ PRODUCTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("operator", PRODUCTS)
-def test_half_sums_are_sums_of_half(operator: str) -> None:
+def test_the_switch_for_float16_sums_has_an_effect(operator: str) -> None:
     has(HALF_SUMS)
     since(7, 0)
     work = PRODUCTS[operator]
@@ -64,7 +64,7 @@ def test_half_sums_are_sums_of_half(operator: str) -> None:
     (TF32_MATMUL, lambda a, b: a @ b.t()),
     (TF32_CONVOLUTION, lambda a, b: functional.conv2d(a.view(1, 256, 32, 32), b.view(256, 256, 3, 3))),
 ])
-def test_tf32(switch: str, work: Any) -> None:
+def test_the_switches_for_tf32_have_an_effect(switch: str, work: Any) -> None:
     since(8, 0)
     size = {TF32_MATMUL: ((512, 1024), (512, 1024)), TF32_CONVOLUTION: ((256, 1024), (256, 2304))}[switch]
     a, b = (torch.randn(*shape, device=GPU) for shape in size)

@@ -89,7 +89,7 @@ class Keeping:
 @pytest.mark.parametrize(("name", "side", "backend"), [
     ("tiny-sdxl", 256, "native"), ("tiny-sdxl", 256, "cudagraph"), ("sdxl", 1024, "native"),
 ])
-def test_every_replay_is_the_hosts(name: str, side: int, backend: str) -> None:
+def test_every_replay_gives_the_hosts_output(name: str, side: int, backend: str) -> None:
     unet = compile_unet(random_unet(name, torch.device("cuda")).half(), backend=backend)
     with scaled_context(unet):
         for seed, route in enumerate(ROUTES):
@@ -97,7 +97,7 @@ def test_every_replay_is_the_hosts(name: str, side: int, backend: str) -> None:
     assert call(unet, side, side, seed=9) < 5e-3 and not runtime.call_stats.last_call.entry.key.patches
 
 
-def test_functions_may_keep_and_draw(unet: Any) -> None:
+def test_functions_may_keep_their_arguments_and_draw_random_numbers(unet: Any) -> None:
     Keeping.kept.clear()
     put(unet, Keeping)
     with torch.inference_mode():
@@ -136,7 +136,7 @@ class Failing(Keeping):
         return self._own(attn, hidden_states, *rest, **more)
 
 
-def test_a_function_that_fails_while_it_is_recorded_harms_nobody(unet: Any) -> None:
+def test_a_function_that_fails_during_a_capture_has_no_lasting_effect(unet: Any) -> None:
     call(unet, 128, 128)
     put(unet, Failing)
     count = len(cross_attentions(unet))

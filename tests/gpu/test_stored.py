@@ -75,7 +75,7 @@ def test_plain_rows(rotation: int, width: int, scale: float, dtype: torch.dtype)
 
 @ROTATIONS
 @pytest.mark.parametrize("width", [1280, 5120, 8192])
-def test_rows_behind_a_gelu_and_a_geglu(rotation: int, width: int, dtype: torch.dtype) -> None:
+def test_rows_after_a_gelu_and_a_geglu(rotation: int, width: int, dtype: torch.dtype) -> None:
     rows, hidden = random(2, 99, 8192, dtype=dtype), random(2, 99, 2 * width, dtype=dtype)
     rule = rule_for(rotation)
     assert_same(rounding.rounded(rows, INT8, gelu=True, rule=rule), native_tokens.gelu(rows.clone()), rotation)
@@ -127,7 +127,7 @@ def test_rows_of_an_adaptive_norm(rotation: int, dtype: torch.dtype) -> None:
 
 @ROTATIONS
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_what_is_no_number_is_not_hidden(rotation: int, strange: float, dtype: torch.dtype) -> None:
+def test_nan_and_infinity_stay_visible(rotation: int, strange: float, dtype: torch.dtype) -> None:
     rows = torch.ones(3, 1280, device=GPU, dtype=dtype)
     rows[1, 1200] = strange
     rule = rule_for(rotation)
@@ -157,7 +157,9 @@ def test_a_product_with_one_scale_for_all_columns_and_with_loras(
 
 @pytest.mark.parametrize("config", DOWN_PRODUCT.candidates, ids=str)
 @pytest.mark.parametrize("shape", [(8192, 2048, 32), (333, 8192, 96), (77, 1024, 16)], ids=str)
-def test_the_product_with_loras_downs(config: Any, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_the_product_with_the_down_matrices_of_loras(
+    config: Any, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
     rows, width, ranks = shape
     tokens, down = random(rows, width, dtype=dtype), random(ranks, width, dtype=dtype)
     found = products.down_product(tokens, down, config)
@@ -235,7 +237,7 @@ def test_a_linear_layer(values: torch.dtype, rotation: int, lora: bool, rows: in
 @KINDS
 @LORA
 @pytest.mark.parametrize("bias", [True, False])
-def test_behind_an_adaptive_norm(
+def test_layers_after_an_adaptive_norm(
     values: torch.dtype, rotation: int, lora: bool, bias: bool, dtype: torch.dtype
 ) -> None:
     layer = stored(2048, 2048, values, rotation, dtype, lora)
@@ -288,7 +290,7 @@ def test_a_feed_forward_with_a_gelu(values: torch.dtype, rotation: int, lora: bo
 
 
 @ROTATIONS
-def test_a_graph_gives_the_same(rotation: int, dtype: torch.dtype) -> None:
+def test_a_replay_gives_the_result_of_plain_launches(rotation: int, dtype: torch.dtype) -> None:
     layer = stored(2048, 2048, INTEGERS, rotation, dtype, lora=True)
     plain, ops, x = layer._replace(low_rank=None), operators(dtype), random(2, 500, 2048, dtype=dtype)
 

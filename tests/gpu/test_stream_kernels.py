@@ -165,7 +165,7 @@ def test_norms_in_int8(width: int, dtype: torch.dtype, rotation: int | None) -> 
     (6912, Activation.SILU), (10240, Activation.SILU), (16384, Activation.SILU), (2560, Activation.SIGMOID),
     (6144, Activation.SIGMOID),
 ])
-def test_gates(ops: NativeOperators, width: int, activation: Activation, dtype: torch.dtype) -> None:
+def test_gated_units(ops: NativeOperators, width: int, activation: Activation, dtype: torch.dtype) -> None:
     product = random(BATCH, TOKENS, 2 * width + 512, dtype=dtype)
     gates, numbers = product[..., :width], product[..., width:2 * width]
     consumer = LayerWeights(random(16, width, dtype=dtype), None)
@@ -207,7 +207,7 @@ def assert_rows(found: QuantizedTokens, written: Tensor, rotation: int | None) -
 @pytest.mark.parametrize("plus_one", [True, False])
 @pytest.mark.parametrize("turned", ["alike", "by row", "not"])
 @pytest.mark.parametrize("beside", [0, 6144])
-def test_heads(
+def test_heads_are_normed_and_rotated(
     ops: NativeOperators, heads: int, key_heads: int, plus_one: bool, turned: str, beside: int, dtype: torch.dtype
 ) -> None:
     """beside: how much wider than the heads the product is of which they are a part."""
@@ -232,7 +232,7 @@ def test_heads(
 
 
 @DTYPES
-def test_attention_with_fewer_heads_of_keys_repeats_none(dtype: torch.dtype) -> None:
+def test_attention_with_fewer_key_heads_repeats_no_keys(dtype: torch.dtype) -> None:
     if not torch_ops.HAS_GQA:
         pytest.skip("needs torch 2.5")
     tokens = 4096

@@ -62,7 +62,7 @@ def in_our_care(unet: nn.Module, **options: Any) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["tiny-sdxl", "sd15"])
-def test_it_is_as_exact_as_the_host_and_leaves_ordinary_weights(share: float, name: str) -> None:
+def test_streamed_calls_are_as_exact_as_the_host_and_leave_ordinary_weights(share: float, name: str) -> None:
     unet = random_unet(name, GPU).half()
     given = arguments(unet, 256, 192)
     exact = exact_output(unet, given).to(GPU)
@@ -89,7 +89,7 @@ def test_it_is_as_exact_as_the_host_and_leaves_ordinary_weights(share: float, na
 
 
 @pytest.mark.gpu
-def test_a_verdict_stays_where_the_host_moves_weights() -> None:
+def test_a_verdict_remains_when_the_host_moves_weights() -> None:
     values = [torch.randn(7, device=GPU), torch.randn(5, 3, device=GPU).half(), torch.randn(9, device=GPU)]
     somewhere = [values[0].cpu(), *values[1:]]
     assert digest_of_values("", somewhere) == digest_of_values("", values) != digest_of_values("", values[::-1])
@@ -119,7 +119,7 @@ def test_edits_count_at_the_next_call() -> None:
 
 
 @pytest.mark.gpu
-def test_what_is_kept_in_eight_bits_is_not_copied(option: Any) -> None:
+def test_weights_that_are_kept_in_eight_bits_are_not_copied(option: Any) -> None:
     unet = random_unet("sd15", GPU).half()
     given = arguments(unet, 512, 512)
     expected = host(unet, given)

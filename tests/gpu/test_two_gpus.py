@@ -55,7 +55,7 @@ def ready(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int
     return output
 
 
-def test_all_rows_of_a_batch_come_back_in_their_places(tiny: nn.Module) -> None:
+def test_the_rows_of_a_batch_keep_their_order(tiny: nn.Module) -> None:
     """Also those of a ControlNet's residuals."""
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
@@ -74,7 +74,7 @@ def test_all_rows_of_a_batch_come_back_in_their_places(tiny: nn.Module) -> None:
         assert all(relative_error(output[row], expected[row]) < 1e-2 for row in range(batch))
 
 
-def test_a_replay_waits_for_no_gpu_and_reads_each_call_s_inputs(tiny: nn.Module) -> None:
+def test_a_replay_waits_for_no_gpu_and_reads_the_inputs_of_its_call(tiny: nn.Module) -> None:
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
     ready(tiny, given)
@@ -107,7 +107,7 @@ def change_by_loading(unet: nn.Module) -> None:
 CHANGES = change_one_row, change_in_place, change_by_loading, change_by_moving, change_in_place
 
 
-def test_changed_weights_are_never_replayed_stale(tiny: nn.Module) -> None:
+def test_changed_weights_count_at_the_next_call(tiny: nn.Module) -> None:
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
     ready(tiny, given)

@@ -54,7 +54,7 @@ def switches_stay_as_they_are() -> Iterator[None]:
 
 
 @grid(kind=list(SHAPES), scores_bytes=[1, 3000, 40_000, 64 << 20], dtype=list(ROUNDING))
-def test_gemm_attention_is_exact_however_it_is_divided(kind: str, scores_bytes: int, dtype: torch.dtype) -> None:
+def test_gemm_attention_is_exact_with_chunks_of_any_size(kind: str, scores_bytes: int, dtype: torch.dtype) -> None:
     inputs = inputs_of(random_on(CPU, dtype), *SHAPES[kind])
     output = gemm_attention(*inputs, scores_bytes=scores_bytes)
     assert output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"
@@ -94,7 +94,7 @@ def measured(clock: Clock, kind: str, dtype: torch.dtype) -> str:
     return attention.pick(*SHAPES[kind], dtype)
 
 
-def test_what_the_host_has_switched_off_is_not_used() -> None:
+def test_implementations_that_the_host_has_switched_off_are_not_used() -> None:
     clock = Clock(math=0.1)
     switches.enable_math_sdp(False)
     try:
@@ -109,19 +109,19 @@ def test_what_the_host_has_switched_off_is_not_used() -> None:
 @pytest.mark.parametrize(("ms", "best"), [
     ({MATH: 0.5}, MATH), ({GEMM: 0.5}, GEMM), ({TORCH: 0.5}, TORCH), ({TORCH: 1.02}, TORCH), ({TORCH: 1.1}, GEMM),
 ])
-def test_the_fastest_that_runs_here_is_chosen(ms: dict[str, float], best: str) -> None:
+def test_the_fastest_implementation_that_runs_here_is_chosen(ms: dict[str, float], best: str) -> None:
     clock = Clock(**{CUDNN: 0.1, EFFICIENT: 0.1, FLASH: 0.1, MATH: 1.05, **ms})
     assert measured(clock, "self", torch.float32) == best
     assert not {CUDNN, EFFICIENT, FLASH} & set(clock.timed)
 
 
-def test_wide_heads_are_gemms_and_torchs_whole_scores_are_never_tried() -> None:
+def test_wide_heads_use_gemms_and_never_torchs_kernel_that_stores_all_scores() -> None:
     clock = Clock()
     assert measured(clock, "VAE", torch.bfloat16) == GEMM and clock.timed == [GEMM]
 
 
 @pytest.mark.parametrize("factor", [1.02, math.inf, math.nan])
-def test_what_computes_something_else_is_out(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+def test_an_implementation_with_wrong_outputs_is_not_chosen(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
     real = module.attend
     monkeypatch.setattr(module, "attend", lambda name, *given: real(name, *given) * (factor if name == MATH else 1))
     assert measured(Clock(math=0.1), "self", torch.float32) == TORCH
@@ -163,7 +163,7 @@ def test_attention_shapes_are_those_of_the_forward(kind: str, size: tuple[int, i
 
 @pytest.mark.parametrize("key_heads", [6, 2])
 @pytest.mark.parametrize("used", [(9, 30), (30, 30), (1, 7)], ids=str)
-def test_rows_that_are_filled_up_see_the_tokens_that_count_alone(used: tuple[int, int], key_heads: int) -> None:
+def test_in_filled_rows_only_the_tokens_that_count_are_seen(used: tuple[int, int], key_heads: int) -> None:
     query, key, value = inputs_of(random_on(CPU, torch.float32), (2, 6, 30, 8), (2, key_heads, 30, 8))
     filled = Filled.of(torch.tensor(used), 30)
     assert filled.ends.tolist() == [0, used[0], 30, 30 + used[1], 60]
@@ -187,7 +187,9 @@ def sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor
 
 @pytest.mark.parametrize("name", [FLASH, CUDNN])
 @pytest.mark.parametrize("used", [(9, 30), (30, 30)], ids=str)
-def test_each_row_is_two_sequences(name: str, used: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_filled_row_becomes_two_sequences(
+    name: str, used: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "may_use", lambda name: True)
     monkeypatch.setattr(module, "flash_of_sequences", lambda query, key, value, ends, longest: sequences(
         query, key, value, ends
@@ -205,7 +207,7 @@ def test_each_row_is_two_sequences(name: str, used: tuple[int, int], monkeypatch
 
 
 @pytest.mark.parametrize(("wrong", "best"), [(False, FLASH), (True, TORCH)])
-def test_what_takes_sequences_is_chosen_where_it_is_right(
+def test_kernels_for_sequences_are_chosen_if_they_are_correct(
     wrong: bool, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """wrong: for rows of which all tokens count."""

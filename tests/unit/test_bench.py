@@ -39,7 +39,7 @@ def documented_commands() -> list[str]:
 
 
 @pytest.mark.parametrize("words", sorted(set(documented_commands())))
-def test_the_commands_of_the_documentation_are_understood(words: str) -> None:
+def test_the_commands_in_the_documentation_are_valid(words: str) -> None:
     options = parse(shlex.split(words))
     assert options.command in words and len(options.set) == words.count("--set")
 
@@ -49,7 +49,7 @@ def test_the_commands_of_the_documentation_are_understood(words: str) -> None:
     ("webui http://here --share no/such", "--share"), ("step --size 1024", "'1024' is not a size"),
     ("step --size 100x512", "100x512: the width must be a multiple of 8"), ("step --size '512x512 x2'", "--size takes"),
 ])
-def test_a_wrong_argument_is_a_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_ends_with_a_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse(shlex.split(words))
     assert f"error: {sentence}" in capsys.readouterr().err.splitlines()[-1]
@@ -79,7 +79,7 @@ def test_steps_have_times_ratios_and_the_error_against_float32(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_what_a_machine_lacks_is_a_note_and_the_rest_is_measured(
+def test_unsupported_variants_get_a_note_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     status, rows = run(f"step {SMALL.replace('eager', 'host+graph')} fp32", monkeypatch, tmp_path)
@@ -88,7 +88,7 @@ def test_what_a_machine_lacks_is_a_note_and_the_rest_is_measured(
 
 
 @pytest.mark.parametrize("content", [None, b"not a checkpoint"])
-def test_a_model_that_cannot_be_loaded_is_a_sentence(tmp_path: Path, content: bytes | None) -> None:
+def test_a_model_that_cannot_be_loaded_ends_with_a_sentence(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "model.safetensors"
     if content is not None:
         path.write_bytes(content)
@@ -134,7 +134,7 @@ class WebUI:
 @pytest.mark.parametrize(("noise", "step_ms"), [
     ([0.0, 0.01, -0.01], 50), ([*[0.0] * 7, 5.0], None),
 ])
-def test_a_webuis_step_is_told_where_it_is_clear(
+def test_the_time_of_a_webuis_step_is_only_given_if_it_can_be_measured(
     noise: list[float], step_ms: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(images, "WebUI", lambda url: WebUI({False: 0.1, True: 0.05}, noise))

@@ -52,7 +52,7 @@ def test_plain_rows(rule: Rule, dtype: torch.dtype, width: int, scale: float) ->
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_row_has_what_torchs_operators_give(rule: Rule) -> None:
+def test_rows_are_quantized_as_by_torchs_operators(rule: Rule) -> None:
     """The inputs are small integers, which both rotate without an error."""
     rows = torch.randint(-3, 4, (4, 512)).to(DEVICE, HALF)
     rotation = 0 if rule == Rule.HOSTS else 256
@@ -70,7 +70,7 @@ def test_gelu(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_gelu_is_written_as_it_is_too(rule: Rule) -> None:
+def test_a_gelu_is_also_written_in_the_models_dtype(rule: Rule) -> None:
     rows = random(5, 512)
     written, rounded = native_tokens.gelu(rows.clone()), rounding.rounded(rows, INT8, gelu=True, rule=rule)
     found = rounding.gelu_and_rounded(rows, rule)
@@ -152,7 +152,7 @@ def test_gated_rows(rule: Rule, activation: Activation, width: int) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_what_is_no_number_is_not_hidden(rule: Rule, strange: float) -> None:
+def test_nan_and_infinity_stay_visible(rule: Rule, strange: float) -> None:
     rows = torch.zeros(3, 768, device=DEVICE, dtype=HALF)
     rows[1, 700] = strange
     for found in (rounding.rounded(rows, INT8, rule=rule), rounding.geglu(rows.repeat(1, 2) + 1, INT8, rule)):
@@ -161,7 +161,7 @@ def test_what_is_no_number_is_not_hidden(rule: Rule, strange: float) -> None:
 
 @pytest.mark.parametrize("rotation", [0, 256])
 @pytest.mark.parametrize("one_scale", [True, False])
-def test_rows_times_a_stored_weight_are_the_hosts_product(rotation: int, one_scale: bool) -> None:
+def test_the_product_with_a_stored_weight_is_the_hosts(rotation: int, one_scale: bool) -> None:
     rows, width, out = 20, 512, 48
     values = torch.randint(-128, 128, (out, width), device=DEVICE).to(torch.int8)
     scales = torch.rand(1, 1 if one_scale else out, device=DEVICE) / 1000
@@ -182,7 +182,7 @@ def quantized_dense(weight: QuantizedWeight) -> Tensor:
     return (dense.unflatten(-1, (-1, 256)) @ quantized.hadamard(256, dense.device).double()).flatten(-2)
 
 
-def test_the_rule_follows_the_weight() -> None:
+def test_the_rule_depends_on_the_weight() -> None:
     values, scales = torch.zeros(16, 256, dtype=torch.int8), torch.ones(1, 1)
     rules = {
         rounding.rule_of(QuantizedWeight(values, scales, *given), torch.device("cpu"))

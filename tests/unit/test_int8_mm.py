@@ -81,7 +81,7 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) 
     shape=[(33, 80, 48), (100, 48, 96), (7, 32, 336)], ranks=[16, 48], layers=[1, 3], with_bias=[True, False],
     config=CONFIGS,
 )
-def test_loras_are_added_before_it_is_rounded(
+def test_loras_are_added_before_the_output_is_rounded(
     shape: tuple[int, int, int], ranks: int, layers: int, with_bias: bool, config: LaunchConfig
 ) -> None:
     """layers: replaces one layer, whose LoRAs have their own hidden values."""
@@ -108,7 +108,7 @@ DOWN_TYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torc
 
 
 @grid(shape=[(33, 80, 48), (64, 64, 16), (7, 48, 96)], dtype=DOWN_TYPES, config=DOWN_CONFIGS)
-def test_the_product_with_loras_downs(
+def test_the_product_with_the_down_matrices_of_loras(
     shape: tuple[int, int, int], dtype: torch.dtype, config: LaunchConfig
 ) -> None:
     rows, width, ranks = shape
@@ -120,7 +120,7 @@ def test_the_product_with_loras_downs(
     assert bool(((output.double() - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-5 * largest).all())
 
 
-def test_loras_of_a_layer_are_one() -> None:
+def test_the_loras_of_a_layer_are_joined() -> None:
     first, second, down = torch.randn(32, 4), torch.randn(16, 5), torch.randn(9, 24)
     joint_down, joint_up = products.joint_loras(LowRank(down, ((0, first), (40, second))), 64)
     assert joint_down.shape == (16, 24) and joint_up.shape == (64, 16)
@@ -130,7 +130,7 @@ def test_loras_of_a_layer_are_one() -> None:
     assert torch.allclose(joint_up @ joint_down, expected, atol=1e-5)
 
 
-def test_loras_that_lie_together_are_not_copied() -> None:
+def test_adjacent_up_matrices_are_not_copied() -> None:
     whole = torch.randn(64, 16)
     factor = torch.randn(16, 24)
     found = products.joint_loras(LowRank(factor, ((0, whole),)), 64)

@@ -91,7 +91,7 @@ def test_two_images_side_by_side_whose_border_is_inside_a_group(channels: tuple[
 
 
 @grid(eps=[1e-6, 1e-2, 1.0], at_once=WAYS)
-def test_eps_counts_where_an_image_hardly_varies(eps: float, at_once: Way) -> None:
+def test_eps_has_its_effect_on_images_that_hardly_vary(eps: float, at_once: Way) -> None:
     assert error(at_once, random_image(1, 32, 6, 7, deviation=1e-2), None, 4, eps=eps) < CLOSE
 
 
@@ -100,7 +100,7 @@ FAR_FROM_ZERO = 4000
 
 
 @grid(mean=[100.0, -100.0], at_once=WAYS)
-def test_a_mean_of_a_thousand_deviations_costs_no_more_than_its_rounding(mean: float, at_once: Way) -> None:
+def test_a_mean_of_a_thousand_deviations_adds_no_error_but_its_own_rounding(mean: float, at_once: Way) -> None:
     image = random_image(1, 32, 20, 33, mean=mean, deviation=0.1)
     assert error(at_once, image, None, 2) < FAR_FROM_ZERO
     assert error(at_once, image, random_image(1, 16, 20, 33, mean=mean, deviation=0.1), 2) < FAR_FROM_ZERO

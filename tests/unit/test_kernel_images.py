@@ -45,7 +45,7 @@ def test_additions(shape: tuple[int, ...], biased: bool) -> None:
 
 
 @pytest.mark.parametrize("config", ends(ADDITION.candidates), ids=str)
-def test_every_cut_of_an_addition_gives_the_same(config: LaunchConfig) -> None:
+def test_every_launch_config_of_an_addition_gives_the_same(config: LaunchConfig) -> None:
     image = random_image(1, 72, 5, 27)
     update = random_image(1, 72, 5, 27)
     bias = torch.randn(72, device=DEVICE)
@@ -106,7 +106,7 @@ def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Residual, 
     owed=[(False, False), (False, True), (True, True), (True, False)],
     biased=[True, False],
 )
-def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: tuple[bool, bool], biased: bool) -> None:
+def test_layer_norm_of_a_residual(shape: tuple[int, ...], owed: tuple[bool, bool], biased: bool) -> None:
     tokens = random(*shape)
     residual, total = owing(tokens, *owed)
     weight = 1 + 0.3 * random(shape[-1])
@@ -124,7 +124,7 @@ def test_layer_norm_of_a_stream(shape: tuple[int, ...], owed: tuple[bool, bool],
 
 
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
-def test_every_cut_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
+def test_every_launch_config_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
     residual, total = owing(random(7, 96), True, True)
     weight = random(96)
     bias = random(96)
@@ -153,7 +153,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("mean", [50.0, -50.0])
-def test_a_mean_of_500_deviations_costs_no_more_than_its_rounding(mean: float) -> None:
+def test_a_mean_of_500_deviations_adds_no_error_but_its_own_rounding(mean: float) -> None:
     tokens = 0.1 * random(5, 320) + 0.5 * mean
     deferred_bias = 0.1 * random(320) + 0.5 * mean
     weight = random(320)
@@ -172,12 +172,12 @@ def test_geglu_of_every_width(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("config", ends(GEGLU.candidates), ids=str)
-def test_every_cut_of_geglu_gives_the_same(config: tuple[int, int]) -> None:
+def test_every_launch_config_of_geglu_gives_the_same(config: tuple[int, int]) -> None:
     tokens = 3 * random(3, 2 * 1111)
     assert worst_error(geglu(tokens, config), exact_geglu(tokens)) < CLOSE
 
 
-def test_geglu_of_large_gates_is_the_identity_or_nothing() -> None:
+def test_geglu_of_large_gates_is_the_value_or_zero() -> None:
     gates = torch.tensor([0.0, 1e-4, -1e-4, 5.0, -5.0, 9.0, -9.0, 100.0, -100.0, 6e4, -6e4], device=DEVICE)
     tokens = torch.cat([torch.full_like(gates, 2.0), gates])[None]
     output = geglu(tokens)

@@ -112,7 +112,9 @@ def build() -> Any:
     return program
 
 
-def test_the_archive_is_what_its_sources_are(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_archive_was_built_from_these_sources_and_has_every_launch(
+    build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It was built from these sources (.ci/kernels write), and has every kernel that is launched."""
     monkeypatch.setattr(launching, "launch_source", launching.launch_source)
     manifest = archive.manifest()
@@ -125,7 +127,7 @@ def test_the_archive_is_what_its_sources_are(build: Any, monkeypatch: pytest.Mon
         assert file.testzip() is None
 
 
-def test_matrices_are_multiplied_by_the_units_that_a_card_has() -> None:
+def test_matrix_products_use_the_matrix_units_of_each_architecture() -> None:
     units = {"75": ("mma.sync",), "80": ("mma.sync",), "89": ("mma.sync",), "90a": ("wgmma", "mma.sync")}
     for key, variants in archive.manifest().kernels.items():
         if key.startswith(("products", "attention")):
@@ -152,7 +154,7 @@ def test_a_launch_reaches_the_driver(card: Any) -> None:
     ((7, 5), NEW, "sm_75"), ((8, 0), NEW, "sm_80"), ((8, 6), (12, 0), "sm_80"), ((12, 0), NEW, "sm_80"),
     ((9, 0), NEW, "sm_90a"), ((9, 0), (12, 4), "sm_80"), ((10, 0), NEW, "sm_80"),
 ])
-def test_a_card_has_the_newest_that_it_and_its_driver_take(
+def test_a_card_gets_the_newest_architecture_that_it_and_its_driver_support(
     capability: tuple[int, int], version: tuple[int, int], target: str
 ) -> None:
     kernels = archive.manifest().kernels
@@ -177,7 +179,7 @@ def test_tiles_are_described_to_the_driver(card: Any) -> None:
     assert card.library.shared and card.library.shared[0] > 48 << 10
 
 
-def test_a_kernel_is_loaded_and_launched_where_its_tensors_are(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_is_loaded_and_launched_on_the_card_of_its_tensors(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     @contextlib.contextmanager
@@ -191,7 +193,7 @@ def test_a_kernel_is_loaded_and_launched_where_its_tensors_are(card: Any, monkey
     assert seen == [(torch.device("cpu"), 0, 0), (torch.device("cpu"), 1, 1)]
 
 
-def test_cards_of_different_kinds_have_kernels_of_their_own(card: Any) -> None:
+def test_cards_of_different_architectures_load_different_kernels(card: Any) -> None:
     m, n, k, group, warps, stages = INT8_PRODUCT.candidates[0]
     types = torch.int8, torch.float32, torch.int8, torch.float32, *[torch.float16] * 4
     arguments = [torch.zeros(1, dtype=dtype) for dtype in types]
@@ -203,7 +205,7 @@ def test_cards_of_different_kinds_have_kernels_of_their_own(card: Any) -> None:
     assert targets == [b".target sm_75", b".target sm_80"]
 
 
-def test_what_is_not_there_is_refused(card: Any) -> None:
+def test_launches_without_a_compiled_kernel_are_refused(card: Any) -> None:
     with pytest.raises(Refusal, match="no kernel “tokens.layer_norm_rows .*” for compute capability 8.6"):
         normed((7, 1))
     with pytest.raises(Refusal, match="no kernel .*float64"):
@@ -216,7 +218,9 @@ def test_what_is_not_there_is_refused(card: Any) -> None:
 
 @pytest.mark.parametrize(("status", "kind"), [(2, torch.cuda.OutOfMemoryError), (218, RuntimeError)])
 @pytest.mark.parametrize("call", ["cuModuleLoadData", "cuLaunchKernel"])
-def test_what_the_driver_says_is_the_reason(card: Any, call: str, status: int, kind: type[Exception]) -> None:
+def test_errors_of_the_driver_are_raised_with_its_reason(
+    card: Any, call: str, status: int, kind: type[Exception]
+) -> None:
     card.library = Library(**{call: status})
     with pytest.raises(kind, match=f"{call}: error {status}"):
         normed()
@@ -227,19 +231,21 @@ def test_what_the_driver_says_is_the_reason(card: Any, call: str, status: int, k
     ((8, 6), (11, 8), "driver 525 or newer, for CUDA 12.0, and this one is for CUDA 11.8"),
     ((7, 5), (12, 0), None),
 ])
-def test_cards_and_drivers(card: Any, capability: tuple[int, int], version: tuple[int, int], said: str | None) -> None:
+def test_too_old_cards_and_drivers_are_refused(
+    card: Any, capability: tuple[int, int], version: tuple[int, int], said: str | None
+) -> None:
     card.capability, card.library = capability, Library(version)
     found = launching.why_not(GPU)
     assert found is None if said is None else said in str(found)
 
 
-def test_without_a_driver_or_an_archive(card: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_driver_is_a_reason(card: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "no-such-library.so.1")
     monkeypatch.setattr(launching, "driver_here", driver.driver_here.__wrapped__)
     assert "driver cannot be loaded" in str(launching.why_not(GPU))
 
 
-def test_a_stub_of_a_driver_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_without_the_drivers_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A library that can be loaded and lacks functions, as CUDA's stubs and other makers' libraries."""
     class Stub:
         cuDriverGetVersion = Function(lambda out: 34)
@@ -345,7 +351,7 @@ def test_a_damaged_archive_is_a_reason(card: Any, damaged: Path, damage: Any) ->
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, *(number / 20 for number in range(2, 20))])
-def test_bytes_that_are_others_are_a_reason(card: Any, damaged: Path, share: float) -> None:
+def test_changed_bytes_anywhere_in_the_archive_are_found(card: Any, damaged: Path, share: float) -> None:
     """Wherever they are: what is whole is read, and what is not is refused."""
     with pytest.MonkeyPatch.context() as undamaged:
         undamaged.setattr(archive, "ARCHIVE", Path(archive.__file__).with_name("kernels.zip"))
@@ -382,7 +388,9 @@ def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves
     assert reads == [1]
 
 
-def test_what_cannot_be_loaded_is_refused_and_out_of_memory_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_is_refused_for_good_and_tried_again_only_after_out_of_memory(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     device = native.Native(TuningCache())
     full, broken = (native.KernelUse(name, (), torch.float32, torch.device("cpu")) for name in ("full", "broken"))
     errors = [torch.cuda.OutOfMemoryError("full"), None, RuntimeError("broken"), AssertionError("loaded again")]

@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(("option", "worst"), [("fp8", 0.12), ("int8", 0.04), ("auto", 0.12)])
-def test_a_unet_in_eight_bits_is_near_the_hosts_and_not_the_same(
+def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
     on_a_gpu: Weather, option: str, worst: float
 ) -> None:
     unet = compiled(half_unet(), option)
@@ -51,7 +51,7 @@ def test_a_unet_in_eight_bits_is_near_the_hosts_and_not_the_same(
     assert layers >= 6 and backend_sentence(lib_onediff.status()) == f"native, 8-bit ({layers} layers)"
 
 
-def test_each_setting_is_an_entry_of_its_own_and_off_is_exact(on_a_gpu: Weather) -> None:
+def test_each_setting_has_an_entry_of_its_own_and_off_is_exact(on_a_gpu: Weather) -> None:
     unet = compiled(half_unet(), "fp8")
     call = half_call(unet)
     for _ in range(3):
@@ -79,7 +79,7 @@ def addresses_of(kept: Mapping[str, Sequence[QuantizedWeight]]) -> dict[str, lis
 
 
 @pytest.mark.parametrize("option", ["fp8", "int8"])
-def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather, option: str) -> None:
+def test_an_edited_weight_is_quantized_again_at_the_same_address(on_a_gpu: Weather, option: str) -> None:
     """As when a LoRA is merged."""
     unet = compiled(half_unet(), option)
     call = half_call(unet)
@@ -98,7 +98,9 @@ def test_an_edit_of_a_weight_is_rounded_anew_where_the_old_was(on_a_gpu: Weather
     assert addresses_of(kept.kept(KINDS)) == addresses, "graphs know those"
 
 
-def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_memory_for_8_bit_weights_native_serves_with_a_reason(
+    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unet = compiled(half_unet(), "fp8")
     tries = []
 
@@ -120,7 +122,7 @@ def test_without_memory_for_it_native_serves_and_says_why(on_a_gpu: Weather, mon
 @pytest.mark.parametrize(("module", "name", "option"), [
     (float8, "product", "fp8"), (products, "int8_product", "int8"),
 ], ids=["fp8", "int8"])
-def test_what_is_too_far_from_the_host_is_not_used(
+def test_8_bit_outputs_too_far_from_the_hosts_are_not_used(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, option: str
 ) -> None:
     real = getattr(module, name)
@@ -137,7 +139,7 @@ def test_what_is_too_far_from_the_host_is_not_used(
 # --- networks and devices without 8-bit products ----------------------------------------------------------------------
 
 
-def test_the_probe_believes_no_wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_float8_finds_wrong_products(monkeypatch: pytest.MonkeyPatch) -> None:
     assert float8.float8_support(CPU, torch.float16).result in (torch.float16, torch.bfloat16)
     monkeypatch.setattr(float8, "product", lambda tokens, weight, bias, result: torch.zeros(64, 128, device=CPU))
     found = float8.float8_support(CPU, torch.float16)
@@ -155,7 +157,7 @@ def a_choice(tuning_cache: TuningCache) -> LowBit:
     return LowBit(tuning_cache, Launches(tuning_cache))
 
 
-def test_the_bench_has_every_product_in_eight_bits() -> None:
+def test_every_layer_quantized_chooses_eight_bits_without_measurements() -> None:
     choice = a_choice(TuningCache())
     small = Product(8, 16, 32, GATED)
     with choice.every_layer_quantized():
@@ -168,7 +170,7 @@ def test_the_bench_has_every_product_in_eight_bits() -> None:
     ((2.0, 1.9), None, None), ((2.0, 1.7), None, FP8), (None, (2.0, 1.0), INT8), ((2.0, 1.0), (2.0, 0.95), FP8),
     ((2.0, 1.0), (2.0, 0.85), INT8), ((2.0, 1.9), (2.0, 1.75), INT8),
 ])
-def test_what_was_measured_to_gain_a_tenth_is_in_eight_bits_in_the_next_process_too(
+def test_products_that_gain_a_tenth_use_eight_bits_also_in_the_next_process(
     fp8: tuple[float, float] | None, int8: tuple[float, float] | None, kind: Kind | None
 ) -> None:
     """INT8 is chosen if it is faster than FP8 by a tenth, because a GPU at its power limit lowers its clock under

@@ -67,7 +67,7 @@ def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
     kind=KINDS,
     scaled=[True, False],
 )
-def test_a_layer_norm_comes_in_eight_bits(
+def test_a_layer_norm_writes_eight_bits(
     shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind, scaled: bool
 ) -> None:
     dtype, whole = stream_of  # whole: with every field of the residual
@@ -94,7 +94,7 @@ def test_a_layer_norm_comes_in_eight_bits(
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind and kind.name)
-def test_an_adaptive_norm_comes_in_eight_bits_with_the_vectors_of_each_image(kind: Kind | None, scaled: bool) -> None:
+def test_an_adaptive_norm_writes_eight_bits_with_each_images_modulation(kind: Kind | None, scaled: bool) -> None:
     tokens = random(2, 7, 96, dtype=torch.float32)
     update = random(2, 7, 96)
     scales = random(2, 7, 1, dtype=torch.float32) if scaled else None
@@ -115,7 +115,7 @@ def test_an_adaptive_norm_comes_in_eight_bits_with_the_vectors_of_each_image(kin
 
 @grid(kind=[*KINDS, None], behind=[True, False], gated=[True, False], vectors=[0, 1, 2], plus_one=[True, False],
       weights=[torch.float16, torch.float32])
-def test_a_root_mean_square_norm_does_all_that_is_still_to_be_done(
+def test_an_rms_norm_adds_the_residuals_update_with_its_norm_and_gate(
     kind: Kind | None, behind: bool, gated: bool, vectors: int, plus_one: bool, weights: torch.dtype
 ) -> None:
     """behind: a norm behind the last layer. vectors: how many the modulation has. weights: their type."""
@@ -155,7 +155,7 @@ def test_a_root_mean_square_norm_does_all_that_is_still_to_be_done(
         assert torch.equal(normed.scales, torch.exp2(exponent.float()).view(1, 1))
 
 
-def test_a_layer_with_a_norm_behind_it_and_the_next_norm_are_one_launch_beside_the_product(
+def test_a_layer_with_a_norm_after_it_and_the_next_norm_take_one_launch_besides_the_product(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launched: list[str] = []
@@ -180,14 +180,14 @@ def test_a_layer_with_a_norm_behind_it_and_the_next_norm_are_one_launch_beside_t
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.SIGMOID])
-def test_gated_rows_come_in_eight_bits(activation: Activation, kind: Kind) -> None:
+def test_gated_units_write_eight_bits(activation: Activation, kind: Kind) -> None:
     numbers, gates = random(2, 5, 2 * 130).chunk(2, dim=-1)
     factor = gates.double().sigmoid() * (gates.double() if activation is Activation.SILU else 1)
     assert_rounded(rounding.gated(numbers, gates, activation, kind), numbers.double() * factor)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_gelu_comes_in_eight_bits(kind: Kind) -> None:
+def test_a_gelu_writes_eight_bits(kind: Kind) -> None:
     tokens = random(3, 5, 130)
     assert_rounded(rounding.rounded(tokens, kind, gelu=True), torch.nn.functional.gelu(tokens.double()))
 
@@ -205,7 +205,7 @@ def test_every_launch_config_gives_the_same_rows(config: tuple[int, int], kind: 
 
 
 @grid(dtype=[torch.float16, torch.bfloat16, torch.float32], kind=KINDS)
-def test_geglu_and_plain_rows_come_in_eight_bits(dtype: torch.dtype, kind: Kind) -> None:
+def test_geglu_and_plain_rows_are_written_in_eight_bits(dtype: torch.dtype, kind: Kind) -> None:
     hidden = random(2, 5, 2 * 96, dtype=dtype)
     gated = rounding.geglu(hidden, kind)
     assert_rounded(gated, exact_geglu(hidden))
@@ -222,7 +222,7 @@ def test_geglu_and_plain_rows_come_in_eight_bits(dtype: torch.dtype, kind: Kind)
 
 
 @grid(dtype=[torch.float16, torch.bfloat16], factor=[1.0, 1000.0, 1e5])
-def test_a_weight_has_the_scales_that_it_needs(dtype: torch.dtype, factor: float) -> None:
+def test_the_scales_of_a_weight_fit_its_largest_values(dtype: torch.dtype, factor: float) -> None:
     weight = random(48, 96, dtype=torch.bfloat16)
     weight[3] *= factor
     weight = weight.clamp(-6e4, 6e4).to(dtype)
@@ -239,7 +239,7 @@ def test_a_weight_has_the_scales_that_it_needs(dtype: torch.dtype, factor: float
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_zeros_stay_zeros_and_a_nan_is_not_hidden(kind: Kind) -> None:
+def test_zeros_stay_zeros_and_nan_stays_visible(kind: Kind) -> None:
     rows = torch.zeros(2, 32, device=DEVICE)
     rows[1, 3] = float("nan")
     back = given_back(rounding.rounded(rows, kind))
@@ -266,7 +266,7 @@ def weights_of(weight: Tensor, bias: Tensor | None = None, kind: Kind = FP8) -> 
 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.bfloat16])
-def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOperators, result: torch.dtype) -> None:
+def test_the_next_norm_and_materialize_add_the_same_update(operators: NativeOperators, result: torch.dtype) -> None:
     layer = weights_of(torch.randn(WIDTH, WIDTH).to(result))
     vector = torch.randn(WIDTH).to(result)
     tokens = torch.randn(2, 5, WIDTH).to(result)
@@ -285,7 +285,7 @@ def test_the_next_norm_and_the_tokens_have_the_same_update(operators: NativeOper
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float16])
-def test_norms_behind_layers_and_swiglu_in_eight_bits(
+def test_norms_after_layers_and_swiglu_in_eight_bits(
     operators: NativeOperators, kind: Kind, residual_dtype: torch.dtype
 ) -> None:
     """RMS norms before and after a layer, SwiGLU, and a bias that is multiplied by a gate. A residual in float16 has no

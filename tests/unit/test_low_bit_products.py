@@ -85,7 +85,7 @@ def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedW
     (1, 48, 16, False, torch.float16), (130, 128, 96, True, torch.float16),
 ]))
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_it_is_the_geglu_of_the_product(
+def test_a_gated_product_is_the_geglu_of_the_product(
     rows: int, width: int, half: int, row_scales: bool, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
     norm = LayerWeights(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
@@ -99,7 +99,7 @@ def test_it_is_the_geglu_of_the_product(
 @pytest.mark.parametrize(("rows", "width", "half"), first(2, [(70, 80, 48), (1, 320, 16), (130, 64, 96)]))
 @pytest.mark.parametrize("dtype", [torch.float16, *([torch.bfloat16] if DEVICE.type == "cuda" else [])], ids=str)
 @pytest.mark.parametrize("config", EXACT, ids=str)
-def test_in_half_precision_it_is_rounded_once(
+def test_a_gated_product_in_half_precision_rounds_only_its_output(
     rows: int, width: int, half: int, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
     tokens, weight, bias = (
@@ -112,7 +112,7 @@ def test_in_half_precision_it_is_rounded_once(
 
 
 @pytest.mark.parametrize("outlier", [1.0, 1000.0])
-def test_nothing_is_larger_than_the_scale_says(outlier: float) -> None:
+def test_no_output_of_a_gated_product_exceeds_its_scale(outlier: float) -> None:
     """With the largest possible tokens after a layer norm: parallel to a row of the weight."""
     width = 64
     half = 24
@@ -145,7 +145,7 @@ def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
     (2, 48, 32, 9, 21), (1, 32, 48, 3, 2), (1, 16, 16, 8, 16), (1, 80, 64, 17, 33), (3, 32, 32, 1, 1),
 ]))
 @pytest.mark.parametrize(("dtype", "config"), CONVOLVED, ids=str)
-def test_it_is_the_convolution_of_its_factors(
+def test_an_8_bit_convolution_is_that_of_its_rounded_factors(
     batch: int, channels: int, out: int, height: int, width: int, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
     """With edges, pixels that do not fill a tile, and channels that do not fill a step; the images of a batch have
@@ -179,7 +179,7 @@ def test_it_is_the_convolution_of_its_factors(
 
 
 @pytest.mark.parametrize(("kind", "beside"), [(FP8, False), (INT8, False), (INT8, True)], ids=str)
-def test_the_norm_is_written_in_eight_bits(kind: Kind, beside: bool) -> None:
+def test_a_group_norm_writes_eight_bits(kind: Kind, beside: bool) -> None:
     """With a shift, for one image or two side by side, as in group_norm. The largest value of each sample becomes the
     format's largest, unless it comes from a channel's lowest number."""
     first_half = image(2, 32, 32, 32)
@@ -245,7 +245,7 @@ def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPa
 @pytest.mark.skipif(SWITCHES[HALF_SUMS].read() is None, reason="needs torch 2.7")
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="its kernel's tile is small, and there is none for Hopper")
 @pytest.mark.parametrize(("ours_ms", "factor", "is_used"), [(0.5, 1.0, True), (0.99, 1.0, False), (0.5, 1.1, False)])
-def test_float16_sums_serve_where_they_are_allowed_right_and_faster(
+def test_float16_sums_are_used_if_they_are_allowed_and_correct_and_faster(
     monkeypatch: pytest.MonkeyPatch, ours_ms: float, factor: float, is_used: bool
 ) -> None:
     launches = Launches(TuningCache())

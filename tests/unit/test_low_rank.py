@@ -95,7 +95,7 @@ def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) 
 
 @pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_the_sizes_of_up_and_down_do_not_count(dtype: torch.dtype, size: float) -> None:
+def test_very_large_and_small_down_matrices_neither_overflow_nor_vanish(dtype: torch.dtype, size: float) -> None:
     """In float16, tokens times a large down matrix would overflow, and times a small one vanish."""
     layer = LayerWeights(random(48, 64).to(dtype), None)
     x = random(2, 33, 64).to(dtype)
@@ -145,7 +145,7 @@ DOWN = torch.ones(2, 6, 3, 3)
 
 
 @pytest.mark.parametrize(("parts", "scale"), [((UP, DOWN, 4.0, None, None), 1.0), ((UP, DOWN, None), 0.5)])
-def test_a_plain_lora_of_the_forge_family_is_one(parts: tuple[Any, ...], scale: float) -> None:
+def test_a_plain_lora_of_the_forge_family_is_read_as_a_lora(parts: tuple[Any, ...], scale: float) -> None:
     update = low_rank_update([0.5, ("lora", parts), 1.0, None, None, True], WEIGHT)
     assert update is not None and update.scale == scale
     assert update.up.shape == (8, 2) and update.down.shape == DOWN.shape
@@ -159,5 +159,5 @@ def test_a_plain_lora_of_the_forge_family_is_one(parts: tuple[Any, ...], scale: 
     [0.5, ("lora", (UP, DOWN, 4.0)), 0.9, None, None], [0.5, ("lora", (UP, DOWN, 4.0)), 1.0, (0, 0, 4), None],
     [0.5, ("lora", (UP, DOWN, 4.0)), 1.0, None, torch.neg],
 ], ids=["with a middle", "DoRA", "of a part", "LoHa", "difference", "strength of the model", "offset", "function"])
-def test_what_changes_more_than_it_adds_is_the_hosts_own_function(patch: list[Any]) -> None:
+def test_patches_that_are_not_plain_loras_stay_functions_of_the_host(patch: list[Any]) -> None:
     assert low_rank_update(patch, WEIGHT) is None

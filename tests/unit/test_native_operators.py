@@ -63,7 +63,9 @@ def layer(*shape: int, biased: bool = True) -> LayerWeights:
 
 
 @IN_ANY_FORMAT
-def test_an_image_may_lie_in_memory_as_it_likes(native: NativeOperators, form: Callable[[Tensor], Tensor]) -> None:
+def test_images_in_any_memory_format_give_torchs_results(
+    native: NativeOperators, form: Callable[[Tensor], Tensor]
+) -> None:
     image = random(2, 24, 5, 6)
     other = random(2, 24, 5, 6)
     bias = random(24)
@@ -80,7 +82,7 @@ def test_an_image_may_lie_in_memory_as_it_likes(native: NativeOperators, form: C
 
 
 @IN_ANY_FORMAT
-def test_two_images_side_by_side_are_their_concatenation(
+def test_a_virtual_concatenation_gives_the_results_of_a_real_one(
     native: NativeOperators, form: Callable[[Tensor], Tensor]
 ) -> None:
     image = random(2, 40, 5, 6)
@@ -109,7 +111,7 @@ def test_convolution(native: NativeOperators, kind: tuple[tuple[int, int], bool]
     assert relative_error(native.convolution(given, arranged, shape), expected) < CLOSE
 
 
-def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
+def test_sliced_and_transposed_tokens_give_torchs_results(native: NativeOperators) -> None:
     tokens = random(24, 14, 2).permute(2, 1, 0)[:, 3:10]
     hidden = random(2, 7, 96)[..., ::2]
     norm = LayerNorm("norm", 24, 1e-5)
@@ -128,7 +130,7 @@ def test_tokens_may_be_slices_and_transposed(native: NativeOperators) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "kept"), list(product([torch.float32, torch.float16], repeat=2)), ids=str)
-def test_norms_and_gates_that_depend_on_the_image_and_rotated_heads(
+def test_modulated_norms_gates_and_rotated_heads(
     native: NativeOperators, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
     """kept: the dtype of the residual. The reference computes in float32 with the same numbers."""
@@ -177,7 +179,7 @@ SHAPES = {
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_it_is_exact(kind: str, dtype: torch.dtype) -> None:
+def test_attention_over_few_keys_is_exact(kind: str, dtype: torch.dtype) -> None:
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter multiplies bfloat16 by its bits")
     query, keys = SHAPES[kind]
@@ -206,7 +208,9 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_a_gated_product_reads_a_weight_as_it_lies(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gated_product_is_not_used_for_a_weight_that_is_not_contiguous(
+    transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A weight may be replaced by a view whose rows are not contiguous."""
     used: list[bool] = []
     product = products.exact_gated_product

@@ -61,12 +61,12 @@ def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])
-def test_another_cut_must_be_clearly_faster(other_ms: float, place: int) -> None:
+def test_another_launch_config_must_be_clearly_faster(other_ms: float, place: int) -> None:
     clock = Clock(**{str(ADDITION.candidates[1]): other_ms})
     assert best_config(Trial(ADDITION, SMALL, lambda config: None), clock) == ADDITION.candidates[place]
 
 
-def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
+def test_a_launch_config_that_this_gpu_cannot_run_is_not_chosen() -> None:
     def time_ms(work: Callable[[], object]) -> float:
         work()
         return next(times)
@@ -79,7 +79,7 @@ def test_a_cut_that_this_gpu_cannot_run_is_out() -> None:
     assert best_config(Trial(GEGLU, "512", run), time_ms) == GEGLU.candidates[2]
 
 
-def test_products_of_stored_weights_that_were_met_are_measured_once() -> None:
+def test_products_with_stored_weights_are_measured_once_after_a_call_has_used_them() -> None:
     launches = Launches(TuningCache())
     weight = QuantizedWeight(torch.zeros(48, 32, dtype=torch.int8), torch.ones(1, 1))
     layer = LayerWeights(torch.empty(48, 32, dtype=torch.float16, device="meta"), None, (weight,))
@@ -95,7 +95,7 @@ def test_products_of_stored_weights_that_were_met_are_measured_once() -> None:
     assert not tune_stored(launches, product, CPU, clock)
 
 
-def test_products_of_loras_beside_them_that_were_met_are_measured_once() -> None:
+def test_products_with_down_matrices_are_measured_once_after_a_call_has_used_them() -> None:
     launches = Launches(TuningCache())
     weight = QuantizedWeight(torch.zeros(48, 32, dtype=torch.int8), torch.ones(1, 1))
     down, up = torch.zeros(16, 32, dtype=torch.float16), torch.zeros(48, 16, dtype=torch.float16)

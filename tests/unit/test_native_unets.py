@@ -66,7 +66,7 @@ def error(unet: nn.Module, call: UNetCall) -> float:
 
 
 @pytest.mark.parametrize("name", UNETS)
-def test_a_whole_unet_is_the_hosts_at_an_odd_size(name: str) -> None:
+def test_a_whole_unet_gives_the_hosts_output_at_an_odd_size(name: str) -> None:
     assert error(shared(name), call_of(shared(name), 3, 5, 1)) < CLOSE
 
 
@@ -80,7 +80,7 @@ def test_weights_and_latents_in_channels_last_give_the_same() -> None:
     assert relative_error(our_output(unet, call, NativeOperators()), expected) < CLOSE
 
 
-def test_tiling_wraps_round_the_edges() -> None:
+def test_circular_padding_wraps_around_the_edges() -> None:
     unet = UNETS["SD1"]().to(DEVICE)
     call = call_of(unet, 4, 3, 1)
     flat = host_output(unet, call)

@@ -62,7 +62,7 @@ def tried(folder: Path, seconds: float = 120.0) -> str | None:
     ((3, 13), "linux", "x86_64", ["Python 3.10", "3.13"]), (None, "win32", "AMD64", ["Linux", "AMD64"]),
     (None, "linux", "aarch64", ["Linux", "aarch64"]), (None, "linux", "x86_64", ["not installed", ".readme/hosts.md"]),
 ])
-def test_where_it_is_not(
+def test_machines_without_oneflow_have_a_reason(
     monkeypatch: pytest.MonkeyPatch, machine: Path, python: tuple[int, int] | None, system: str, processor: str,
     said: list[str],
 ) -> None:
@@ -78,7 +78,7 @@ def test_where_it_is_not(
 
 @pytest.mark.parametrize(("version", "can"), [("0.9.0", True), ("0.9.1.dev20240515", True), ("0.7.0", False),
                                               ("1.0.0", False)])
-def test_its_version(machine: Path, version: str, can: bool) -> None:
+def test_only_oneflow_0_9_is_supported(machine: Path, version: str, can: bool) -> None:
     install(machine, version)
     why = why_no_package()
     assert (why is None) == can
@@ -90,12 +90,14 @@ def test_its_version(machine: Path, version: str, can: bool) -> None:
     (CPU, torch.float16, "float16"), (CPU, torch.bfloat16, "bfloat16"), (GPU, torch.bfloat16, "bfloat16"),
     (torch.device("mps"), torch.float16, "mps"), (CPU, torch.float32, None),
 ])
-def test_devices_and_types_that_it_does_not_compute(device: torch.device, dtype: torch.dtype, part: str | None) -> None:
+def test_devices_and_dtypes_that_oneflow_does_not_support(
+    device: torch.device, dtype: torch.dtype, part: str | None
+) -> None:
     why = why_not_for(device, dtype)
     assert why is None if part is None else a_sentence(why) and part in why
 
 
-def test_one_that_ends_its_process_and_one_that_never_ends(machine: Path) -> None:
+def test_a_oneflow_that_crashes_and_one_that_hangs(machine: Path) -> None:
     install(machine, source="import os; os.abort()")
     why = tried(machine)
     assert a_sentence(why) and "crashed its process" in why and "oneflow" not in sys.modules
@@ -106,7 +108,7 @@ def test_one_that_ends_its_process_and_one_that_never_ends(machine: Path) -> Non
     assert time.monotonic() - began < 60
 
 
-def test_it_is_tried_once_and_not_waited_for(machine: Path) -> None:
+def test_oneflow_is_tested_once_in_the_background(machine: Path) -> None:
     install(machine, source="open(__file__ + '.tried', 'a').write('x'); raise ImportError('bad weather')")
     gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(machine)})
     assert gate.why_not(CPU, torch.float32, waits=False) == TRYING
@@ -116,7 +118,7 @@ def test_it_is_tried_once_and_not_waited_for(machine: Path) -> None:
     assert (machine / "oneflow" / "__init__.py.tried").read_text() == "x"
 
 
-def test_what_the_other_process_says() -> None:
+def test_the_verdict_is_read_from_the_output_of_the_other_process() -> None:
     said = json.dumps({"error": ""})
     # Its output counts, and not its exit code: OneFlow may crash when the process ends.
     assert verdict_of("\n".join(["W2026 cuda", "[1, 2]", said, "{not there}"]), -6) is None
@@ -126,7 +128,7 @@ def test_what_the_other_process_says() -> None:
     assert brief("\x1b[1m\n\n first: \n second") == "first"
 
 
-def test_threads_that_ask_at_once_have_one_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_threads_share_one_test_of_oneflow(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an earlier version, a second thread started another one while the first was being made."""
     made: list[threading.Thread] = []
 

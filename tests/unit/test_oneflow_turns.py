@@ -51,7 +51,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
     watched.may_end.set()
 
 
-def test_nothing_runs_while_another_shape_is_compiled(watched: Watched) -> None:
+def test_no_graph_runs_while_another_one_is_compiled(watched: Watched) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), backend="eager")
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:

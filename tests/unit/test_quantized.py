@@ -128,7 +128,7 @@ def test_float8_is_decoded(values: torch.dtype, one_scale: bool) -> None:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_beside_loras_nothing_is_rounded(is_scaled: bool) -> None:
+def test_the_input_is_not_rounded_if_the_layer_has_loras(is_scaled: bool) -> None:
     """As in the host, which adds the LoRAs to the decoded weight."""
     down = torch.randn(4, WIDTH) / 20
     up = torch.randn(OUT, 4)
@@ -140,7 +140,7 @@ def test_beside_loras_nothing_is_rounded(is_scaled: bool) -> None:
     assert relative_error(found, x.double() @ dense(layer.low_bit[0]).t() + layer.bias.double() + added) < 1e-5
 
 
-def test_every_operator_takes_such_a_layer() -> None:
+def test_every_operator_supports_layers_with_8_bit_weights() -> None:
     x = torch.randn(2, ROWS, WIDTH)
     tokens = torch.randn(2, ROWS, OUT)
     gate = torch.randn(2, OUT)
@@ -164,7 +164,7 @@ def test_every_operator_takes_such_a_layer() -> None:
     (128, 512, torch.int8, "a ConvRot group of 128 is not a power of 4"),
     (256, 512, torch.float8_e4m3fn, "ConvRot is for INT8, and this layer is float8_e4m3fn"),
 ])
-def test_a_rotation_that_cannot_be_is_refused(group: int, width: int, values: torch.dtype, reason: str) -> None:
+def test_an_invalid_rotation_is_refused(group: int, width: int, values: torch.dtype, reason: str) -> None:
     weight = QuantizedWeight(torch.zeros(OUT, width).to(values), torch.ones(1, 1), group)
     layer = LayerWeights(torch.empty(OUT, width, device="meta"), None, (weight,))
     with pytest.raises(Refusal, match=reason):

@@ -45,7 +45,7 @@ def test_a_replay_is_the_forward_of_its_own_call(case: str) -> None:
             assert relative_error(runner.run(call), our_output(unet, call)) < CLOSE
 
 
-def test_what_is_known_of_a_tensor_by_its_address_does_not_keep_it_alive() -> None:
+def test_a_view_by_address_does_not_keep_a_tensor_alive() -> None:
     given = torch.arange(24.0).view(4, 6)[:, 1:4].t()
     memory = StorageWeakRef(given.untyped_storage())
     view = GraphRecording.view(None, given)  # type: ignore[arg-type]
@@ -56,7 +56,7 @@ def test_what_is_known_of_a_tensor_by_its_address_does_not_keep_it_alive() -> No
     assert memory.expired()
 
 
-def test_each_call_is_handed_its_own_options() -> None:
+def test_functions_get_the_options_of_their_own_call() -> None:
     unet = shared_ldm_unet()
     heard = []
 
@@ -115,7 +115,7 @@ def error(unet: nn.Module, seed: int) -> float:
     return relative_error(output, expected)
 
 
-def test_the_third_call_goes_by_graphs_and_calls_each_function_once(unet: nn.Module) -> None:
+def test_the_third_call_uses_graphs_and_calls_each_function_once(unet: nn.Module) -> None:
     processor = put(unet, Louder())
     for seed, route in enumerate(("plain", "plain", "graph", "graph")):
         assert error(unet, seed) < CLOSE and now() == ("native", route), reason()
@@ -181,7 +181,7 @@ class Alike(Louder):
         return added.mean(0, keepdim=True) if self.is_alike else added
 
 
-def test_another_shape_is_recorded_anew_and_given_up_in_the_end(unet: nn.Module) -> None:
+def test_results_of_another_shape_are_captured_again_and_then_served_without_graphs(unet: nn.Module) -> None:
     processor = put(unet, Alike())
     routes = []
     for seed in range(16):

@@ -136,7 +136,7 @@ def test_a_feed_forward(rotation: int, lora: bool, way: str) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_convolution_of_one_pixel(together: bool, lora: bool) -> None:
+def test_a_1x1_convolution(together: bool, lora: bool) -> None:
     layer = stored(OUT, WIDTH, 256)
     layer = with_lora(layer) if lora else layer
 
@@ -152,12 +152,12 @@ def test_a_convolution_of_one_pixel(together: bool, lora: bool) -> None:
 
 
 @pytest.mark.parametrize("shape", [(OUT, 40), (40, 48), (24, 64)], ids=str)
-def test_sizes_that_no_kernel_has_are_torchs(shape: tuple[int, int]) -> None:
+def test_sizes_that_no_kernel_supports_are_computed_by_torch(shape: tuple[int, int]) -> None:
     layer, x = stored(*shape), random(2, TOKENS, shape[1])
     assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
 
 
-def test_in_float32_it_is_torchs() -> None:
+def test_layers_in_float32_are_computed_by_torch() -> None:
     layer, x = stored(OUT, WIDTH, 256), random(2, TOKENS, WIDTH).float()
     layer = layer._replace(weight=layer.weight.float(), bias=layer.bias.float())
     normed = OPS.residual_norm(Residual(x), LayerWeights(x[0, 0], x[0, 1]), LayerNorm("", WIDTH, 1e-5), layer)[1]
@@ -165,7 +165,7 @@ def test_in_float32_it_is_torchs() -> None:
     assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
 
 
-def test_a_weight_that_low_bit_rounded_is_multiplied_with_tokens_as_they_are() -> None:
+def test_tokens_in_16_bits_are_multiplied_with_the_decoded_weight_of_low_bit() -> None:
     layer, x = stored(OUT, WIDTH), random(2, TOKENS, WIDTH)
     [quantized] = layer.low_bit
     ours = layer._replace(low_bit=(quantized._replace(stored=False),))
@@ -174,7 +174,7 @@ def test_a_weight_that_low_bit_rounded_is_multiplied_with_tokens_as_they_are() -
 
 
 @pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_float8_that_the_card_cannot_multiply_is_decoded(values: torch.dtype) -> None:
+def test_float8_weights_are_decoded_if_the_card_cannot_multiply_them(values: torch.dtype) -> None:
     cannot = NativeOperators(result_dtype=lambda device, dtype: None)
     weight = QuantizedWeight(random(OUT, WIDTH).to(values), torch.full((1, 1), 0.1, device=DEVICE))
     layer = LayerWeights(torch.empty(OUT, WIDTH, dtype=HALF, device="meta"), random(OUT), (weight,))
@@ -185,7 +185,7 @@ def test_float8_that_the_card_cannot_multiply_is_decoded(values: torch.dtype) ->
     assert torch.equal(cannot.linear(rows, layer), torch_ops.linear(rows, layer))
 
 
-def test_a_rotation_that_cannot_be_is_refused() -> None:
+def test_an_invalid_rotation_is_refused() -> None:
     layer = stored(OUT, 320, 256)
     with pytest.raises(Refusal, match="ConvRot groups of 256 do not divide a layer of 320 inputs"):
         OPS.linear(random(1, 320), layer)

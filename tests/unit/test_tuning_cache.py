@@ -29,7 +29,7 @@ def cache_in(folder: Path) -> tuple[History, TuningCache]:
     return history, tuning_cache
 
 
-def test_what_was_chosen_before_the_store_came_is_saved_and_counts_more(tmp_path: Path) -> None:
+def test_choices_made_before_the_store_was_opened_are_saved_and_take_precedence(tmp_path: Path) -> None:
     _, earlier = cache_in(tmp_path)
     earlier.set("tile", {"block": [64, 128], "why": "größer"})
     earlier.set("layout", "nhwc")
@@ -43,7 +43,7 @@ def test_what_was_chosen_before_the_store_came_is_saved_and_counts_more(tmp_path
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=json.dumps)
-def test_a_strange_choice_is_no_choice(tmp_path: Path, value: Any) -> None:
+def test_an_invalid_stored_choice_is_ignored(tmp_path: Path, value: Any) -> None:
     narrow = (2, 8, 64, 40)
     wide = (1, 1, 64, 512)
     history = opened(tmp_path)
@@ -99,7 +99,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
     return cards
 
 
-def test_choices_hold_on_the_kind_of_card_that_was_measured(cards: TwoCards) -> None:
+def test_choices_apply_to_the_gpu_model_that_was_measured(cards: TwoCards) -> None:
     cache = TuningCache()
     launches = Launches(cache)
     products = LowBit(cache, launches)

@@ -33,7 +33,7 @@ from .low_bit.choice import LowBit
 from .tuning import tune_down, tune_gated, tune_half_sums, tune_kernels, tune_stored
 
 log = logging.getLogger("onediff")
-# The kernel that sums contents: words for each program, words for each load, and warps.
+# The kernel that computes checksums: the words that a program sums, the words of each load, and its warps.
 WORDS = 1 << 13
 BLOCK = 1024
 WARPS = 4
@@ -98,8 +98,8 @@ class Native(Device):
         # Why our kernels cannot run on a device; None if they can.
         self.why_not = cache(why_not)
         self._operators = self.low_bit.operators(self.attention)
-        # By the kind of network (_kind): why its kernels could not be loaded, "" if they were. Not an exception, whose
-        # traceback would keep the network alive.
+        # By _kernel_set: why these kernels could not be loaded, "" if they were. Not an exception, whose traceback
+        # would keep the network alive.
         self._loading: dict[Hashable, Future[str]] = {}
         self._tuned: set[Hashable] = set()
         self._worker = ThreadPoolExecutor(1, "onediff-kernels")
@@ -123,40 +123,40 @@ class Native(Device):
         return self._operators
 
     def prepare(self, use: KernelUse, time_ms: TimeMs | None = None) -> None:
-        kind = self._kind(use)
+        kernels = self._kernel_set(use)
         with self._lock:
-            if kind not in self._loading:
-                self._loading[kind] = self._worker.submit(self._load, use, *kind[1:])
+            if kernels not in self._loading:
+                self._loading[kernels] = self._worker.submit(self._load, use, *kernels[1:])
                 if use.dtype in DTYPES:
                     # In the background, for later measurements.
                     self._worker.submit(load_candidates, use.dtype, use.device)
-            loading = self._loading[kind]
+            loading = self._loading[kernels]
         try:
             failure = loading.result()
         except torch.cuda.OutOfMemoryError:
             # Try again at the next call.
-            self._loading.pop(kind, None)
+            self._loading.pop(kernels, None)
             raise
         if failure:
             raise Refusal(failure)
-        if time_ms is not None and kind not in self._tuned:
+        if time_ms is not None and kernels not in self._tuned:
             # Before the first output is checked, so that the kernels that are checked are those that will run.
-            self._tuned.add(kind)
+            self._tuned.add(kernels)
             self._tune_kernels(use, time_ms)
 
-    def _kind(self, use: KernelUse) -> tuple[Hashable, tuple[Kind, ...], tuple[Rule, ...]]:
-        """A key for networks that need the same kernels; the 8-bit formats; and the rules for rows that are multiplied
-        with stored INT8 weights."""
+    def _kernel_set(self, use: KernelUse) -> tuple[Hashable, tuple[Kind, ...], tuple[Rule, ...]]:
+        """The key of the kernels that a network needs: its architecture, dtype and device; the 8-bit formats that it
+        uses and the device supports; and the rules for the inputs of layers that are stored in INT8."""
         stored = {dtype for dtype, _ in use.stored}
         wanted = KINDS_OF.get(use.low_bit, ())
-        asked = [kind for kind in KINDS if kind in wanted or kind.dtype in stored]
-        there = self.low_bit.kinds(asked, use.device, use.dtype)
-        low_bit = tuple(kind for kind in there if kind in wanted or kind is FP8)
+        used = [kind for kind in KINDS if kind in wanted or kind.dtype in stored]
+        supported = self.low_bit.kinds(used, use.device, use.dtype)
+        low_bit = tuple(kind for kind in supported if kind in wanted or kind is FP8)
         rules = {hosts_rule(rotation, use.device) for dtype, rotation in use.stored if dtype == INT8.dtype}
-        return (use.architecture, use.dtype, use.device), low_bit, tuple(sorted(rules)) if INT8 in there else ()
+        return (use.architecture, use.dtype, use.device), low_bit, tuple(sorted(rules)) if INT8 in supported else ()
 
     def _load(self, use: KernelUse, low_bit: Collection[Kind], rules: Collection[Rule]) -> str:
-        """Load the kernels. Returns why that is not possible, or "". Runs in the worker's thread."""
+        """Load the kernels. Returns the reason if that fails, otherwise "". Runs in the worker's thread."""
         began = time.perf_counter()
         try:
             with on_card(use.device):
@@ -183,9 +183,9 @@ class Native(Device):
             own = [one.queries for one in attentions if one.queries == one.keys and one.queries[1] > 1]
             sizes = {(q[0] * q[2], q[1] * q[3]) for q in own}
             measured += [tune_gated(self._launches, *size, call.latent.dtype, device, time_ms) for size in sizes]
-        # Convolutions over more pixels than the latent has are a VAE's, and may not fit into memory here.
-        met = [size for size in self._launches.convolutions if size[1] * size[2] <= call.latent[0, 0].numel()]
-        measured += [tune_half_sums(self._launches, size, device, time_ms) for size in met]
+        # Convolutions over more pixels than the latent has are those of a VAE, and may not fit into memory here.
+        sizes_of_unet = [size for size in self._launches.convolutions if size[1] * size[2] <= call.latent[0, 0].numel()]
+        measured += [tune_half_sums(self._launches, size, device, time_ms) for size in sizes_of_unet]
         stored = list(self._launches.stored_products)
         measured += [tune_stored(self._launches, product, device, time_ms) for product in stored]
         downs = list(self._launches.down_products)
@@ -193,7 +193,7 @@ class Native(Device):
         return any(measured)
 
     def measure_anew(self) -> None:
-        """See Device.measure_anew. Choices that are still in the tuning cache are used again, the others measured."""
+        """See Device.measure_anew. Choices that are in the tuning cache are read from it again, and not measured."""
         self._tuned.clear()
         self.low_bit.forget()
         self._launches.forget()
