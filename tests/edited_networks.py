@@ -21,8 +21,10 @@ from transformer_hosts import Krea2Host, ZImageHost
 
 import lib_onediff
 from lib_onediff.bench.models import CONFIGURATIONS, pooled_width
+from lib_onediff.core.layer_weights import Weights
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.binding import Binding
 
 SIZES = ((8, 8), (8, 8), (8, 12), (16, 8))
 BATCHES = (2, 2, 1)
@@ -215,13 +217,21 @@ def forget_everything() -> None:
     runtime.webui = None
 
 
+class GraphsOfAddresses(PretendedGraphs):
+    """Replays read the memory that the weights had at the capture, as a GPU's do. Here it is not freed meanwhile."""
+
+    def weights_of(self, binding: Binding) -> Callable[[], Weights]:
+        captured = binding.weights()
+        return lambda: captured
+
+
 @contextlib.contextmanager
 def with_pretended_graphs() -> Iterator[None]:
     """A context in which the CPU counts as a GPU. A replay of a graph computes the forward again from the graph's own
-    inputs."""
+    inputs, with the weights' memory of its capture."""
     with pytest.MonkeyPatch.context() as patch:
         pretend_a_gpu(patch, Weather())
-        graphs = PretendedGraphs()
+        graphs = GraphsOfAddresses()
         patch.setattr(runtime.services.holdings, "made", graphs)
         patch.setattr(runtime.services.holdings, "card", graphs.card)
         yield

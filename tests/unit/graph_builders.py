@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lib_onediff.core.device_memory import Card
 from lib_onediff.core.inputs import bytes_of, copy_inputs
+from lib_onediff.core.layer_weights import Weights
 from lib_onediff.core.operators import Operators
 from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
 from lib_onediff.devices.cuda.graphs.segments import GraphRunner, record
@@ -94,13 +95,18 @@ class PretendedGraphs(CudaGraphs):
         if self.card.used() > self.card.size:
             del self._pools[device, architecture]
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        height, width = inputs.latent.shape[2:]
+        height, width = inputs.latent.shape[-2:]
         self.captured.append(f"{width * 8}x{height * 8}")
         self.most = max(self.most, self.bytes(device))
         if runner is not None:
             return runner
-        again = lambda: compute(binding.layout, binding.weights(), ops, inputs)  # noqa: E731
+        weights_now = self.weights_of(binding)
+        again = lambda: compute(binding.layout, weights_now(), ops, inputs)  # noqa: E731
         return PretendedGraph(self, again, inputs, pool)
+
+    def weights_of(self, binding: Binding) -> Callable[[], Weights]:
+        """A function that returns the weights that a replay reads: here those of the layers as they are then."""
+        return binding.weights
 
     def peak(self, device: torch.device, work: Callable[[], Any]) -> tuple[Any, int]:
         output = work()
