@@ -349,13 +349,12 @@ class Baseline:
 
     def part(self, layers: Sequence[nn.Module]) -> Part | None:
         """The part of the network that a pass through these layers alone reads. None if the whole network must be
-        compared: checksums are in use, the host applies functions to its weights, or it has changed since it was
-        read."""
+        compared: checksums are in use, weights are stored in few bits, or the network has changed since it was read."""
         tree = self.tree
         root = self._root()
         if tree is None or root is None or self._is_copy or self.parameters is None:
             return None
-        if self.contents is not None or self.begin_applied is not None or self.parameters.has_reader:
+        if self.contents is not None or self.parameters.has_reader:
             return None
         key = tuple(map(id, layers))
         known = self.parts.get(key)
@@ -369,13 +368,15 @@ class Baseline:
 
     def begin_part(self, part: Part) -> Callable[[], bool] | None:
         """As begin, for a replay that reads this part alone. Other modules are compared before the next replay that
-        reads them; their edits have no effect before that."""
+        reads them; their edits have no effect before that. Functions that the host applies to weights are compared for
+        all modules."""
         tree = self.tree
         root = self._root()
-        if tree is None or root is None or self.contents is not None or self.begin_applied is not None:
+        if tree is None or root is None or self.contents is not None:
             return self.begin()
         if self.wanted_lora is not None and self.wanted_lora() != self.lora:
             return None
+        is_same_applied = None if self.begin_applied is None else self.begin_applied()
         parameters = part.parameters
         present = parameters.in_place()
         if present is None:
@@ -387,7 +388,7 @@ class Baseline:
             # After the other checks, because each edit is reported once.
             if parameters.were_edited(present):
                 self.advance(values=1)
-            return True
+            return is_same_applied is None or is_same_applied()
 
         return is_same
 
