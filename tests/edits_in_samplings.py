@@ -1,5 +1,5 @@
-"""Random edits of networks between the steps of samplings with DeepCache, each answer compared with that of a twin which
-the host's own code runs.
+"""Random edits of networks between the steps of samplings with DeepCache. Each answer is compared with that of a twin,
+which the host's own code runs.
 
     python tests/edits_in_samplings.py --edits 400 --seed 0 [--networks sdxl,cosmos,anima] [--kinds weights,code]
 
@@ -54,6 +54,7 @@ from lib_onediff.core.sampling import Sampling
 from lib_onediff.core.settings import Settings
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.steps import schedules
 
 INTERVAL = 3
 STEPS = 16
@@ -64,7 +65,7 @@ MOST_STANDING = 2
 # The smallest change of a cached step's output that tells that it reads what was edited.
 SEEN = 1e-6
 # Edits of values that torch does not count. The step computes with the new ones, around the old activation.
-UNCOUNTED = frozenset({"add_to_data", "edit_one_row"})
+UNCOUNTED = frozenset({"add_to_data", "edit_one_row", "other_numbers"})
 # Not what makes a call one of another shape, or a host refuse every call.
 DEFAULTS = (
     edits_of_calls.default_dtype, edits_of_calls.autocast_off, edits_of_calls.other_kernels,
@@ -224,16 +225,73 @@ def default_of_a_forward(network: Any, chance: random.Random) -> Undo:
     return lambda: delattr(module, "forward")
 
 
+def apply_function(network: Any, chance: random.Random) -> Undo:
+    """Of Forge Neo's layers: a function that the host applies to the weight at each call."""
+    factor = chance.uniform(0.8, 1.2)
+    layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: hasattr(one, "weight_function"))
+    return applied(layer, lambda weight: weight * factor)
+
+
+def apply_lora(network: Any, chance: random.Random) -> Undo:
+    layer = some(network, chance, nn.Linear, lambda one: hasattr(one, "weight_function"))
+    return applied(layer, HostsPatch(layer.weight, chance.randrange(10**6)))
+
+
+def other_strength(network: Any, chance: random.Random) -> Undo:
+    """Of a LoRA that is applied: the number is written into the host's list."""
+    layer = some(network, chance, nn.Linear, lambda one: any(map(is_patch, vars(one).get("weight_function", ()))))
+    patch = next(filter(is_patch, layer.weight_function)).patches["key"][0]
+    before = patch[0]
+    patch[0] = 0.5 * before
+    return lambda: patch.__setitem__(0, before)
+
+
+@torch.no_grad()
+def other_numbers(network: Any, chance: random.Random) -> None:
+    """Of a LoRA that is applied: by an edit that torch does not count."""
+    layer = some(network, chance, nn.Linear, lambda one: any(map(is_patch, vars(one).get("weight_function", ()))))
+    next(filter(is_patch, layer.weight_function)).patches["key"][0][1][1][0].data.mul_(1.2)
+
+
+class HostsPatch:
+    """ComfyUI's function for a list of patches: here one LoRA of rank 4."""
+
+    def __init__(self, weight: Tensor, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        up = 0.2 * torch.randn(len(weight), 4, generator=generator)
+        down = 0.2 * torch.randn(4, weight.shape[1], generator=generator)
+        self.key = "key"
+        self.patches = {self.key: [[1.0, ("lora", (up, down, 4.0, None, None)), 1.0, None, None]]}
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        for strength, (_, (up, down, *_)), *_ in self.patches[self.key]:
+            weight = weight + strength * up @ down
+        return weight
+
+
+def is_patch(function: Any) -> bool:
+    return isinstance(function, HostsPatch)
+
+
+def applied(layer: Any, function: Callable[[Tensor], Tensor]) -> Undo:
+    before = layer.weight_function
+    layer.weight_function = [*before, function]
+    return lambda: setattr(layer, "weight_function", before)
+
+
 ON_MODULES = (
     hook_with_keywords, hook_before_with_keywords, hook_in_the_dictionary, call_on_an_instance, other_activation,
     wrap_layer, add_buffer, buffer_for_a_weight, tensor_in_the_dictionary, resize_memory, share_layer,
     default_of_a_forward,
 )
+# Of Forge Neo's layers.
+FUNCTIONS = (apply_function, apply_lora, apply_lora, other_strength, other_numbers)
 OF_MODULES: dict[str, list[Edit]] = {
     "weights": edits("weights", edits_of_modules.WEIGHTS, of_both),
     "attributes": edits("attributes", edits_of_modules.ATTRIBUTES, of_both),
     "code": edits("code", edits_of_modules.CODE, of_both),
     "modules": edits("modules", ON_MODULES, of_both),
+    "functions": edits("functions", FUNCTIONS, of_both),
 }
 OF_EVERYTHING: dict[str, list[Edit]] = {
     "everywhere": edits("everywhere", (*edits_of_modules.EVERYWHERE, hook_before_everywhere), on_theirs),
@@ -377,9 +435,8 @@ def anima() -> Iterator[tuple[Pair, Cut]]:
     """Of Forge Neo, which applies functions to weights at each call."""
     with with_pretended_graphs(), running("neo", AnimaHost) as host:
         pair = AnimaPair(host, "cpu")
-        with pair.image(True):
-            runtime.configure(Settings(backend=NATIVE, deepcache_interval=INTERVAL))
-            yield pair, TransformerCut(pair.theirs, "blocks")
+        runtime.configure(Settings(backend=NATIVE, deepcache_interval=INTERVAL))
+        yield pair, TransformerCut(pair.theirs, "blocks")
 
 
 NETWORKS: dict[str, Callable[[], Any]] = {"sdxl": sdxl, "cosmos": cosmos, "anima": anima}
@@ -429,18 +486,16 @@ class Run:
         """A sampling, with edits between its steps or without."""
         pair = self.pair
         is_share = float(torch.as_tensor(pair.inputs(0)[pair.names[1]]).flatten()[0]) <= 1
-        runtime.begin_sampling(pair.ours, Sampling(times=lambda: self.times(is_share)), of_all=False)
         self.cut.kept = None
-        try:
+        with pair.image(True):
+            runtime.begin_sampling(pair.ours, Sampling(times=lambda: self.times(is_share)), of_all=False)
             for index in range(STEPS):
                 is_read = is_edited and self.chance.random() < OFTEN and self.edit(index)
                 self.step(index, is_read)
-        finally:
             runtime.end_sampling(pair.ours)
 
     def edit(self, index: int) -> bool:
-        """Make an edit, or undo one. Returns whether a cached step reads what was edited, so that its output is another,
-        and torch counts the edit."""
+        """Make an edit, or undo one. Returns whether it changes the output of a cached step, and torch counts it."""
         before = self.cached_output(index)
         is_counted = True
         if self._standing and (len(self._standing) >= MOST_STANDING or self.chance.random() < 0.5):
@@ -544,8 +599,10 @@ def run(
     with pytest.MonkeyPatch.context() as patch, exact_products():
         # The host is not timed.
         patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
-        whole = lambda kind, total, interval: frozenset(range(0, total, interval))  # noqa: E731
-        patch.setattr("lib_onediff.steps.deepcache.whole_steps", whole)
+        # Whole steps are INTERVAL steps apart.
+        patch.setattr(schedules, "TABLES", {})
+        patch.setattr(schedules, "early", lambda total, interval: frozenset(range(0, total, interval)))
+        schedules.schedule_for.cache_clear()
         try:
             with NETWORKS[network]() as (pair, cut):
                 found = Run(pair, cut, random.Random(seed), kinds)
@@ -563,9 +620,11 @@ def run(
                     found.sampling(is_edited=False)
                 last = found.report.steps - before
                 if last != Counter({("whole", "graph"): 6, ("cached", "graph"): 10}):
-                    found.report.wrong.append(f"after all edits were undone, a sampling has {dict(last)}")
+                    reason = runtime.status()["reason"]
+                    found.report.wrong.append(f"after all edits were undone, a sampling has {dict(last)} ({reason})")
         finally:
             forget_everything()
+            schedules.schedule_for.cache_clear()
     return found.report
 
 
