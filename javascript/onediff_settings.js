@@ -89,7 +89,10 @@ window.onediffSettings = (() => {
         return button;
     }
 
-    // Below the field itself; what stands there already is not drawn anew. Returns what was made.
+    // The lines below a field, from top to bottom.
+    const LINES = ["wrong", "note", "pending", "changed"];
+
+    // Write a line below a row's field, or remove it if the text is empty. Returns the element if it is new.
     function say(row, kind, text) {
         const place = row.querySelector(`:scope > .onediff-${kind}`);
         if ((place ? place.dataset.text : "") === text) return null;
@@ -97,7 +100,8 @@ window.onediffSettings = (() => {
         if (!text) return null;
         const made = element("p", `onediff-result onediff-${kind}`, text);
         made.dataset.text = text;
-        row.append(made);
+        const below = LINES.slice(LINES.indexOf(kind) + 1).map((other) => `:scope > .onediff-${other}`).join(", ");
+        row.insertBefore(made, below ? row.querySelector(below) : null);
         return made;
     }
 

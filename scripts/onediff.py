@@ -35,7 +35,7 @@ warmup = WarmUp(webui, runtime, jobs)
 
 @guard.hook("following the settings")
 def follow_settings() -> None:
-    """Set or remove the hooks, by the setting `enabled`."""
+    """Set the hooks, or remove them if the setting `enabled` is off."""
     if runtime.settings.enabled:
         webui.serve()
     else:
@@ -69,6 +69,7 @@ def before_step(params: Any) -> None:
 
 
 def stop() -> None:
+    """Remove the hooks and the axes, and end the jobs: the WebUI unloads the script."""
     last = (lambda: xyz.remove_axes(scripts.scripts_data), lambda: jobs.stop(seconds=SECONDS_FOR_THE_LAST_CALL))
     for step in (webui.stop, *last):
         guard.attempt("unloading the script", step)
@@ -80,6 +81,7 @@ def current_status() -> dict[str, Any]:
 
 @guard.hook("the status line", otherwise=status.UNREADABLE)
 def status_lines() -> tuple[str, str]:
+    """The status in the accordion's title and the one inside it, as markup."""
     now = current_status()
     return status.summary_html(now), status.status_html(now)
 
@@ -90,7 +92,7 @@ def is_cut_short() -> bool:
 
 
 def standing_settings() -> Settings:
-    """The settings of the settings tab, with a generation's overrides."""
+    """The settings of the settings tab, including the overrides of the generation in progress."""
     return settings_tab.settings_from(shared.opts)
 
 

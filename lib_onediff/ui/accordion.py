@@ -1,8 +1,9 @@
 """The OneDiff accordion in the txt2img and img2img tabs.
 
-Its sliders and lists hold no settings themselves: what a user moves is written into the text box of extra options, by
-javascript/onediff_accordion.js, and each shows what the run will be by that text. So a run has one source: the settings
-tab, then the preset, then the text, then what a client of the API gives.
+The text box of extra options holds the settings; the sliders and lists hold none. When a user moves one,
+javascript/onediff_accordion.js writes the value into the text box, and all of them show the values that the text gives.
+So a run's settings have one origin: the settings tab, then the preset, then the text, then an API client's arguments,
+where each overrides those before it.
 """
 from __future__ import annotations
 
@@ -24,32 +25,32 @@ from .markup import folded, sentence
 from .presets import AS_IN_SETTINGS, EXACT, PRESETS, preset_options
 from .run_settings import AS_AT_FIRST, EXAMPLE
 
-# A hidden text box of A1111 and Forge that gets the description of every generation. The visible line under the
-# images will not do: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
+# A hidden text box of A1111 and Forge that receives the description of every generation. The visible line under the
+# images cannot be used: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
 EXTRA_OPTIONS = "Extra options"
 WEBUI_ALONE = "This run: the WebUI alone."
 OFF_FOR_THIS_RUN = "off for this run"
-# Rows of options that have a control; the last one is for experts.
+# The options that have a control, by row; the last row is under "Expert".
 ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit", "skip_negative_after"))
-# The status in the accordion's title, and the one inside it.
+# Returns markup: the status for the accordion's title, and the one for its inside.
 StatusLines = Callable[[], tuple[str, str]]
 
 
 def build_accordion(
     tab: str, status_lines: StatusLines, settings_of: Callable[..., Settings],
 ) -> tuple[list[Any], tuple[Any, ...]]:
-    """Create the accordion of a tab ("txt2img" or "img2img") and return the components that are script arguments, and
-    those that connect takes.
+    """Create the accordion of a tab ("txt2img" or "img2img"). Returns the components that are script arguments, and
+    those that `connect` takes.
 
-    status_lines: called when the page loads and after each generation. settings_of: a run's settings by the values of
-    the script arguments; raises ValueError with a sentence.
+    status_lines: called when the page loads and after each generation. settings_of: returns a run's settings, given the
+    values of the script arguments; raises ValueError with a sentence for the user.
 
-    The WebUI's own InputAccordion will not do: with it, closing switches off.
+    The WebUI's own InputAccordion cannot be used: closing it would switch OneDiff off.
     """
     used, preset_at_first, changes_at_first = AS_AT_FIRST
     with gr.Column(elem_id=f"onediff_{tab}", elem_classes="onediff-accordion"):
-        # Stands in the title of the accordion, by style.css.
+        # style.css places this row in the accordion's title.
         with gr.Row(elem_classes="onediff-title"):
             enabled = gr.Checkbox(
                 used, label="Use OneDiff for this run", elem_id=f"onediff_{tab}_enabled", container=False, scale=0,
@@ -71,12 +72,12 @@ def build_accordion(
                 with gr.Row(elem_classes="onediff-run"):
                     controls += [a_control(tab, name) for name in ROWS[-1]]
                 changes = a_text_of_changes(tab, value=changes_at_first)
-            # What changes by itself stands last, in a place of its own (style.css): no control moves away.
+            # Text that changes by itself comes last, in a box with room for it (style.css), so that no control moves.
             with gr.Column(elem_classes="onediff-told"):
                 message = live_html(f"{tab}_told")
                 status = live_html(f"{tab}_status", value=lambda: status_lines()[1])
         if tab == "txt2img":
-            # gradio 6 makes other tabs when they are first opened, the settings among them.
+            # Here and not in the settings tab: gradio 6 builds that tab when it is first opened.
             with gr.Column(elem_classes=HIDDEN):
                 settings_tab.build_for_the_browser()
         arguments = [enabled, preset, changes]
@@ -85,7 +86,7 @@ def build_accordion(
 
 
 def a_control(tab: str, name: str) -> Any:
-    """The slider or the list of an option, with its default value."""
+    """A slider or a list for the option, at its default value."""
     option = options_of_a_run()[name]
     about: dict[str, Any] = {
         "label": option.metadata["label"], "info": option.metadata["explanation"], "elem_id": f"onediff_{tab}_{name}",
@@ -109,16 +110,16 @@ def a_text_of_changes(tab: str, label: str = EXTRA_OPTIONS, value: str = "") -> 
 def connect_controls(
     tab: str, run: list[Any], controls: list[Any], message: Any, set_here: Any, settings_of: Callable[..., Settings],
 ) -> Any:
-    """Have the controls write the text box and show what the run will be in message. Returns the hidden button
-    that asks for it, which javascript/onediff_accordion.js clicks.
+    """Connect the controls with the text box, and show the resulting run as a sentence in `message`.
 
-    run: the components that settings_of takes; the last two are the list of presets and the text box. set_here: shows
-    what differs from the settings tab.
+    Returns a hidden button that renews the sentence; javascript/onediff_accordion.js clicks it. run: the components
+    whose values settings_of takes; the last two are the list of presets and the text box. set_here: a component of the
+    title that shows what this accordion sets.
     """
     *choices, changes = run
     names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
 
-    def tell(*values: Any) -> list[Any]:
+    def show_run(*values: Any) -> list[Any]:
         """The sentence on the run, the title's note on what is set here, and the values of the controls."""
         wanted = values[:len(run)]
         now = values[len(run):]
@@ -134,27 +135,27 @@ def connect_controls(
         chosen = [getattr(settings, name) for name in names]
         words = [of_control(value) for value in chosen]
         changed = [UNCHANGED if word == shown else word for word, shown in zip(words, now, strict=True)]
-        return [what_it_will_be(settings) + for_the_browser(base, wanted[-2:]), title, *changed]
+        return [run_html(settings) + for_the_browser(base, wanted[-2:]), title, *changed]
 
-    def tell_if_readable(*values: Any) -> list[Any]:
-        """While somebody types, what is not finished is no mistake yet."""
+    def show_run_if_valid(*values: Any) -> list[Any]:
+        """The same, or no change while the text is invalid: the user may still be typing."""
         try:
             settings_of(*values[:len(run)])
         except ValueError:
             return [UNCHANGED] * (2 + len(controls))
-        return tell(*values)
+        return show_run(*values)
 
     ask = kept_out_of_defaults(gr.Button("", elem_id=f"onediff_{tab}_ask", elem_classes=HIDDEN))
     everything = {"inputs": [*run, *controls], "outputs": [message, set_here, *controls], "queue": False, **QUIET}
     for event in (ask.click, *(choice.change for choice in choices), changes.submit, changes.blur):
-        event(tell, **everything)
-    changes.change(tell_if_readable, **everything)
-    # A preset sets all of its options: what was changed of them before goes.
+        event(show_run, **everything)
+    changes.change(show_run_if_valid, **everything)
+    # A preset sets all of its options, so their earlier values are removed from the text.
     choices[-1].input(None, inputs=[changes], outputs=[changes], api_name=False, **in_the_browser(
         f'text => onediffAccordion.presetChosen("{tab}", text)'
     ))
     for name, control in zip(names, controls, strict=True):
-        # At once: the next click may be on Generate.
+        # In the browser, without waiting for the server: the next click may be on Generate.
         control.input(None, inputs=[changes, control], outputs=[changes], api_name=False, **in_the_browser(
             f'(text, value) => onediffAccordion.changed("{tab}", "{name}", text, value)'
         ))
@@ -162,12 +163,12 @@ def connect_controls(
 
 
 def of_control(value: Any) -> Any:
-    """An option's value as its control has it: a number, or a word."""
+    """An option's value in the form that its control takes: a number, or a word."""
     return value if type(value) in (int, float) else format_value(value)
 
 
-def what_it_will_be(settings: Settings) -> str:
-    """The run in words: its preset and what that means, what differs from it, and what has no effect on this machine.
+def run_html(settings: Settings) -> str:
+    """A run in words: its preset, the options that differ from it, and notes on options without effect on this machine.
     """
     if not runtime.settings.enabled:
         return sentence(f"{OFF_IN_SETTINGS}.", wrong=True)
@@ -189,8 +190,8 @@ def what_it_will_be(settings: Settings) -> str:
 
 
 def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
-    """For the accordion's title, as it counts more than the settings tab, also where the accordion is closed; and for
-    javascript/onediff.js, which compares with it."""
+    """A note for the accordion's title: the preset and options set here, which override the settings tab even while the
+    accordion is closed. Also holds both for javascript/onediff.js, which sends them with a comparison."""
     held = html.escape(json.dumps([preset, text or ""]))
     parts = "; ".join(filter(None, (preset if preset != AS_IN_SETTINGS else "", text)))
     words = html.escape(f"Set here: {parts}")
@@ -201,8 +202,8 @@ def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
 
 
 def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:
-    """What javascript/onediff_accordion.js needs: the run's options without the text box, which ones presets set, and
-    of which preset and text this is said."""
+    """Data for javascript/onediff_accordion.js: the run's options without the text box, the names of the options that
+    presets set, and the preset and text that the shown sentence describes."""
     known = {
         "base": {name: format_value(getattr(base, name)) for name in options_of_a_run() if name != SWITCH},
         "of_presets": list(preset_options()), "labels": names_by_label(), "said_of": said_of,
@@ -211,8 +212,11 @@ def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:
 
 
 def connect(component: Any, tab: str, built: tuple[Any, ...], status_lines: StatusLines) -> None:
-    """Renew the status after each generation. component: any that the host has just created; the one that tells of new
-    images comes after a tab's settings, in every host. built: by build_accordion; empty where that has failed."""
+    """Renew the status after each generation, if `component` is the one that changes after a generation.
+
+    Called for every component that the WebUI creates; every WebUI creates this one after a tab's settings. built: the
+    second value of build_accordion; empty if that failed.
+    """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab) or not built:
         return
     summary, status, ask = built

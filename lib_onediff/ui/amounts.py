@@ -1,4 +1,4 @@
-"""Durations, memory and moments in words, and numbers as somebody has typed them."""
+"""Durations, memory sizes and times as text, and numbers parsed from what users type."""
 from __future__ import annotations
 
 import time
@@ -48,7 +48,7 @@ def memory(size: int) -> str:
 
 
 def ago(moment: float) -> str:
-    """How long a time.time() is over, for example "5 min ago"."""
+    """The time since `moment`, a value of time.time(), for example "5 min ago"."""
     passed = max(0.0, time.time() - moment)
     for unit, name in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min")):
         if passed >= unit:
@@ -62,7 +62,8 @@ def counted(number: int, one: str, more: str = "") -> str:
 
 
 def number_in(value: Any, name: str, least: float, most: float) -> float:
-    """A number that somebody has typed or chosen. Raises ValueError with a sentence for another, or none."""
+    """The number that a user has typed or chosen. Raises ValueError, with a sentence that names the field, if it is
+    none or not between least and most."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -73,7 +74,7 @@ def number_in(value: Any, name: str, least: float, most: float) -> float:
 
 
 def whole_number(value: Any, name: str, least: int = 0, most: int = 2**32) -> int:
-    """The same for a whole number."""
+    """The whole number that a user has typed or chosen; raises as number_in does."""
     number = number_in(value, name, least, most)
     if number != int(number):
         raise ValueError(f"{name} must be a whole number, not {value!r}.")

@@ -1,4 +1,4 @@
-"""Work that waits for its turn between two images, while the page goes on."""
+"""Work in the background of a page, such as a purge that waits for the image in progress."""
 from __future__ import annotations
 
 import logging
@@ -12,26 +12,14 @@ from ..core.refusal import NotKept
 log = logging.getLogger("onediff")
 
 
-def attempted(name: str, work: Callable[[], Any]) -> tuple[Any, bool]:
-    """What work returns, or a sentence for the user where it fails; and whether it has. name: for people, such as
-    "Purging"."""
-    try:
-        return work(), False
-    except NotKept as problem:
-        return str(problem), True
-    except Exception as error:
-        log.exception("%s failed", name)
-        return f"{name} failed: {first_line(error)}.", True
-
-
 class Chore:
-    """Work in a thread of its own: no request of the page waits for it.
+    """Work in a thread of its own, which starts at once, so that no request of the page waits for it.
 
-    outcome: what came of it once it is over; a sentence for the user where it failed.
+    outcome: once it is over, what the work returned; if it failed, a sentence for the user.
     """
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
-        """name: see attempted."""
+        """name: for users, for example "Purging"."""
         self.name = name
         self.failed = False
         self.outcome: Any = None
@@ -40,9 +28,17 @@ class Chore:
         self._thread.start()
 
     def over(self, seconds: float = 0.0) -> bool:
-        """Whether it is over, for which this waits at most so long."""
+        """Whether the work is over; waits at most so many seconds for it."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        self.outcome, self.failed = attempted(self.name, self._work)
+        try:
+            self.outcome = self._work()
+        except NotKept as problem:
+            self.failed = True
+            self.outcome = str(problem)
+        except Exception as error:
+            log.exception("%s failed", self.name)
+            self.failed = True
+            self.outcome = f"{self.name} failed: {first_line(error)}."

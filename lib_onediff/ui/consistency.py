@@ -1,11 +1,11 @@
-"""The consistency report: what an image depends on, as text, read back, and compared with another machine's, so that
-users see why the same seed gives another image there.
+"""The consistency report: a text with all facts that an image depends on. Compared with another machine's report, it
+shows why the same seed gives another image there.
 
     OneDiff consistency report, format 1
     [Model]
     Checkpoint: emoji-sd
 
-A section or a fact that a reader does not know is one like any other.
+Sections and facts that this version does not know are read and compared as the others are.
 """
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ from .markup import sentence
 
 ELEM_ID = "onediff_facts_page"
 EXPLAINED = (
-    "The report names what an image depends on to its last digit; no paths, no secrets. "
-    "Copy it and paste it on the other machine, or the other way round."
+    "The report lists everything that an image's exact pixels depend on. It has no paths and no secrets. "
+    "Copy it and paste it on the other machine, or paste the other machine's report here."
 )
 TITLE = "OneDiff consistency report, format 1"
 
 
 def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
-    """The report, folded, on the page that is being built. opened: the event that this page is looked at."""
+    """Build the report, folded, inside the open gradio context. opened: registers a handler for the moment at which the
+    page is opened."""
     lines: Any = {"lines": 12, "max_lines": 12}
     with gr.Accordion("Why does the same seed differ on another machine?", open=False, elem_id=ELEM_ID):
         gr.HTML(f'<p class="onediff-reason">{EXPLAINED}</p>')
         with gr.Row():
             with gr.Column(min_width=320):
-                # gradio 4 would scroll to its end.
+                # autoscroll: gradio 4 would scroll to the end.
                 mine = a_text(
                     "This machine", "facts", interactive=False, autoscroll=False, **COPY_BUTTON, **lines,
                 )
@@ -47,7 +48,7 @@ def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
 
 
 def differences_html(text: str, mine: Facts) -> str:
-    """The differences between this machine's report and another's."""
+    """The differences between this machine's facts and another machine's report, as markup."""
     if not str(text or "").strip():
         return ""
     try:
@@ -61,7 +62,7 @@ def differences_html(text: str, mine: Facts) -> str:
 
 
 def report(facts: Facts) -> str:
-    """The facts as text, which parse reads back as they are."""
+    """The facts as text; parse reads it back."""
     lines = [TITLE]
     for section, values in facts.items():
         lines += [f"[{section}]", *(f"{name}: {value}" for name, value in values.items())]
@@ -69,13 +70,13 @@ def report(facts: Facts) -> str:
 
 
 def parse(text: str) -> Facts:
-    """The facts in a report, which may stand in other text, indented or quoted with ">".
+    """The facts in a report. Other text may surround it, and its lines may be indented or quoted with ">".
 
-    Raises ValueError with a sentence for any other text.
+    Raises ValueError with a sentence if the text has no report.
     """
     lines = iter([line.strip().lstrip("> \t") for line in str(text).splitlines()])
     if TITLE not in lines:
-        raise ValueError(f'This is no consistency report of this version of OneDiff: it begins with "{TITLE}".')
+        raise ValueError(f'This text is not a consistency report of this version, which begins with "{TITLE}".')
     facts: Facts = {}
     values: dict[str, str] = {}
     for line in lines:
@@ -88,14 +89,14 @@ def parse(text: str) -> Facts:
 
 
 def differences(mine: Facts, theirs: Facts) -> list[str]:
-    """A line for every fact that is not the same in both, in the order of mine."""
+    """A line for every fact that differs, in the order of `mine`."""
     lines = []
     for section in {**mine, **theirs}:
         here = mine.get(section, {})
         there = theirs.get(section, {})
         for name in {**here, **there}:
-            one = here.get(name, "not told")
-            other = there.get(name, "not told")
+            one = here.get(name, "not in the report")
+            other = there.get(name, "not in the report")
             if one != other:
                 lines.append(f"{section}, {name}: here {one}, there {other}")
     return lines

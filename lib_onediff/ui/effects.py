@@ -1,8 +1,8 @@
-"""Why a choice does nothing on this machine, or what to know of it where it does something.
+"""Why an option has no effect on this machine, and notes on values whose effect needs an explanation.
 
-Read in torch's sources: cuBLAS sums in float16 where allow_fp16_accumulation is set (torch 2.7 and newer, compute
-capability 7.0 and newer, not on AMD). cuDNN is asked for float32 sums by every torch from 2.1 to 2.13; our own kernel
-takes its place where it is faster.
+From torch's sources: cuBLAS sums in float16 if allow_fp16_accumulation is set (torch 2.7 and newer, compute capability
+7.0 and newer, not on AMD). For convolutions, every torch from 2.1 to 2.13 requests float32 sums from cuDNN; our own
+kernel replaces cuDNN where it is faster.
 """
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..runtime.two_gpus import Card, second_card
 
 HALF_SUMS_FROM = (7, 0)
 BF16_FROM = (8, 0)
-# GPUs whose tensor cores sum float16 products in float32 at half their speed: the GeForce and workstation ones.
+# GeForce and workstation GPUs, whose tensor cores sum float16 products in float32 at half speed.
 HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 
 
-def described(values: Mapping[str, str | bool]) -> dict[str, str]:
-    """A sentence for each option in values that has no effect here, or whose effect needs an explanation."""
+def described(values: Mapping[str, Any]) -> dict[str, str]:
+    """Sentences by option, for those options in values that have no effect here or need an explanation."""
     found = {}
     for option, value in values.items():
         if reason := why_no_effect(option, value):
@@ -35,14 +35,15 @@ def described(values: Mapping[str, str | bool]) -> dict[str, str]:
     return found
 
 
-def why_no_effect(option: str, value: str | bool) -> str | None:
-    """Why an option of core.settings.Settings at this value changes nothing here; None if it does, or if the value
-    leaves everything as it is."""
+def why_no_effect(option: str, value: Any) -> str | None:
+    """Why an option of core.settings.Settings has no effect here at this value; None if it has one, or if the value
+    means "off"."""
     check = CHECKS.get(option)
     return None if check is None else check(value)
 
 
 def of_accumulation(value: str) -> str | None:
+    """why_no_effect for the option accumulation."""
     if value != HALF or has_oneflow():
         return None
     if capability() is None:
@@ -54,15 +55,16 @@ def of_accumulation(value: str) -> str | None:
 
 
 def of_vae(value: str) -> str | None:
+    """why_no_effect for the option vae_precision."""
     kinds = (torch.cuda, torch.backends.mps, getattr(torch, "xpu", None))
     if value == "fp16" and not any(kind is not None and kind.is_available() for kind in kinds):
-        # emoji-sd's VAE took 80 times as long as in float32.
+        # Measured: 80 times as long as in float32, for emoji-sd's VAE.
         return "CPUs decode float16 many times slower, so the VAE stays in the WebUI's type"
     return too_old(BF16_FROM, "bfloat16 exists") if value == "bf16" else None
 
 
 def of_low_bit(value: str) -> str | None:
-    """As the devices themselves refuse it for a model in float16."""
+    """why_no_effect for the option low_bit: the devices' own refusal for a model in float16."""
     if value == "off":
         return None
     device = torch.device("cpu")
@@ -72,7 +74,13 @@ def of_low_bit(value: str) -> str | None:
     return reason
 
 
+def of_graph_memory(value: int) -> str | None:
+    """why_no_effect for the option memory_budget."""
+    return None if torch.cuda.is_available() or not value else "CUDA graphs need a GPU, and PyTorch sees none here"
+
+
 def of_second_gpu(value: str) -> str | None:
+    """why_no_effect for the option second_gpu."""
     if value == ONE_GPU:
         return None
     if not Card().all():
@@ -85,16 +93,17 @@ def of_second_gpu(value: str) -> str | None:
 
 
 CHECKS: Mapping[str, Callable[[Any], str | None]] = {
-    "accumulation": of_accumulation, "vae_precision": of_vae,
+    "accumulation": of_accumulation, "vae_precision": of_vae, "memory_budget": of_graph_memory,
     "low_bit": of_low_bit, "second_gpu": of_second_gpu,
-    # That there is any kind of eight bits.
+    # It needs any of the kinds of low_bit.
     "low_bit_only": lambda value: of_low_bit("auto" if value else "off"),
 }
 
 
 def has_oneflow() -> bool:
+    """Whether the package oneflow is installed."""
     found = find_spec("oneflow")
-    # Any folder of this name beside a script is found too, without an origin.
+    # A plain folder of this name on the path is found too, but has no origin.
     return found is not None and found.origin is not None
 
 
@@ -105,11 +114,12 @@ def capability() -> tuple[int, int] | None:
     try:
         return torch.cuda.get_device_capability()
     except RuntimeError:
-        # A GPU that does not start.
+        # The GPU cannot be initialized.
         return None
 
 
 def too_old(least: tuple[int, int], what: str) -> str | None:
+    """A reason if the GPU's compute capability is below `least`, from which on `what` holds; None without a GPU."""
     has = capability()
     if has is None or has >= least:
         return None

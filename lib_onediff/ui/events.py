@@ -1,8 +1,8 @@
 """Components and events in the forms that gradio 3, 4 and 6 take.
 
-No handler is a generator: gradio 3 never ends the connection of a page that was left while one was running, and then
-the WebUI's "Reload UI" waits for it for ever. What takes long goes on in a thread, and javascript/onediff.js looks at
-it, by a click on a hidden button, as long as a bar can be seen.
+No handler is a generator: if a page is closed while a generator runs, gradio 3 never ends its connection, and the
+WebUI's "Reload UI" waits for that for ever. Long work runs in a thread instead, and javascript/onediff.js asks for its
+progress by clicking a hidden button while the page is visible.
 """
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 import gradio as gr
 
-# The style of markup that is renewed while something runs.
+# Classes of style.css: markup that is renewed while something runs;
 LIVE = "onediff-live"
-# In the page, but not to be seen.
+# a component that the page has but does not show;
 HIDDEN = "onediff-hidden"
-# A button that throws something away.
+# a button that deletes something.
 DANGER = "onediff-danger"
 CONTROLS = ["onediff-controls"]
 ACTIONS = ["onediff-controls", "onediff-actions"]
@@ -22,22 +22,23 @@ ACTIONS = ["onediff-controls", "onediff-actions"]
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
 UNCHANGED: Any = gr.update()
 GRADIO = int(gr.__version__.split(".")[0])
-# gradio raises for a choice that a list no longer has, as where a page is older than its server's last answer. What a
-# list sends gets an answer of ours, whatever it is.
+# Without this, gradio raises for a choice that the list no longer has, for example on a page that was loaded before a
+# purge. With it, our handler gets the value and answers.
 ANSWERED: dict[str, Any] = {"allow_custom_value": True}
 COPY_BUTTON: dict[str, Any] = {"buttons": ["copy"]} if GRADIO >= 6 else {"show_copy_button": True}
 
 
 def kept_out_of_defaults(component: Any) -> Any:
-    """A1111 and Forge write what components show into a file of defaults, but not those that say so."""
+    """The component, marked so that A1111 and Forge do not write its value into their file of defaults."""
     component.do_not_save_to_config = True
     return component
 
 
 def in_the_browser(function: str) -> dict[str, Any]:
-    """The argument of an event that has JavaScript turn the inputs' values into others before they are sent.
+    """The keyword argument of a gradio event that runs a JavaScript function in the browser before the handler.
 
-    function: takes the values of all inputs and then of all outputs, and returns a list of the inputs' values.
+    function: takes the values of all inputs, then of all outputs; returns the list of input values that is sent to the
+    handler, or shown in the outputs if there is no handler.
     """
     return {"js" if GRADIO >= 4 else "_js": function}
 
@@ -47,7 +48,7 @@ def a_button(text: str, name: str, **more: Any) -> gr.Button:
 
 
 def a_list(label: str, choices: list[str], value: str, name: str) -> gr.Dropdown:
-    """A list of which one is chosen."""
+    """A drop-down list."""
     return kept_out_of_defaults(gr.Dropdown(
         choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140, **ANSWERED,
     ))
@@ -58,16 +59,16 @@ def a_text(label: str, name: str, value: str = "", **more: Any) -> gr.Textbox:
 
 
 def live_html(name: str, *classes: str, **more: Any) -> gr.HTML:
-    """An HTML component whose markup changes."""
+    """An HTML component whose markup is renewed while the page is open."""
     return gr.HTML(elem_id=f"onediff_{name}", elem_classes=[LIVE, *classes], **more)
 
 
 def nothing_seen() -> gr.Textbox:
-    """A hidden text box whose value JavaScript fills in."""
+    """An invisible input whose value JavaScript gives when an event is sent."""
     return kept_out_of_defaults(gr.Textbox("", visible=False))
 
 
 def forget_when_changed(fields: list[Any], output: Any) -> None:
-    """Clear a message about these fields as soon as the user changes one of them."""
+    """Clear the message in `output` as soon as the user changes one of the fields that it is about."""
     for field in fields:
         field.input(None, inputs=[], outputs=[output], api_name=False, **in_the_browser("() => ''"))

@@ -1,7 +1,7 @@
-"""What an image depends on to its last digit: the machine, the versions, PyTorch's switches, the WebUI, our settings.
+"""The facts that an image's exact pixels depend on: machine, versions, PyTorch's switches, the WebUI, our settings.
 
-All of it is read by name where it is there: hosts differ, and so do versions. Nothing is loaded, and nothing but
-switches and what is named here is told.
+Each is read by name and left out if it does not exist, since WebUIs and versions differ. Nothing is loaded for it. Only
+switches of the command line and the environment variables listed here are read: no paths, no passwords.
 """
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ import torch
 from ..core.settings import Settings, format_value
 from ..runtime.cache import Fingerprint
 
-# Section to name to value, in the order in which they are shown: what changes an image the most comes first.
+# Values by section and name, in the order in which they are shown. Facts that change an image most come first.
 Facts = dict[str, dict[str, str]]
 
 LONGEST_VALUE = 160
 NOTHING = "none"
 UNREADABLE = "not known to this torch"
 PATH_SEPARATORS = re.compile(r"[/\\]")
-# Packages whose kernels take part in an image.
+# Packages that compute or change part of an image.
 PACKAGES = ("xformers", "flash-attn", "sageattention", "oneflow", "bitsandbytes", "tomesd", "diffusers")
-# Variables that change how numbers are computed; their values are words and numbers.
+# Environment variables that change how numbers are computed. Their values are words and numbers.
 VARIABLES = (
     "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "TORCH_BLAS_PREFER_CUBLASLT",
     "TORCH_CUDNN_V8_API_DISABLED", "TORCH_CUDNN_SDPA_ENABLED", "CUBLAS_WORKSPACE_CONFIG",
@@ -55,7 +55,7 @@ TORCH_SWITCHES = {
     "Plain attention in half precision": "backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
     "Default type": "get_default_dtype",
 }
-# Options of WebUIs.
+# Options of WebUIs that change an image.
 OPTIONS = (
     "cross_attention_optimization", "upcast_attn", "s_min_uncond", "s_min_uncond_all", "token_merging_ratio",
     "token_merging_ratio_hr", "hypertile_enable_unet", "hypertile_enable_vae", "fp8_storage", "cache_fp16_weight",
@@ -70,7 +70,7 @@ OPTIONS = (
 
 
 def as_fact(value: Any) -> str:
-    """A value as a report shows it: one short line, and of a path only the last part."""
+    """A value as one short line of a report; of a path, only the last part."""
     if isinstance(value, bool):
         return format_value(value)
     if isinstance(value, (list, tuple)):
@@ -84,7 +84,7 @@ def as_fact(value: Any) -> str:
 
 
 def machine_facts() -> Facts:
-    """The GPU, the versions, and PyTorch's switches as they stand now. Takes milliseconds."""
+    """The GPU, the versions, and the current state of PyTorch's switches. Takes milliseconds."""
     fingerprint = Fingerprint.of()
     gpu = {"GPU": NOTHING}
     if torch.cuda.is_available():
@@ -110,6 +110,7 @@ def machine_facts() -> Facts:
 
 
 def package_version(name: str) -> str:
+    """The version of an installed package; NOTHING if it is not installed."""
     try:
         return as_fact(metadata.version(name))
     except metadata.PackageNotFoundError:
@@ -117,21 +118,26 @@ def package_version(name: str) -> str:
 
 
 def switch(path: str) -> str:
-    """What a switch of torch says, or what a function of it returns. PyTorch raises where it has no such name
-    (torch 2.1 asserts it), and where newer switches contradict it."""
+    """The value of a switch of torch; if it is a function, its result.
+
+    PyTorch raises for a name that it does not have (torch 2.1 asserts it), and for an old switch that newer ones
+    contradict.
+    """
     try:
         value = operator.attrgetter(path)(torch)
         value = value() if callable(value) else value
     except (AttributeError, AssertionError, RuntimeError):
         return UNREADABLE
-    # An enumeration's, and a type's, without where it is defined.
+    # Of an enumeration's member or a type, only the last part of its name.
     is_plain = value is None or isinstance(value, (bool, int, str))
     return as_fact(value if is_plain else str(value).rsplit(".", 1)[-1])
 
 
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
-    """Our settings, how the last image was made (runtime.status()), and what was tuned on this machine: how many
-    choices, and a hash that is equal where all of them are."""
+    """Our settings, the backend and route of the last image, and the choices that were tuned on this machine.
+
+    status: runtime.status(). The tuned choices are shown as their number and a hash.
+    """
     digest = hashlib.sha256(json.dumps(dict(tuned), sort_keys=True, default=str).encode()).hexdigest()
     return {
         "OneDiff settings": named(settings, (option.name for option in fields(Settings))),
@@ -143,10 +149,10 @@ def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[
 
 
 def host_facts(release: str) -> Facts:
-    """The facts of the WebUI that we run in. release: what its adapter calls it ("A1111 v1.10.1")."""
+    """The facts of the WebUI that OneDiff runs in. release: its name and version, for example "A1111 v1.10.1"."""
     from modules import shared
 
-    # Of the command line only these; what else is on it are paths and passwords.
+    # Options with other values may be paths and passwords.
     switches = (name for name, value in sorted(vars(shared.cmd_opts).items()) if value is True)
     devices = sys.modules.get("modules.devices")
     types = {"Type": "dtype", "Type of the UNet": "dtype_unet", "Type of the VAE": "dtype_vae"}
@@ -166,12 +172,12 @@ def host_facts(release: str) -> Facts:
 
 
 def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
-    """The attributes of these names that holder has."""
+    """The attributes of the holder that exist, by name."""
     return {name: as_fact(getattr(holder, name)) for name in names if hasattr(holder, name)}
 
 
 def attention() -> str:
-    """The attention that the WebUI's own UNet uses."""
+    """The name of the attention that the WebUI's own UNet uses."""
     forge = sys.modules.get("backend.attention")
     a1111 = sys.modules.get("modules.sd_hijack")
     if forge is not None:
@@ -186,7 +192,7 @@ def checkpoint_name() -> str:
 
 
 def loaded() -> Any:
-    """The loaded model; shared.sd_model would load one."""
+    """The loaded model, or None. Reading shared.sd_model instead would load one."""
     from modules import sd_models
 
     return sd_models.model_data.sd_model

@@ -1,8 +1,8 @@
-"""A run's options as a text: as an image's infotext has them, and as a user writes what shall differ for one run.
+"""The options of a run as a text, in an image's infotext and in the accordion's box of extra options.
 
-The form is "on" or "off", then the preset by name if that is shorter, then every option that differs from it, with
-semicolons between: "on; speed Balanced; backend eager". It has neither comma nor colon, which hosts would have to
-quote.
+The text has "on" or "off", then the preset's name if that makes it shorter, then every option that differs from the
+preset, separated by semicolons: "on; speed Balanced; backend eager". It has no comma and no colon, which WebUIs would
+have to quote.
 """
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from ..core.settings import (
 from .presets import AS_IN_SETTINGS, PRESETS, preset_of, with_preset
 
 KEY = "OneDiff"
-# Why a run did not get what it asked of OneDiff: all that a client of the WebUI's API hears of it.
+# The infotext key for the reason why a run was not made with the OneDiff options that it asked for. A client of the
+# WebUI's API gets the reason only here.
 PROBLEM = "OneDiff problem"
 SWITCH = "enabled"
 SPEED = "speed"
@@ -81,15 +82,16 @@ def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
 
 
 def names_by_label() -> dict[str, str]:
-    """The options of a run by what the page calls them, in lower case and without what stands in brackets."""
+    """The names of a run's options by their labels on the page, in lower case and without the part in brackets."""
     return {
         option.metadata["label"].partition(" (")[0].lower(): name for name, option in options_of_a_run().items()
     }
 
 
 def words_in(text: str) -> dict[str, str]:
-    """The value of each option in a text, as words by the option's name; a preset stands for its options. The last of
-    two values of one option counts. An option is named as in the code or as on the page: "DeepCache interval 3".
+    """The value of each option in a text, as a word, by the option's name. A preset adds all of its options.
+
+    An option may be written by its name or by its label: "DeepCache interval 3". Its last value counts.
     """
     words: dict[str, str] = {}
     labels = names_by_label()
@@ -115,9 +117,10 @@ def words_in(text: str) -> dict[str, str]:
 
 
 def read_changes(text: str) -> dict[str, Any]:
-    """The options that a text changes, by name: "deepcache_interval 3; vae_precision=fp16", also as infotext has it.
+    """The values of the options in a text, by name. The text may be typed, or copied from infotext with its key.
 
-    Raises ValueError with a sentence for everything that it cannot mean.
+    For example "deepcache_interval 3; vae_precision=fp16". Raises ValueError with a sentence for each unknown option
+    and wrong value.
     """
     options = options_of_a_run()
     found = {}
@@ -135,7 +138,7 @@ def read_changes(text: str) -> dict[str, Any]:
 def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
     """The value that a word means for an option of a run. Raises ValueError with a sentence."""
     if name == SPEED:
-        # Where it is a preset, its options stand in its place.
+        # words_in has replaced the presets that exist: this raises, with the names of those.
         preset_of(word)
     if name not in options:
         raise ValueError(f"OneDiff has no option {name!r} for a run.{did_you_mean(name, options)}")
@@ -149,10 +152,10 @@ def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
 
 
 def parse(text: Any) -> dict[str, Any]:
-    """The options in an infotext of describe, as Settings.from_mapping takes them; empty for any other text.
+    """The values of the options in an infotext, by name; {} if the text has neither "on" nor "off".
 
-    Anybody may have written it, with any version of OneDiff: unknown options and wrong values are left out; see
-    problem_of.
+    Unknown options and wrong values are left out, since another version of OneDiff may have written the text;
+    problem_of names them.
     """
     options = options_of_a_run()
     words = words_in(str(text))
@@ -164,7 +167,7 @@ def parse(text: Any) -> dict[str, Any]:
 
 
 def problem_of(text: Any) -> str:
-    """What an infotext has that is not used: unknown options and wrong values, in sentences for the user; or ""."""
+    """Sentences for the user about the unknown options and wrong values in an infotext; "" if there are none."""
     written = str(text).strip()
     if written in ("", NOT_SERVED, VAE_ALONE):
         return ""
@@ -179,14 +182,16 @@ def problem_of(text: Any) -> str:
 def paste_functions(
     standing: Callable[[], Settings], tell: Callable[[str], object],
 ) -> tuple[PasteFunction, PasteFunction, PasteFunction]:
-    """What fills the accordion's checkbox, list of presets and text of changes from a pasted infotext, as the host has
-    read it; each returns what the component is set to, or None to leave it as it is.
+    """Three functions that set the accordion's checkbox, list of presets and text of extra options from a pasted
+    infotext. Each takes the infotext as the WebUI has parsed it, and returns the component's new value, or None to
+    leave it.
 
-    The run then has the settings of the infotext. What the settings tab (standing) has already is not written into the
-    accordion: it goes on following the settings. tell: called with the problem of the infotext, if it has one.
+    The next run then has the settings of the infotext. Options that already are so in the settings tab are not written
+    into the accordion, so that they go on following that tab. standing: returns the settings tab's settings. tell:
+    called with the problem of the infotext, if it has one.
 
-    Make them once for all tabs: hosts hand a component's value on, when an image is sent from one tab to another, where
-    both tabs' functions are equal.
+    Call this once for all tabs: when an image is sent from one tab to another, WebUIs copy a component's value only if
+    both tabs have the same function.
     """
 
     def pasting(value_of: Callable[[Settings], bool | str]) -> PasteFunction:
@@ -199,7 +204,7 @@ def paste_functions(
     paste_switch = pasting(lambda wanted: wanted.enabled)
 
     def paste_first(parameters: dict[str, Any]) -> bool | str | None:
-        # The host calls all three: a problem is told once.
+        # The WebUI calls all three functions. One of them reports the problem.
         problem = problem_of(parameters.get(KEY, ""))
         if problem:
             tell(problem)

@@ -1,4 +1,4 @@
-"""The list of jobs as markup, which several pages show, and the clicks in it."""
+"""The list of jobs as markup for several pages, and the clicks that pages send."""
 from __future__ import annotations
 
 import html
@@ -13,14 +13,17 @@ from .markup import bar_html
 MOST_WAITING_SHOWN = 25
 MOST_FINISHED_SHOWN = 8
 KINDS = {IMAGE: "Image", COMPARISON: "Compare", PREWARM: "Pre-warm"}
-# Of a time left that is shorter, nothing is said.
+# A shorter remaining time is not shown.
 LEAST_SECONDS_LEFT = 2.0
 
 
 class Clicks(NamedTuple):
-    """What somebody has clicked on a page since the last look. cancelled: ids of jobs. clear: whether to take those
-    that are over out of their list. shown: the id of the comparison to show; 0: the newest. sizes: to pre-warm. sort:
-    the column by which the table is sorted, and whether the largest comes first. asked: the size in the txt2img tab."""
+    """The clicks on a page since its last request, and the state that it keeps.
+
+    cancelled: ids of jobs to cancel. clear: whether to remove finished jobs from the list. shown: the id of the
+    comparison to show; 0: the newest. sizes: to pre-warm. sort: the column that the table is sorted by, and whether the
+    largest value comes first. asked: the size in the txt2img tab.
+    """
 
     cancelled: Sequence[int] = ()
     clear: bool = False
@@ -31,7 +34,7 @@ class Clicks(NamedTuple):
 
 
 def read_clicks(text: Any) -> Clicks:
-    """The clicks that javascript/onediff.js sends, as JSON; none for anything else."""
+    """The clicks in the JSON that javascript/onediff.js sends; no clicks for any other text."""
     try:
         sent = dict(json.loads(text))
     except (TypeError, ValueError):
@@ -47,12 +50,12 @@ def read_clicks(text: Any) -> Clicks:
 
 
 def values_of(kind: type, sent: Any) -> tuple[Any, ...]:
-    """The values of this type in a list that a page has sent; none in anything else."""
+    """The values of one type in a list that a page has sent; () for anything that is not a list."""
     return tuple(value for value in sent if type(value) is kind) if isinstance(sent, list) else ()
 
 
 def do(clicks: Clicks, queue: JobQueue) -> None:
-    """Do what was clicked. A job that is over, or unknown, is none to cancel."""
+    """Cancel and clear jobs as clicked. Unknown and finished jobs are not cancelled."""
     for job in clicks.cancelled:
         queue.cancel(job)
     if clicks.clear:
@@ -60,7 +63,7 @@ def do(clicks: Clicks, queue: JobQueue) -> None:
 
 
 def jobs_html(jobs: Sequence[Job]) -> str:
-    """One line per job with its progress and a button to cancel it, for javascript/onediff.js; "" for none."""
+    """One line per job, with its progress and buttons for javascript/onediff.js; "" without jobs."""
     pending = [job for job in jobs if job.pending]
     over = [job for job in jobs if not job.pending]
     shown = [*over[-MOST_FINISHED_SHOWN:], *pending[:MOST_WAITING_SHOWN]]
@@ -76,13 +79,13 @@ def jobs_html(jobs: Sequence[Job]) -> str:
 
 
 def job_html(job: Job) -> str:
-    """One job: what it is for, how far it is, what came of it, and what can be done with it."""
+    """A job's name, progress bar, state and buttons."""
     name = html.escape(f"{KINDS[job.kind]} {job.title}".strip())
     bar = bar_html(100 * job.share, name) if job.state == RUNNING else ""
     buttons = ""
     if getattr(job, "early", None):
         buttons += small_button("show", job.id, "Show", f"Show: {name}")
-    # An image that waits is in the WebUI's own queue.
+    # The WebUI's own queue, which holds waiting images, cannot cancel one.
     if job.state == RUNNING or (job.pending and job.kind != IMAGE):
         buttons += small_button("job", job.id, "Cancel", f"Cancel: {name}")
     return (
@@ -92,14 +95,14 @@ def job_html(job: Job) -> str:
 
 
 def small_button(what: str, job: int, text: str, label: str) -> str:
-    """A button for javascript/onediff.js. label: markup, for screen readers."""
+    """A button for javascript/onediff.js. what: its action. label: escaped text for screen readers."""
     return (
         f'<button type="button" class="onediff-small" data-onediff-{what}="{job}" aria-label="{label}">{text}</button>'
     )
 
 
 def job_sentence(job: Job) -> str:
-    """A job's state in words, for beside its name."""
+    """A job's state in words, shown beside its name."""
     if job.state == DONE:
         return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
     if job.state == CANCELLED or job.reason:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 
 
 def sentence(text: str, wrong: bool = False) -> str:
-    """A result for the user, announced by screen readers."""
+    """A paragraph with a result, which screen readers announce; "" for no text."""
     kind = "onediff-wrong" if wrong else "onediff-right"
     return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>' if text else ""
 
 
 def folded(summary: str, lines: Iterable[str]) -> str:
-    """A summary that opens; of one line, that line alone."""
+    """Lines folded below a summary; a single line is shown without one."""
     shown = list(lines)
     if len(shown) < 2:
         return "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in shown)
@@ -21,7 +21,7 @@ def folded(summary: str, lines: Iterable[str]) -> str:
 
 
 def bar_html(percent: float, label: str, role: str = "progressbar") -> str:
-    """How far something is, or how full. label: for screen readers."""
+    """A bar that is filled to a percentage. label: escaped text for screen readers."""
     percent = min(percent, 100)
     return (
         f'<div class="onediff-bar" role="{role}" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent:.0f}" '
@@ -30,7 +30,7 @@ def bar_html(percent: float, label: str, role: str = "progressbar") -> str:
 
 
 def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str:
-    """A value under its label. below: markup."""
+    """A value under its label. below: markup. meaning: the tooltip."""
     title = f' title="{html.escape(meaning)}"' if meaning else ""
     name = label.lower().replace(" ", "-")
     return (
@@ -40,7 +40,7 @@ def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str
 
 
 def head_html(columns: Iterable[str], meanings: Mapping[str, str]) -> str:
-    """The headings of a table. meanings: of those that need one."""
+    """The headings of a table. meanings: tooltips by heading."""
     return "".join(
         f'<th scope="col" title="{html.escape(meanings.get(column, ""))}">{html.escape(column)}</th>'
         for column in columns
@@ -48,14 +48,14 @@ def head_html(columns: Iterable[str], meanings: Mapping[str, str]) -> str:
 
 
 def cells_html(cells: Iterable[str]) -> str:
-    """cells: markup."""
+    """Cells of a table. cells: markup."""
     return "".join(f"<td>{cell}</td>" for cell in cells)
 
 
 def table_html(
     label: str, columns: Iterable[str], rows: Iterable[Iterable[str]], meanings: Mapping[str, str],
 ) -> str:
-    """A table of texts, which scrolls in its box; the first cell of a row is its heading."""
+    """A table of texts in a box that scrolls. The first cell of a row is its heading."""
     body = "".join(
         f'<tr><th scope="row">{html.escape(first)}</th>{cells_html(map(html.escape, cells))}</tr>'
         for first, *cells in rows

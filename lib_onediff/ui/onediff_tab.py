@@ -24,10 +24,11 @@ def build_onediff_tab(
     runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively, make_script: Callable[[], Any],
     standing: Callable[[], Settings], settings_of_run: Callable[..., Settings], release: str,
 ) -> gr.Blocks:
-    """The tab's content, for on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
+    """The tab's content, for the WebUI's on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
-    make_script: our script's class. standing: the settings tab's settings. settings_of_run: those of a run with script
-    arguments; raises ValueError with a sentence. release: what the WebUI's adapter calls it.
+    make_script: our script's class. standing: returns the settings tab's settings. settings_of_run: returns the
+    settings of a run with these script arguments; raises ValueError with a sentence. release: the WebUI's name and
+    version.
     """
 
     def facts() -> Facts:

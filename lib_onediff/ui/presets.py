@@ -1,7 +1,7 @@
 """Four presets: options that are set together, from exact to fastest.
 
-A preset sets every option that changes an image: what it does not name is at its default. It leaves alone the switch
-and who computes.
+A preset sets every option that can change an image; those that it does not name get their defaults. It does not set
+whether OneDiff is used, nor the backend.
 """
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 from ..core.settings import Settings, did_you_mean, options_of_a_run
 
-# Where a preset can be chosen: none.
+# The choice of no preset.
 AS_IN_SETTINGS = "As in the settings"
 EXACT = "Exact"
 BALANCED = "Balanced"
 FAST = "Fast"
 DRAFT = "Draft"
 NOT_OF_PRESETS = frozenset({"enabled", "backend"})
-# What computes each layer faster than exactly, whichever steps are left out.
+# Options that compute each layer faster and less precisely, independent of those that skip steps.
 FASTER_LAYERS: Mapping[str, Any] = {
     "low_bit": "int8", "accumulation": "half", "vae_precision": "fp16",
 }
@@ -26,8 +26,11 @@ FASTER_LAYERS: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Preset:
-    """what: how its images differ. seconds: an image of SDXL 1024x1024 on an H100, see .readme/measurements.md.
-    values: what differs from the options' defaults."""
+    """Options that are set together.
+
+    what: how its images differ, for users. seconds: for an image of SDXL 1024x1024 on an H100, as measured in
+    .readme/measurements.md. values: the options that are not at their defaults.
+    """
 
     name: str
     what: str
@@ -36,14 +39,14 @@ class Preset:
 
     @property
     def explanation(self) -> str:
-        """One sentence with what was measured."""
+        """A sentence on its measured speed and how its images differ."""
         if self.name == EXACT:
             return f"{self.what}."
         return f"{PRESETS[EXACT].seconds / self.seconds:.1f}x as fast as Exact with SDXL on an H100; {self.what}."
 
     @property
     def all_values(self) -> dict[str, Any]:
-        """Every option that presets set, with its value in this one."""
+        """The values of all options that presets set."""
         return {name: self.values.get(name, option.default) for name, option in preset_options().items()}
 
 
@@ -63,12 +66,12 @@ PRESETS = {preset.name: preset for preset in (
 
 
 def preset_options() -> dict[str, Field[Any]]:
-    """The options that presets set, by name: all that a run may be given, but for NOT_OF_PRESETS."""
+    """The options that presets set, by name: all options of a run except NOT_OF_PRESETS."""
     return {name: option for name, option in options_of_a_run().items() if name not in NOT_OF_PRESETS}
 
 
 def preset_of(name: str) -> Preset:
-    """The preset of a name, in any case of letters. Raises ValueError with a sentence."""
+    """The preset with this name, in upper or lower case. Raises ValueError with a sentence for an unknown name."""
     found = PRESETS.get(name.capitalize())
     if found is None:
         raise ValueError(f"OneDiff has no preset {name!r}.{did_you_mean(name, PRESETS)}")
@@ -76,5 +79,5 @@ def preset_of(name: str) -> Preset:
 
 
 def with_preset(settings: Settings, name: str) -> Settings:
-    """Settings with a preset's values. Raises ValueError with a sentence for an unknown name."""
+    """The settings with a preset's values. Raises ValueError with a sentence for an unknown name."""
     return replace(settings, **preset_of(name).all_values)

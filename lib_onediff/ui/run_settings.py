@@ -1,4 +1,4 @@
-"""Other settings for one generation: from the accordion, from the API, or from overridden options."""
+"""The settings of one generation, from the settings tab and our script's arguments, and how its infotext names them."""
 from __future__ import annotations
 
 import logging
@@ -18,24 +18,25 @@ from .presets import AS_IN_SETTINGS, with_preset
 
 log = logging.getLogger("onediff")
 EXAMPLE = "low_bit fp8; backend eager"
-# Images that are equal in these take the host equally long, but for what other extensions do.
+# Generations that are equal in these attributes take the WebUI equally long, unless other extensions differ.
 MAKE_IMAGES_ALIKE = (
     "width", "height", "batch_size", "n_iter", "steps", "sampler_name", "cfg_scale", "denoising_strength", "enable_hr",
     "hr_upscaler", "hr_scale", "hr_resize_x", "hr_resize_y", "hr_second_pass_steps",
 )
-# What a record has of weights that the GPU holds in eight bits alone.
+# How an image's record marks weights that the GPU holds in eight bits alone.
 ONLY = str(Lossy("int8", only=True))
 CACHE_OPTIONS = DEEPCACHE_OPTIONS | TRANSFORMER_OPTIONS
-# What the accordion's checkbox, preset and changes are.
+# The values of our script's arguments in a new accordion: the checkbox, the preset and the extra options.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 
 
 def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
-    """The settings for a generation: standing, then a preset, then changes.
+    """The settings for a generation: those of the settings tab (standing), changed by our script's arguments.
 
-    arguments: of our script; what is missing is as in a new accordion. The first is True or False (False switches
-    OneDiff off), or a mapping of option names to values from the API, which counts more than the others. The second is
-    a preset by name, the third changes as read_changes takes them. Raises ValueError with a sentence for anything else.
+    arguments: at most three; missing ones have the values of a new accordion. The first is True or False (False
+    switches OneDiff off), or a mapping of option names to values from an API client, which overrides the other two. The
+    second is a preset's name. The third is a text of options, see infotext.read_changes. Raises ValueError with a
+    sentence for anything else.
     """
     used, preset, changes = filled(arguments)
     if not isinstance(used, bool | dict):
@@ -44,7 +45,7 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
         return settings_of_parts(used, preset, changes, standing)
     except ValueError:
         if used is False:
-            # What is not used is not wrong.
+            # OneDiff is off, so wrong options do not matter.
             return replace(standing, enabled=False)
         raise
 
@@ -61,13 +62,12 @@ def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, st
     changed = [read_changes(changes or ""), used if isinstance(used, dict) else {"enabled": used}]
     for values in changed:
         settings = settings.for_run(values)
-    # Who is not switched off at one of these places is on; a run cannot switch on what the settings tab has off.
+    # Each of them can switch OneDiff off. None can switch it on while it is off in the settings tab.
     return replace(settings, enabled=standing.enabled and all(values.get("enabled", True) for values in changed))
 
 
 def refusal_while_off(arguments: Sequence[Any]) -> str:
-    """Why these script arguments have no effect while OneDiff is switched off in the settings, in one sentence; ""
-    where they ask for nothing."""
+    """A sentence for a run with options while OneDiff is switched off in the settings; "" if the run has none."""
     used, preset, changes = filled(arguments)
     off = used is False or (isinstance(used, dict) and used.get("enabled") is False)
     nothing = used is True and preset in ("", None, AS_IN_SETTINGS) and not changes
@@ -75,15 +75,18 @@ def refusal_while_off(arguments: Sequence[Any]) -> str:
 
 
 def tell(p: Any, problem: str) -> None:
-    """Say why the generation p does not get what it asks of OneDiff: in the log, on the page and in the infotext."""
+    """Report a problem of the generation p in the log, below its images and in its infotext."""
     log.warning("%s", problem)
     p.comment(problem)
     p.extra_generation_params[PROBLEM] = problem
 
 
 def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | None = None) -> None:
-    """Put the settings that count for a run into the infotext. image: the record of its images, once they are made; it
-    tells which options had no effect."""
+    """Write the settings of the generation p into its infotext, without options that had no effect.
+
+    is_served: whether OneDiff serves the model. image: the record of the images, once they are made; before that, only
+    options without effect on this machine are left out.
+    """
     changed = settings.changed_from(Settings()) if settings.enabled else {}
     of_a_run = options_of_a_run()
     inactive = [name for name, value in changed.items() if name in of_a_run and why_no_effect(name, value)]
@@ -99,7 +102,7 @@ def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | N
 
 
 def inactive_options(settings: Settings, image: ImageRecord) -> Iterator[str]:
-    """The options without which these images were made."""
+    """The names of options that had no effect on the images of this record."""
     if PROMPT_ALONE not in image.steps:
         yield "skip_negative_after"
     if not image.cache_options:
@@ -116,7 +119,7 @@ def inactive_options(settings: Settings, image: ImageRecord) -> Iterator[str]:
 
 
 def resolution_of(p: Any) -> str | None:
-    """The resolution in pixels of the sampling that the generation p begins; None where it does not say."""
+    """The resolution in pixels of the next sampling of the generation p, for example "512x768"; None if p has none."""
     names = ("width", "height")
     if getattr(p, "is_hr_pass", False):
         names = ("hr_upscale_to_x", "hr_upscale_to_y")
@@ -128,17 +131,17 @@ def resolution_of(p: Any) -> str | None:
 
 
 def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Our three script arguments; what is missing is as the accordion has it at first."""
+    """Our three script arguments; missing ones have the values of a new accordion."""
     return (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
 
 
 def end_image(p: Any, checkpoint: str, is_whole: bool) -> None:
-    """The generation p is over: make the record of its images. checkpoint: the name of the loaded one. is_whole:
-    whether nobody has interrupted it."""
+    """Make the record of a generation's images at its end. checkpoint: the loaded one's name. is_whole: whether it was
+    not interrupted."""
     generation = runtime.generations.end(p)
     if generation is None:
         return
-    # A host may stop after the image in progress.
+    # The WebUI may have stopped before all images were made.
     images = generation.log.images or getattr(p, "n_iter", 1) * getattr(p, "batch_size", 1)
     like = checkpoint, *(str(getattr(p, name, "")) for name in MAKE_IMAGES_ALIKE)
     runtime.call_stats.end_image(generation, like, images, is_whole)

@@ -1,7 +1,7 @@
 """OneDiff's section in the WebUI's settings tab, made from the fields of Settings.
 
-A WebUI makes one component for every option, in a list. javascript/onediff_settings.js adds headings, the Speed
-buttons, and what is not at its default or has no effect on this machine.
+The WebUI shows one component for each option, in a list. javascript/onediff_settings.js adds headings, the Speed
+buttons, and notes on options that are not at their defaults, are not applied yet, or have no effect on this machine.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .events import HIDDEN, QUIET, in_the_browser, kept_out_of_defaults, live_ht
 from .presets import PRESETS
 
 SECTION = ("onediff", "OneDiff")
-# A slider cannot tell more.
+# An option with more values than this gets a number field, because a slider could not reach each of them.
 MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
 
@@ -44,7 +44,7 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
     """
 
     def apply() -> None:
-        # A WebUI takes an option back whose onchange raises, or prints a traceback.
+        # If this raised, the WebUI would undo the change or print a traceback.
         runtime.guard.attempt("reading the settings", read)
         changed()
 
@@ -53,7 +53,7 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
         try:
             runtime.configure(settings_from(opts))
         except Exception as error:
-            # What could not be looked at is not taken.
+            # The new values could not be read, so the WebUI gets the old ones back.
             for option in fields(Settings):
                 opts.data[host_key(option.name)] = getattr(before, option.name)
             if not isinstance(error, ValueError):
@@ -73,8 +73,8 @@ def in_groups() -> list[Field]:
 
 
 def for_the_browser() -> str:
-    """What javascript/onediff_settings.js needs: the options in the order of the page, and what the Speed buttons set.
-    """
+    """Data for javascript/onediff_settings.js: the options in the order of the page, and the values that each Speed
+    button sets."""
     known = {host_key(option.name): option_for_the_browser(option) for option in in_groups()}
     speeds = {}
     for name, preset in PRESETS.items():
@@ -85,8 +85,9 @@ def for_the_browser() -> str:
 
 
 def build_for_the_browser() -> None:
-    """What javascript/onediff_settings.js needs, inside the gradio context that is open: the options, and a button that
-    asks for what holds of those chosen. Unseen and elsewhere, as a WebUI makes the settings page itself."""
+    """Build hidden components for javascript/onediff_settings.js inside the open gradio context: the data on all
+    options, and a button that checks the values on the page. The WebUI builds the settings page itself, so they are
+    elsewhere on the page."""
     gr.HTML(for_the_browser())
     chosen = nothing_seen()
     checked = live_html("settings_checked")
@@ -98,8 +99,10 @@ def build_for_the_browser() -> None:
 
 
 def checked_for_the_browser(chosen: Any) -> str:
-    """What is in force beside the options that somebody has chosen (as JSON, by their keys), and a sentence for each
-    that is not what its option takes."""
+    """Data for javascript/onediff_settings.js: the values in force of all options, and a sentence for each wrong value.
+
+    chosen: JSON of the values on the page, by the WebUI's names of the options.
+    """
     try:
         values = dict(json.loads(chosen))
     except (TypeError, ValueError):
@@ -115,14 +118,14 @@ def checked_for_the_browser(chosen: Any) -> str:
 
 
 def problem_of_value(option: Field[Any], value: Any) -> str:
-    """Why an option does not take a value as a page has it, for under its field; "" where it does."""
+    """Why a value from the page is wrong for its option, to be shown below its field; "" if it is right."""
     kind = type(option.default)
     try:
         if kind in (int, float):
             try:
                 value = kind(value)
             except (TypeError, ValueError):
-                return f"This is no number: {value!r}."
+                return f"This is not a number: {value!r}."
         check_value(option, value)
     except ValueError as problem:
         return str(problem).replace(f"OneDiff option {option.name} ", "This ")
@@ -130,7 +133,7 @@ def problem_of_value(option: Field[Any], value: Any) -> str:
 
 
 def option_for_the_browser(option: Field[Any]) -> dict[str, Any]:
-    """An option as javascript/onediff_settings.js takes it."""
+    """The data of one option for javascript/onediff_settings.js."""
     metadata = option.metadata
     return {
         "group": metadata["group"], "default": option.default, "shown": format_value(option.default),
@@ -140,7 +143,7 @@ def option_for_the_browser(option: Field[Any]) -> dict[str, Any]:
 
 
 def notes(option: Field[Any]) -> dict[str, str]:
-    """A sentence for each value of an option that has no effect on this machine, or needs one; by the value's word."""
+    """Sentences by an option's value, as a word, for values that have no effect on this machine or need a note."""
     found = {}
     for word in words_of(option):
         note = described({option.name: parse_value(option, word)}).get(option.name)
@@ -150,10 +153,10 @@ def notes(option: Field[Any]) -> dict[str, str]:
 
 
 def why_useless(option: Field[Any]) -> str:
-    """Why no value of an option but its default has an effect on this machine; "" if one has."""
+    """Why an option has no effect on this machine at any value but its default; "" if it has one."""
     reason = None
-    for word in words_of(option):
-        value = parse_value(option, word)
+    values = [parse_value(option, word) for word in words_of(option)] or option.metadata["bounds"] or ()
+    for value in values:
         if value == option.default:
             continue
         reason = why_no_effect(option.name, value)
@@ -163,7 +166,7 @@ def why_useless(option: Field[Any]) -> str:
 
 
 def tell_of_trouble() -> None:
-    """Say at the start that the cache folder cannot be used, not when something is lost."""
+    """Warn at the start if the cache folder cannot be used, before something is lost."""
     if runtime.history.trouble:
         log.warning(
             "%s Set the environment variable ONEDIFF_CACHE to a folder that can be written.", runtime.history.trouble,
@@ -171,10 +174,10 @@ def tell_of_trouble() -> None:
 
 
 def tell(text: str) -> None:
-    """Say it in the log and, when somebody is using the page, there."""
+    """Show a warning in the log and, if called for a request of a page, on that page."""
     log.warning(text)
     with warnings.catch_warnings():
-        # Without a page, gradio hands it to Python's own warnings, which would repeat the log.
+        # Without a page, gradio turns it into a Python warning, which would repeat the log's line.
         warnings.simplefilter("ignore")
         # gradio shows it as markup.
         gr.Warning(html.escape(text, quote=False))
@@ -196,10 +199,10 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
 
 
 def settings_from(opts: Any) -> Settings:
-    """The settings that the WebUI's options say now, a generation's overrides included.
+    """The settings in the WebUI's options, including the overrides of a generation in progress.
 
-    An option that the WebUI does not know, because it makes no page (--nowebui), is as the runtime has it. Raises
-    ValueError with a sentence for a wrong value.
+    With --nowebui, the WebUI registers no options; the runtime's own settings are used then. Raises ValueError with a
+    sentence for a wrong value.
     """
     return Settings.from_mapping({
         option.name: getattr(opts, host_key(option.name), getattr(runtime.settings, option.name))
@@ -208,11 +211,11 @@ def settings_from(opts: Any) -> Settings:
 
 
 def stored_settings(opts: Any) -> Settings:
-    """The settings that the WebUI has stored, before its options are registered. An option that is not stored has its
-    default.
+    """The settings that the WebUI has stored, before its options are registered. Options that are not stored have
+    their defaults.
 
-    A wrong value is replaced by the default, since a page with a value that is not a choice cannot be applied. Unknown
-    options are removed. Both are told in the log.
+    Wrong values are replaced by defaults, in the WebUI too: it could not apply a page that shows a wrong choice.
+    Unknown options are removed. Both are logged.
     """
     stored = {key for key in opts.data if key.startswith(HOST_KEY_PREFIX)}
     settings = Settings()

@@ -1,4 +1,4 @@
-"""The runtime's status for users: as JSON for the API, and as the status line of the accordion."""
+"""The status for users: as JSON for the API, and as markup for the accordion."""
 from __future__ import annotations
 
 import html
@@ -18,30 +18,34 @@ from .amounts import NOTHING, counted, milliseconds, seconds, times
 from .markup import fact_html
 from .presets import PRESETS
 
-# Routes, in the title of the accordion and inside.
+# The names of routes in the accordion's title, and inside it.
 SHORT_ROUTES = {"graph": "graph", "plain": "no graph", "host": "WebUI alone"}
 ROUTES = {"graph": "CUDA graph", "plain": "without CUDA graphs", "host": "the WebUI alone"}
 STEPS = {
     "whole": "whole", "cached": "cached", "prompt alone": "without negative prompt", "forecast": "extrapolated",
     "host": "by the WebUI alone",
 }
-# What a status says of what leaves steps out or splits them; each is a mapping of counts and texts.
+# The parts of a status on policies that skip steps and on the second GPU; each is a mapping of counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
-# What the time of an image went into, besides its steps, and the least share of it that the title shows.
+# The names of the parts of an image's time.
 SPENT = {
     "unet": "steps", "first_use": "first use of this size", "slower": "slower steps", "vae": "VAE",
     "inside": "images inside it", "rest": "other",
 }
+# The title names a part besides the steps from this share of the time on.
 MUCH = 0.25
 LEAST_SECONDS = 0.05
-# In place of both status lines where a fault of ours keeps them from being made.
+# Shown in place of the two status lines if making them fails.
 UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
 
 
 def current_status(webui: Any) -> dict[str, Any]:
-    """runtime.status() with what the WebUI's adapter adds: who the host is, how many hooks are in place, and notes on
-    its settings; with the machine, and the names of the presets, the exact one first. Where OneDiff is off, or does not
-    serve the model, with that reason in place of the last call: what another model's took says nothing of this one."""
+    """runtime.status() with the WebUI's name and release, the number of hooks in place, notes on the WebUI's settings,
+    the machine, and the names of the presets, the exact one first.
+
+    While OneDiff is off or does not serve the model, the reason replaces the data of the last call, which was made with
+    another model or setting.
+    """
     part: Any = partial(runtime.guard.attempt, "the status")
     status = {
         "host": webui.name, "release": webui.release, "hooks": part(webui.hooks, 0), "notes": part(webui.notes, []),
@@ -55,13 +59,15 @@ def current_status(webui: Any) -> dict[str, Any]:
     nothing = {**CallStats().status(), "backend": "", "calls": status["calls"]}
     steps = {name: {key: type(value)() for key, value in status[name].items()} for name in OF_THE_STEPS}
     if not runtime.settings.enabled:
-        # The VAE of a model that is not served may be.
+        # Only then: OneDiff may serve the VAE of a model that it does not serve.
         steps["vae"] = {**status["vae"], "route": None, "reason": ""}
     return {**status, **nothing, **steps, "route": "host", "reason": reason}
 
 
 def summary_html(status: dict[str, Any]) -> str:
     """The status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.7x faster, graph".
+
+    On a phone, style.css hides the step.
     """
     route = status["route"]
     if not runtime.settings.enabled:
@@ -71,24 +77,25 @@ def summary_html(status: dict[str, Any]) -> str:
     elif route is None:
         words = "no image yet"
     else:
-        parts = []
+        words = ""
         if (taken := image_sentence(status, "/image")):
-            parts.append(f"{taken}{largest_beside_steps(status)}")
+            words += f"{taken}{largest_beside_steps(status)}, "
         if status["step_ms"] is not None:
-            parts.append(f"{milliseconds(status['step_ms'])}/step{beside_step(status)}")
+            step = f"{milliseconds(status['step_ms'])}/step{beside_step(status)}, "
+            words += f'<span class="onediff-of-step">{step}</span>'
         if route != "host" and gain_of(status) is not None:
-            parts.append(times(gain_of(status)))
-        words = ", ".join([*parts, SHORT_ROUTES[route]])
-    return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{html.escape(words)}</span>'
+            words += f"{times(gain_of(status))}, "
+        words += SHORT_ROUTES[route]
+    return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{words}</span>'
 
 
 def beside(own: float | None, written: Callable[[float], str]) -> str:
-    """The WebUI's own, in brackets; "" where it is not known."""
+    """The WebUI's own value in brackets, to follow ours; "" if it is not known. written: formats the value."""
     return "" if own is None else f" (WebUI {written(own)})"
 
 
 def beside_step(status: dict[str, Any]) -> str:
-    """The WebUI's own time of a step in brackets, beside ours."""
+    """The WebUI's own time of a step in brackets; "" if it is not known, or if the WebUI made the image."""
     return "" if status["route"] == "host" else beside(status["host_ms"], milliseconds)
 
 
@@ -107,7 +114,7 @@ def image_sentence(status: dict[str, Any], unit: str = "") -> str:
 
 
 def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the last image by what they went into, where its steps do not explain them all; the most first."""
+    """Seconds of the last image by their part, without the steps, longest first; {} if the steps took nearly all."""
     image = status.get("image") or {}
     spent = {name: took or 0.0 for name, took in (image.get("spent") or {}).items()}
     took = image.get("seconds")
@@ -118,7 +125,7 @@ def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
 
 
 def largest_beside_steps(status: dict[str, Any]) -> str:
-    """What took much of the last image besides its steps: ", 13 s of it first use"; "" for nothing."""
+    """The longest part besides the steps, if it took much of the time: ", 13 s of it VAE"; otherwise ""."""
     found = next(iter(spent_beside_steps(status).items()), None)
     if found is None or found[1] < MUCH * status["image"]["seconds"]:
         return ""
@@ -126,7 +133,7 @@ def largest_beside_steps(status: dict[str, Any]) -> str:
 
 
 def parts_sentence(status: dict[str, Any]) -> str:
-    """The steps of an image by size and model, where it has several: "512x512: 20 steps, 30 ms; 1024x1024: ..."."""
+    """The steps of an image by size and model, if it has several: "512x512: 20 steps, 30 ms; 1024x1024: ..."."""
     parts = (status.get("image") or {}).get("parts") or []
     if len(parts) < 2:
         return ""
@@ -142,7 +149,7 @@ def parts_sentence(status: dict[str, Any]) -> str:
 
 
 def inside_sentence(status: dict[str, Any]) -> str:
-    """The images that were made for the last one, as ADetailer does: "512x512 1.2 s"; "" for none."""
+    """The images that an extension such as ADetailer made within the last one: "512x512 1.2 s"; "" for none."""
     inside = (status.get("image") or {}).get("inside") or []
     return ", ".join(f"{one['resolution'] or NOTHING} {seconds(one['seconds'] or 0.0)}" for one in inside)
 
@@ -167,7 +174,7 @@ def gain_of(status: dict[str, Any]) -> float | None:
 
 
 def status_html(status: dict[str, Any]) -> str:
-    """The status line: how the last image was made, by which route and why, and how fast."""
+    """The status inside the accordion: how the last image was made, how fast, and why not faster."""
     decode, second = (status.get(part) or {} for part in ("vae", "second_gpu"))
     lines = dict.fromkeys((
         *reasons_of(status), gpus_sentence(second),
@@ -179,7 +186,7 @@ def status_html(status: dict[str, Any]) -> str:
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
     if status.get("reason") == SWITCHED_OFF:
-        # As the user wants it.
+        # The user has switched it off, so it is not shown as a warning.
         route = "off"
     return (
         f'<div class="onediff-status onediff-route-{route}"><div class="onediff-facts">{facts}</div>'
@@ -188,8 +195,8 @@ def status_html(status: dict[str, Any]) -> str:
 
 
 def spent_html(status: dict[str, Any]) -> str:
-    """A bar of where the seconds of the last image went, and one of the WebUI's own seconds for one like it, where that
-    is known; "" before an image."""
+    """A bar with the parts of the last image's time and, if known, a bar with the WebUI's time for a similar image; ""
+    before the first image."""
     image = status.get("image") or {}
     took = image.get("seconds")
     spent = {name: seconds_of for name, seconds_of in (image.get("spent") or {}).items() if seconds_of}
@@ -205,8 +212,11 @@ def spent_html(status: dict[str, Any]) -> str:
 
 
 def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float) -> str:
-    """A bar with its parts, and below it their names and seconds, if there are several. parts: the kind and the seconds
-    of each."""
+    """A bar, and below it the names and seconds of its parts, if there are several.
+
+    parts: the style (a class of style.css) and the seconds of each part, by its name. longest: the seconds of a bar of
+    full width.
+    """
     total = seconds(sum(took for _, took in parts.values()))
     pieces = "".join(
         f'<i class="onediff-of-{kind}" style="width: {100 * took / longest:.1f}%"></i>' for kind, took in parts.values()
@@ -220,20 +230,20 @@ def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float)
 
 
 def reasons_of(status: dict[str, Any]) -> list[str]:
-    """Why the last call was not computed faster: the reason of its route, then of the policies that are inactive."""
+    """Why the last call was not faster: the reason for its route, then those of inactive step policies."""
     inactive = [(status.get(part) or {}).get("reason") for part in OF_THE_STEPS]
     return [reason for reason in (status.get("reason"), *inactive) if reason]
 
 
 def gpus_sentence(second: dict[str, Any]) -> str:
-    """Which GPUs computed the last call, or why one did though two are wanted; "" where one is."""
+    """How two GPUs shared the last call, or why only one computed it; "" if one GPU is wanted."""
     if second.get("split"):
         return f"Two GPUs: {second['split']}; {second['bytes'] / 2**20:.0f} MiB of weights on the second."
     return f"One GPU: {second['reason']}." if second.get("reason") else ""
 
 
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) pairs of a status; values that are not known yet are shown as such."""
+    """The labels and values of a status; NOTHING for values that are not known yet."""
     steps = (status.get("image") or {}).get("steps", {})
     kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
     mixed = f", mean of {kinds}" if status["step_ms"] is not None and len(steps) > 1 else ""
@@ -260,7 +270,7 @@ def backend_sentence(status: dict[str, Any]) -> str:
 
 
 def speed_sentence(status: dict[str, Any]) -> str:
-    """The speed compared with the WebUI, which is timed at a shape's first use; or why it is unknown."""
+    """The speedup over the WebUI, which is timed when a shape is first used; or why it is unknown."""
     if (gain := gain_of(status)) is not None:
         return times(gain)
     if status["route"] in (None, "host"):

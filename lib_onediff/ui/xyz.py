@@ -1,7 +1,7 @@
-"""OneDiff's axes of the WebUI's X/Y/Z plot: one for every option that a generation may be given, and one for presets.
+"""OneDiff's axes in the WebUI's X/Y/Z plot: one for each option of a run, and one for presets.
 
-An axis writes its value on the generation of its cell, which is a copy that the plot makes, and nowhere else; that
-generation's run reads it there (settings_of_cell). So nothing is left of it, however the plot ends.
+An axis writes its value only onto the generation of its cell, which is a copy that the plot makes; settings_of_cell
+reads it there. So nothing has to be undone, however the plot ends.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PRESET = "preset"
 OFF = "Off"
 # The attribute of a cell's generation that holds its values by option.
 CELL = "onediff_axes"
-# A plot counts in steps of 0.1 and the like, which add up to 0.30000000000000004.
+# Values are rounded to so many digits: a plot that counts in steps of 0.1 reaches 0.30000000000000004.
 DIGITS = 8
 SWITCHED_OFF = "OneDiff is switched off in the settings tab, so this axis would change nothing."
 OFF_FOR_THIS_RUN = "OneDiff is off for this run, so its axes change nothing; tick 'Use OneDiff'."
@@ -27,9 +27,10 @@ Standing = Callable[[], Settings]
 
 
 def add_axes(scripts_data: Iterable[Any], standing: Standing) -> None:
-    """Offer the axes in the WebUI's X/Y/Z plot, if it has one. Safe to call twice.
+    """Add the axes to the WebUI's X/Y/Z plot, if it has one. Safe to call twice.
 
-    scripts_data: what the WebUI knows of its scripts, in modules.scripts. standing: the settings tab's settings.
+    scripts_data: modules.scripts.scripts_data, the WebUI's list of loaded scripts. standing: returns the settings tab's
+    settings.
     """
     remove_axes(scripts_data)
     for plot in plots(scripts_data):
@@ -42,13 +43,13 @@ def add_axes(scripts_data: Iterable[Any], standing: Standing) -> None:
 
 
 def remove_axes(scripts_data: Iterable[Any]) -> None:
-    """Undo add_axes."""
+    """Remove the axes that add_axes has added."""
     for plot in plots(scripts_data):
         plot.axis_options[:] = [axis for axis in plot.axis_options if not axis.label.startswith(PREFIX)]
 
 
 def plots(scripts_data: Iterable[Any]) -> Iterator[Any]:
-    """The modules of the X/Y/Z plot; some WebUIs and extensions have one under another name."""
+    """The modules of X/Y/Z plots. They are found by their attributes, since their names differ between WebUIs."""
     modules = {id(module): module for module in (getattr(script, "module", None) for script in scripts_data)}
     for module in modules.values():
         if isinstance(getattr(module, "axis_options", None), list) and hasattr(module, "AxisOption"):
@@ -58,11 +59,14 @@ def plots(scripts_data: Iterable[Any]) -> Iterator[Any]:
 def an_axis(
     plot: Any, name: str, label: str, kind: type, words: list[str], read: Callable[[Any], Any], standing: Standing,
 ) -> Any:
-    """An axis of the plot. kind: of its values, as the plot reads them. words: to choose from, if it takes no others.
-    read: what a value means; raises ValueError with a sentence for one that means nothing."""
+    """An axis of the plot.
+
+    kind: the type of its values, for the plot's parser. words: the values to choose from; [] if it takes others. read:
+    returns the meaning of a value; raises ValueError with a sentence for a wrong one.
+    """
 
     def confirm(p: Any, values: list[Any]) -> None:
-        """What the plot calls before it draws. Raises RuntimeError with a sentence, as its own axes do."""
+        """Called by the plot before it draws. Raises RuntimeError with a sentence, as the plot's own axes do."""
         if not standing().enabled:
             raise RuntimeError(SWITCHED_OFF)
         if not values:
@@ -74,7 +78,7 @@ def an_axis(
                 raise RuntimeError(f"{PREFIX}{label}: {problem}") from problem
 
     def write_on_cell(p: Any, value: Any, values: list[Any]) -> None:
-        """What the plot calls with the generation of a cell, a shallow copy of the page's: nothing in it is changed."""
+        """Called by the plot with a cell's generation: a shallow copy, so the attribute is replaced, not changed."""
         setattr(p, CELL, {**getattr(p, CELL, {}), name: read(value)})
 
     def legend(p: Any, axis: Any, value: Any) -> str:
@@ -88,10 +92,12 @@ def an_axis(
 
 
 def preset_value(name: str) -> str:
+    """The name of a preset as PRESETS has it, or OFF. Raises ValueError with a sentence for an unknown one."""
     return OFF if name == OFF else preset_of(name).name
 
 
 def option_value(option: Field[Any], value: Any) -> Any:
+    """The value of an option in a cell. Raises ValueError with a sentence for a wrong one."""
     if isinstance(value, str):
         return parse_value(option, value)
     value = round(value, DIGITS) if isinstance(value, float) else value
@@ -100,10 +106,10 @@ def option_value(option: Field[Any], value: Any) -> Any:
 
 
 def settings_of_cell(p: Any, settings: Settings) -> Settings:
-    """The settings for the generation p: its cell's values upon settings; these themselves where p is none of a plot.
+    """The settings changed by the values of a plot's cell; unchanged if the generation p belongs to no plot.
 
-    A preset comes first and switches OneDiff on; single options come on top of it, whichever axis they are on.
-    Raises ValueError with a sentence.
+    A preset is applied first and switches OneDiff on; then the single options, in any order of axes. Raises ValueError
+    with a sentence.
     """
     values = dict(getattr(p, CELL, {}))
     preset = values.pop(PRESET, None)

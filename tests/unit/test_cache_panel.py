@@ -65,7 +65,7 @@ def test_a_click_on_a_size_queues_it(seen: Seen) -> None:
 
 def test_the_most_used_sizes(seen: Seen) -> None:
     seen.do(seen.panel.prewarm, "most used 2")
-    assert "No size was used with this model yet" in seen.text("told") and seen.warmup.jobs() == []
+    assert "No size has been used with this model yet" in seen.text("told") and seen.warmup.jobs() == []
     seen.do(seen.panel.prewarm, "most used 2, 72x64")
     assert [job.title for job in seen.warmup.jobs()] == ["72x64"]
 

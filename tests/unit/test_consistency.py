@@ -54,14 +54,14 @@ def test_differences_are_lines_for_people() -> None:
     theirs = {"Machine": {"GPU": "B", "System": "Linux"}, "Model": {"Checkpoint": "b"}, "Other": {"Only": "there"}}
     assert differences(mine, theirs) == [
         "Model, Checkpoint: here a, there b", "Machine, GPU: here A, there B",
-        "Other, Only: here not told, there there",
+        "Other, Only: here not in the report, there there",
     ]
     assert differences(mine, mine) == []
 
 
 @pytest.mark.parametrize("text", ["hello", "[Machine]\nGPU: A", "OneDiff consistency report, format 2\n[Machine]"])
 def test_another_text_gets_a_sentence(text: str) -> None:
-    with pytest.raises(ValueError, match="no consistency report of this version"):
+    with pytest.raises(ValueError, match="not a consistency report of this version"):
         parse(text)
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import html
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,14 @@ def test_the_page_is_told_what_does_nothing_on_this_machine(monkeypatch: pytest.
     notes = options["onediff_accumulation"]["notes"]
     assert list(notes) == ["half"] and notes["half"].startswith("No effect here: this needs an NVIDIA GPU")
     assert options["onediff_enabled"]["notes"] == {}
+
+
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_graph_memory_has_no_effect_without_a_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+    monkeypatch.setattr(effects.torch.cuda, "is_available", lambda: has_gpu)
+    (option,) = (one for one in fields(Settings) if one.name == "memory_budget")
+    expected = "" if has_gpu else "CUDA graphs need a GPU, and PyTorch sees none here"
+    assert settings_tab.why_useless(option) == expected
 
 
 def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
@@ -126,7 +135,7 @@ def test_what_a_user_has_written_is_no_markup_in_a_warning(monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("name", "value", "says"), [
     ("deepcache_interval", "99", "This is from 1 to 20, not 99."), ("deepcache_interval", "3", ""),
-    ("deepcache_interval", "", "This is no number: ''."), ("prewarm", "huge", "'huge' is not a size"),
+    ("deepcache_interval", "", "This is not a number: ''."), ("prewarm", "huge", "'huge' is not a size"),
     ("prewarm", "most used 4", ""), ("enabled", True, ""), ("low_bit_budget", "0.02", ""), ("backend", "auto", ""),
     ("backend", "warp", "This is one of auto, native"),
 ])

@@ -1,7 +1,7 @@
 """The Cache page: which resolutions are ready, and buttons to pre-warm or purge them.
 
-javascript/onediff.js asks for what is new while the page can be seen, by a click on a hidden button: gradio 3 has no
-timers. No handler waits for an image that is being made.
+While the page is visible, javascript/onediff.js asks for its current state by clicking a hidden button: gradio 3 has no
+timers. No handler waits for an image in progress.
 """
 from __future__ import annotations
 
@@ -52,30 +52,30 @@ from .table import (
 )
 
 SOURCE = "panel"
-# How long a request waits for what it has begun; the page hears later of what takes longer.
+# A request waits so long for the work that it has begun. If the work takes longer, a later look shows the outcome.
 SECONDS_FOR_A_CHORE = 1.0
 SELECT_FIRST = "Select at least one resolution in the table first."
-# How many of the most used sizes are there to choose from.
+# The page offers so many of the most used sizes.
 MOST_YOURS = 4
 NOTHING_PURGED = "Nothing was purged."
-GONE = "What was selected is no longer in the table: nothing was changed."
-NONE_USED = "No size was used with this model yet: make an image first, or type sizes."
-# What the browser asks before something is thrown away; {} are the sizes.
-NEWER_STAYS = "What a newer version of OneDiff keeps in this folder stays."
+GONE = "The selected resolutions are no longer in the table: nothing was changed."
+NONE_USED = "No size has been used with this model yet: make an image first, or type sizes."
+NEWER_STAYS = "Files of a newer version of OneDiff in this folder were kept."
+# The browser asks these before something is deleted; {} stands for the sizes.
 PURGED = "Their graphs and their history on disk are deleted. The next image at such a size is checked again."
 PURGE_SELECTED = f"Purge {{}}? {PURGED}"
 PURGE_ALL = f"Purge all sizes of all models? {PURGED}"
-PURGE_DISK = "Delete everything in the cache folder? What is ready stays ready until the WebUI ends."
-# JavaScript for the rows that are selected.
+PURGE_DISK = "Delete everything in the cache folder? Sizes that are ready stay ready until the WebUI ends."
+# JavaScript that returns the selected rows.
 SELECTED = "window.onediff.selected()"
 
 
-# The sentence below the pre-warm controls, the one below the table, and the work that is not over.
+# The sentence below the pre-warm controls, the one below the table, and the work that is still in progress.
 Answer = tuple[Any, Any, Chore | None]
 
 
 class Panel:
-    """The handlers of the page. Each takes the work that its page waits for as the last argument."""
+    """The handlers of the page. The last argument of each is the work that the page waits for, or None."""
 
     def __init__(self, runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively) -> None:
         self.runtime = runtime
@@ -86,7 +86,7 @@ class Panel:
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
     def prewarm(self, text: str, waiting: Chore | None) -> Answer:
-        """Queue the sizes that were typed."""
+        """Queue the sizes in a text that a user has typed."""
         try:
             told = self._queue_sizes(parse_prewarm(text or ""))
         except ValueError as problem:
@@ -94,7 +94,8 @@ class Panel:
         return sentence(told), "", waiting
 
     def _queue_sizes(self, wanted: PrewarmList) -> str:
-        """Queue them, and return what is to be known of it. Raises ValueError with a sentence."""
+        """Queue sizes. Returns sentences about those that were not queued or take minutes; raises ValueError with a
+        sentence if there are none."""
         used = self.runtime.history.most_used(self.warmup.model, wanted.most_used) if wanted.most_used else []
         if not wanted.sizes and not used:
             raise ValueError(NONE_USED if wanted.most_used else "Type at least one size, for example 512x512.")
@@ -121,7 +122,7 @@ class Panel:
     # --- the table ------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Any, waiting: Chore | None, pinned: bool = True) -> Answer:
-        """Pin the selected rows, or no longer."""
+        """Pin the selected rows, or unpin them."""
         chosen = read_list(keys, str)
         if not chosen:
             return "", sentence(SELECT_FIRST, wrong=True), waiting
@@ -145,7 +146,7 @@ class Panel:
 
         def free() -> int:
             freed = sum(self.runtime.purge(resolutions, model) for model, resolutions in by_model.items())
-            # The VAE's shapes stood in the rows that are gone: they go too, unless another model's row has them.
+            # A row shows the VAE's shapes of its resolution too: they are purged unless another model's row has them.
             gone = {row.resolution for row in affected}
             left = [row for row in self.runtime.rows() if row.is_decode and row.resolution in gone]
             return freed + sum(self.runtime.purge({row.resolution}, row.model) for row in left)
@@ -166,7 +167,7 @@ class Panel:
         return self._begin("Deleting", delete)
 
     def _purge(self, count: int, free: Callable[[], int], waiting: Chore | None) -> Answer:
-        """free: purges so many resolutions and returns the bytes of GPU memory that were given back."""
+        """Purge `count` resolutions. free: does it, and returns the bytes of GPU memory that this has freed."""
         if not count:
             return "", sentence(NOTHING_PURGED), waiting
         return self._begin("Purging", lambda: f"{counted(count, 'resolution')} purged, {memory(free())} of VRAM freed.")
@@ -175,6 +176,7 @@ class Panel:
         return self._begin("Releasing memory", lambda: f"{memory(self.runtime.release_memory())} of VRAM released.")
 
     def _begin(self, name: str, work: Callable[[], str]) -> Answer:
+        """Start work that must not run beside an image. name: for users; work: returns a sentence for them."""
         chore = Chore(name, lambda: self.exclusively(work))
         if chore.over(SECONDS_FOR_A_CHORE):
             return "", sentence(chore.outcome, wrong=chore.failed), None
@@ -183,14 +185,16 @@ class Panel:
     # --- what the page shows --------------------------------------------------------------------------------------
 
     def view(self, clicks: Any, model: str, waiting: Chore | None) -> tuple[Any, ...]:
-        """The value of every component that shows what is so; gradio draws what has changed. clicks: see read_clicks.
+        """The values of all components that show the current state; gradio redraws those that differ.
+
+        clicks: JSON, see read_clicks. model: the choice in the list of models.
         """
         clicked = read_clicks(clicks)
         do(clicked, self.queue)
         told: Any = UNCHANGED
         if clicked.sizes:
             told = self.prewarm(", ".join(clicked.sizes), waiting)[0]
-        # Somebody may have clicked on something since this look was begun: what the page waits for stays as it is.
+        # UNCHANGED and not None: a click since this request was sent may have given the page other work to wait for.
         below = UNCHANGED
         waits_now = UNCHANGED
         if waiting is not None and waiting.over():
@@ -212,13 +216,13 @@ class Panel:
         )
 
     def jobs_of_rows(self, jobs: Iterable[SizeJob]) -> dict[str, int]:
-        """The ids of the jobs that are to be cancelled beside their rows, by the keys of the rows."""
+        """The ids of pending pre-warm jobs by the keys of their rows, which have a button to cancel them."""
         return {f"{job.size.resolution} {self.warmup.model or ''}": job.id for job in jobs if job.pending}
 
     def sizes(self, asked: str) -> str:
-        """The sizes to choose from: the txt2img tab's and the most used, then the usual ones of the loaded model.
+        """Buttons for sizes to pre-warm: the txt2img tab's, the most used, and the usual ones of the loaded model.
 
-        asked: the txt2img tab's.
+        asked: the size in the txt2img tab, for example "512x512".
         """
         model = self.warmup.model
         usual = self.runtime.services.families.usual_sizes(model)
@@ -232,13 +236,13 @@ class Panel:
 
 
 def if_confirmed(question: str, value: str = "'yes'") -> str:
-    """JavaScript for a value where the user confirms, and an empty text where not."""
+    """JavaScript that asks the user a question. Returns the value if the user confirms, otherwise an empty text."""
     asked = f"{json.dumps(question)}.replace('{{}}', () => window.onediff.selectedNames())"
     return f"window.confirm({asked}) ? {value} : ''"
 
 
 def read_list(text: Any, kind: type) -> list[Any]:
-    """The values of this type in a list that a page has sent as JSON; none for anything else."""
+    """The values of one type in a list that a page has sent as JSON; [] for anything else."""
     try:
         values = json.loads(text)
     except (TypeError, ValueError):
@@ -247,7 +251,7 @@ def read_list(text: Any, kind: type) -> list[Any]:
 
 
 def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively) -> None:
-    """The page, inside the gradio context that is open."""
+    """Build the page inside the open gradio context."""
     panel = Panel(runtime, warmup, queue, exclusively)
     with gr.Column(elem_id="onediff_cache"):
         waiting = gr.State(None)
@@ -291,7 +295,8 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusive
         event(panel.view, **shown)
 
     def on(event: Callable[..., Any], handler: Callable[..., Answer], *own: Any, first: str = "") -> None:
-        """Have an event do something, and show what is so then. first: what the first value is, in JavaScript."""
+        """Run a handler at an event, then show the new state. own: components whose values the handler takes. first:
+        JavaScript that gives the first value instead."""
         values = [*own, waiting]
         script = f"(...values) => [{first}, ...values.slice(1, {len(values)})]"
         done = event(handler, inputs=values, outputs=[message, below, waiting], queue=False, **QUIET,

@@ -1,4 +1,4 @@
-"""The Cache page as markup: the totals, the pre-warm queue, the table of resolutions."""
+"""The Cache page as markup: the totals, the sizes to pre-warm, the table of resolutions."""
 from __future__ import annotations
 
 import html
@@ -29,7 +29,7 @@ SHAPE_COLUMNS = (
     "Batch", "Tokens", "Type", "Computed by", "State", "Step", WEBUI_STEP, "Speed", VRAM, "Calls", "Error",
 )
 NUMBERS = {"Batch", "Tokens", "Step", WEBUI_STEP, "Speed", VRAM, "Pre-warming", "Images", "Calls", "Error"}
-# What a row is sorted by; None comes last.
+# The value by which each column sorts; rows without one (None) come last.
 SORTED_BY: Mapping[str, Callable[[ResolutionRow], Any]] = {
     "Resolution": lambda row: [int(side) for side in row.resolution.split("x") if side.isdigit()],
     "State": lambda row: row.state, "Step": lambda row: row.step_ms, WEBUI_STEP: lambda row: row.host_ms,
@@ -37,15 +37,15 @@ SORTED_BY: Mapping[str, Callable[[ResolutionRow], Any]] = {
     "Pre-warming": lambda row: row.prewarm_s, "Images": lambda row: row.images or None,
     "Last used": lambda row: row.last_used or None,
 }
-# Why a size is among the first to choose from.
+# Why a size is among "Yours", for its tooltip.
 IN_TXT2IMG = "as in the txt2img tab"
 MOST_USED = "used with this model"
-# Of pre-warming that takes longer, the page warns.
+# The page warns of pre-warming that takes longer.
 MUCH_SECONDS = 60.0
-# By what a shape's state is called in the API: what users read, where it is another word, and what it means.
+# The API's names of states that have another name on the page, and the meaning of each state.
 STATE_NAMES = {"cold": "not checked yet", "proved": "checked"}
 STATES = {
-    "cold": "seen, but not compared with the WebUI's output yet",
+    "cold": "seen, but not yet compared with the WebUI's output",
     "proved": "agrees with the WebUI's output; runs without CUDA graphs",
     "ready": "the next call replays a graph",
     "failed": "the WebUI alone computes it",
@@ -55,19 +55,19 @@ STATES = {
 }
 MEANINGS = {
     "Computed by": "the backend and, where steps are cached, the kind of step: full or cached",
-    "pinned": "its graph stays when another model needs memory",
-    "Step": "mean over all steps of the last image that OneDiff has made at this size; of a shape, its own calls",
-    WEBUI_STEP: "the same by the WebUI alone, timed when the size is first used",
+    "pinned": "its graphs stay when another model needs memory",
+    "Step": "mean over all steps of the last image that OneDiff made at this size; for a shape, over its own calls",
+    WEBUI_STEP: "the same for the WebUI alone, timed when the size is first used",
     "Speed": f"compared with the WebUI, after {ENOUGH} calls of each",
-    VRAM: "what its graphs need; all graphs share one pool: below, what purging this row frees",
+    VRAM: "memory that its graphs need. All graphs share one pool, so purging the row may free less: see below it",
     "Pre-warming": "how long it took; below, how much longer the first image would have taken without it",
-    "Images": "made at this size since the WebUI was started, without interrupted ones",
+    "Images": "made at this size since the WebUI was started, not counting interrupted ones",
     "Error": "relative difference from the WebUI's output when it was checked",
 }
 TOTALS = {
     "Graph memory": "GPU memory of all graphs, and its limit",
     "Low-bit weights": "GPU memory of the 8-bit weights",
-    "Disk": "what is remembered and tuned, in the cache folder",
+    "Disk": "size of the cache folder: sizes used, and choices tuned for this machine",
     "Served by a graph": "share of the network's calls since the start that replayed a graph",
     "Queue": "sizes that are being pre-warmed, or wait for it; see Jobs",
     "Calls": "calls of the network since the start",
@@ -75,15 +75,18 @@ TOTALS = {
 
 
 def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
-    """What the filter offers. A decode of the VAE is no model's, and a row of the queue has no shapes yet."""
+    """The choices of the filter: "All models", then each model's name. Rows of the VAE alone count for none."""
     return [ALL_MODELS, *sorted({row.model for row in rows if row.model and not (row.shapes and row.is_decode)})]
 
 
 def selected(
     rows: Iterable[ResolutionRow], model: str | None, sort: tuple[str, bool] = ("", False),
 ) -> list[ResolutionRow]:
-    """The rows of a model, or of all. sort: a column, and whether the largest comes first; without one, the last used
-    comes first. What is in the queue for the first time has not been used, and is what the user looks for."""
+    """The rows of a model, or of all models, sorted.
+
+    sort: a column, and whether the largest comes first. Without a column, sizes that were never used come first (they
+    are in the pre-warm queue), then the most recently used ones.
+    """
     shown = [row for row in rows if model in (None, "", ALL_MODELS, row.model)]
     column, descending = sort
     value = SORTED_BY.get(column)
@@ -94,12 +97,12 @@ def selected(
 
 
 def has_gpu(totals: Totals) -> bool:
-    """Whether there are graphs, and GPU memory that they take."""
+    """Whether this machine has GPU memory for graphs."""
     return bool(totals.budget or totals.vram)
 
 
 def key_of(row: ResolutionRow) -> str:
-    """The key of a row in the page; a resolution has no space."""
+    """The key of a row in the page: its resolution, which has no space, and its model."""
     return f"{row.resolution} {row.model}"
 
 
@@ -107,8 +110,10 @@ def resolutions_html(
     rows: list[ResolutionRow], has_gpu: bool = True, sort: tuple[str, bool] = ("", False),
     jobs: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
-    """The first of the rows, each with its shapes below it in an element that opens. sort: see selected. jobs: the ids
-    of those to cancel, by the keys of rows."""
+    """The table with at most MOST_ROWS rows; below each, its shapes are folded.
+
+    sort: see selected. jobs: ids of pending jobs by the keys of their rows.
+    """
     if not rows:
         return '<p class="onediff-reason">Nothing yet. Generate an image, or pre-warm a size: click one above.</p>'
     hidden = len(rows) - MOST_ROWS
@@ -125,12 +130,12 @@ def resolutions_html(
 
 
 def columns_shown(columns: Sequence[str], has_gpu: bool) -> list[str]:
-    """The columns without those that a machine without a GPU has nothing for."""
+    """The columns, without VRAM on a machine that has none."""
     return [column for column in columns if has_gpu or column != VRAM]
 
 
 def sorting_head(column: str, sort: tuple[str, bool]) -> str:
-    """A heading that sorts the table, by javascript/onediff.js."""
+    """A heading that sorts the table when it is clicked (javascript/onediff.js)."""
     is_sorted = sort[0] == column
     order = ("descending" if sort[1] else "ascending") if is_sorted else "none"
     mark = {"descending": " ▼", "ascending": " ▲"}.get(order, "")
@@ -141,17 +146,21 @@ def sorting_head(column: str, sort: tuple[str, bool]) -> str:
 
 
 def number_class(column: str) -> str:
+    """The attribute that aligns a column of numbers to the right; "" for other columns."""
     return ' class="onediff-number"' if column in NUMBERS else ""
 
 
 def row_html(cells: Mapping[str, str], columns: Iterable[str]) -> str:
-    """The cells of these columns. cells: markup by column."""
+    """The cells of a row in the order of the columns. cells: markup by column."""
     return "".join(f"<td{number_class(column)}>{cells[column]}</td>" for column in columns if column in cells)
 
 
 def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates: Mapping[Size, float]) -> str:
-    """A row of buttons for the user's own sizes, and for those of each kind of model. yours: why each is there.
-    estimates: how many seconds each takes, where that is known."""
+    """Rows of buttons: the user's own sizes, then those usual for each kind of model.
+
+    yours: why each of the user's sizes is offered, by size. estimates: the seconds that pre-warming takes, for sizes
+    where that is known.
+    """
     much = {str(size): took for size, took in estimates.items() if took >= MUCH_SECONDS}
     rows = [("yours", "Yours", yours)]
     for name, (model, *_), sizes in usual:
@@ -164,7 +173,7 @@ def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates:
 
 
 def size_html(kind: str, size: str, why: str, much: float) -> str:
-    """A button that pre-warms a size, by javascript/onediff.js."""
+    """A button that pre-warms a size (javascript/onediff.js). much: its seconds if they are many, otherwise 0."""
     slow = f"about {minutes(much)} or more on this machine" if much else ""
     title = ", ".join(filter(None, (why, slow)))
     mark = f" <small>{minutes(much)}</small>" if much else ""
@@ -175,14 +184,14 @@ def size_html(kind: str, size: str, why: str, much: float) -> str:
 
 
 def legend_html() -> str:
-    """The meanings of the table's words."""
+    """The meanings of the table's words, folded."""
     meanings = {STATE_NAMES.get(state, state): meaning for state, meaning in STATES.items()} | MEANINGS
     words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in meanings.items())
     return f'<details class="onediff-legend"><summary>Legend</summary><dl>{words}</dl></details>'
 
 
 def resolution_html(row: ResolutionRow, columns: Sequence[str], job: int = 0) -> str:
-    """A row. job: the id of the one that makes it ready, to cancel it here; 0 for none."""
+    """A row with its shapes. job: the id of the job that makes it ready, for a button that cancels it; 0 for none."""
     name = html.escape(f"{row.resolution} of {row.model}")
     cancel = f" {small_button('job', job, 'Cancel', f'Cancel: {name}')}" if job else ""
     cells = {
@@ -191,7 +200,7 @@ def resolution_html(row: ResolutionRow, columns: Sequence[str], job: int = 0) ->
         "Last used": ago(row.last_used) if row.last_used else NOTHING,
     }
     key = html.escape(key_of(row))
-    # Why the row is not better, and its shapes.
+    # Below the row: why it is not faster, and its shapes.
     below = f'<p class="onediff-reason">{html.escape(row.reason)}</p>' if row.reason else ""
     if row.shapes:
         of_shapes = columns_shown(SHAPE_COLUMNS, VRAM in columns)
@@ -215,12 +224,12 @@ def resolution_html(row: ResolutionRow, columns: Sequence[str], job: int = 0) ->
 
 
 def choice_html(attributes: str) -> str:
-    """A checkbox in a label around it, which is large enough to hit."""
+    """A checkbox inside a label, which makes the clickable area larger."""
     return f'<label class="onediff-choice"><input type="checkbox" {attributes}></label>'
 
 
 def prewarm_html(row: ResolutionRow) -> str:
-    """The time of the last pre-warming, and the time that it saved."""
+    """The time of the last pre-warming, and below it the time that this saved."""
     if row.prewarm_s is None:
         return NOTHING
     saved = "" if row.saved_s is None else f"<small>saved {seconds(row.saved_s)}</small>"
@@ -228,6 +237,7 @@ def prewarm_html(row: ResolutionRow) -> str:
 
 
 def shape_html(shape: ShapeRow, columns: Sequence[str]) -> str:
+    """A row of a shape, and below it the reason for its state, if it has one."""
     error = NOTHING if shape.relative_error is None else f"{shape.relative_error:.1e}"
     cells = {
         "Batch": f"{shape.batch}{shape.label and ' ' + shape.label}", "Tokens": str(shape.tokens or "VAE"),
@@ -243,7 +253,7 @@ def shape_html(shape: ShapeRow, columns: Sequence[str]) -> str:
 
 
 def state_html(state: str) -> str:
-    """state: one of STATES, or "warming 33 %"."""
+    """A state in its colour, with its meaning as a tooltip. state: one of STATES, or "warming 33 %"."""
     kind = state if state in STATES else state.split(" ")[0]
     meaning = html.escape(STATES.get(kind, ""))
     name = html.escape(kind.replace(" ", "-"))
@@ -252,8 +262,8 @@ def state_html(state: str) -> str:
 
 
 def times_html(row: Any) -> dict[str, str]:
-    """The cells from Step to VRAM, of a resolution or a shape. There is no speed before both sides were timed often
-    enough."""
+    """The cells from Step to VRAM of a ResolutionRow or ShapeRow. The speed is missing until both sides have been timed
+    often enough."""
     frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
     return {
         "Step": milliseconds(row.step_ms), WEBUI_STEP: milliseconds(row.host_ms), "Speed": times(row.ratio),
@@ -262,7 +272,10 @@ def times_html(row: Any) -> dict[str, str]:
 
 
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], folder: Path | None) -> str:
-    """The memory and disk space in use, and the pre-warm queue. folder: the cache folder."""
+    """Memory and disk space in use, the number of queued sizes, and counts of resolutions and calls.
+
+    jobs: those that pre-warm. folder: the cache folder.
+    """
     states = Counter(row.state for row in rows)
     kinds = ", ".join(
         f"{states[state]} {STATE_NAMES.get(state, state)}"
@@ -294,7 +307,7 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
 
 
 def error_html(measured: LowBitErrors) -> str:
-    """What Low-bit does to a whole step of a checkpoint; GET status has its classes of layers."""
+    """The measured error of Low-bit over a whole step of a checkpoint. GET status has it for each class of layers."""
     budget = f"{measured.budget:.1e}"
     error = f"no layer within {budget}" if measured.error is None else f"error {measured.error:.1e} of {budget}"
     return f'<p class="onediff-reason">Low-bit on this {html.escape(measured.model)} checkpoint: {error}</p>'
