@@ -362,7 +362,8 @@ def unshare_backups(patcher: Any) -> None:
 
 
 def yardstick_of(kind: HostNetwork) -> Yardstick:
-    """The HostTraits.yardstick of these networks: without attention in few bits, and with weights decoded first."""
+    """The HostTraits.yardstick of these networks: the host's forward with exact attention, and with weights decoded
+    before they are multiplied."""
     return lambda host, network, decoded: decoding_first(kind.attention.exactly(host), network, decoded)
 
 

@@ -49,7 +49,8 @@ class HostAttention(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The name of the chosen function without PREFIX: "pytorch", "sage", "comfy_kitchen_int8"."""
+        """The name of the chosen function without PREFIX, such as "pytorch", "sage" or "comfy_kitchen_int8"; "unknown"
+        if it has no name."""
         return str(getattr(self.chosen(), "__name__", "unknown")).removeprefix(PREFIX)
 
     def unused(self) -> str | None:

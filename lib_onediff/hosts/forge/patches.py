@@ -263,8 +263,8 @@ def takes_options(forward: Any) -> bool:
 
 
 def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:
-    """The names of options whose functions our forward calls as the host's does, all of them. names_read: the names
-    that the host's UNet may read."""
+    """The names of options that contain only functions which our forward calls, at the same points as the host's
+    forward. names_read: the names that the host's UNet may read; others are left out."""
     known = {PATCHES: LISTS, REPLACED: ATTENTIONS}
     found = {
         name for name, parts in known.items()
