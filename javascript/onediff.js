@@ -135,13 +135,18 @@ window.onediff = (() => {
         return Object.fromEntries(found.filter(([, field]) => field).map(([name, field]) => [name, field.value]));
     }
 
-    // What its accordion holds: as it is shown, or, where gradio has not made it yet, as its title has it.
+    // The settings of the txt2img tab's accordion: the values of its own fields, because the title follows only when the
+    // server has answered; the title's where gradio has not made the fields yet.
     function accordion() {
         const box = document.querySelector("#onediff_txt2img_enabled input");
         const title = document.querySelector("#onediff_txt2img_set_here [data-onediff-set-here]");
         const [preset, text] = title ? JSON.parse(title.dataset.onediffSetHere) : [];
+        const list = document.querySelector("#onediff_txt2img_preset input");
         const field = document.querySelector("#onediff_txt2img_changes :is(textarea, input)");
-        const held = {enabled: box ? box.checked : undefined, preset, changes: field ? field.value : text};
+        const held = {
+            enabled: box ? box.checked : undefined, preset: list && list.value ? list.value : preset,
+            changes: field ? field.value : text,
+        };
         return Object.fromEntries(Object.entries(held).filter(([, value]) => value !== undefined && value !== null));
     }
 
@@ -149,10 +154,9 @@ window.onediff = (() => {
         const place = document.querySelector("[data-onediff-asked]");
         if (!isSeen(place)) return;
         const {width, height, steps, sampling, seed, prompt} = txt2img(), {enabled, preset, changes} = accordion();
-        const title = document.querySelector("#onediff_txt2img_set_here .onediff-set-here");
-        const here = enabled === false ? "off" : title ? [preset, changes].filter((part) => part).join("; ") : "";
+        const current = enabled === false ? "off for this run" : [preset, changes].filter((part) => part).join("; ");
         const asked = `${width}x${height}, ${steps} steps of ${sampling}, seed ${seed}, ${prompt ? `“${prompt}”` : "no prompt"}`;
-        const text = `Now: ${asked}${here ? `; OneDiff there: ${here}` : ""}.`;
+        const text = `Now: ${asked}.${current ? ` Current settings: ${current}.` : ""}`;
         if (place.textContent !== text) place.textContent = text;
     }
 

@@ -51,6 +51,7 @@ FIRST: Request = {
     "cfg_scale": 7.0, "sampler_name": "Euler a", "scheduler": "Automatic",
 }
 SECONDS = 20
+NOTHING_TO_SAY = ("", "", "")
 
 
 def fields(**values: Any) -> str:
@@ -211,7 +212,7 @@ def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch
     logging.getLogger("onediff").propagate = False
     monkeypatch.setitem(sys.modules, "skimage", None)
     panel = a_panel(Painter())
-    assert panel.begin(OFF, "", CURRENT, "", 2, fields()) == ""
+    assert panel.begin(OFF, "", CURRENT, "", 2, fields()) == NOTHING_TO_SAY
     over(panel.queue)
     assert "pip install scikit-image" in panel.look("{}", "")[0]
 
@@ -226,9 +227,9 @@ def test_one_runs_the_next_waits_and_each_is_cancelled_by_itself() -> None:
 
     panel = a_panel(Painter(), exclusively=in_turn)
     with turn:
-        assert panel.begin(OFF, "", CURRENT, "", 1, fields()) == ""
-        assert "is not queued again" in panel.begin(OFF, "", CURRENT, "", 1, fields())
-        assert panel.begin(OFF, "", "Fast", "", 1, fields()) == ""
+        assert panel.begin(OFF, "", CURRENT, "", 1, fields()) == NOTHING_TO_SAY
+        assert "is not queued again" in panel.begin(OFF, "", CURRENT, "", 1, fields())[2]
+        assert panel.begin(OFF, "", "Fast", "", 1, fields()) == NOTHING_TO_SAY
         until(lambda: panel.queue.jobs()[0].state == "running", "the first to run", SECONDS, 0.01)
         first, second = panel.queue.jobs()
         assert second.what == "waits for the comparison Off and Current settings"
@@ -275,18 +276,32 @@ def test_the_first_image_is_seen_before_the_second_is_made() -> None:
 ])
 def test_what_a_side_cannot_be_is_said_of_that_side(choice: str, changes: str, says: str) -> None:
     panel = a_panel(Painter())
-    assert says.replace("'", "&#x27;") in panel.begin(choice, changes, CURRENT, "", 1, fields())
-    assert panel.queue.jobs() == []
+    left, right, both = panel.begin(choice, changes, CURRENT, "turbo 3", 1, fields())
+    assert says in html.unescape(left) and "Right: OneDiff has no option 'turbo'" in html.unescape(right)
+    assert both == "" and panel.queue.jobs() == []
+
+
+@pytest.mark.parametrize(("left", "right", "held", "says"), [
+    (OFF, CURRENT, {"enabled": False}, "Both sides are made without OneDiff."),
+    ("Fast", CURRENT, {"preset": "Fast"}, "Both sides have the same settings."),
+])
+def test_two_sides_of_the_same_settings_are_compared_and_said_to_be(
+    left: str, right: str, held: dict[str, Any], says: str
+) -> None:
+    panel = a_panel(Painter())
+    assert says in panel.begin(left, "", right, "", 1, fields(**held))[2]
+    assert over(panel.queue).pairs
 
 
 def test_current_settings_are_those_of_the_accordion() -> None:
     def current(**held: Any) -> Settings:
         given = arguments_of_run(fields(**held))
-        return side_of("Right", CURRENT, "", lambda: settings_of_run(given, Settings()), Settings()).settings
+        return side_of(CURRENT, "", lambda: settings_of_run(given, Settings()), Settings()).settings
 
     assert current() == Settings()
     assert current(preset="Balanced", changes="backend eager") == replace(
         Settings(), **PRESETS["Balanced"].values, backend="eager",
     )
     assert not current(enabled=False).enabled
-    assert "no preset" in a_panel(Painter()).begin(OFF, "", CURRENT, "", 1, fields(preset="Turbo"))
+    message = a_panel(Painter()).begin(OFF, "", CURRENT, "", 1, fields(preset="Turbo"))[1]
+    assert "Right: in the OneDiff accordion of the txt2img tab: OneDiff has no preset" in message

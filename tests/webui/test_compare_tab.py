@@ -12,7 +12,7 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.keys import Keys
 from webui_client import WebUI
 from webui_compare_tab import CURRENT, OFF, Compare
-from webui_page import open_advanced
+from webui_page import choose, open_advanced, reset_accordion
 
 
 @pytest.fixture
@@ -97,17 +97,18 @@ def test_the_viewer_shows_both_images_in_one_place(compare: Compare) -> None:
 
 def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
     compare.choose("compare_left", CURRENT)
-    for wrong, part in (
-        ({"width": 65}, "multiple of 8"), ({"images": 9}, "The number of images is from 1 to 8, not 9."),
-        ({"right_changes": "backend <b>warp</b>"}, "backend does not take '<b>warp</b>'"),
+    for wrong, place, part in (
+        ({"width": 65}, "compare_told", "multiple of 8"),
+        ({"images": 9}, "compare_told", "The number of images is from 1 to 8, not 9."),
+        ({"right_changes": "backend <b>warp</b>"}, "compare_right_told", "backend does not take '<b>warp</b>'"),
     ):
         before = webui.calls()
         images = compare.images()
         compare.start(**wrong)
-        compare.told(part, "compare_told")
+        compare.told(part, place)
         assert webui.calls() == before and compare.images() == images
         compare.page.find("#onediff_compare_left_changes :is(textarea, input)").send_keys("!")
-        compare.page.wait(lambda: not compare.text("compare_told"), "the end of what was said of other values", 10)
+        compare.page.wait(lambda at=place: not compare.text(at), "the end of what was said of other values", 10)
 
 
 def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: WebUI) -> None:
@@ -148,9 +149,10 @@ def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: We
 def test_what_cannot_be_compared_is_said_and_current_settings_are_the_accordions(compare: Compare) -> None:
     page = compare.page
     compare.start(left_changes="low_bit fp8")
-    compare.told("Left: 'low_bit fp8' has no effect where OneDiff is off", "compare_told")
+    compare.told("Left: 'low_bit fp8' has no effect where OneDiff is off", "compare_left_told")
     compare.start(right_changes="nonsense 5")
-    compare.told("Right: OneDiff has no option 'nonsense' for a run.", "compare_told")
+    compare.told("Right: OneDiff has no option 'nonsense' for a run.", "compare_right_told")
+    assert not compare.text("compare_left_told") and not compare.text("compare_told")
     page.choose_tab("txt2img")
     open_advanced(page, "txt2img")
     field = "#onediff_txt2img_changes :is(textarea, input)"
@@ -160,7 +162,21 @@ def test_what_cannot_be_compared_is_said_and_current_settings_are_the_accordions
     told = compare.made(seed=9)
     assert "on; vae_precision fp32; backend eager" in told
     page.choose_tab("txt2img")
-    page.type(field, "")
+    choose(page, "onediff_txt2img_preset", "Draft")
+    page.type(field, "backend eager")
+    compare.show()
+    page.wait(lambda: "Current settings: Draft; backend eager." in page.text("onediff_compare"), "what is current", 20)
+    assert "on; speed Draft; backend eager" in compare.made(seed=10)
+    page.choose_tab("txt2img")
+    reset_accordion(page, "txt2img")
+    page.find("#onediff_txt2img_enabled input").click()
+    compare.show()
+    page.wait(lambda: "Current settings: off for this run." in page.text("onediff_compare"), "that it is off", 20)
+    compare.start(seed=11)
+    compare.told("Both sides are made without OneDiff.", "compare_told")
+    compare.wait_for_end()
+    page.choose_tab("txt2img")
+    reset_accordion(page, "txt2img")
 
 
 def test_consistency_report(compare: Compare) -> None:

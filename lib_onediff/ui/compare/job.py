@@ -1,6 +1,6 @@
-"""A comparison: images made with two settings in turn, by the WebUI's own txt2img.
+"""Makes the images of a comparison: with two settings in turn, by the WebUI's own txt2img.
 
-Only our script takes part, with arguments of its own: what other extensions are set to in the txt2img tab is left out.
+No script but ours runs, so other extensions take no part, whatever they are set to in the txt2img tab.
 """
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ CURRENT = "Current settings"
 OFF = "Off: the WebUI's own"
 CHOICES = [CURRENT, OFF, *PRESETS]
 SIDE_NAMES = ("left", "right")
-# The accordion's switch, speed and extra options, as javascript/onediff.js names them.
+# The names that javascript/onediff.js gives to the accordion's switch, speed and extra options.
 ACCORDION = ("enabled", "preset", "changes")
-# Each side first makes the whole image, so that times do not count what happens once: and again, so many times at
-# most, while its record tells of something that was checked, captured or compiled for the first time.
+# Before any image is timed, each side makes the first one to warm up, and repeats it, up to this many times, while the
+# image's record still counts checks, captures or compilations that happen once.
 MOST_WARM_UPS = 4
 MOST_IMAGES = 8
 LARGEST_SEED = 2**32 - 1
-# What the WebUI calls its work while it makes an image of ours.
+# The WebUI's name for its work while it makes an image of a comparison.
 JOB = "OneDiff comparison"
-# An image to make: the arguments of the WebUI's StableDiffusionProcessingTxt2Img.
+# Arguments of the WebUI's StableDiffusionProcessingTxt2Img, for one image.
 Request = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Side:
-    """Settings, and what they are called."""
+    """One of the two settings that are compared, and its name for people."""
 
     name: str
     settings: Settings
@@ -50,8 +50,7 @@ class Side:
 
 @dataclass(frozen=True)
 class GeneratedImage:
-    """An image (a PIL image) and how it came about. seconds: all of the WebUI's txt2img. status: runtime.status()
-    right after it."""
+    """A PIL image, the seconds that the whole txt2img took, and runtime.status() right after it."""
 
     image: Any
     seconds: float
@@ -60,51 +59,50 @@ class GeneratedImage:
 
 @dataclass(frozen=True)
 class Pair:
-    """The left and the right image of a seed, and how they differ."""
+    """The left and the right image of one seed, and how they differ."""
 
     seed: int
     images: tuple[GeneratedImage, GeneratedImage]
     comparison: ImageComparison
 
 
-def side_of(place: str, choice: Any, changes: Any, current: Callable[[], Settings], standing: Settings) -> Side:
-    """The settings for a side.
+def side_of(choice: Any, changes: Any, current: Callable[[], Settings], tab_settings: Settings) -> Side:
+    """A side by what the user has chosen for it.
 
-    place: "Left" or "Right". choice: one of CHOICES. changes: such as "backend eager; low_bit int8", also as an image's
-    infotext has it. current: what the next image of the txt2img tab would have; raises ValueError. standing: the
-    settings tab's. Raises ValueError with a sentence.
+    choice: one of CHOICES. changes: extra options, such as "backend eager; low_bit int8", or an image's infotext.
+    current: returns the settings of the txt2img tab's next image, or raises ValueError. tab_settings: those of the
+    settings tab. Raises ValueError with a sentence for the user.
     """
     written = str(changes or "").strip()
-    try:
-        changed = read_changes(written)
-        if choice == OFF:
-            if written:
-                raise ValueError(f"{written!r} has no effect where OneDiff is off: delete it, or choose another speed.")
-            return Side(OFF, replace(standing, enabled=False))
-        settings = current() if choice == CURRENT else with_preset(standing, str(choice))
-        return Side(f"{choice} + {written}" if changed else str(choice), settings.for_run(changed))
-    except ValueError as problem:
-        raise ValueError(f"{place}: {problem}") from None
+    changed = read_changes(written)
+    if choice == OFF:
+        if written:
+            raise ValueError(f"{written!r} has no effect where OneDiff is off: delete it, or choose another speed.")
+        return Side(OFF, replace(tab_settings, enabled=False))
+    settings = current() if choice == CURRENT else with_preset(tab_settings, str(choice))
+    return Side(f"{choice} + {written}" if changed else str(choice), settings.for_run(changed))
 
 
-def fields_of(asked: Any) -> dict[str, Any]:
-    """What the txt2img tab holds, by the ends of its fields' ids, from JSON. Raises ValueError with a sentence."""
+def fields_of(txt2img: Any) -> dict[str, Any]:
+    """The fields of the txt2img tab, by the ends of their ids. txt2img: JSON of window.onediff.compare(). Raises
+    ValueError with a sentence for the user."""
     try:
-        return dict(json.loads(asked))
+        return dict(json.loads(txt2img))
     except (TypeError, ValueError):
         raise ValueError("The txt2img tab cannot be read.") from None
 
 
-def arguments_of_run(asked: Any) -> tuple[Any, ...]:
-    """The script arguments that the accordion of the txt2img tab holds; what it does not show is as at first. Raises
-    ValueError with a sentence."""
-    fields = fields_of(asked)
-    return tuple(fields.get(name, usual) for name, usual in zip(ACCORDION, AS_AT_FIRST, strict=True))
+def arguments_of_run(txt2img: Any) -> tuple[Any, ...]:
+    """The script arguments that the txt2img tab's accordion would give to the next image; defaults for controls that
+    the page does not have. txt2img, errors: see fields_of."""
+    fields = fields_of(txt2img)
+    return tuple(fields.get(name, default) for name, default in zip(ACCORDION, AS_AT_FIRST, strict=True))
 
 
-def request_of(asked: Any) -> Request:
-    """The image that the txt2img tab asks for. asked: see fields_of. Raises ValueError with a sentence for the user."""
-    fields = fields_of(asked)
+def request_of(txt2img: Any) -> Request:
+    """The arguments of the txt2img tab's next image; a random seed is drawn here. txt2img: see fields_of. Raises
+    ValueError with a sentence for the user."""
+    fields = fields_of(txt2img)
     seed = whole_number(fields.get("seed", -1), "The seed", -1, LARGEST_SEED - MOST_IMAGES)
     size = Size(whole_number(fields.get("width"), "The width"), whole_number(fields.get("height"), "The height"))
     return {
@@ -118,15 +116,15 @@ def request_of(asked: Any) -> Request:
 
 
 class TextToImage:
-    """Makes one image after the other. Call make through the adapter's exclusively()."""
+    """Makes images by the WebUI's txt2img, one by one. make() must run inside the adapter's exclusively()."""
 
     def __init__(self, make_script: Callable[[], Any], status: Callable[[], dict[str, Any]]) -> None:
-        """make_script: our script's class, as the WebUI calls it. status: runtime.status."""
+        """make_script: the class of our script. status: runtime.status."""
         self._make_script = make_script
         self._status = status
 
     def make(self, request: Request, settings: Settings) -> GeneratedImage | None:
-        """Make an image with these settings; none where the user stops it. Raises whatever the WebUI raises."""
+        """Make an image with these settings; None if the user interrupts it. Raises what the WebUI raises."""
         from modules import processing, scripts, shared
 
         script = self._make_script()
@@ -144,7 +142,7 @@ class TextToImage:
             **request, batch_size=1, n_iter=1, do_not_save_samples=True, override_settings={},
         )
         p.do_not_save_grid = True
-        # Our script alone is there, and none of those that fill in what a tab's components say.
+        # The runner has our script alone: without this, the WebUI would call scripts that read the tab's components.
         p.is_api = True
         p.scripts = runner
         p.script_args = ({name: getattr(settings, name) for name in options_of_a_run()},)
@@ -162,12 +160,12 @@ class TextToImage:
 
     @staticmethod
     def share_of_image() -> float:
-        """How far the image is that is being made, from 0 to 1."""
+        """The share of the current image's steps that are done, from 0 to 1."""
         step, steps = step_of_host()
         return step / max(1, steps)
 
     def interrupt(self) -> None:
-        """Stop the image that is being made, if it is one of ours."""
+        """Interrupt the current image if it is one of a comparison."""
         from modules import shared
 
         if shared.state.job == JOB:
@@ -176,11 +174,11 @@ class TextToImage:
 
 @dataclass(eq=False)
 class Comparison(Job):
-    """The job of a comparison. Its images wait their turn in the WebUI's queue, one by one.
+    """The job of a comparison. Each of its images waits its turn in the WebUI's queue.
 
-    first: the image of the first seed; the others have the seeds that follow. images: how many of each side. pairs:
-    what there is already. early: the first image of each side, by its number, made to warm up: to be seen at once.
-    made, wanted: how many images, those to warm up included.
+    first: the request with the first seed; the others have the seeds that follow. images: the number of seeds. pairs:
+    the seeds that are finished. early: the first image that each side (0: left, 1: right) made to warm up, which the
+    page shows until there is a pair. made, wanted: numbers of images, those to warm up included.
     """
 
     sides: tuple[Side, ...] = ()
@@ -193,21 +191,24 @@ class Comparison(Job):
 
 
 class Comparisons:
-    """Adds comparisons to the list of jobs, and does their work."""
+    """Queues comparisons and makes their images."""
 
     def __init__(self, maker: TextToImage, exclusively: Exclusively, queue: JobQueue) -> None:
         self._maker = maker
         self._exclusively = exclusively
         self._queue = queue
 
-    def add(self, sides: Sequence[Side], first: Request, images: int, asked: Any) -> Comparison:
-        """Queue a comparison ahead of sizes that wait, and return its job; that of one which runs or waits already
-        where the same is asked. asked: what the txt2img tab holds."""
+    def add(self, sides: Sequence[Side], first: Request, images: int, txt2img: Any) -> Comparison:
+        """Queue a comparison ahead of sizes that wait for pre-warming, and return a copy of its job.
+
+        If a pending comparison has the same sides, number of images and txt2img fields, nothing is queued, and that one
+        is returned. txt2img: see fields_of.
+        """
         left, right = (side.name.replace(OFF, "Off") for side in sides)
         more = f", {images} images each" if images > 1 else ""
         job = Comparison(
             COMPARISON, f"{left} and {right}{more}", "page", sides=tuple(sides), first=first, images=images,
-            wanted=2 + 2 * images, key=(COMPARISON, tuple(sides), images, str(asked)),
+            wanted=2 + 2 * images, key=(COMPARISON, tuple(sides), images, str(txt2img)),
         )
         job.total = job.wanted * first["steps"]
         job.work = partial(self._make_all, job)
@@ -215,15 +216,16 @@ class Comparisons:
         return added
 
     def comparisons(self) -> list[Comparison]:
-        """Copies of the comparisons in the list, in its order."""
+        """Copies of the comparisons in the list of jobs, in its order."""
         return [job for job in self._queue.jobs() if isinstance(job, Comparison)]
 
     def _make_all(self, job: Comparison) -> str:
+        """The work of a job: fills its pairs. Returns no remark."""
         for side in range(2):
             self._warm_up(job, side)
         for number in range(job.images):
             image = {**job.first, "seed": job.first["seed"] + number}
-            # They take turns: what the first of two loads or encodes is ready for the other.
+            # The sides alternate in who begins, because the second finds models loaded and prompts encoded.
             order = (0, 1) if number % 2 == 0 else (1, 0)
             made = {}
             for side in order:
@@ -233,7 +235,7 @@ class Comparisons:
         return ""
 
     def _warm_up(self, job: Comparison, side: int) -> None:
-        """Make a side's image until nothing of it happens for the first time."""
+        """Repeat a side's first image until its record counts nothing that happens once."""
         for number in range(MOST_WARM_UPS):
             if number:
                 job.wanted += 1
@@ -245,7 +247,8 @@ class Comparisons:
                 return
 
     def _make(self, job: Comparison, image: Request, side: int) -> GeneratedImage:
-        """A side's image. Raises Stopped once the comparison is cancelled, or the image is interrupted."""
+        """Make an image with a side's settings, and count it as progress. Raises Stopped if the comparison was
+        cancelled or the image interrupted."""
         settings = job.sides[side].settings
         before = job.seconds
 

@@ -1,4 +1,4 @@
-"""The result of a comparison, as markup and as images for the page."""
+"""The numbers of a comparison as markup: a verdict, a table of the two sides, and one of the seeds."""
 from __future__ import annotations
 
 import html
@@ -24,7 +24,7 @@ MEANINGS = {
 
 
 def request_html(title: str, first: Request) -> str:
-    """What a comparison is of."""
+    """A sentence with the title, the size, the sampler, the first seed and the prompt of a comparison."""
     prompt = f"“{first['prompt']}”" if first["prompt"] else "no prompt"
     asked = (
         f"{title}: {first['width']}x{first['height']}, {first['steps']} steps of {first['sampler_name']}, "
@@ -34,7 +34,7 @@ def request_html(title: str, first: Request) -> str:
 
 
 def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
-    """The verdict over all seeds, a table of the sides, and one of the seeds."""
+    """The verdict over all seeds, the table of the sides, and the table of the seeds. pairs: at least one."""
     facts = [facts_of(side, pairs, number) for number, side in enumerate(sides)]
     rows = []
     for name in facts[0]:
@@ -50,27 +50,27 @@ def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
 
 
 def verdict(pairs: Sequence[Pair]) -> str:
-    """One sentence on the images of all seeds."""
+    """How much the images differ, in one or two sentences, by the seed with the lowest PSNR."""
     worst = min(pairs, key=lambda pair: pair.comparison.psnr)
     words = worst.comparison.sentence()
     return words if len(pairs) == 1 or worst.comparison.largest == 0 else f"Seed {worst.seed} differs most. {words}"
 
 
 def speed_of_right(pairs: Sequence[Pair]) -> str:
-    """How the right side's times compare with the left's, by the ratios of the two images of a seed; "" where they are
-    too few."""
+    """How much faster the right side is, for example "1.6x faster": by the median over the seeds of the left image's
+    seconds / the right one's. "" for fewer than ENOUGH seeds."""
     ratios = []
     for pair in pairs:
         left, right = pair.images
         ratios.append(left.seconds / max(right.seconds, 1e-9))
     if len(ratios) < ENOUGH:
         return ""
-    # Where they do not agree on which is faster, neither is.
+    # If the seeds disagree on which side is faster, neither counts as faster.
     return times(1.0 if min(ratios) <= 1 <= max(ratios) else statistics.median(ratios))
 
 
 def facts_of(side: Side, pairs: Sequence[Pair], number: int) -> dict[str, str]:
-    """A side's settings, how long an image takes, and how the last was made."""
+    """A column of the table of the sides, by the names of its rows. number: 0 for the left side, 1 for the right."""
     status = pairs[-1].images[number].status
     on = side.settings.enabled
     mean = f"{seconds(statistics.fmean(pair.images[number].seconds for pair in pairs))} an image"
@@ -83,7 +83,7 @@ def facts_of(side: Side, pairs: Sequence[Pair], number: int) -> dict[str, str]:
 
 
 def cells_of(pair: Pair) -> Sequence[str]:
-    """The differences between the images of a seed, in the order of COLUMNS."""
+    """A row of the table of the seeds, in the order of COLUMNS."""
     found = pair.comparison
     times = [seconds(image.seconds) for image in pair.images]
     return (

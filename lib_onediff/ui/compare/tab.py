@@ -1,8 +1,8 @@
-"""The page that compares two settings by images of what the txt2img tab asks for."""
+"""The Compare page: makes the txt2img tab's image with two settings, and shows how the two differ."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import gradio as gr
@@ -32,8 +32,10 @@ from .job import (
     CURRENT,
     MOST_IMAGES,
     OFF,
+    SIDE_NAMES,
     Comparison,
     Comparisons,
+    Side,
     arguments_of_run,
     request_of,
     side_of,
@@ -45,51 +47,78 @@ ELEM_ID = "onediff_compare"
 EXPLAINED = "Generates the txt2img image (prompt, size, sampler, seed) twice, once with each setting."
 ONE_BY_ONE = "One comparison runs at a time; others wait in the list of jobs."
 SAME = "The same comparison runs or waits already, and is not queued again."
-# gradio 4 shows images as lossy webp otherwise; gradio 3 knows PNG alone.
+ALIKE = "Both sides have the same settings."
+BOTH_OFF = "Both sides are made without OneDiff."
+OFF_IN_TAB = "OneDiff is switched off in the settings. Switch it on there to compare."
+IN_ACCORDION = "in the OneDiff accordion of the txt2img tab: "
+# Since gradio 4 a gallery's default is lossy WebP; gradio 3 has PNG alone, and no such argument.
 LOSSLESS: dict[str, Any] = {"format": "png"} if "format" in inspect.signature(gr.Gallery.__init__).parameters else {}
-# Puts what the txt2img tab holds in place of the last input.
+# JavaScript that fills in the last input: the fields of the txt2img tab, and the user's clicks.
 READ_TXT2IMG = "(...values) => [...values.slice(0, 5), window.onediff.compare()]"
 READ_CLICKS = "(...values) => [window.onediff.clicks(), ...values.slice(1, 2)]"
 
 
 class ComparePanel:
-    """The handlers of the page. What a page shows is in the list of jobs: a page that is opened later, or anew, shows
-    it too."""
+    """The handlers of the page. Results are kept in the list of jobs, so every page shows them, also after a reload."""
 
     def __init__(
-        self, comparisons: Comparisons, queue: JobQueue, standing: Callable[[], Settings],
+        self, comparisons: Comparisons, queue: JobQueue, tab_settings: Callable[[], Settings],
         settings_of_run: Callable[..., Settings],
     ) -> None:
-        """standing: the settings tab's settings. settings_of_run: those of a run with script arguments."""
+        """tab_settings: returns the settings tab's settings. settings_of_run: returns those of an image by its script
+        arguments; raises ValueError with a sentence for the user."""
         self.comparisons = comparisons
         self.queue = queue
-        self.standing = standing
+        self.tab_settings = tab_settings
         self.settings_of_run = settings_of_run
 
-    def begin(self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, asked: Any) -> str:
-        """Queue a comparison, and return what is to be known of it. asked: see request_of."""
-        standing = self.standing()
+    def begin(
+        self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, txt2img: Any
+    ) -> tuple[str, str, str]:
+        """Queue a comparison. Returns three messages as markup: below the left side, below the right side, and above
+        the button; a side that is wrong queues nothing. txt2img: see fields_of."""
+        settings = self.tab_settings()
+        if not settings.enabled:
+            return "", "", sentence(OFF_IN_TAB, wrong=True)
 
         def current() -> Settings:
-            return self.settings_of_run(*arguments_of_run(asked))
+            try:
+                return self.settings_of_run(*arguments_of_run(txt2img))
+            except ValueError as problem:
+                raise ValueError(f"{IN_ACCORDION}{problem}") from None
 
+        sides = []
+        problems = ["", ""]
+        for number, (choice, changes) in enumerate(((left, left_changes), (right, right_changes))):
+            try:
+                sides.append(side_of(choice, changes, current, settings))
+            except ValueError as problem:
+                problems[number] = sentence(f"{SIDE_NAMES[number].capitalize()}: {problem}", wrong=True)
+        if any(problems):
+            return problems[0], problems[1], ""
+        return "", "", self._queue(sides, images, txt2img)
+
+    def _queue(self, sides: Sequence[Side], images: Any, txt2img: Any) -> str:
+        """Queue a comparison of these sides, and return a message as markup."""
         try:
-            if not standing.enabled:
-                raise ValueError("OneDiff is switched off in the settings. Switch it on there to compare.")
-            sides = [
-                side_of(place, choice, changes, current, standing)
-                for place, choice, changes in (("Left", left, left_changes), ("Right", right, right_changes))
-            ]
             count = whole_number(images, "The number of images", 1, MOST_IMAGES)
             before = {job.id for job in self.comparisons.comparisons() if job.pending}
-            added = self.comparisons.add(sides, request_of(asked), count, asked)
+            added = self.comparisons.add(sides, request_of(txt2img), count, txt2img)
         except ValueError as problem:
             return sentence(str(problem), wrong=True)
-        return sentence(SAME) if added.id in before else ""
+        if added.id in before:
+            return sentence(SAME)
+        left, right = (side.settings for side in sides)
+        if not left.enabled and not right.enabled:
+            return sentence(BOTH_OFF)
+        return sentence(ALIKE) if left == right else ""
 
     def look(self, clicks: Any, seen: str) -> tuple[Any, ...]:
-        """The list of jobs, and the newest comparison that has an image, or the one that was clicked. seen: what the
-        page shows of it already; the last value is what it shows now."""
+        """Do what was clicked in the list of jobs. Returns what the page shows: the list, the numbers and the images of
+        the comparison that was clicked, or else of the newest with an image, and a text that says which these are.
+
+        clicks: see read_clicks. seen: the last value of the call before: what is the same is not sent again.
+        """
         clicked = read_clicks(clicks)
         do(clicked, self.queue)
         jobs = self.queue.jobs()
@@ -97,7 +126,7 @@ class ComparePanel:
         chosen = next((job for job in comparisons if job.id == clicked.shown), None)
         job = chosen or next(iter(reversed(comparisons)), None)
         if job is None:
-            # One that was taken out of the list stays on the page.
+            # A comparison that was cleared from the list stays on the page.
             return jobs_html(jobs), UNCHANGED, UNCHANGED, UNCHANGED
         pairs = list(job.pairs)
         now = f"{job.id}, {len(job.early)}, {len(pairs)}"
@@ -110,24 +139,26 @@ class ComparePanel:
 
 
 def build_compare_page(panel: ComparePanel) -> None:
-    """The comparison of two settings, on the page that is being built."""
+    """Add the components of the comparison to the gradio page that is being built."""
     with gr.Column(elem_id=ELEM_ID):
         gr.HTML("<h2>Two settings, the same seed</h2>")
-        # javascript/onediff.js says there what the txt2img tab asks for.
+        # javascript/onediff.js writes the txt2img tab's size, steps, sampler, seed and prompt there.
         gr.HTML(f'<p class="onediff-reason">{EXPLAINED} <span data-onediff-asked></span></p>')
         with gr.Row():
             sides: list[Any] = []
+            messages: list[Any] = []
             for label, chosen in (("Left", OFF), ("Right", CURRENT)):
                 name = f"compare_{label.lower()}"
                 with gr.Column(min_width=280):
                     sides.append(a_list(label, CHOICES, chosen, name))
                     sides.append(kept_out_of_defaults(a_text_of_changes(name, f"{label}: {EXTRA_OPTIONS.lower()}")))
+                    messages.append(live_html(f"{name}_told"))
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
-            # Without bounds: gradio refuses what is beyond them in words that name no field.
+            # Without bounds, because gradio's own message for a value beyond them does not name the field.
             images = kept_out_of_defaults(gr.Number(
                 1, label="Images of each", precision=0, elem_id="onediff_compare_images", min_width=90,
             ))
-        message = live_html("compare_told")
+        messages.append(live_html("compare_told"))
         with gr.Row(elem_classes=ACTIONS):
             compare = a_button("Compare", "compare_start", variant="primary")
         gr.HTML(f'<p class="onediff-reason">{ONE_BY_ONE}</p>')
@@ -146,8 +177,9 @@ def build_compare_page(panel: ComparePanel) -> None:
         **in_the_browser(READ_CLICKS),
     }
     compare.click(
-        panel.begin, inputs=[*sides, images, nothing_seen()], outputs=[message], queue=False, **QUIET,
+        panel.begin, inputs=[*sides, images, nothing_seen()], outputs=messages, queue=False, **QUIET,
         **in_the_browser(READ_TXT2IMG),
     ).then(panel.look, **shown)
     look.click(panel.look, **shown)
-    forget_when_changed([*sides, images], message)
+    for message in messages:
+        forget_when_changed([*sides, images], message)
