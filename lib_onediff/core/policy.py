@@ -1,4 +1,4 @@
-"""The protocol of step policies: what of a network a sampling step computes, whichever network and device it is."""
+"""The protocol of step policies: how much of a network a sampling step computes, for any network and device."""
 from __future__ import annotations
 
 import contextlib
@@ -17,17 +17,18 @@ from .table import Entry, Stopwatch
 
 # The host's own forward of a call.
 Host = Callable[[], Tensor]
-# Which rows of a call are the prompt's. Raises Refusal where nobody knows. Asked only where it matters.
+# Returns which rows of a call are the prompt's. Raises Refusal if that is unknown. Called only if a policy needs it.
 Guidance = Callable[[], PromptRows]
 FAILED = "a fault of OneDiff"
 
 
 class Served(NamedTuple):
-    """A call that we have computed.
+    """A call that OneDiff has computed.
 
-    output: (batch, channels, height, width). entry: of its shape. epoch: of the network. route: by
-    a graph or not, see call_stats. reason: why it did not go by a faster route. call: as it was computed. rewind: lets
-    functions of other extensions draw the same random numbers again.
+    output: (batch, channels, height, width). entry: that of its shape. epoch: that of the network.
+    route: by a graph or not (see call_stats). reason: why it did not take a faster route.
+    call: the call as it was computed.
+    rewind: resets random numbers, so that functions of other extensions draw the same ones again.
     """
 
     output: Tensor
@@ -40,8 +41,12 @@ class Served(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The output of a call, (batch, channels, height, width). served: how we have computed it; None where the host has,
-    or nobody. host_times: the times of the host's own forward of such a call; None where they are not known."""
+    """The output of a call.
+
+    output: (batch, channels, height, width).
+    served: how OneDiff computed it; None if the host did, or if it was extrapolated.
+    host_times: how long the host's own forward takes for such a call; None if unknown.
+    """
 
     output: Tensor
     served: Served | None = None
@@ -49,29 +54,30 @@ class Answer(NamedTuple):
 
 
 class Compute(Protocol):
-    """What a policy has calls computed by: the next policy, or the runtime itself."""
+    """Computes calls for a policy: the next policy, or the runtime itself."""
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The output of a call, which need not be the one that the host has made. host: the host's own forward of the
-        same, with which a first use is compared. With None, only what was checked before serves.
+        """The output of a call. The policy may have changed the host's call, such as by a cut.
 
-        Raises Refusal where OneDiff does not serve the call, torch.cuda.OutOfMemoryError, and what the host raises.
+        host: the host's own forward of this call, with which the first output of a shape is compared. None if the host
+            has none; then only a shape that was checked before is served.
+        Raises Refusal if OneDiff does not serve the call, torch.cuda.OutOfMemoryError, and any exception of the host.
         """
 
     def check(self, call: Call, served: Served) -> None:
-        """Prove a call that no forward of the host corresponds to, such as a cached pass: compute it once, and compare
-        the output with that of the full pass, served. From then on calls of its shape are computed with host=None.
+        """Check a call that the host cannot compute, such as a cached pass: compute it once, and compare the output
+        with that of the full pass (served). After that, calls of its shape can be computed with host=None.
 
-        Raises Refusal, now and at each later use, where the two differ by more than rounding.
+        Raises Refusal if the two differ by more than rounding, at this call and at each later one of the shape.
         """
 
 
 class StepMemory:
-    """What a policy keeps of a network's calls within one run through a sampling.
+    """A policy's memory of a network's calls within one sampling run. Policies derive their own from it.
 
-    keeps_tensors: whether it is dropped when the host takes the network off the GPU before the run is over. is_broken:
-    whether the policy has failed, and is inactive for the rest of this run. sampling_run: the Position.sampling_run
-    that it belongs to, set by StepContext.memory_of.
+    keeps_tensors: whether to drop the memory when the host moves the network off the GPU during the run.
+    is_broken: whether the policy has failed and is inactive for the rest of this run.
+    sampling_run: the Position.sampling_run to which the memory belongs, set by StepContext.memory_of.
     """
 
     keeps_tensors = False
@@ -84,17 +90,22 @@ Memory = TypeVar("Memory", bound=StepMemory)
 
 @dataclass(frozen=True)
 class StepContext:
-    """Everything that a policy may ask about one call and its sampling.
+    """Everything that a policy needs to decide about one call. Functions are called only by policies that need them.
 
-    host: the host's own forward of the call. settings, sampling: that hold for it. guidance: says which of its rows are
-    the prompt's; None where nobody can. call_stats: the runtime.call_stats.CallStats that counts the steps of the
-    image. memories: what each policy keeps for this network, by its name; the runtime drops it with the sampling, and
-    where the memory is needed. position: see Sampling.position. deepest: the largest depth at which this network can be
-    cut in two, 0 where it cannot. schedule: of its family; see Family.schedule. cut_memory: the memory of a cut for a
-    shape, the same as long as anybody holds it. values: looks for edits of the weights now, and returns the version of
-    their values (Epoch.values). ordered: makes a context manager inside of which this thread alone launches work on the
-    call's device, and may write memory that calls share (Services.computing). is_warm_up: the call makes a shape ready,
-    and belongs to no image. is_counted: False for a part of a call that is counted as a whole.
+    host: the host's own forward of the call. settings, sampling: those of the call.
+    guidance: returns which rows are the prompt's; None if the host cannot tell.
+    call_stats: the runtime.call_stats.CallStats that counts the image's steps.
+    memories: each policy's memory for this network, by the policy's name. The runtime drops them at the end of the
+        sampling, or when GPU memory is short.
+    position: see Sampling.position.
+    deepest: returns the largest depth at which this network can be cut; 0 if it cannot be cut.
+    schedule: returns Family.schedule of its family.
+    cut_memory: returns the memory of a cut for a shape: the same object as long as it is referenced.
+    values: looks for edits of the weights now, and returns the version of their values (Epoch.values).
+    ordered: returns a context manager within which only this thread launches work on the call's device, and may write
+        memory that calls share (Services.computing).
+    is_warm_up: the call makes a shape ready, and belongs to no image.
+    is_counted: False for a part of a call, such as one GPU's rows, that is counted as a whole.
     """
 
     call: Call
@@ -114,8 +125,8 @@ class StepContext:
     is_counted: bool = True
 
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
-        """A policy's memory for this network, made anew at every new run of a sampling. Raises Refusal if the policy
-        failed in this run."""
+        """The memory of the policy of this name for this network. make: called at the first call of each sampling run.
+        Raises Refusal if the policy has failed in this run."""
         memory: Any = self.memories.get(name)
         sampling_run = self.position().sampling_run
         if memory is None or memory.sampling_run != sampling_run:
@@ -127,12 +138,13 @@ class StepContext:
 
 
 class StepPolicy(Protocol):
-    """One way to compute less than the whole network at some steps. It holds counts and words for the user, and
-    nothing of any network: that is in StepContext.memories.
+    """A way to compute less than the whole network at some steps. The object has counts and words for the user; its
+    memory of a network is in StepContext.memories.
 
-    name: of its part of the status. title: for people. status: what it did, in plain values: counts, and as "reason"
-    why the last call was computed as without it; "" where it was not, or it is off. whole_batch: whether it decides for
-    a call's whole batch. False: it decides for each GPU's part of a batch by itself, so that its memory is on that GPU.
+    name: the key of its part of the status. title: its name for users.
+    status: plain values: counts, and under "reason" why the last call was computed as without the policy, or "".
+    whole_batch: whether it decides for a call's whole batch. False: it decides for each GPU's rows separately, so that
+        its memory of them is on that GPU.
     """
 
     name: str
@@ -141,11 +153,10 @@ class StepPolicy(Protocol):
     whole_batch: bool
 
     def is_on(self, settings: Settings) -> bool:
-        """Whether the user wants it."""
+        """Whether the settings turn this policy on."""
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A function that answers this one call, with the next Compute as its argument. It raises what compute raises.
+        """A function that returns the answer to this call, given the next Compute. It raises what that raises.
 
-        Raises Refusal with the reason if the call is to be computed as without this policy; the caller puts it into the
-        status.
+        Raises Refusal if the call is to be computed as without this policy; the caller shows its reason in the status.
         """

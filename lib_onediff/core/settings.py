@@ -16,7 +16,7 @@ WORD_OF_BOOL = {True: "on", False: "off"}
 BOOL_OF_WORD = {word: value for value, word in WORD_OF_BOOL.items()}
 TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 HOST_KEY_PREFIX = "onediff_"
-# Where a user finds the switch; its label stands in Settings below.
+# Says where to switch OneDiff on. The names are those of the settings page and of the option `enabled` below.
 OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
 # A TiB: more than any GPU has.
 MOST_GRAPH_MEMORY_MIB = 1 << 20
@@ -26,21 +26,22 @@ SPEED = "Speed and precision"
 MEMORY = "Memory and pre-warm"
 EXPERT = "Expert"
 GROUPS = (GENERAL, SPEED, MEMORY, EXPERT)
-# What the check of a shape's first use lets pass. Float8 keeps three bits after the point of every factor, int8 seven
-# of the largest of a row. Seen of float8: 2e-2 in SDXL, 7e-2 in very small networks. A wrong one is off by 1.
+# The largest relative error of an output with Low-bit that the check of a shape accepts. Float8 has 3 bits of mantissa,
+# int8 7 bits relative to the largest number of a row. Measured errors of float8: 2e-2 in SDXL, 7e-2 in very small
+# networks. A wrong output has an error of about 1.
 MOST_LOW_BIT_ERROR = 0.12
-# Of DeepCache: beyond these, nothing was measured, and no UNet has more stages.
+# The largest interval and depth of DeepCache. Nothing was measured beyond them, and no UNet has more stages.
 MOST_INTERVAL = 20
 MOST_DEPTH = 11
-# Blocks of a transformer in the steps between: two were no nearer in the time that they take (.readme/developing.md).
+# How many blocks of a transformer cached steps compute. With two, images were not closer to exact ones for the time
+# that it takes (.readme/developing.md).
 TRANSFORMER_DEPTH = 1
-# The options of DeepCache: those for every network, and those that take their place for transformers. See
-# Settings.cache_options.
+# The options of DeepCache, and those that replace them for transformers: see Settings.cache_options.
 DEEPCACHE_OPTIONS = frozenset({"deepcache_interval", "deepcache_depth"})
 TRANSFORMER_OPTIONS = frozenset({"transformer_interval"})
-# Beyond it, a line through two outputs misses the image.
+# With a larger interval, the extrapolated outputs are too far from the image.
 MOST_FORECAST = 4
-# The value of second_gpu with which one GPU computes.
+# The value of second_gpu for computing on one GPU.
 ONE_GPU = "off"
 WITHOUT_KERNELS = {"backend": ("cudagraph", "oneflow", "eager")}
 
@@ -50,12 +51,14 @@ def option(
     bounds: tuple[float, float] | None = None, step: float | None = None, per_run: bool = False,
     check: Callable[[Any], object] | None = None, no_effect_when: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Any:
-    """A dataclass field that carries what a user interface needs to show it.
+    """A dataclass field with what a user interface needs to show the option.
 
-    explanation: at most 90 characters; the rest stands in .readme. group: the heading on the settings page.
-    bounds: the smallest and the largest number. step: of the slider between them. per_run: one generation may have
-    another value. check: raises ValueError with a sentence for a value of the right kind that makes no sense.
-    no_effect_when: other options, and their values with which this one does nothing.
+    explanation: at most 90 characters; more is in .readme. group: the heading on the settings page.
+    choices: the allowed words; () for a number, or for any text. bounds: the smallest and the largest number. step: of
+        the slider between them.
+    per_run: whether a single generation may have another value.
+    check: raises ValueError, with a sentence for the user, for a wrong value of the right type.
+    no_effect_when: for other options, the values with which this option has no effect.
     """
     return field(default=default, metadata={
         "label": label, "explanation": explanation, "choices": choices, "bounds": bounds, "step": step or 1,
@@ -81,15 +84,16 @@ def check_value(option_field: Field[Any], value: Any) -> None:
 
 
 def format_value(value: Any) -> str:
-    """How a value is written in infotext and in presets."""
+    """A value as infotext and presets contain it."""
     return WORD_OF_BOOL[value] if isinstance(value, bool) else str(value)
 
 
 def parse_value(option_field: Field[Any], word: str) -> Any:
-    """The value that a word means for an option. Raises ValueError for one that it does not take."""
+    """The value of an option for a word (see format_value). Raises ValueError, with a sentence for the user, if it does
+    not fit the option."""
     kind: type[Any] = type(option_field.default)
     if kind is bool:
-        # Python and plots write True and On.
+        # X/Y/Z plots pass Python's True, and users type On.
         word = {"true": "on", "false": "off"}.get(word.lower(), word.lower())
         if word not in BOOL_OF_WORD:
             raise ValueError(f"OneDiff option {option_field.name} is on or off, not {word!r}.")
@@ -100,12 +104,12 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
 
 
 def words_of(option_field: Field[Any]) -> list[str]:
-    """The words to choose from for an option; none where it takes any number or text."""
+    """The words that an option can have; [] if it takes a number or any text."""
     return list(BOOL_OF_WORD) if isinstance(option_field.default, bool) else list(option_field.metadata["choices"])
 
 
 def allowed_values(option_field: Field[Any]) -> str:
-    """The values that an option takes, for people; "" for any text."""
+    """The values that an option can have, as words for users; "" if it takes any text."""
     metadata = option_field.metadata
     if metadata["choices"]:
         return ", ".join(metadata["choices"])
@@ -115,12 +119,12 @@ def allowed_values(option_field: Field[Any]) -> str:
 
 
 def number(value: float) -> str:
-    """For people; 1.0 as 1."""
+    """A number as users see it: 1.0 as "1"."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them if none is near."""
+    """The end of a message about an unknown name: the most similar known name, or all of them if none is similar."""
     known = list(names)
     by_lower = {other.lower(): other for other in known}
     near = get_close_matches(name.lower(), by_lower, n=1)
@@ -131,7 +135,7 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """One consistent set of choices. Immutable, so that a running call cannot see half a change."""
+    """The values of all options. Immutable, so that a running call cannot see half of a change."""
 
     enabled: bool = option(
         True, "Use OneDiff", "Off: every image is made by the WebUI alone.", group=GENERAL, per_run=True,
@@ -195,29 +199,30 @@ class Settings:
 
     @property
     def has_cache(self) -> bool:
-        """Whether DeepCache is on, for some networks at least."""
+        """Whether DeepCache is on, at least for one kind of network."""
         return self.transformer_interval > 1 or (self.deepcache_interval > 1 and self.deepcache_depth > 0)
 
     def cache_options(self, is_transformer: bool) -> frozenset[str]:
-        """The names of DeepCache's options that a network of this kind follows; the others have no effect on it."""
+        """The names of DeepCache's options that have an effect on this kind of network."""
         return TRANSFORMER_OPTIONS if is_transformer and self.transformer_interval else DEEPCACHE_OPTIONS
 
     def cache(self, is_transformer: bool) -> tuple[int, int]:
-        """DeepCache's interval, 1 where it is off, and its depth, for a network of this kind."""
+        """DeepCache's interval (1: off) and depth, for this kind of network."""
         if is_transformer and self.transformer_interval:
             return self.transformer_interval, TRANSFORMER_DEPTH
         return self.deepcache_interval if self.deepcache_depth else 1, self.deepcache_depth
 
     @property
     def forecast_interval(self) -> int:
-        """Every how many steps the UNet runs while its output is extrapolated in the others; 1 where it never is."""
+        """The interval at which the network is computed while the outputs of the steps between are extrapolated; 1 if
+        none are."""
         return 1 if self.deepcache_depth else min(self.deepcache_interval, MOST_FORECAST)
 
     def __post_init__(self) -> None:
         for option_field in fields(self):
             value = getattr(self, option_field.name)
             kind = type(option_field.default)
-            # JSON writes 1.0 as 1, and A1111's API answers a whole number as 1.0, which clients send back.
+            # JSON has 1 for 1.0, and A1111's API returns whole numbers as 1.0, which clients send back.
             if kind is float and type(value) is int:
                 object.__setattr__(self, option_field.name, float(value))
             elif kind is int and type(value) is float and value.is_integer():
@@ -227,9 +232,9 @@ class Settings:
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any], base: Settings | None = None) -> Settings:
-        """Settings from values by option name; other options have the values of base, or their defaults.
+        """The settings with these values, by option name; other options have the values of base, or their defaults.
 
-        Raises ValueError with a sentence for the user for an unknown name, and for a wrong value.
+        Raises ValueError, with a sentence for the user, for an unknown name or a wrong value.
         """
         known = sorted(option_field.name for option_field in fields(cls))
         unknown = sorted(set(values).difference(known))
@@ -238,7 +243,7 @@ class Settings:
         return replace(base or cls(), **values)
 
     def changed_from(self, other: Settings) -> dict[str, Any]:
-        """The options that have another value in other, by name, with their values here."""
+        """The values of these settings, by name, for the options whose values differ in `other`."""
         changed = {}
         for option_field in fields(self):
             name = option_field.name
@@ -248,8 +253,8 @@ class Settings:
         return changed
 
     def for_run(self, values: dict[str, Any]) -> Settings:
-        """These settings with other values for one generation. Raises ValueError as from_mapping does, and for an
-        option that only holds for the whole WebUI."""
+        """These settings with other values, by name, for one generation. Raises ValueError as from_mapping does, and
+        for options that cannot differ between generations."""
         for option_field in fields(self):
             if option_field.name in values and not option_field.metadata["per_run"]:
                 name = option_field.name
@@ -258,10 +263,10 @@ class Settings:
 
 
 def options_of_a_run() -> dict[str, Field[Any]]:
-    """The options that a generation may be given, by name."""
+    """The options that can differ between generations, by name."""
     return {option_field.name: option_field for option_field in fields(Settings) if option_field.metadata["per_run"]}
 
 
 def host_key(name: str) -> str:
-    """The key under which a WebUI keeps the option called name."""
+    """The key of this option in the WebUI's own settings."""
     return HOST_KEY_PREFIX + name
