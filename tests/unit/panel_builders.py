@@ -1,4 +1,4 @@
-"""Rows to show, and the OneDiff tab of a page, with a real UNet behind the real runtime."""
+"""Rows to show, and the OneDiff tab of a page, with a real UNet in the real runtime."""
 from __future__ import annotations
 
 import json
@@ -42,7 +42,7 @@ def text_of(markup: str) -> str:
 
 
 class Seen:
-    """A page with the tab open: asks as it does, and knows what it shows then."""
+    """A page with the tab open: it sends the page's requests and keeps the answers."""
 
     def __init__(self) -> None:
         self.webui = SmallWebUI(builders.diffusers_unet())
@@ -57,7 +57,7 @@ class Seen:
         diffusers_host.detach(self.webui.unet)
 
     def do(self, handler: Any, *own: Any) -> None:
-        """What gradio does at a click."""
+        """Call the handler of a button and then ask for the state, as the page does."""
         told, below, self.waiting = handler(*own, self.waiting)
         self._show(told=told, below=below)
         self.look()
@@ -83,6 +83,6 @@ class Seen:
 
 
 def used(webui: SmallWebUI, *widths: int) -> None:
-    """Let the runtime serve a call at each of these widths, in pixels, and 64 high."""
+    """Have the runtime serve a call at each of these widths in pixels, 64 high."""
     for width in widths:
         builders.served(webui.unet, builders.a_call(webui.unet, width=width // 8))

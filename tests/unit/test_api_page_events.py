@@ -1,4 +1,4 @@
-"""Our events on the page refuse what pages of other sites send, in either gradio; the WebUI's own stay as they are."""
+"""Our events refuse requests from pages of other sites, in every gradio. The WebUI's own events stay as they are."""
 from __future__ import annotations
 
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ OWN = [
 
 @pytest.fixture(params=["lib_onediff.ui.somewhere", "modules.ui"])
 def clicked(request: pytest.FixtureRequest) -> tuple[TestClient, list[Any], bool]:
-    """A page with one event, what its handler has been given, and whether it is ours."""
+    """A page with one event; returns the values that its handler got, and whether the event is ours."""
     given: list[Any] = []
 
     def note(text: str, number: float) -> str:

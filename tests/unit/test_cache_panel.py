@@ -1,4 +1,4 @@
-"""What the Cache page does when somebody uses it, with a real UNet behind the real runtime."""
+"""The handlers of the Cache page, with a real UNet in the real runtime."""
 from __future__ import annotations
 
 import json
@@ -30,18 +30,18 @@ DECODE = replace(LARGE, model="VAE decoder", shapes=(replace(SHAPE, tokens=0),))
 
 
 @pytest.mark.parametrize("text, part", [(None, "at least one size"), ("wide", "is not a size")])
-def test_what_cannot_be_gets_a_sentence(seen: Seen, text: Any, part: str) -> None:
+def test_impossible_requests_get_a_sentence(seen: Seen, text: Any, part: str) -> None:
     seen.do(seen.panel.prewarm, text)
     assert part in seen.text("told") and "onediff-wrong" in seen.parts["told"]
     assert seen.warmup.jobs() == []
 
 
-def test_a_look_that_was_begun_before_a_click_does_not_undo_it(seen: Seen) -> None:
+def test_a_look_that_began_before_a_click_does_not_undo_it(seen: Seen) -> None:
     assert seen.panel.view("[]", "All models", None)[1] == gradio.update()
 
 
 @pytest.mark.parametrize("text", ["", None, "null", "3", '"x"', "{", '["x"]', "[[5]]", "[true]", "[1e999]"])
-def test_what_is_no_message_does_nothing(seen: Seen, text: Any) -> None:
+def test_unreadable_messages_do_nothing(seen: Seen, text: Any) -> None:
     seen.panel.view(text, "All models", None)
     assert seen.warmup.jobs() == [] and read_list(text, int) == [] and read_clicks(text) == Clicks()
     assert read_clicks('{"cancelled": [true, "1", 2], "clear": 1, "shown": "x"}') == Clicks((2,))
@@ -85,7 +85,7 @@ def test_no_request_waits_for_an_image(seen: Seen, monkeypatch: pytest.MonkeyPat
     assert "1 resolution purged" in seen.text("below") and runtime.rows() == []
 
 
-def test_a_chore_is_over_also_where_its_place_fails() -> None:
+def test_a_chore_ends_if_its_turn_fails() -> None:
     logging.getLogger("onediff").propagate = False
 
     def no_place() -> str:
@@ -128,7 +128,7 @@ def test_each_model_loses_its_own_rows(
     assert said in seen.text("below")
 
 
-def test_rows_that_are_gone_are_said_to_be(seen: Seen) -> None:
+def test_rows_that_are_gone_are_reported(seen: Seen) -> None:
     for handler in (seen.panel.pin, seen.panel.purge_selected):
         seen.do(handler, '["64x64 SD1"]')
         assert "no longer in the table: nothing was changed" in seen.text("below")

@@ -1,4 +1,4 @@
-"""The OneDiff tab and the accordion as they are put on a page."""
+"""The OneDiff tab and the accordion as gradio components."""
 from __future__ import annotations
 
 from typing import Any
@@ -35,7 +35,7 @@ def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(seen: Seen) -> N
 
 
 def test_a_list_takes_what_its_server_has_forgotten(seen: Seen) -> None:
-    """A page that is older than the last answer sends a model that is gone, say: the handler answers, gradio does not
+    """A page that was loaded before a purge may send a model that is gone: the handler answers, and gradio does not
     raise."""
     every = [*tab_of(seen).blocks.values(), *page_of().blocks.values()]
     lists = [one for one in every if isinstance(one, gradio.Dropdown)]
@@ -45,7 +45,8 @@ def test_a_list_takes_what_its_server_has_forgotten(seen: Seen) -> None:
 
 
 def test_no_handler_waits_in_gradios_queue(seen: Seen) -> None:
-    """gradio 3 never ends a queued generator whose page was left, and the WebUI then cannot reload its UI."""
+    """If a page is closed while a queued generator runs, gradio 3 never ends its connection, and the WebUI cannot
+    reload its UI."""
     page = page_of()
     for blocks in (tab_of(seen), page):
         # What fills a component when the page loads is gradio's own, and no generator either.
@@ -59,7 +60,7 @@ def both_statuses() -> tuple[str, str]:
 
 
 def page_of() -> gradio.Blocks:
-    """A page with the accordion, which is connected when the host has made what tells of new images."""
+    """A page with the accordion, connected by the component that changes after a generation."""
     with gradio.Blocks() as page:
         _, built = accordion.build_accordion("txt2img", both_statuses, lambda *given: Settings())
         made = gradio.Textbox(visible=False, elem_id="generation_info_txt2img")

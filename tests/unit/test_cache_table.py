@@ -1,4 +1,4 @@
-"""What the Cache page shows, as markup."""
+"""The markup of the Cache page."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ def test_totals() -> None:
     assert "inside" not in line
 
 
-def test_what_low_bit_does_to_a_checkpoint() -> None:
+def test_the_error_of_low_bit_is_shown() -> None:
     errors = [LowBitErrors("SDXL", 0.02, 0.01234, ()), LowBitErrors("SD1", 0.0, None, ())]
     said = text_of(cache_table.totals_html(replace(TOTALS, low_bit_errors=errors), [], [], None))
     assert "Low-bit on this SDXL checkpoint: error 1.2e-02 of 2.0e-02" in said
@@ -42,7 +42,7 @@ def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:
     assert 'value="512x768 SD1" aria-label="Select 512x768 of SD1"' in markup
 
 
-def test_what_others_name_is_escaped() -> None:
+def test_names_are_escaped() -> None:
     evil = "<script>alert('x')</script>\""
     row = replace(ROW, model=evil, reason=evil, resolution=evil, shapes=(replace(SHAPE, reason=evil, dtype=evil),))
     job = Job(PREWARM, evil, evil, state="failed", reason=evil)
@@ -93,8 +93,8 @@ def test_only_so_many_rows_are_shown() -> None:
     assert markup.count("<tbody>") == 2 * cache_table.MOST_ROWS and "3 more: choose a model" in markup
 
 
-def test_of_which_model_and_in_what_order() -> None:
-    """What is in the queue for the first time has not been used, and comes first. A decode is no model's."""
+def test_rows_are_filtered_by_model_and_sorted() -> None:
+    """A size that is queued for the first time comes first, since it was never used. A decode belongs to no model."""
     queued = replace(ROW, resolution="72x64", model="SDXL", last_used=0.0, state="queued", shapes=())
     rows = [replace(ROW, last_used=1.0), replace(ROW, resolution="64x64", last_used=2.0), queued]
     decode = replace(ROW, model="VAE decoder", shapes=(replace(SHAPE, tokens=0),))

@@ -1,4 +1,4 @@
-"""The consistency report: what it tells, reading it back, and comparing it."""
+"""The consistency report: its content, reading it back, and comparing two."""
 from __future__ import annotations
 
 import sys
@@ -66,7 +66,7 @@ def test_another_text_gets_a_sentence(text: str) -> None:
 
 
 def test_facts_of_a_webui(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By name, where they are there; a file is named without its folder."""
+    """They are read by name if they exist. A file is named without its folder."""
     shared = SimpleNamespace(
         cmd_opts=SimpleNamespace(no_half=True, precision="full", api_auth="me:secret", ckpt_dir="/home/somebody"),
         opts=SimpleNamespace(upcast_attn=True, sd_vae="a/b.safetensors", outdir_samples="/home/somebody", s_churn=0.5),

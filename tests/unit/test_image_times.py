@@ -1,4 +1,5 @@
-"""The times shown for an image are means over all of its steps, compared with the host's steps that these replace."""
+"""The times of an image are means over all of its steps, compared with the WebUI's time for the steps that these
+replace."""
 from __future__ import annotations
 
 import dataclasses
@@ -37,7 +38,7 @@ class Images(Adopted):
         self, size: int = 8, settings: Settings | None = None, seconds: float = 2.0, steps: Sequence[float] = STEPS,
         second_pass: Callable[[], object] = lambda: None, is_whole: bool = True,
     ) -> None:
-        """second_pass: called after the steps of this image."""
+        """Make an image. second_pass: called after its steps."""
         p = SimpleNamespace()
         settings = settings or self.settings
         generation = self.runtime.generations.begin(p, settings)
@@ -84,7 +85,7 @@ def add_times(stopwatch: table.Stopwatch, milliseconds: float) -> None:
 
 
 def assert_times(times: Any, step_ms: float) -> None:
-    """times: a status, or a row."""
+    """Assert the times of a status or a row."""
     of = times.get if isinstance(times, dict) else lambda name: getattr(times, name)
     assert (of("step_ms"), of("host_ms")) == (pytest.approx(step_ms, abs=SLACK), pytest.approx(HOST_MS))
     assert of("ratio") == pytest.approx(HOST_MS / of("step_ms"))
@@ -313,7 +314,7 @@ def test_what_steps_do_not_explain_is_explained() -> None:
 
 
 def test_a_steps_time_is_of_the_image_and_not_of_those_before_it() -> None:
-    """As if something else had used the GPU during the last image: 0.4 s per image of 8 steps, 141 ms per step."""
+    """As if another program had used the GPU during the last image: 0.4 s per image of 8 steps, 141 ms per step."""
     images = Images()
     images.make()
     p = SimpleNamespace()

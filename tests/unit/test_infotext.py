@@ -1,4 +1,4 @@
-"""What an image's infotext says of OneDiff, round trip, also through the hosts' own infotext code."""
+"""OneDiff's part of an image's infotext: written and read back, also by the WebUIs' own infotext code."""
 from __future__ import annotations
 
 import re
@@ -16,7 +16,7 @@ from lib_onediff.ui.run_settings import settings_of_run
 
 
 def every_setting() -> list[Settings]:
-    """Every pair of values that two options of a run can have, the others at their defaults."""
+    """Settings for every pair of values of two options of a run, with the others at their defaults."""
     def other(option: Any) -> Any:
         if isinstance(option.default, float):
             least, most = option.metadata["bounds"]
@@ -33,7 +33,7 @@ def every_setting() -> list[Settings]:
     ]
 
 
-def test_hosts_need_not_quote_it() -> None:
+def test_webuis_need_not_quote_it() -> None:
     for settings in every_setting():
         text = infotext.describe(settings)
         assert processing.quote(text) == text
@@ -53,7 +53,7 @@ def test_hosts_need_not_quote_it() -> None:
     ("on;;; ;backend", {"enabled": True}),
     ("on\x00; low_bit_only on", {}),
 ])
-def test_what_others_have_written(text: str, expected: dict[str, Any]) -> None:
+def test_texts_of_other_versions_and_of_users(text: str, expected: dict[str, Any]) -> None:
     assert infotext.parse(text) == expected
     Settings.from_mapping(infotext.parse(text))
 
@@ -61,7 +61,7 @@ def test_what_others_have_written(text: str, expected: dict[str, Any]) -> None:
 def read_by_the_accordion(
     parameters: dict[str, str], standing: Settings, tell: Callable[[str], object] = lambda problem: None,
 ) -> list[Any]:
-    """What pasting puts into the accordion."""
+    """The values that pasting an infotext puts into the accordion."""
     return [fill(parameters) for fill in infotext.paste_functions(lambda: standing, tell)]
 
 
@@ -93,7 +93,7 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
 def test_an_option_that_the_images_model_does_not_follow_is_not_named(
     options: dict[str, Any], is_transformer: bool, text: str
 ) -> None:
-    """A preset's name stays. Pasted for the same model, the run does the same."""
+    """A preset's name stays. Pasted for the same model, the run has the same effect."""
     settings = Settings(**options)
     followed = settings.cache_options(is_transformer)
     others = (DEEPCACHE_OPTIONS | TRANSFORMER_OPTIONS) - followed
@@ -126,7 +126,7 @@ def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any])
     ("anything", "no option 'anything'"), ("speed Turbo; nonsense 5", "no preset 'Turbo'"),
     ("speed Turbo; nonsense 5", "no option 'nonsense'"), ("speed Fast", infotext.NO_SWITCH),
 ])
-def test_what_pasting_leaves_out_is_told_once(text: str, part: str) -> None:
+def test_unused_parts_of_a_paste_are_reported_once(text: str, part: str) -> None:
     told: list[str] = []
     read_by_the_accordion({infotext.KEY: text}, Settings(), told.append)
     assert len(told) == bool(part) and all(part in problem for problem in told)
@@ -145,7 +145,7 @@ def test_pasting_something_else_leaves_the_accordion_alone(parameters: dict[str,
     ("Use OneDiff off; low-bit  fp8", {"enabled": False, "low_bit": "fp8"}),
     ("OneDiff: on; backend eager", {"enabled": True, "backend": "eager"}),
 ])
-def test_changes_as_infotext_has_them(text: str, expected: dict[str, Any]) -> None:
+def test_extra_options_may_be_copied_from_infotext(text: str, expected: dict[str, Any]) -> None:
     assert infotext.read_changes(text) == expected
 
 

@@ -1,4 +1,4 @@
-"""The order of the pre-warm queue, and the table of sizes beside it; a picture is in progress all the time."""
+"""The order of the pre-warm queue, and the table of sizes beside it, while an image is in progress all the time."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from lib_onediff.store.history import HistoryRow
 
 @pytest.fixture
 def queue() -> Iterator[WarmUp]:
-    """Its first job, 64x64, runs."""
+    """A queue whose first job, 64x64, is running."""
     webui = LockOnly()
     queue = WarmUp(webui, runtime, JobQueue())
     with webui.lock:
@@ -53,7 +53,7 @@ def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
 
 
 def test_a_row_tells_what_pre_warming_it_took_and_saved() -> None:
-    """Three calls were steps that the first image needs anyway, of 10 ms each."""
+    """Three of its calls were steps that the first image needs anyway, of 10 ms each."""
     jobs = [
         a_job(DONE, seconds=9.0, of_calls=9.0, made=3), a_job(DONE, seconds=0.8, of_calls=0.5, made=3),
         a_job(CANCELLED, seconds=7.0, of_calls=7.0, made=1),

@@ -1,4 +1,4 @@
-"""The list of jobs: the order, what each waits for, cancelling one, and images of the WebUI among them."""
+"""The list of jobs: their order, what each waits for, cancelling, and images of the WebUI among them."""
 from __future__ import annotations
 
 import threading
@@ -15,7 +15,7 @@ SECONDS = 30
 
 
 class Turns:
-    """A WebUI whose turn is held until go is set; images are its own."""
+    """A queue of jobs, one of which can be held until `go` is set, beside a WebUI that makes `images`."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

@@ -1,4 +1,4 @@
-"""The sizes that one click makes ready, the most used sizes of this machine, and sizes as users write them."""
+"""The sizes that one click pre-warms, the most used sizes of this machine, and sizes as users write them."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -20,7 +20,7 @@ ALL = ["SD 1.5", "SD 2", "SDXL", "Anima", "Krea 2", "Z-Image", "Lumina 2"]
     ("Z-Image", ["Z-Image"]), ("Lumina 2", ["Lumina 2"]),
     ("another", ALL), (None, ALL), ("", ALL),
 ])
-def test_those_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
+def test_sizes_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
     assert [family.name for family in FAMILIES.usual_sizes(model)] == names
     assert all(parse_sizes(size) for family in FAMILIES.usual_sizes() for size in family.sizes)
 
@@ -52,7 +52,7 @@ def test_images_of_a_batch_and_the_usual_prompt(batch: int, tokens: int, wanted:
     assert history.most_used("SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
 
 
-def test_what_no_user_could_ask_for_is_left_out(tmp_path: Path) -> None:
+def test_sizes_that_no_user_can_choose_are_left_out(tmp_path: Path) -> None:
     rows = row("8192x64", 50), row("rubbish", 40), row("512x512", 30, batch=1000), row("64x64", 1)
     assert history_of(tmp_path, *rows).most_used("SD1", 2) == [(Size(64, 64), 77)]
 

@@ -1,4 +1,4 @@
-"""A run's settings: the settings tab's, then a preset, then changes, then what a mapping from the API says."""
+"""A run's settings: the settings tab's, then a preset, then the extra options, then a mapping from the API."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -21,7 +21,7 @@ from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings
     ({}, Settings(low_bit="int8"), Settings(low_bit="int8")),
 ])
 def test_clients_that_know_one_argument(argument: Any, standing: Settings, expected: Settings) -> None:
-    """Their WebUI fills in the others, or it does not."""
+    """Some WebUIs fill in the missing arguments, others do not."""
     assert settings_of_run([], standing) == standing
     assert settings_of_run([argument], standing) == expected
     assert settings_of_run([argument, *AS_AT_FIRST[1:]], standing) == expected
@@ -49,7 +49,7 @@ def test_other_wrong_arguments(preset: Any, changes: Any, says: str) -> None:
         settings_of_run([True, preset, changes], Settings())
 
 
-def test_a_run_that_is_off_has_nothing_wrong() -> None:
+def test_a_run_that_is_off_ignores_wrong_options() -> None:
     for preset, changes in (("Fastest", ""), (None, "nonsense 5"), (BALANCED, "deepcache_interval 99")):
         assert not settings_of_run([False, preset, changes], Settings()).enabled
 
@@ -82,7 +82,7 @@ def test_off_at_one_place_is_off(arguments: list[Any], standing: bool) -> None:
     ([{"enabled": False, "low_bit": "fp8"}], False), ([{"enabled": True}], True), ([{"low_bit": "fp8"}], True),
     ([True, BALANCED], True), ([True, "", "low_bit fp8"], True), (["yes"], True), ([{"enabled": "no"}], True),
 ], ids=str)
-def test_what_a_run_asks_for_while_onediff_is_off_in_the_settings(arguments: Any, told: bool) -> None:
+def test_options_of_a_run_have_no_effect_while_onediff_is_off_in_the_settings(arguments: Any, told: bool) -> None:
     expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if told else ""
     assert refusal_while_off(arguments) == expected
 

@@ -1,4 +1,4 @@
-"""OneDiff's section in the WebUI's settings, with the standalone host's options."""
+"""OneDiff's section in the WebUI's settings, with the demo's options."""
 from __future__ import annotations
 
 import html
@@ -20,7 +20,7 @@ from lib_onediff.ui.presets import preset_options
 
 
 def the_options() -> tuple[Options, list[Settings]]:
-    """The options and the settings after every change that settings_tab told of."""
+    """The options, and a list of the settings after every change that settings_tab has reported."""
     opts = Options()
     told = []
     settings_tab.add_options(opts, OptionInfo, lambda: told.append(runtime.settings))
@@ -32,7 +32,7 @@ def for_the_browser() -> dict[str, Any]:
     return json.loads(text[text.index("{"):text.rindex("}") + 1])
 
 
-def test_the_page_is_told_what_does_nothing_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_without_effect_on_this_machine_have_notes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(effects, "has_oneflow", lambda: False)
     options = for_the_browser()["options"]
     notes = options["onediff_accumulation"]["notes"]
@@ -65,7 +65,7 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     ({"deepcache_interval": 99, "vae_precision": "fp32"}, {"vae_precision": "fp32"}, ["from 1 to 20, not 99"]),
     ({"backend": "inductor"}, {}, ["backend is one of"]),
 ], ids=str)
-def test_what_is_stored_is_used_and_the_rest_is_told(
+def test_stored_values_are_used_and_wrong_ones_are_reported(
     stored: dict[str, Any], wanted: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture,
 ) -> None:
     opts = Options()
@@ -81,7 +81,7 @@ def test_what_is_stored_is_used_and_the_rest_is_told(
     assert not caplog.records
 
 
-def test_a_folder_that_cannot_be_written_is_told_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unwritable_folder_is_reported_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     runtime.history.open(tmp_path)
     settings_tab.tell_of_trouble()
     assert not caplog.records
@@ -117,7 +117,7 @@ def test_invalid_values_give_a_sentence_and_the_old_value_stays(
 
 
 def test_a_whole_number_as_a_client_of_the_api_reads_it() -> None:
-    """A1111 tells 1 as 1.0, and takes what it has told."""
+    """A1111's API returns 1 as 1.0, so a client may send 1.0."""
     opts, _ = the_options()
     opts.set("onediff_deepcache_depth", 3)
     opts.set("onediff_deepcache_depth", 1.0)
@@ -125,7 +125,7 @@ def test_a_whole_number_as_a_client_of_the_api_reads_it() -> None:
     assert type(runtime.settings.deepcache_depth) is int
 
 
-def test_what_a_user_has_written_is_no_markup_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_text_is_not_markup_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """gradio shows warnings as markup."""
     shown: list[str] = []
     monkeypatch.setattr(settings_tab.gr, "Warning", shown.append)
@@ -139,7 +139,7 @@ def test_what_a_user_has_written_is_no_markup_in_a_warning(monkeypatch: pytest.M
     ("prewarm", "most used 4", ""), ("enabled", True, ""), ("low_bit_budget", "0.02", ""), ("backend", "auto", ""),
     ("backend", "warp", "This is one of auto, native"),
 ])
-def test_what_an_option_does_not_take_is_said_before_it_is_applied(name: str, value: Any, says: str) -> None:
+def test_wrong_values_are_reported_before_they_are_applied(name: str, value: Any, says: str) -> None:
     key = host_key(name)
     markup = settings_tab.checked_for_the_browser(json.dumps({key: value}))
     told = json.loads(html.unescape(markup.partition('="')[2].partition('"')[0]))

@@ -1,4 +1,4 @@
-"""The status, as it is put on a page: what it says, escaped, and of whose model."""
+"""The status on a page: its facts, escaped, and only those of the loaded model."""
 from __future__ import annotations
 
 import html
@@ -39,7 +39,7 @@ def test_model_that_is_not_served_is_reported() -> None:
     assert "not served yet" in line and "Sage is not used." in line and "a fault &lt;of&gt; ours" in line
 
 
-def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_of_the_last_model_is_shown_for_one_that_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
     last = {**runtime.status(), **STATUS, "image": {"seconds": 2.0, "host_seconds": None, "steps": {"whole": 3}}}
     last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache is inactive: few steps"}
     monkeypatch.setattr(runtime, "status", lambda: last)
@@ -51,8 +51,8 @@ def test_beside_a_model_that_is_not_served_nothing_is_shown_of_the_last_one(monk
     assert "its network is a Flux" in status.status_html(refused)
 
 
-def test_it_says_where_onediff_is_switched_off() -> None:
-    """Its checkbox is of the run, and stays as it was."""
+def test_the_status_says_that_onediff_is_switched_off() -> None:
+    """The accordion's checkbox holds for a run and stays ticked, so the status says so."""
     runtime.configure(Settings(enabled=False))
     told = status.current_status(WebUI("SomeUI 3", ""))
     assert (told["route"], told["reason"], told["enabled"]) == ("host", f"{OFF_IN_SETTINGS}.", False)
@@ -60,8 +60,8 @@ def test_it_says_where_onediff_is_switched_off() -> None:
     assert status.current_status(WebUI("SomeUI 3", "not served yet"))["reason"] == "not served yet"
 
 
-def test_where_onediff_is_switched_off_nothing_is_shown_of_the_last_image(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The image that was made since is the WebUI's own, its decode too."""
+def test_nothing_of_the_last_image_is_shown_while_onediff_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The WebUI alone made the images since then, and decoded them."""
     last = {**runtime.status(), **STATUS, "vae": {"route": OURS, "reason": ""}}
     monkeypatch.setattr(runtime, "status", lambda: last)
     shown = status.status_html(status.current_status(WebUI("UI", "")))
@@ -72,7 +72,7 @@ def test_where_onediff_is_switched_off_nothing_is_shown_of_the_last_image(monkey
     assert OFF_IN_SETTINGS in html.unescape(shown) and "VAE" not in shown
 
 
-def test_an_image_says_how_fast_it_was_where_steps_cannot() -> None:
+def test_the_speed_of_an_image_is_shown_if_that_of_its_steps_is_unknown() -> None:
     made = {**STATUS, "ratio": None, "image": {"seconds": 2.0, "host_seconds": 5.0, "steps": {"whole": 20}}}
     shown = re.sub("<.*?>", "", status.summary_html(made))
     assert shown.startswith("2.0 s/image (WebUI 5.0 s), 12.3 ms/step (WebUI 24.7 ms), 2.5x faster, ")

@@ -1,4 +1,5 @@
-"""The axes of the X/Y/Z plot: one for every option of a run, values that hold for their cell alone, wrong ones told."""
+"""The axes of the X/Y/Z plot: one for every option of a run. A value holds for its own cell, and a wrong one is
+refused."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ OWN = Settings(memory_budget=500)
 
 @dataclass
 class AxisOption:
-    """An axis as A1111 and Forge take it."""
+    """An axis with the fields that A1111 and Forge give it."""
 
     label: str
     type: Callable[[Any], Any]
@@ -42,7 +43,7 @@ class Generation:
 
 
 def scripts_of(plot: Any) -> list[Any]:
-    """What a WebUI knows of its scripts: two of them in the plot's module, and one in another."""
+    """A WebUI's list of loaded scripts: two of them in the plot's module, and one in another."""
     return [SimpleNamespace(module=plot), SimpleNamespace(module=SimpleNamespace()), SimpleNamespace(module=plot)]
 
 
@@ -60,14 +61,14 @@ def axis_of(name: str, standing: Settings = OWN) -> AxisOption:
 
 
 def values_on(axis: AxisOption, text: str) -> list[Any]:
-    """What a plot makes of what the user has typed or chosen, ranges apart."""
+    """The values that a plot parses from the user's text or choices; without ranges."""
     values = [axis.type(word.strip()) for word in text.split(",") if word.strip()]
     axis.confirm(Generation(), values)
     return values
 
 
 def cell(p: Generation, **written: str) -> Generation:
-    """The generation of a cell; written: a value by option, in the order of the axes."""
+    """The generation of a cell. written: the values of the axes by option, in the order of the axes."""
     made = copy(p)
     for name, word in written.items():
         axis = axis_of(name)
@@ -154,7 +155,7 @@ def test_a_preset_comes_first_whatever_the_order_of_the_axes() -> None:
     assert settings_with(deepcache_interval="5", preset="Off").enabled is False
 
 
-def test_values_that_change_nothing_are_told() -> None:
+def test_values_that_change_nothing_are_reported() -> None:
     off = replace(OWN, enabled=False)
 
     def told(**written: str) -> list[str]:

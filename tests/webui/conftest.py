@@ -1,4 +1,4 @@
-"""Black-box tests of a WebUI with the extension: the standalone host, or with --webui URL any that is running."""
+"""Black-box tests of a WebUI with the extension: the demo, or with --webui URL any WebUI that is running."""
 from __future__ import annotations
 
 import contextlib
@@ -49,7 +49,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def still_there(request: pytest.FixtureRequest) -> None:
-    """Stop at once when the WebUI at --webui does not answer (any more)."""
+    """Stop the session as soon as the WebUI at --webui no longer answers."""
     url = request.config.getoption("--webui", default=None)
     try:
         if url:
@@ -60,7 +60,7 @@ def still_there(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def standalone(webui: WebUI) -> WebUI:
-    """The WebUI under test where only the standalone host promises what is tested."""
+    """The WebUI under test, for tests of behaviour that only the demo has; skips them elsewhere."""
     if not webui.is_standalone:
         pytest.skip("promised by the standalone host only")
     return webui
@@ -68,7 +68,7 @@ def standalone(webui: WebUI) -> WebUI:
 
 @pytest.fixture(scope="session")
 def models(request: pytest.FixtureRequest, webui: WebUI) -> Iterator[Models]:
-    """The models of the WebUI under test; it has its first checkpoint back in the end."""
+    """The models of the WebUI under test. Its first checkpoint is loaded again at the end."""
     option = request.config.getoption
     found = Models(webui, told_models(option("--models", default=None), option("--model", default=[])))
     first = found.loaded()
@@ -80,7 +80,7 @@ def models(request: pytest.FixtureRequest, webui: WebUI) -> Iterator[Models]:
 
 @pytest.fixture
 def sd15(models: Models) -> Iterator[Models]:
-    """The models, with the ordinary SD1.5 checkpoint loaded, now and after the test."""
+    """The models, with the ordinary SD 1.5 checkpoint loaded before and after the test."""
     models.use("sd15")
     yield models
     models.use("sd15")
@@ -88,7 +88,7 @@ def sd15(models: Models) -> Iterator[Models]:
 
 @pytest.fixture(scope="module")
 def first_picture(webui: WebUI, models: Models) -> None:
-    """Some hosts load the checkpoint with the first picture."""
+    """Make one image first: some WebUIs load the checkpoint with it."""
     models.use("sd15")
     webui.txt2img()
 
@@ -114,7 +114,7 @@ def browser(webui: WebUI, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 def opened(
     request: pytest.FixtureRequest, browser: Any, webui: WebUI, sd15: Models, first_picture: None
 ) -> Any:
-    """The browser with the WebUI's page as the last test of this file has left it; opened anew after one that failed.
-    To open a page takes as long as most tests."""
+    """The browser with the WebUI's page as the previous test of this file has left it; opened anew after a test that
+    failed. Opening a page takes as long as most tests."""
     browser.reuse(webui.url, (request.module.__name__, request.session.testsfailed))
     return browser

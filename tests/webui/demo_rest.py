@@ -1,4 +1,5 @@
-"""Those routes of A1111's REST API by which the tests drive the demo. Run as a program it is the demo with them."""
+"""The routes of A1111's REST API by which the tests drive the demo. Run as a program, this is the demo with these
+routes."""
 from __future__ import annotations
 
 import base64
@@ -26,7 +27,7 @@ turn = threading.Lock()
 
 
 def to_base64(image: Image.Image) -> str:
-    """base64 of a PNG file with the image's infotext; the same image gives the same text."""
+    """The base64 text of a PNG file with the image's infotext; equal images give equal texts."""
     texts = PngImagePlugin.PngInfo()
     file = io.BytesIO()
     texts.add_text("parameters", image.info["parameters"])
@@ -54,7 +55,7 @@ def generate(body: dict[str, Any]) -> Any:
 
 
 def script_arguments(given: dict[str, Any], runner: Any) -> list[Any]:
-    """The defaults of every script with what the request says of some: {"Title": {"args": [...]}}."""
+    """The arguments of all scripts: their defaults, replaced by those in the request: {"Title": {"args": [...]}}."""
     arguments = [0, *(control.value for control in runner.inputs[1:])]
     for name, body in given.items():
         (script,) = [script for script in runner.alwayson_scripts if script.name == name.lower()]
@@ -73,7 +74,7 @@ def set_options(values: dict[str, Any]) -> None:
 
 
 def refusing(work: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-    """work, with its refusals as answers."""
+    """The function, with each Refusal turned into an answer."""
     def answer(body: dict[str, Any]) -> Any:
         try:
             return work(body)
@@ -108,7 +109,7 @@ def add_rest(page: Any, app: FastAPI) -> None:
 
 
 def with_rest() -> None:
-    """Have the demo of this process serve the routes too."""
+    """Add the routes to the demo of this process."""
     load = scripts.load_scripts
 
     def load_scripts() -> None:

@@ -1,5 +1,5 @@
-"""OneDiff can be read and used by everybody: by axe-core's rules in either theme, by keyboard, on a narrow page, and
-without anything that moves away while it changes."""
+"""Everybody can read and use OneDiff's parts of the page: axe-core's rules in both themes, the keyboard alone, narrow
+pages, and no control that moves while text changes."""
 from __future__ import annotations
 
 import io
@@ -124,7 +124,7 @@ def test_axe_finds_nothing_no_word_is_cut_and_nothing_sticks_out(
 
 
 def is_dark(png: bytes) -> bool:
-    """Of an image of a part of the page: whether most of it is."""
+    """Whether most of an image of a part of the page is dark."""
     return ImageStat.Stat(Image.open(io.BytesIO(png)).convert("L")).median[0] < 128
 
 
@@ -157,7 +157,7 @@ def test_tab_reaches_every_control(page: Any) -> None:
 
 
 def settled_boxes(browser: Any) -> Any:
-    """BOXES, once two looks 0.2 s apart agree: gradio sizes a textbox after it is drawn."""
+    """The boxes of BOXES, once two measurements 0.2 s apart agree: gradio sizes a text box after drawing it."""
     found = browser.run(BOXES)
     for _ in attempts(5, 0.2, least=5):
         now = browser.run(BOXES)
@@ -168,14 +168,14 @@ def settled_boxes(browser: Any) -> Any:
 
 
 def moved(before: Any, browser: Any) -> list[Any]:
-    """The boxes of the page that are not as they were."""
+    """The boxes of the page that differ from before."""
     now = settled_boxes(browser)
     assert len(now) == len(before)
     return [pair for pair in zip(before, now, strict=True) if pair[0] != pair[1]]
 
 
 def test_a_new_status_moves_nothing(standalone: WebUI, page: Any) -> None:
-    """Neither the title of the accordion nor a control in it or behind it, whatever the status and the error say."""
+    """No control in the accordion or below it moves, whatever the status and the error are."""
     browser = page
     with standalone.options(onediff_enabled=False):
         standalone.txt2img()

@@ -1,4 +1,4 @@
-"""Script arguments over the API, the infotext that says them, and the settings that stand behind them."""
+"""Script arguments over the API, the infotext that names them, and the settings that they override."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ def with_arguments(*arguments: Any) -> dict[str, Any]:
 
 
 def said(pictures: Pictures) -> str:
-    """What the infotext says of OneDiff."""
+    """The value of the infotext's key for OneDiff."""
     return pictures.info["infotexts"][0].partition("OneDiff: ")[2].partition(",")[0].strip()
 
 
@@ -40,14 +40,15 @@ def by_overrides(webui: WebUI) -> Pictures:
 
 
 def by_changes(webui: WebUI) -> Pictures:
-    """Of a preset, whose own options are set otherwise, too."""
+    """Options set by the text of extra options, on top of a preset that sets them otherwise."""
     own = {name: OPTION_DEFAULTS[f"onediff_{name}"] for name in PRESETS[BALANCED].values}
     words = "; ".join(f"{name} {value}" for name, value in {**own, **OPTIONS}.items())
     return webui.txt2img(**TEN_STEPS, **with_arguments(True, BALANCED, words))
 
 
 def by_infotext(webui: WebUI) -> Pictures:
-    """Forge's API answers every infotext with a TypeError of its own; test_page.py pastes one."""
+    """Options set by an infotext. Not on Forge, whose API answers every infotext with a TypeError; test_page.py pastes
+    one there."""
     if webui.kind in ("standalone", "forge"):
         pytest.skip("this WebUI's API takes no infotext")
     infotext = webui.txt2img(**TEN_STEPS, **one_run(**OPTIONS)).info["infotexts"][0]
@@ -58,7 +59,7 @@ def by_infotext(webui: WebUI) -> Pictures:
 def test_every_way_makes_the_same_picture_and_leaves_nothing(
     webui: WebUI, sd15: Models, way: Callable[[WebUI], Pictures]
 ) -> None:
-    """For a plot, see test_xyz_grid.py."""
+    """The X/Y/Z plot is tested in test_xyz_grid.py."""
     exact = webui.txt2img(**TEN_STEPS)
     expected = webui.txt2img(**TEN_STEPS, **one_run(**OPTIONS))
     assert largest_difference(expected, exact) > 0 and all(f"{name} " in said(expected) for name in OPTIONS)
@@ -69,7 +70,8 @@ def test_every_way_makes_the_same_picture_and_leaves_nothing(
 
 
 def test_disabled_in_the_settings(webui: WebUI, sd15: Models) -> None:
-    """OneDiff has no hook in place, whatever a run asks for; images are those of a run without it, bit for bit."""
+    """OneDiff then has no hook in place, whatever a run asks for, and images are bit for bit those of a run without
+    it."""
     off = run_off(webui, {})
     with webui.options(onediff_enabled=False):
         assert webui.status()["enabled"] is False

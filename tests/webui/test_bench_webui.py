@@ -1,4 +1,4 @@
-"""The benchmark of a running WebUI, as the documentation gives it. Times are only asked to be times."""
+"""The benchmark of a running WebUI, called as the documentation says. Of the times, only their form is checked."""
 from __future__ import annotations
 
 import json
@@ -21,7 +21,8 @@ Bench = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
-    """The command in this process, because a new one mostly imports: its exit status and what it prints."""
+    """The exit status and the output of the command, which runs in this process: a new one would spend its time on
+    imports."""
     def run(*arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["bench", "webui", *arguments])
         return main(), *capsys.readouterr()

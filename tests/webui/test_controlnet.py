@@ -1,4 +1,5 @@
-"""ControlNet: Forge hands its output to the UNet, A1111's extension runs the UNet's loop itself, and is the host's."""
+"""ControlNet: Forge hands its output to the UNet; A1111's extension runs the UNet's loop itself, so the WebUI computes
+it."""
 from __future__ import annotations
 
 from typing import Any
@@ -30,7 +31,8 @@ def controlnet(webui: WebUI, sd15: Models) -> str:
 
 
 def check(webui: WebUI, request: dict[str, Any], plain: Run, least_calls: int | None = None) -> None:
-    """By the route that the host allows, as with the extension off, and not as without ControlNet."""
+    """Check the route that the WebUI allows, that the image equals the one with the extension off, and that ControlNet
+    changes it."""
     on = run_on(webui, request, least_calls, ROUTES[webui.kind])
     off = run(webui, request, enabled=False)
     assert off.served(("graph", "plain")) == 0, off.calls

@@ -1,5 +1,5 @@
-"""txt2img, hires fix, img2img and inpainting with the extension on and off: the same images, every UNet call by the
-whole-UNet route, and every decode ours."""
+"""txt2img, hires fix, img2img and inpainting with the extension on and off: the images are equal, OneDiff computes
+every UNet call as a whole, and every decode."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ WORDS_110, WORDS_190 = (" ".join((LETTERS * 8).split()[:count]) for count in (11
 
 @dataclass(frozen=True)
 class Case:
-    """A request, by what differs from PICTURE.
+    """A request, as its differences from PICTURE.
 
-    needs: a feature that some host lacks. fewer_calls: how many calls less than steps the sampler makes.
-    parted: the prompts are of different token counts, which some hosts give to the UNet in two calls.
-    elsewhere: architectures beside SD1.5 differ from it here.
+    needs: a feature that some WebUIs lack. fewer_calls: how many fewer calls than steps the sampler makes. parted:
+    whether the prompts have different token counts, which some WebUIs compute in two calls. elsewhere: differences for
+    other architectures than SD 1.5.
     """
 
     name: str
@@ -70,7 +70,7 @@ CASES = [
 
 
 def check(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> tuple[Run, int]:
-    """on_and_off, and how many decodes the run with the extension on made: ours, and with the extension off none."""
+    """on_and_off, and the number of decodes: with the extension on, OneDiff makes them, with it off, none."""
     before = webui.status()["vae"]["calls"]
     on, _ = on_and_off(webui, request, least_calls)
     after = webui.status()["vae"]
@@ -87,7 +87,7 @@ def test_txt2img(webui: WebUI, sd15: Models, case: Case) -> None:
 
 @pytest.fixture(scope="module", params=["sdxl", "sd2", "inpaint"])
 def other_architecture(request: pytest.FixtureRequest, models: Models) -> Iterator[str]:
-    """Another checkpoint is loaded; SD1.5 again afterwards."""
+    """Load another checkpoint, and SD 1.5 again afterwards."""
     name = models.use(request.param)
     infotext = run_on(models.webui, {}).pictures.info["infotexts"][0]
     assert f"Model: {stem(name)}," in infotext, infotext
@@ -127,7 +127,7 @@ def hires(webui: WebUI, upscaler: str, **changes: Any) -> dict[str, Any]:
 ], ids=lambda changes: ", ".join(changes) or "plain")
 @pytest.mark.parametrize("upscaler", ["Latent", "Lanczos"])
 def test_hires_fix(webui: WebUI, sd15: Models, upscaler: str, changes: dict[str, Any]) -> None:
-    """Between pixels and pixels an upscaler needs the first pass decoded, within the sampling."""
+    """An upscaler of pixels needs the first pass decoded, within the sampling."""
     need(webui, "hires fix")
     on, decodes = check(webui, hires(webui, upscaler, **changes), 6 * changes.get("n_iter", 1))
     assert changes or decodes == (1 if upscaler == "Latent" else 2) or webui.is_neo
@@ -150,7 +150,7 @@ def test_img2img(webui: WebUI, sd15: Models, changes: dict[str, Any]) -> None:
 
 
 def masked(**changes: Any) -> dict[str, Any]:
-    """Inpainting of the right half, starting from the original image."""
+    """A request that inpaints the right half of the original image."""
     mask = Image.new("L", (64, 64), 0)
     mask.paste(255, (32, 0, 64, 64))
     given = {"mask": encode(mask), "mask_blur": 2, "inpainting_fill": 1, "inpaint_full_res": False}

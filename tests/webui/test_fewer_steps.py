@@ -1,4 +1,5 @@
-"""DeepCache, its forecast and guidance end in a WebUI: off they change nothing, on they leave out what they say."""
+"""DeepCache, its forecast and the guidance end in a WebUI: switched off they change nothing; switched on they skip the
+part of the work that their options name."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -21,8 +22,8 @@ PARTS = ("deepcache", "forecast", "guidance")
 
 @dataclass(frozen=True)
 class Counted:
-    """A generation: its images, how many calls were computed whole, in part, by a forecast and without the negative
-    prompt, and the reasons in the status."""
+    """A generation: its images, the numbers of calls that were computed whole, in part, by a forecast and without the
+    negative prompt, and the reasons in the status."""
 
     pictures: Pictures
     full: int
@@ -49,26 +50,26 @@ def made(webui: WebUI, options: dict[str, Any], **request: Any) -> Counted:
 
 
 def distance(one: Counted, other: Counted) -> float:
-    """The mean over pixels, of 255."""
+    """The mean difference of pixels, of 255."""
     return float(numpy.abs(one.pictures.pixels - other.pictures.pixels).mean())
 
 
 @pytest.fixture(scope="module")
 def whole(webui: WebUI, models: Models) -> Counted:
-    """A generation with none of them."""
+    """A generation in which every step is computed whole."""
     models.use("sd15")
     return made(webui, {})
 
 
 @pytest.fixture(scope="module")
 def far(webui: WebUI, whole: Counted) -> float:
-    """How far the image of another seed is."""
+    """The distance to an image with another seed."""
     return distance(made(webui, {}, seed=8), whole)
 
 
 @pytest.fixture
 def exact(webui: WebUI, sd15: Models, whole: Counted) -> Iterator[Counted]:
-    """A generation with none of them, and bit for bit the same again after the test."""
+    """A generation in which every step is computed whole; after the test, it must be bit for bit the same again."""
     yield whole
     again = made(webui, {})
     assert largest_difference(again.pictures, whole.pictures) == 0 and again.left_out == (0, 0, 0)
@@ -80,10 +81,10 @@ def exact(webui: WebUI, sd15: Models, whole: Counted) -> Iterator[Counted]:
     ({"deepcache_interval": 20}, 2, (11, 0, 0)), ({**EVERY_THIRD, "deepcache_depth": 3}, 6, (7, 0, 0)),
     (HALF, 0, (0, 0, 6)),
 ], ids=str)
-def test_so_much_is_left_out(
+def test_each_option_skips_its_part_of_the_work(
     webui: WebUI, exact: Counted, far: float, options: dict[str, Any], full: int, left_out: tuple[int, int, int]
 ) -> None:
-    """Another image than the exact one, much nearer to it than that of another seed, and the same again."""
+    """The image differs from the exact one, is much nearer to it than one with another seed, and repeats."""
     found = made(webui, options)
     assert (found.full, found.left_out) == (full, left_out)
     # Two whole steps of thirteen make no near image of random weights.
@@ -125,7 +126,7 @@ def test_the_deep_part_is_computed_as_scheduled(webui: WebUI, sd15: Models, requ
     (FORECAST, {"sampler_name": "Euler a"}, "forecast", "Euler and DDIM"),
     (HALF, {"prompt": "a fox AND a hill"}, "guidance", "is inactive"),
 ], ids=str)
-def test_they_rest_and_say_why(
+def test_inactive_policies_give_their_reasons(
     webui: WebUI, exact: Counted, options: dict[str, Any], request_: dict[str, Any], part: str, why: str
 ) -> None:
     need(webui, "AND prompts" if "prompt" in request_ else "")

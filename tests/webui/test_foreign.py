@@ -1,5 +1,5 @@
-"""What others put on the UNet: functions of the host's protocol run within our forward, what we do not know goes to the
-host's own UNet, with a reason, and what does not touch the UNet changes nothing."""
+"""What other extensions do with the UNet: functions of the WebUI's protocol run within OneDiff's forward, unknown
+changes make the WebUI compute the UNet, with a reason, and what does not touch the UNet changes nothing."""
 from __future__ import annotations
 
 import re
@@ -66,7 +66,7 @@ BY_REGIONAL_PROMPTER = "Linear.forward was replaced by sd-webui-regional-prompte
 
 
 def regions(mode: str) -> dict[str, Any]:
-    """Two side by side, by the author's Regional Prompter."""
+    """A request with two regions side by side, as Regional Prompter's author gives them."""
     places = (True, False, "Matrix", "Columns", "Mask", "Prompt", "1,1", "0.2", False, False, False)
     others = ([], "0", "0", "0.4", "", "0", "0", False)
     return {"prompt": "a red fox BREAK a castle at night", **script("Regional Prompter", *places, mode, *others)}
@@ -80,9 +80,10 @@ DYNAMIC_THRESHOLDING = script(
 
 @dataclass(frozen=True)
 class Foreign:
-    """reason: a pattern that the reason for the host's route must contain; request and options: how to have it.
+    """Another extension's feature.
 
-    doubles_calls: it shows in further UNet calls, while with random weights it may change no pixel.
+    reason: a pattern that the reason for the WebUI's route must match. request and options: how to switch the feature
+    on. doubles_calls: whether it shows in further UNet calls; with random weights it may change no pixel.
     """
 
     name: str
@@ -172,7 +173,7 @@ def only_on(webui: WebUI, host: str) -> None:
 
 
 def assert_host_served(webui: WebUI, request: dict[str, Any], reason: str) -> Run:
-    """On and off: all UNet calls the host's, and the reason of the run with the extension on. The decode is ours."""
+    """Run with the extension on and off: the WebUI computes all UNet calls, OneDiff the decode. Checks the reason."""
     on = run_on(webui, request, routes=("host",))
     assert re.search(reason, on.reason, re.IGNORECASE), f"the reason given was {on.reason!r}"
     off = run_off(webui, request)
@@ -182,7 +183,7 @@ def assert_host_served(webui: WebUI, request: dict[str, Any], reason: str) -> Ru
 
 
 def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The request with what is foreign, and the same without."""
+    """The request with the feature, and the same request without it."""
     only_on(webui, foreign.host)
     request = dict(foreign.request)
     present = webui.get("/sdapi/v1/scripts")["img2img" if "init_images" in request else "txt2img"]
@@ -198,7 +199,7 @@ def prepared(webui: WebUI, foreign: Foreign) -> tuple[dict[str, Any], dict[str, 
 
 
 @pytest.mark.parametrize("foreign", WITHIN, ids=lambda foreign: foreign.name)
-def test_it_runs_within_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+def test_functions_of_others_run_within_our_forward(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
     plain, on = assert_within(webui, *prepared(webui, foreign), foreign.reason)
     if foreign.doubles_calls:
         assert on.served(WHOLE_UNET) == 2 * plain.served(WHOLE_UNET)
@@ -207,7 +208,7 @@ def test_it_runs_within_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> No
 
 
 @pytest.mark.parametrize("foreign", [*WITHIN, *UNTOUCHED], ids=lambda foreign: foreign.name)
-def test_with_graphs_it_does_the_same(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
+def test_functions_of_others_run_between_graphs(webui: WebUI, sd15: Models, foreign: Foreign, graphs: None) -> None:
     plain, on = assert_between_graphs(webui, *prepared(webui, foreign), foreign.reason)
     assert foreign in WITHIN or PATCHES not in on.reason, "it is part of the graph"
     if not foreign.doubles_calls:
@@ -215,7 +216,7 @@ def test_with_graphs_it_does_the_same(webui: WebUI, sd15: Models, foreign: Forei
 
 
 @pytest.mark.parametrize("foreign", UNTOUCHED, ids=lambda foreign: foreign.name)
-def test_what_leaves_the_unet_alone_stays_ours(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
+def test_onediff_serves_extensions_that_leave_the_unet_alone(webui: WebUI, sd15: Models, foreign: Foreign) -> None:
     request, plain_request = prepared(webui, foreign)
     made, _ = on_and_off(webui, request)
     assert_different(run_on(webui, plain_request), made, foreign.name)
@@ -223,7 +224,7 @@ def test_what_leaves_the_unet_alone_stays_ours(webui: WebUI, sd15: Models, forei
 
 @pytest.mark.parametrize("checkpoint", ["sd15", "sdxl"])
 @pytest.mark.parametrize("foreign", REFERENCES, ids=lambda foreign: foreign.name)
-def test_references_are_the_hosts(webui: WebUI, sd15: Models, foreign: Foreign, checkpoint: str) -> None:
+def test_the_webui_computes_references(webui: WebUI, sd15: Models, foreign: Foreign, checkpoint: str) -> None:
     request, plain_request = prepared(webui, foreign)
     sd15.use(checkpoint)
     plain, on = assert_within(webui, request, plain_request, foreign.reason, ("host",))

@@ -1,4 +1,4 @@
-"""What a user does who clicks on everything, twice, in two tabs, and pastes what is broken."""
+"""A user who clicks on everything twice, in two tabs, and pastes broken texts."""
 from __future__ import annotations
 
 from typing import Any
@@ -40,12 +40,12 @@ MUTATED = (
 
 
 def twice(page: Any, selector: str, least: int = 1) -> None:
-    """Click everything that is seen twice, without a moment between."""
+    """Click everything visible twice in a row."""
     assert page.run(TWICE, selector) >= least, selector
 
 
 def jobs_of(webui: WebUI) -> list[dict[str, Any]]:
-    """The list of jobs, whose numbers agree with one another."""
+    """The list of jobs, after a check that its numbers agree with one another."""
     jobs = webui.get("/onediff/v1/jobs")["jobs"]
     assert all(0 <= job["share"] <= 1 and (job["share"] == 1) == (job["state"] == "done") for job in jobs), jobs
     assert all(job["done"] == job["total"] for job in jobs if job["state"] == "done" and job["kind"] == "comparison")
@@ -69,14 +69,14 @@ def errors_of(page: Any) -> list[str]:
 
 
 def reload(page: Any) -> None:
-    """Open the page anew. The browser ends the requests of the page that it leaves, and gradio logs these."""
+    """Open the page anew. The browser ends the earlier page's requests, and gradio logs these as errors."""
     assert not errors_of(page)
     page.refresh()
     assert not [error for error in errors_of(page) if not any(ended in error for ended in ENDED_REQUESTS)]
 
 
 def click_everything(page: Any, webui: WebUI) -> None:
-    """Every button of the demo and of our pages: what is made, compared and purged meanwhile may go."""
+    """Click every button of the demo and of our pages, also those that purge what others have just made."""
     open_advanced(page, "txt2img")
     twice(page, "#txt2img_toprow button", 6)
     twice(page, ".onediff-accordion button", 2)
@@ -95,8 +95,8 @@ def click_everything(page: Any, webui: WebUI) -> None:
 
 
 def compare_in_two_tabs(page: Any, webui: WebUI) -> None:
-    """While an image is made, by double clicks, with a page opened anew in the middle: one result, whole and shown on
-    both."""
+    """Double-click Compare while an image is made, in two tabs, one of them opened anew in the middle: there is one
+    complete result, and both show it."""
     compare = Compare(page)
     compare.show()
     wanted = {"seed": 41, "images": 2, "width": 128, "height": 128, "steps": 10}
@@ -131,7 +131,7 @@ def compare_in_two_tabs(page: Any, webui: WebUI) -> None:
 
 
 def paste_what_is_broken(page: Any, webui: WebUI) -> None:
-    """The page stays usable: what is not understood changes nothing, and nothing is run as markup."""
+    """The page stays usable: unreadable text changes nothing and is never run as markup."""
     for text in MUTATED:
         paste(page, "txt2img", f"a fox\n{LEAVES_NO_TRACE}, {text}")
         paste(page, "txt2img", f"a fox\n{LEAVES_NO_TRACE[:len(text) % 40]}{text}")
@@ -140,7 +140,7 @@ def paste_what_is_broken(page: Any, webui: WebUI) -> None:
 
 
 def numbers_agree(page: Any, webui: WebUI) -> None:
-    """After all that, an image is made, and each page says of it what the status says."""
+    """After everything else, make an image and check that each page agrees with the status."""
     assert "Size: 64x64" in make_picture(page)
     page.open_accordion("onediff_txt2img_accordion")
     page.wait_for_text("onediff_txt2img_status", "64x64", 30)
@@ -173,7 +173,7 @@ def test_hostile_clicking(opened: Any, webui: WebUI) -> None:
 
 @pytest.fixture(autouse=True)
 def as_a_new_page(browser: Any) -> Any:
-    """One tab is left, whatever has failed."""
+    """Close all tabs but one, also after a failure."""
     yield
     first, *others = browser.driver.window_handles
     for other in others:

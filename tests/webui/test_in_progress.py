@@ -1,4 +1,4 @@
-"""While a picture is being made: live preview, interrupt and skip."""
+"""While an image is made: live preview, interrupt and skip."""
 from __future__ import annotations
 
 import threading
@@ -46,7 +46,7 @@ def long_run(webui: WebUI, **changes: Any) -> dict[str, Any]:
 
 
 def test_progress_and_interrupt(webui: WebUI, sd15: Models) -> None:
-    """The image comes as far as it is, and the interrupt ends with its generation."""
+    """The interrupted image is delivered as far as it was made. The next generation is whole."""
     plain = run_on(webui, {})
     before = webui.calls()
     request = long_run(webui)
@@ -66,7 +66,7 @@ def test_progress_and_interrupt(webui: WebUI, sd15: Models) -> None:
 
 
 def test_skip(webui: WebUI, sd15: Models) -> None:
-    """The first of two pictures is skipped; the second is as it would have been."""
+    """The first of two images is skipped; the second is the same as without the skip."""
     need(webui, "skip")
     request = long_run(webui, n_iter=2)
     whole = webui.make(request)

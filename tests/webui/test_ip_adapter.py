@@ -1,5 +1,5 @@
-"""IP-Adapters and ControlLLLite, at every attention: operators of ours and functions within our forward on the Forge
-family; on A1111 the host's, as its ControlNet extension runs the UNet's loop."""
+"""IP-Adapters and ControlLLLite at every attention. On the Forge family, OneDiff's operators and functions within its
+forward compute them; on A1111 the WebUI does, because its ControlNet extension runs the UNet's loop."""
 from __future__ import annotations
 
 import base64
@@ -36,7 +36,8 @@ BY_LLLITE = {
 
 @dataclass(frozen=True)
 class Unit:
-    """role: its model's; seed: which image it is given; masked: it works on the left half; changes: its settings."""
+    """A unit of the request. role: of its model; seed: of the image that it gets; masked: whether it works on the left
+    half only; changes: its settings."""
 
     role: str
     seed: int = 1
@@ -90,7 +91,7 @@ LLLITES = [
 
 
 def image_embedding(role: str, seed: int) -> str:
-    """What the image encoder of an IP-Adapter would give, as the API of A1111's extension takes it."""
+    """The output of an IP-Adapter's image encoder, in the form that the API of A1111's extension takes."""
     random = torch.Generator().manual_seed(seed)
     file = io.BytesIO()
     if "plus" in role:
@@ -120,7 +121,7 @@ def unit_of(webui: WebUI, models: Models, unit: Unit) -> dict[str, Any]:
 
 
 def prepared(webui: WebUI, models: Models, case: Case) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The request of a case, whose checkpoint is loaded, and the same without its units."""
+    """The request of a case, with its checkpoint loaded, and the same request without its units."""
     need(webui, "ControlNet")
     if webui.kind == "a1111" and case.name.endswith("odd size"):
         pytest.skip("sd-webui-controlnet rounds such a mask's size down and fails, without OneDiff too")
@@ -136,7 +137,7 @@ def only_forge(webui: WebUI) -> None:
 
 
 def reason_for(webui: WebUI, case: Case) -> str:
-    """What the reason says of who runs; skips what only Forge and Forge Neo have."""
+    """A pattern for the reason on this WebUI; skips features that only Forge and Forge Neo have."""
     if case in LLLITES:
         if webui.kind not in BY_LLLITE:
             only_forge(webui)
@@ -153,7 +154,7 @@ def test_at_every_attention(webui: WebUI, sd15: Models, case: Case) -> None:
     assert_different(plain, on, case.name)
 
 
-def test_what_it_leaves_behind_is_the_webuis_own(webui: WebUI, sd15: Models) -> None:
+def test_a1111s_attentions_are_the_webuis_own_afterwards(webui: WebUI, sd15: Models) -> None:
     """Attentions with a forward set, which was their class's before another optimization was chosen."""
     if webui.kind != "a1111":
         pytest.skip("A1111's: give its address with --webui URL")

@@ -1,4 +1,4 @@
-"""LoRAs: in turn, at changing weights, on and off; never the previous one."""
+"""LoRAs in turn, at changing weights, on and off: an image never has the previous LoRA."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def make_all(make: Callable[..., Run], webui: WebUI, prompts: list[str]) -> list
 
 
 def test_two_loras_in_turn(webui: WebUI, lora_a: str, lora_b: str) -> None:
-    """First every picture with the extension on, so that no run of the host's own merges a LoRA for us."""
+    """All images with the extension on come first, so that no run of the WebUI alone merges a LoRA for OneDiff."""
     prompts = [
         PROMPT, with_lora(lora_a, 1), with_lora(lora_b, 1), with_lora(lora_a, 0.5), with_lora(lora_a, 1), PROMPT,
         with_lora(lora_b, 1), with_lora(lora_a, 1) + f" <lora:{lora_b}:0.7>", PROMPT,
@@ -50,7 +50,7 @@ def test_two_loras_in_turn(webui: WebUI, lora_a: str, lora_b: str) -> None:
 
 
 def test_lora_on_and_off_in_turn_with_the_extension(webui: WebUI, lora_a: str) -> None:
-    """The host's runs merge and take out what our next run finds."""
+    """Runs of the WebUI alone merge and remove LoRAs in the weights that OneDiff's next run uses."""
     with_a = {"prompt": with_lora(lora_a, 1)}
     without = {"prompt": PROMPT}
     on_a = run_on(webui, with_a)

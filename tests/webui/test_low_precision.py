@@ -1,8 +1,8 @@
-"""Weights that the host stores in float8, as A1111's "FP8 weight" and Forge's "Diffusion in Low Bits" do: ours compute
-with them, LoRAs included, and make the host's images.
+"""Weights that the WebUI stores in float8, as A1111's "FP8 weight" and Forge's "Diffusion in Low Bits" do: OneDiff
+computes with them, LoRAs included, and makes the WebUI's images.
 
-The LoRAs must be mild (give them with --model lora-a=NAME): with one of large random numbers the host's own forward in
-float32 is a quarter away from float64's, and nothing can be compared.
+The LoRAs must be mild (give them with --model lora-a=NAME): with large random numbers, the WebUI's own forward in
+float32 differs by a quarter from float64, so nothing can be compared.
 """
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ KINDS = ["Automatic (fp16 LoRA)", "float8-e4m3fn", "float8-e4m3fn (fp16 LoRA)", 
 
 
 def choose(models: Models, kind: str) -> None:
-    """The list on the page loads the checkpoint anew; the API does so for another checkpoint alone."""
+    """Choose the option and have the checkpoint loaded anew. The list on the page does that by itself, the API only for
+    another checkpoint."""
     models.webui.set_options(**{OPTION: kind})
     models.use("sd15-b")
     models.webui.make({"prompt": PROMPT, "steps": 1, "width": 64, "height": 64})
@@ -81,7 +82,8 @@ def store(webui: WebUI, how: str) -> None:
 
 @pytest.fixture
 def a1111(webui: WebUI, sd15: Models) -> Iterator[WebUI]:
-    """With the option off, after it was on: from then on the host holds the checkpoint's weights in half precision."""
+    """A1111 with the option switched off after it was on: from then on it holds the checkpoint's weights in half
+    precision."""
     if webui.kind != "a1111":
         pytest.skip("this is A1111's: give its address with --webui URL")
     store(webui, "Enable")
@@ -91,13 +93,14 @@ def a1111(webui: WebUI, sd15: Models) -> Iterator[WebUI]:
 
 
 def distance(one: Run, other: Run) -> float:
-    """The mean of all differences between two runs' pixels, of 255. A ControlNet's map may come after the images."""
+    """The mean difference of two runs' pixels, of 255, without a ControlNet's map after the images."""
     pairs = zip(one.pictures.arrays, other.pictures.arrays, strict=False)
     return float(numpy.mean([numpy.abs(mine - yours).mean() for mine, yours in pairs]))
 
 
 def assert_near(webui: WebUI, request: dict[str, Any], on: Run, off: Run) -> float:
-    """That OneDiff's run is no farther from the host's than that of another of its attention functions; how far."""
+    """Assert that OneDiff's run is no farther from the WebUI's than a run with another of the WebUI's attention
+    functions. Returns how far it is."""
     webui.set_options(cross_attention_optimization=OTHER_ATTENTION)
     try:
         rounding = distance(run(webui, request, enabled=False), off)
@@ -110,7 +113,7 @@ def assert_near(webui: WebUI, request: dict[str, Any], on: Run, off: Run) -> flo
 
 @pytest.mark.parametrize("cached", [False, True], ids=["", "cached"])
 def test_fp8_switched_on_with_loras_another_checkpoint_and_off(a1111: WebUI, sd15: Models, cached: bool) -> None:
-    """Ours first, so that no run of the host's own merges a LoRA for us."""
+    """OneDiff's runs come first, so that no run of the WebUI alone merges a LoRA for it."""
     without = run_off(a1111, {})
     plain = run_on(a1111, {})
     a1111.set_options(cache_fp16_weight=cached)

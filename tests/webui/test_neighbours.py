@@ -1,7 +1,8 @@
-"""What stands beside us: nested generations, other threads, edited weights, foreign modules, other schedules.
+"""Other extensions' actions around a generation: nested generations, other threads, edited weights, foreign modules,
+other schedules.
 
-For A1111 and Forge Neo. What the extensions do is reproduced by tests/webui/extensions/onediff-neighbours, which must
-be linked into the extensions folder of the WebUI at --webui.
+For A1111 and Forge Neo. tests/webui/extensions/onediff-neighbours reproduces these actions; it must be linked into the
+extensions folder of the WebUI at --webui.
 """
 from __future__ import annotations
 
@@ -49,7 +50,7 @@ def beside_neighbours(webui: WebUI) -> None:
 
 @pytest.fixture
 def crops(webui: WebUI) -> list[list[int]]:
-    """Every side of a picture is a multiple of 8, and in this Neo's copy of 64."""
+    """Sizes of nested images. The sides are multiples of 8, and of 64 on the Neo under test."""
     return [[64, 64], [64, 128] if webui.is_neo else [72, 88], [128, 64]]
 
 
@@ -58,7 +59,7 @@ def planned(**plan: Any) -> dict[str, Any]:
 
 
 def run_without(webui: WebUI, request: dict[str, Any]) -> Run:
-    """A run with OneDiff off in the settings: nothing of it is there."""
+    """A run with OneDiff switched off in the settings, so that none of its hooks is in place."""
     with webui.options(onediff_enabled=False):
         made = run(webui, request)
     assert sum(made.calls.values()) == 0
@@ -90,7 +91,7 @@ def test_nested_inpainting(webui: WebUI, sd15: Models, crops: list[list[int]], n
 def test_nested_generation_has_the_settings_of_its_run(
     webui: WebUI, sd15: Models, crops: list[list[int]], nested_scripts: bool
 ) -> None:
-    """Who switches OneDiff off for a run means all of it."""
+    """A run with OneDiff off has it off in its nested generations too."""
     nested = {"width": 128, "height": 128, **planned(crops=crops, nested_scripts=nested_scripts)}
     off = run_off(webui, nested, least_calls=3 + len(crops))
     assert largest_difference(off.pictures, run_without(webui, nested).pictures) == 0
@@ -98,7 +99,7 @@ def test_nested_generation_has_the_settings_of_its_run(
 
 
 def test_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list[list[int]]) -> None:
-    """Agent Scheduler: two in a row, while the API does nothing."""
+    """As Agent Scheduler makes them: two in a row, while the API is idle."""
     sizes = [{"width": width, "height": height} for width, height in crops[:2]]
     requests = [{**PICTURE, **size, **one_run(enabled=True)} for size in sizes]
     ours = [run_on(webui, size) for size in sizes]
@@ -114,7 +115,7 @@ def test_generations_from_another_thread(webui: WebUI, sd15: Models, crops: list
 
 
 def test_weights_edited_between_generations(webui: WebUI, sd15: Models) -> None:
-    """SuperMerger: the values change, the parameters stay."""
+    """As SuperMerger does: the values change, the parameters stay the same objects."""
     plain = run_on(webui, {})
     with edited(webui, 0.5):
         merged, _ = on_and_off(webui, {})
@@ -130,8 +131,8 @@ def test_weights_edited_within_a_generation(webui: WebUI, sd15: Models) -> None:
     assert_same(run_on(webui, request), plain)
 
 
-def test_motion_modules_are_the_hosts(webui: WebUI, sd15: Models) -> None:
-    """AnimateDiff puts modules that we do not know into the blocks, for one generation."""
+def test_the_webui_computes_motion_modules(webui: WebUI, sd15: Models) -> None:
+    """AnimateDiff puts modules of unknown classes into the blocks for one generation, which the WebUI then computes."""
     plain = run_on(webui, {"batch_size": 2})
     made = assert_host_served(webui, {"batch_size": 2, **planned(motion=True)}, "MotionModule")
     assert_different(plain, made, "the motion module")
@@ -152,8 +153,9 @@ def test_tiles_of_the_vae(webui: WebUI, sd15: Models, request_: dict[str, Any]) 
     assert webui.status()["vae"]["route"] != "host", webui.status()["vae"]
 
 
-def test_a_foreign_walk_through_the_decoder_is_told(webui: WebUI, sd15: Models) -> None:
-    """Tiled VAE runs the decoder's layers itself and never calls what stands below it."""
+def test_a_foreign_loop_over_the_decoders_layers_is_reported(webui: WebUI, sd15: Models) -> None:
+    """Tiled VAE runs the decoder's layers itself and never calls the forward that it has replaced; the status says
+    so."""
     plain = run_on(webui, {})
     made = run_on(webui, planned(walked_vae=True))
     assert "onediff_neighbours" in webui.status()["vae"]["reason"]
@@ -175,7 +177,7 @@ def test_v_prediction(webui: WebUI, sd15: Models, role: str, schedule: str) -> N
 
 @pytest.mark.parametrize("request_", [{}, masked()], ids=["txt2img", "inpainting"])
 def test_sdxl_inpainting(webui: WebUI, sd15: Models, request_: dict[str, Any]) -> None:
-    """Nine channels."""
+    """The UNet's input has nine channels."""
     sd15.use("sdxl-inpaint")
     on_and_off(webui, request_, least_calls=3)
     run_on(webui, {})

@@ -1,4 +1,4 @@
-"""Who gets at a standalone host, through gradio or the API: no page of another site, no other name, no stranger."""
+"""Who can use the demo through gradio or the API: no page of another site, no other name, nobody without an account."""
 from __future__ import annotations
 
 import contextlib
@@ -22,7 +22,7 @@ SILENT = 300
 
 @pytest.fixture
 def site() -> Iterator[Any]:
-    """Another server on this machine, whose pages are all empty. asked: the paths that somebody has asked it for."""
+    """Another server on this machine, whose pages are all empty. asked: the paths that it was asked for."""
     asked: list[str] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -34,7 +34,7 @@ def site() -> Iterator[Any]:
             self.wfile.write(b"<!doctype html><title>another site</title>")
 
         def log_message(self, *words: Any) -> None:
-            """Not on the screen."""
+            """Print nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -54,14 +54,14 @@ def event_of_page(url: str, elem_id: str, **values: Any) -> dict[str, Any]:
 
 
 def wait_for_event(url: str, session: str) -> str:
-    """What the page's event stream says of everything that a session has asked for."""
+    """The text of the page's event stream, once it has answered everything that a session has asked for."""
     place = f"{url}/gradio_api/queue/data"
     with requests.get(place, params={"session_hash": session}, stream=True, timeout=60) as stream:
         return "\n".join(line.decode() for line in stream.iter_lines() if line)
 
 
 def answer_to_head(url: str, head: str, body: bytes = b"") -> str:
-    """What a server answers to a request before it has got more of its body than this."""
+    """A server's answer to a request of which it has received no more of the body than this."""
     host, port = url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(f"{head}\r\nHost: {host}\r\nContent-Type: application/json\r\n\r\n".encode() + body)
@@ -122,7 +122,7 @@ def test_link_on_another_sites_page_shows_the_page(standalone: WebUI) -> None:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a host with accounts that others reach."""
+    """The address of a demo with accounts that other machines can reach."""
     flags = ("--host", "0.0.0.0", "--gradio-auth", "ann:one,bob:two:parts", "--allowed-hosts", "my.box.lan")
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path_factory.mktemp("data")), *flags) as host:
         yield host.url().replace("localhost", "127.0.0.1")

@@ -86,7 +86,7 @@ def test_img2img(page, webui: WebUI, tmp_path) -> None:
 
 
 def move(page: Any, name: str, value: int) -> None:
-    """As dragging a slider, or typing beside it."""
+    """Set a slider, as by dragging it or by typing beside it."""
     page.type(f"#onediff_{TAB}_{name} input[type=number]", value)
 
 
@@ -117,7 +117,7 @@ def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
         assert box.is_selected(), "opening and closing it switches nothing"
 
 
-def test_controls_and_text_are_one_and_hold_for_the_image(page, webui: WebUI) -> None:
+def test_controls_and_text_agree_and_set_the_image(page, webui: WebUI) -> None:
     open_advanced(page, TAB)
     page.wait_for_text("onediff_txt2img_told", "This run: ", 20)
     move(page, "deepcache_interval", 3)
@@ -136,7 +136,7 @@ def test_controls_and_text_are_one_and_hold_for_the_image(page, webui: WebUI) ->
     page.wait_for_text("onediff_txt2img_told", "Did you mean 'deepcache_interval'? Fix this, or", 20)
 
 
-def test_an_answer_that_comes_late_is_not_the_last_word(page) -> None:
+def test_an_answer_that_comes_late_is_corrected(page) -> None:
     open_advanced(page, TAB)
     page.wait_for_text("onediff_txt2img_told", "This run: Exact.", 20)
     page.run(LATE)
@@ -176,7 +176,7 @@ def test_the_first_quick_click_opens_the_list_of_presets(page) -> None:
 
 
 def seen_settings(page) -> dict[str, bool]:
-    """Of every row of OneDiff's settings, by the option's name, whether it can be seen."""
+    """Whether each row of OneDiff's settings is visible, by the option's name."""
     return page.run("""
         const rows = [...document.querySelectorAll("#settings_onediff [id^=setting_onediff_]")];
         const seen = row => [row.id.slice("setting_onediff_".length), row.offsetParent !== null];
@@ -218,8 +218,8 @@ def test_settings_have_groups_speeds_marks_and_refuse_nonsense(page, webui: WebU
         page.type("#setting_onediff_prewarm textarea, #setting_onediff_prewarm input", "")
 
 
-def test_what_is_not_applied_is_marked_and_errors_stand_under_their_field(page, webui: WebUI) -> None:
-    """And what holds stands beside what is chosen; one message tells of an error, once it is applied."""
+def test_pending_options_are_marked_and_errors_are_below_their_fields(page, webui: WebUI) -> None:
+    """The value in force is shown beside the chosen one. After Apply, one message names the error."""
     bar = ".onediff-settings-apply"
     changed = len(PRESETS[BALANCED].values)
     buttons = "return [...document.querySelectorAll('#settings_onediff .onediff-settings-head button')]"
@@ -258,7 +258,7 @@ def test_what_is_not_applied_is_marked_and_errors_stand_under_their_field(page, 
         wait_for_bar("")
 
 
-def test_a_run_without_onediff_threatens_with_nothing(page) -> None:
+def test_a_run_without_onediff_shows_no_warning(page) -> None:
     open_advanced(page, TAB)
     page.type("#onediff_txt2img_changes :is(textarea, input)", "nonsense 5")
     page.find("#onediff_txt2img_changes :is(textarea, input)").send_keys(Keys.TAB)
@@ -291,7 +291,7 @@ PASTED = [
 def test_infotext_pastes_back(
     page, webui: WebUI, tab: str, made_with: dict[str, Any], options: dict[str, Any], expected: tuple[bool, str, str]
 ) -> None:
-    """The accordion takes what the image says, whatever it showed before and whatever the settings tab says."""
+    """The accordion takes the image's settings, whatever it showed before and whatever the settings tab has."""
     need(webui, "img2img" if tab == "img2img" else "")
     infotext = webui.txt2img(steps=10, sampler_name="Euler", **one_run(**made_with)).info["infotexts"][0]
     show_tab(page, tab)
@@ -306,7 +306,7 @@ def test_infotext_pastes_back(
             assert f"OneDiff: {said}" in make_picture(page, seed=7), "another run than that of the infotext"
 
 
-def test_what_pasting_leaves_out_is_said(standalone: WebUI, page: Any) -> None:
+def test_unused_parts_of_a_pasted_infotext_are_reported(standalone: WebUI, page: Any) -> None:
     said = "return [...document.querySelectorAll('.toast-body')].map(at => at.innerText).join(' ')"
     for options, parts in (
         ("speed Turbo; nonsense 5", ("no preset 'Turbo'", "no option 'nonsense'")),
@@ -319,8 +319,8 @@ def test_what_pasting_leaves_out_is_said(standalone: WebUI, page: Any) -> None:
     assert page.run("return document.querySelector('#txt2img_steps input[type=number]').value") == str(SMALL["steps"])
 
 
-def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_generating(page, webui: WebUI) -> None:
-    """Nobody comes to the accordion meanwhile: it asks by itself."""
+def test_the_sentence_on_the_run_is_renewed_after_pasting_applying_resetting_and_generating(page, webui: WebUI) -> None:
+    """The accordion's sentence is renewed without the pointer being moved there."""
     def told_without_pointing(expected: str) -> None:
         page.choose_tab("txt2img")
         page.wait_for_text("onediff_txt2img_told", expected, 20)
@@ -356,7 +356,7 @@ def test_what_the_run_will_be_is_told_after_pasting_applying_resetting_and_gener
 # --- the standalone host's own ----------------------------------------------------------------------------------------
 
 
-def test_what_is_typed_is_shown_as_text_and_refused_with_a_sentence(standalone: WebUI, page: Any) -> None:
+def test_wrong_input_is_refused_with_a_sentence_and_is_never_markup(standalone: WebUI, page: Any) -> None:
     page.type("#txt2img_prompt textarea", "<img src=x onerror=document.title='taken'> & more")
     page.type("#txt2img_width input[type=number]", 65)
     page.click("txt2img_generate")
@@ -379,7 +379,8 @@ def test_progress_and_interrupt(standalone: WebUI, page: Any) -> None:
 
 
 def test_a_new_page_fits_asks_no_other_host_and_reports_no_error(browser, standalone: WebUI, tmp_path) -> None:
-    """On a phone, in the dark; test_accessibility.py looks at our own parts in both themes and at both widths."""
+    """At a phone's width, in the dark theme. test_accessibility.py checks our own parts in both themes and at both
+    widths."""
     browser.size_page(400)
     browser.watch_network(True)
     browser.driver.get("about:blank")

@@ -1,4 +1,4 @@
-"""The Cache page of the OneDiff tab, used as a user does: making sizes ready, looking, pinning, throwing away."""
+"""The Cache page of the OneDiff tab, used as a user does: pre-warming, looking, pinning, purging."""
 from __future__ import annotations
 
 import contextlib
@@ -15,7 +15,7 @@ from webui_panel import TABLE, Panel, served
 
 @pytest.fixture
 def panel(opened: Any, webui: WebUI) -> Panel:
-    """The page, with no resolution on it."""
+    """The page, without any resolution."""
     def purge() -> None:
         assert webui.post("/onediff/v1/purge", {"all": True}).status_code == 200
 
@@ -27,7 +27,8 @@ def panel(opened: Any, webui: WebUI) -> Panel:
 
 @contextlib.contextmanager
 def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
-    """What is queued meanwhile does not begin: a call at a large size goes on for a minute after it was cancelled."""
+    """A context in which an image is made, so that queued sizes do not begin: a call at a large size would go on for a
+    minute after it is cancelled."""
     generation = InBackground(webui, {**PICTURE, "steps": 150, "width": 128, "height": 128})
     generation.wait_for_step(1)
     yield
@@ -36,7 +37,7 @@ def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
 
 
 def test_prewarm(panel: Panel, webui: WebUI) -> None:
-    """Progress is seen without touching the page; what is ready is what the next image needs."""
+    """Progress shows without a click on the page. The next image needs nothing that is not ready."""
     states: set[str] = set()
     shares: set[str] = set()
 
@@ -64,7 +65,7 @@ def test_prewarm(panel: Panel, webui: WebUI) -> None:
 
 
 def test_presets_of_the_loaded_model_and_cancel(panel: Panel, webui: WebUI) -> None:
-    """One click queues a size; it is taken out again, because the models of some hosts are large."""
+    """One click queues a size. The test cancels it, because some WebUIs' models are large."""
     shown = [family for family in ("SD1", "SD2", "SDXL")
              if any(row.is_displayed() for row in panel.page.driver.find_elements("id", f"onediff_presets_{family}"))]
     assert webui.status()["model"].startswith(("SD1", "SD 1.x")) and shown == ["SD1"]
@@ -151,7 +152,7 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
 
 
 def test_by_keyboard_alone(panel: Panel, webui: WebUI) -> None:
-    """Tab reaches every control: test_accessibility.py."""
+    """test_accessibility.py checks that Tab reaches every control."""
     page = panel.page
 
     def press(*keys: str, at: str = "") -> None:

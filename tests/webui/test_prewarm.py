@@ -1,4 +1,4 @@
-"""Pre-warming over the REST API: what it makes ready is what the next picture needs, and no picture waits for it."""
+"""Pre-warming over the REST API: it makes ready what the next image needs, and no image waits for it."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,19 +30,19 @@ class Prewarm:
         self.webui = webui
 
     def ask(self, sizes: str, **more: Any) -> list[Job]:
-        """The jobs of these sizes."""
+        """Queue these sizes; returns their jobs."""
         answer = self.webui.post("/onediff/v1/prewarm", {"sizes": sizes, **more})
         assert answer.status_code == 202, answer.text
         return answer.json()["jobs"]
 
     def jobs(self, asked: Iterable[Job] | None = None) -> list[Job]:
-        """Every job that the queue knows, or these as they are now."""
+        """The current state of all jobs in the queue, or of these."""
         jobs = self.webui.get("/onediff/v1/jobs")["jobs"]
         wanted = None if asked is None else {job["id"] for job in asked}
         return [job for job in jobs if wanted is None or job["id"] in wanted]
 
     def wait(self, asked: Iterable[Job], look: Callable[[list[Job]], bool]) -> list[Job]:
-        """These jobs when they look as wanted."""
+        """Wait until the jobs fulfil a condition; returns them."""
         asked = list(asked)
         jobs: list[Job] = []
 
@@ -54,11 +54,11 @@ class Prewarm:
         return jobs
 
     def finish(self, asked: Iterable[Job]) -> list[Job]:
-        """These jobs when all of them are over."""
+        """Wait until all of these jobs are over; returns them."""
         return self.wait(asked, lambda jobs: not any(job["state"] in PENDING for job in jobs))
 
     def shapes(self, resolution: str) -> dict[tuple[int, int], dict[str, Any]]:
-        """What is known of every kind of UNet call at a resolution, by latents and tokens; a decode of the VAE takes 0
+        """The shapes of a resolution in the status, by the number of latents and tokens; a decode of the VAE has 0
         tokens."""
         rows = self.webui.get("/onediff/v1/shapes")["rows"]
         return {
@@ -88,8 +88,8 @@ def grown(webui: WebUI, before: dict[str, int]) -> dict[str, int]:
 
 
 def picture_by_ready_entries(prewarm: Prewarm, **changes: Any) -> None:
-    """Make a picture: its UNet calls and its decode are of kinds that were ready, and none was checked against the
-    host."""
+    """Make an image and assert that its UNet calls and its decode needed nothing that was not ready, and that none was
+    compared with the WebUI's."""
     request = {**PICTURE, **changes}
     resolution = f"{request['width']}x{request['height']}"
     before = prewarm.shapes(resolution)
@@ -145,7 +145,7 @@ def test_as_the_host_is_told_to_batch(prewarm: Prewarm, option: str, value: bool
 
 
 def test_a_picture_during_warm_up(prewarm: Prewarm) -> None:
-    """It waits for one job at most, which is the least that a client can tell, and no pixel of it differs."""
+    """An image waits for one call of the job at most, and no pixel of it differs."""
     webui = prewarm.webui
     webui.txt2img(seed=3)
     alone = webui.txt2img(seed=3)
@@ -162,7 +162,7 @@ def test_a_picture_during_warm_up(prewarm: Prewarm) -> None:
 
 
 def test_the_most_used_sizes_of_earlier_processes(tmp_path: Path) -> None:
-    """And what else outlives one: rows and pins."""
+    """Rows and pins outlive a process too."""
     with HostProcess.running("--port", "0", "--data-dir", str(tmp_path)) as host:
         webui = WebUI(host.url())
         for width, steps in ((64, 3), (72, 20), (80, 10)):

@@ -1,4 +1,4 @@
-"""What must not add up: reloads of the UI, and checkpoint switches."""
+"""Nothing accumulates over reloads of the UI and switches of the checkpoint."""
 from __future__ import annotations
 
 import socket
@@ -20,7 +20,7 @@ MOST_GROWTH = 1.05
 
 
 def page_id(webui: WebUI) -> str | None:
-    """What gradio gives a page that it has built anew another of; None while nothing answers."""
+    """The id that gradio gives to a built page, which changes when it is built anew; None while nothing answers."""
     try:
         answer = requests.get(webui.url + "/app_id", timeout=10)
         scripts = requests.get(webui.url + "/sdapi/v1/script-info", timeout=10)
@@ -42,7 +42,7 @@ def listens(webui: WebUI) -> bool:
 
 
 def reload_ui(browser, webui: WebUI) -> None:
-    """Click "Reload UI" and wait until everything answers again, on an empty page in the end."""
+    """Click "Reload UI" and wait until everything answers again. The browser shows an empty page afterwards."""
     before = page_id(webui)
     assert before
     browser.open(webui.url)
@@ -89,8 +89,8 @@ def process_of(webui: WebUI):
 def test_memory_after_many_checkpoint_switches(
     webui: WebUI, sd15: Models, pytestconfig: pytest.Config, one: str, other: str
 ) -> None:
-    """glibc keeps freed weights between others for as long as it likes: start the host as its own launcher does, with
-    tcmalloc, or with MALLOC_ARENA_MAX=1 and MALLOC_MMAP_THRESHOLD_=1048576."""
+    """glibc keeps freed weights that lie between others. Start the WebUI as its own launcher does, with tcmalloc, or
+    with MALLOC_ARENA_MAX=1 and MALLOC_MMAP_THRESHOLD_=1048576."""
     need(webui, "checkpoint switch")
     process = process_of(webui)
     switches = pytestconfig.getoption("--switches", default=40)

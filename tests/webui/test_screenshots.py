@@ -1,6 +1,6 @@
-"""The pictures of the page in .readme: `install.py --test --pictures` draws them, and nothing else does.
+"""Draws the screenshots in .readme, with `install.py --test --pictures` alone.
 
-On the demo, so with emoji-sd on a CPU.
+They show the demo, so emoji-sd on a CPU.
 """
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def page(request: pytest.FixtureRequest, browser: Any, standalone: WebUI) -> Any
 
 
 def draw(page: Any, selector: str, name: str, last: str = "") -> None:
-    """Write what an element shows, or all from it to the last one, to the documentation's folder."""
+    """Write a picture of an element, or of all elements from it to another one, to the documentation's folder."""
     page.find(selector)
     time.sleep(1)
     box = page.run("""

@@ -1,7 +1,7 @@
-"""What changes within one sampling, where its later calls replay what the first ones found out.
+"""Changes within one sampling, whose later calls replay the plans of the first ones.
 
 For A1111, the Forge family and reForge. On a CPU, tests/webui/extensions/onediff-graphs must be linked into the
-extensions folder of the WebUI at --webui; the cases of other extensions want onediff-neighbours as well.
+extensions folder of the WebUI at --webui; the cases of other extensions need onediff-neighbours as well.
 """
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def found_out(webui: WebUI) -> int:
 
 
 def replayed_and_off(webui: WebUI, request: dict[str, Any], moves: int = 0) -> Run:
-    """A request whose shapes are all ready: most of its calls go by a session, all by a graph, and the image is the
-    host's. A shape takes two calls to be made ready: the first is proved, the second is captured.
+    """Make a request whose shapes are all ready, with the extension on and off. Asserts that most calls replay a plan,
+    all by a graph, and that the image is the WebUI's.
 
-    moves: how often the host puts the weights elsewhere meanwhile; then one call is launched and captured anew.
+    A shape becomes ready in two calls: the first is proved, the second is captured. moves: how often the WebUI moves
+    the weights meanwhile; after each move, one call is launched and captured anew.
     """
     request = {"steps": STEPS, **request}
     for _ in range(2):
@@ -79,7 +80,7 @@ def test_lora_whose_weight_follows_the_steps(webui: WebUI, sd15: Models) -> None
 
 
 def test_interrupted_in_the_middle(webui: WebUI, sd15: Models) -> None:
-    """What the interrupted sampling left does not reach the next one."""
+    """Nothing of an interrupted sampling reaches the next one."""
     plain = replayed_and_off(webui, {})
     for seed in (1, 2):
         many = {"prompt": "a castle at night", "steps": 60, "seed": seed, "width": 128, "height": 128}

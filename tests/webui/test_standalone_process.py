@@ -1,4 +1,4 @@
-"""The standalone host as a process: its command line, what it must not start with, and its end whenever it comes."""
+"""The demo as a process: its command line, the inputs that it refuses at the start, and its end at any moment."""
 from __future__ import annotations
 
 import shutil
@@ -32,8 +32,8 @@ def assert_one_sentence(ended: Ended, *parts: str) -> None:
         assert part in lines[0]
 
 
-def test_what_cannot_be_started_is_one_sentence(tmp_path: Path) -> None:
-    """Which models cannot be loaded: test_standalone_models.py."""
+def test_wrong_arguments_and_models_get_one_sentence(tmp_path: Path) -> None:
+    """test_standalone_models.py has the models that cannot be loaded."""
     model = tmp_path / "nothing.safetensors"
     assert_one_sentence(run_to_end("--port", "0", "--model", str(model)), "nothing.safetensors")
     assert_one_sentence(run_to_end("--port", "99999"), "99999")
@@ -46,7 +46,7 @@ def test_what_cannot_be_started_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_a_model_folder_of_any_name_is_used_and_options_are_stored(browser: Any, tmp_path: Path) -> None:
-    """By the command line, as a user starts it; most tests' hosts are forks."""
+    """Started by the command line, as a user does; most tests use forks instead."""
     folder = tmp_path / "<img src=x onerror=document.title='taken'>"
     shutil.copytree(EMOJI_SD, folder)
     arguments = ("--port", "0", "--data-dir", str(tmp_path / "data"), "--model", str(folder))
@@ -69,7 +69,8 @@ def test_a_model_folder_of_any_name_is_used_and_options_are_stored(browser: Any,
 
 
 def test_nan_weights_and_a_broken_extension_do_not_stop_the_host(tmp_path: Path) -> None:
-    """It starts when scripts/onediff.py cannot be loaded, and says which part of a model makes no numbers."""
+    """The demo starts even if scripts/onediff.py cannot be loaded, and names the part of a model that makes no
+    numbers."""
     copy = tmp_path / "checkout"
     model = tmp_path / "damaged-model"
     shutil.copytree(ROOT / "lib_onediff", copy / "lib_onediff", ignore=shutil.ignore_patterns("__pycache__"))
@@ -101,7 +102,7 @@ def test_nan_weights_and_a_broken_extension_do_not_stop_the_host(tmp_path: Path)
 def host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[HostProcess]:
-    """With a folder of its own for temporary files; by its command line where the test's parameter says so."""
+    """A demo with its own folder for temporary files, started by its command line if the test's parameter says so."""
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     from_nothing = getattr(request, "param", False)
@@ -111,7 +112,7 @@ def host(
 
 
 def end(host: HostProcess, number: int, folder: Path) -> None:
-    """Ends it, and fails where it goes on or something is left of it."""
+    """End the demo. Fails if it goes on running or leaves files behind."""
     host.process.send_signal(number)
     try:
         exit_code = host.process.wait(30)

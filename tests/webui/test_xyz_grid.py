@@ -1,4 +1,5 @@
-"""The axes in a real WebUI's X/Y/Z plot: every cell is the picture of its settings, and nothing is left of any."""
+"""OneDiff's axes in a real WebUI's X/Y/Z plot: each cell is the image of its settings, and later runs have none of
+them."""
 from __future__ import annotations
 
 from itertools import product
@@ -28,14 +29,14 @@ def plotting(webui: WebUI, sd15: Models) -> None:
 
 
 def arguments_of(webui: WebUI, tab: str) -> list[dict[str, Any]]:
-    """What the plot's script arguments are, in their order."""
+    """The plot's script arguments, in their order."""
     scripts = webui.get("/sdapi/v1/script-info")
     (plot,) = [script for script in scripts if script["name"] == PLOT and script["is_img2img"] is (tab == "img2img")]
     return plot["args"]
 
 
 def plotted(webui: WebUI, x: Axis, y: Axis = NOTHING, z: Axis = NOTHING, **request: Any) -> dict[str, Any]:
-    """The request of a plot. An axis: its label, and its values with commas between."""
+    """The request for a plot. An axis: its label, and its values separated by commas."""
     whole = {**PICTURE, **SAMPLING, **request}
     arguments = arguments_of(webui, "img2img" if "init_images" in whole else "txt2img")
     labels = arguments[0]["choices"]
@@ -54,23 +55,23 @@ def plotted(webui: WebUI, x: Axis, y: Axis = NOTHING, z: Axis = NOTHING, **reque
 
 
 def alone(webui: WebUI, options: dict[str, Any], **request: Any) -> Pictures:
-    """The picture of a cell, by script arguments."""
+    """The image of a cell, made by script arguments instead."""
     return webui.make({**PICTURE, **SAMPLING, **request, **one_run(**options)})
 
 
 def assert_cell(grid: Pictures, cell: int, expected: Pictures) -> None:
-    """That the picture and the infotext of a cell (the grid itself comes first) are those of a picture."""
+    """Assert that a cell has this image and its infotext. The grid itself comes before the cells."""
     assert numpy.array_equal(grid.arrays[1 + cell], expected.arrays[0]), f"cell {cell}"
     assert onediff_in(grid, 1 + cell) == onediff_in(expected)
 
 
 def onediff_in(pictures: Pictures, number: int = 0) -> str:
-    """What a picture's infotext says of OneDiff."""
+    """The value of OneDiff's key in an image's infotext."""
     return pictures.info["infotexts"][number].partition("OneDiff: ")[2].partition(",")[0]
 
 
 def test_interval_and_preset(webui: WebUI) -> None:
-    """A preset on the last axis, and single options on top of it; the pictures before and after the plot are one."""
+    """A preset on the last axis, and single options on top of it. The images before and after the plot are equal."""
     before = alone(webui, {})
     default = onediff_in(alone(webui, {}))
     intervals = (1, 3)

@@ -1,4 +1,4 @@
-"""Chromium without a screen, kept to this machine."""
+"""Headless Chromium that can reach this machine only."""
 from __future__ import annotations
 
 import contextlib
@@ -84,7 +84,7 @@ return [root, ...root.querySelectorAll('*')].filter(element => {
 
 
 class Browser:
-    """A page of a WebUI, by the ids of its elements."""
+    """A page of a WebUI, whose elements are found by their ids."""
 
     def __init__(self, chromium: str, chromedriver: str, profile: str) -> None:
         options = Options()
@@ -106,7 +106,7 @@ class Browser:
         self._user: Any = None
 
     def watch_network(self, on: bool) -> None:
-        """Whether the driver's performance log has the page's requests."""
+        """Switch on or off whether the driver's performance log has the page's requests."""
         self.driver.execute_cdp_cmd(f"Network.{'enable' if on else 'disable'}", {})
 
     def open(self, url: str) -> None:
@@ -126,7 +126,8 @@ class Browser:
         self.wait_for_answers()
 
     def reuse(self, url: str, user: Any) -> None:
-        """Show the page as this user has left it, at the top: whoever is equal to the last one. Else open it anew."""
+        """Show the page as this user has left it, scrolled to the top, if the user equals the last one; otherwise open
+        it anew."""
         # Some hosts add a theme to the address.
         if user != self._user or self.driver.current_url.partition("?")[0].rstrip("/") != url:
             self.open(url)
@@ -134,9 +135,9 @@ class Browser:
         self.run("scrollTo(0, 0)")
 
     def wait_for_answers(self) -> None:
-        """Wait until the page has been without an open request for a moment, and has as many elements as before: it
-        fills fields when it loads, and what is clicked before is overwritten. Not for ever: something may be asked for
-        again and again."""
+        """Wait until the page has had no open request for a moment and the same number of elements as before: it fills
+        its fields while it loads, and would overwrite earlier input. Gives up after a while, since a page may repeat
+        requests."""
         quiet = 0
         elements = -1
         for _ in attempts(10, 0.1, least=30):
@@ -155,7 +156,7 @@ class Browser:
         return bool(self.driver.find_elements(By.ID, elem_id))
 
     def find(self, selector: str) -> Any:
-        """The element, in view."""
+        """The element, scrolled into view."""
         element = self.driver.find_element(By.CSS_SELECTOR, selector)
         self.run("arguments[0].scrollIntoView({block: 'center'})", element)
         return element
@@ -175,7 +176,7 @@ class Browser:
             self.wait(lambda: is_open() is wanted, f"open: {wanted}", 10)
 
     def size_page(self, width: int, height: int = 1000) -> None:
-        """Make the page this wide, as a phone or a window would; forget_size undoes it."""
+        """Set the width of the page, as that of a phone or a window; forget_size undoes it."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
 
@@ -183,12 +184,11 @@ class Browser:
         self.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
     def sticking_out(self, elem_id: str) -> list[str]:
-        """What inside an element reaches beyond its sides or the page's, but for what can be scrolled to."""
+        """The elements that reach beyond the sides of their box or of the page, except in boxes that scroll."""
         return self.run(STICKING_OUT, elem_id)
 
     def text(self, elem_id: str) -> str:
-        """What a user reads in an element, a line for each block. WebDriver's own way takes the page five times as
-        long."""
+        """The visible text of an element, with a line for each block. WebDriver's own way takes five times as long."""
         return self.run(TEXT, elem_id)
 
     def click(self, elem_id: str) -> None:
@@ -202,12 +202,13 @@ class Browser:
         self.wait(clicked, f"a {elem_id} that nothing lies over", 20)
 
     def point_at(self, elem_id: str) -> None:
-        """Put the pointer on an element, and wait until the page is drawn so."""
+        """Move the pointer onto an element, and wait until the page is drawn with it."""
         ActionChains(self.driver).move_to_element(self.driver.find_element(By.ID, elem_id)).perform()
         self.draw()
 
     def draw(self) -> None:
-        """Wait until the page is drawn as it is now: at the second of two frames the first is on the screen."""
+        """Wait until the page is drawn in its current state: at the second of two frames, the first is on the
+        screen."""
         self.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
 
     def choose_tab(self, title: str) -> None:
@@ -217,7 +218,7 @@ class Browser:
             return next((tab for tab in found if tab.text.strip().lower() == title.lower()), None)
 
         def unfold() -> None:
-            """gradio 6 folds away what does not fit beside each other."""
+            """Open the menu into which gradio 6 moves tabs that have no room."""
             for menu in self.driver.find_elements(By.CSS_SELECTOR, "#tabs > .tab-wrapper .overflow-menu > button"):
                 if menu.is_displayed():
                     menu.click()
@@ -236,17 +237,17 @@ class Browser:
         self.wait(clicked, f"the tab {title}", 10)
 
     def type(self, selector: str, value: Any) -> None:
-        """Put a value into an input as typing does."""
+        """Put a value into an input, with the events that typing causes."""
         self.fill({selector: value}, again=True)
 
     def fill(self, values: dict[str, Any], again: bool = False) -> None:
-        """The same for several inputs, by their selectors. again: those too that have their value already."""
+        """Put values into several inputs, by their selectors. again: also into those that already have their value."""
         self.run(FILL, {selector: str(value) for selector, value in values.items()}, again)
 
     def wait(self, condition: Callable[[], Any], what: str, seconds: float = SECONDS_FOR_A_PICTURE) -> Any:
-        """Wait until condition() is true and return its value. AssertionError naming what was awaited otherwise.
+        """Wait until condition() is true and return its value. Raises AssertionError that names what was awaited.
 
-        seconds: on a machine with nothing else to do.
+        seconds: on an idle machine.
         """
         return until(condition, what, seconds, 0.1)
 

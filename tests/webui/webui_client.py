@@ -1,4 +1,4 @@
-"""A WebUI as a client over HTTP sees it."""
+"""A WebUI as an HTTP client sees it."""
 from __future__ import annotations
 
 import base64
@@ -38,7 +38,7 @@ class WebUI:
 
     @property
     def is_neo(self) -> bool:
-        """Whether this Forge is Neo, which has taken Forge's route for this away."""
+        """Whether this is Forge Neo, which lacks Forge's route for Real-ESRGAN models."""
         return self.kind == "forge" and not self.has("/sdapi/v1/realesrgan-models")
 
     @property
@@ -55,13 +55,13 @@ class WebUI:
         return requests.post(self.url + path, json=body, timeout=SECONDS_FOR_A_PICTURE)
 
     def has(self, path: str) -> bool:
-        """Whether it answers GET path."""
+        """Whether a GET of this path succeeds."""
         return requests.get(self.url + path, timeout=300).status_code == 200
 
     # --- pictures -------------------------------------------------------------------------------------------------
 
     def make(self, request: dict[str, Any]) -> Pictures:
-        """The pictures of a whole request: img2img when it starts from pictures, else txt2img."""
+        """The images of a request: by img2img if it has images to start from, otherwise by txt2img."""
         kind = "img2img" if "init_images" in request else "txt2img"
         return Pictures(self.post(f"/sdapi/v1/{kind}", request))
 
@@ -76,7 +76,8 @@ class WebUI:
 
     @contextlib.contextmanager
     def options(self, **options: Any) -> Iterator[None]:
-        """Set options, saved as the settings tab saves them, and put the values that they had back afterwards."""
+        """A context in which options are set, as the settings tab saves them. Their earlier values come back at the
+        end."""
         now = {**OPTION_DEFAULTS, **self.get("/sdapi/v1/options")}
         before = {name: now[name] for name in options}
         self.set_options(**options)
@@ -91,12 +92,12 @@ class WebUI:
         return self.get("/onediff/v1/status")
 
     def calls(self) -> dict[str, int]:
-        """How many UNet calls went by each route so far."""
+        """The number of UNet calls since the start, by route."""
         return self.status()["calls"]
 
 
 def kind_of(url: str) -> str:
-    """Which WebUI answers at url, by what only that one has, and not by what the extension says."""
+    """Which WebUI answers at url, by routes that only one has, independent of the extension's own answer."""
     has = lambda route: requests.get(url + route, timeout=60).status_code == 200  # noqa: E731
     if has("/sdapi/v1/sd-modules"):
         return "forge"
@@ -108,7 +109,7 @@ def kind_of(url: str) -> str:
 
 
 class Pictures:
-    """The answer to a generation; AssertionError when it is none."""
+    """The images and infotexts of a generation; raises AssertionError if the answer is an error."""
 
     def __init__(self, answer: requests.Response) -> None:
         assert answer.status_code == 200, answer.text[:500]
@@ -122,12 +123,12 @@ class Pictures:
 
     @property
     def arrays(self) -> list[numpy.ndarray]:
-        """(height, width, 3) integers from 0 to 255 for each picture, wide enough to subtract."""
+        """Each image as a (height, width, 3) array of integers from 0 to 255, in a type wide enough for differences."""
         return [numpy.asarray(image.convert("RGB"), dtype=numpy.int16) for image in self.images]
 
     @property
     def pixels(self) -> numpy.ndarray:
-        """(pictures, height, width, 3); the pictures must be of one size."""
+        """The images as one (images, height, width, 3) array; they must have the same size."""
         return numpy.stack(self.arrays)
 
 
@@ -142,7 +143,7 @@ def start_from(image: Image.Image) -> dict[str, Any]:
 
 
 def largest_difference(one: Pictures, other: Pictures) -> int:
-    """Of 255, over all pictures, which must be as many and of the same sizes."""
+    """The largest difference of pixels, of 255, over all images. The numbers and sizes of the images must be equal."""
     assert [image.size for image in one.images] == [image.size for image in other.images]
     pairs = zip(one.arrays, other.arrays, strict=True)
     return max(int(numpy.abs(mine - yours).max()) for mine, yours in pairs)
@@ -155,7 +156,7 @@ def encode(image: Image.Image) -> str:
 
 
 def gradient(width: int, height: int) -> Image.Image:
-    """A colourful picture to start from."""
+    """A colourful image to start from."""
     across = numpy.linspace(0, 255, width)[None, :].repeat(height, 0)
     down = numpy.linspace(0, 255, height)[:, None].repeat(width, 1)
     return Image.fromarray(numpy.stack([across, down, 255 - across], axis=-1).astype(numpy.uint8))

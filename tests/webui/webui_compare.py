@@ -1,4 +1,4 @@
-"""The same pictures with the extension on and off: what each run made, and which routes its UNet calls took."""
+"""The same images with the extension on and off: the images of each run, and the routes of its UNet calls."""
 from __future__ import annotations
 
 import contextlib
@@ -27,7 +27,7 @@ NOT_SERVED = {
 
 @dataclass(frozen=True)
 class Run:
-    """One generation: its pictures, how many UNet calls took each route, and the reason given for the last."""
+    """A generation: its images, the number of UNet calls by route, and the reason given for the last call."""
 
     pictures: Pictures
     calls: dict[str, int]
@@ -38,7 +38,7 @@ class Run:
 
 
 def need(webui: WebUI, feature: str) -> None:
-    """Skip the test on a host that does not have the feature."""
+    """Skip the test if the WebUI lacks a feature."""
     if feature == "tiling" and webui.is_neo:
         return
     if feature in NOT_SERVED.get(webui.kind, ()):
@@ -46,7 +46,8 @@ def need(webui: WebUI, feature: str) -> None:
 
 
 def run(webui: WebUI, request: dict[str, Any], **options: Any) -> Run:
-    """Make the pictures of a request (what it leaves out is as in PICTURE) with OneDiff's options for this run."""
+    """Make the images of a request with OneDiff's options for this run. What the request lacks is taken from
+    PICTURE."""
     scripts = {**request.get("alwayson_scripts", {}), **one_run(**options)["alwayson_scripts"]}
     whole = {**PICTURE, **request, "alwayson_scripts": scripts}
     if webui.kind in ("forge", "ldm_patched") and "init_images" in whole:
@@ -60,9 +61,9 @@ def run(webui: WebUI, request: dict[str, Any], **options: Any) -> Run:
 
 
 def run_on(webui: WebUI, request: dict[str, Any], least_calls: int | None = None, routes: Any = WHOLE_UNET) -> Run:
-    """A run with the extension on; asserts that every call of it took one of the routes.
+    """Make a run with the extension on. Asserts that every call of it took one of the routes.
 
-    least_calls: of the whole run; without it, one for every step and batch.
+    least_calls: for the whole run; by default one for each step and batch.
     """
     made = run(webui, request, enabled=True)
     others = [route for route in ROUTES if route not in routes]
@@ -72,7 +73,7 @@ def run_on(webui: WebUI, request: dict[str, Any], least_calls: int | None = None
 
 
 def run_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> Run:
-    """A run with the extension off; asserts that the host itself served every call."""
+    """Make a run with the extension off. Asserts that the WebUI computed every call."""
     made = run(webui, request, enabled=False)
     assert made.served(("graph", "plain")) == 0, made.calls
     assert made.served(("host",)) >= (least_calls or steps_of(request)), made.calls
@@ -81,7 +82,7 @@ def run_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = Non
 
 @contextlib.contextmanager
 def graphs_on_a_cpu(webui: WebUI) -> Iterator[None]:
-    """What stands for CUDA graphs on a CPU, by the extension onediff-graphs; skips the test without it."""
+    """A context in which the extension onediff-graphs stands for CUDA graphs on a CPU; skips the test without it."""
     if not webui.has(GRAPHS):
         pytest.skip("link tests/webui/extensions/onediff-graphs into the WebUI's extensions folder")
     assert webui.post(GRAPHS, {"on": True}).json()["on"]
@@ -97,7 +98,8 @@ def steps_of(request: dict[str, Any]) -> int:
 
 
 def on_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = None) -> tuple[Run, Run]:
-    """A request with the extension on and off: the whole-UNet route, the host's, as many calls, the same pictures."""
+    """Make a request with the extension on and off. Asserts that OneDiff computed the whole UNet, or the WebUI alone,
+    in equally many calls, and that the images are the same. Returns both runs."""
     on = run_on(webui, request, least_calls)
     off = run_off(webui, request, least_calls)
     assert on.served(WHOLE_UNET) == off.served(("host",)), f"on {on.calls}, off {off.calls}"
@@ -108,9 +110,9 @@ def on_and_off(webui: WebUI, request: dict[str, Any], least_calls: int | None = 
 def assert_within(
     webui: WebUI, request: dict[str, Any], plain_request: dict[str, Any], reason: str, routes: Any = WHOLE_UNET
 ) -> tuple[Run, Run]:
-    """What others put on the UNet runs within ours, or by one of the routes, with a reason of this pattern: the image
-    is the host's, and once switched off the one from before, bit for bit. Returns the runs without and with it.
-    """
+    """Assert that another extension's functions run within OneDiff's forward, or by one of the routes, with a reason
+    that matches the pattern; that the image is the WebUI's; and that without them, the image is bit for bit the earlier
+    one. Returns the runs without and with them."""
     plain, _ = on_and_off(webui, plain_request)
     off = run(webui, request, enabled=False)
     calls = off.calls["host"]
@@ -125,7 +127,7 @@ def assert_within(
 def assert_between_graphs(
     webui: WebUI, request: dict[str, Any], plain_request: dict[str, Any], reason: str = ""
 ) -> tuple[Run, Run]:
-    """The same with graphs (see graphs_on_a_cpu) of what lies between the functions of others."""
+    """As assert_within, with graphs (see graphs_on_a_cpu) of the segments between the other extension's functions."""
     for _ in range(2):
         # The first use of each shape is proved, the second is recorded: only then does each image equal the next.
         plain = run_on(webui, plain_request)
@@ -143,7 +145,7 @@ def assert_same(one: Run, other: Run) -> None:
 
 
 def assert_different(one: Run, other: Run, what: str) -> None:
-    """What is being tested must change the first picture, or its test could not fail."""
+    """Assert that a feature changes the first image: otherwise, its test could not fail."""
     mine = one.pictures.arrays[0]
     yours = other.pictures.arrays[0]
     if mine.shape == yours.shape:

@@ -1,4 +1,4 @@
-"""The models that the tests need, found on the WebUI under test by name or told on the command line."""
+"""The models that the tests need, found on the WebUI under test by name, or named on the command line."""
 from __future__ import annotations
 
 import json
@@ -54,13 +54,14 @@ def without_hash(name: str) -> str:
 
 
 def stem(name: str) -> str:
-    """A model's name without folder, hash in brackets and ending."""
+    """A model's name without its folder, hash and ending."""
     bare = without_hash(name).replace("\\", "/").rsplit("/", 1)[-1]
     return re.sub(r"\.(safetensors|ckpt|pt|pth|bin)$", "", bare)
 
 
 class Models:
-    """What plays which role. told: role to name, from the command line; every other role is found by its name."""
+    """The models by their roles in the tests. told: names by role, from the command line; other roles are found by
+    name."""
 
     def __init__(self, webui: WebUI, told: dict[str, str]) -> None:
         unknown = sorted(set(told) - set(ROLES))
@@ -71,7 +72,7 @@ class Models:
         self._listed: dict[str, list[str]] = {}
 
     def need(self, role: str) -> str:
-        """The name by which the WebUI knows the model of this role; skips the test where there is none."""
+        """The WebUI's name of the model for this role; skips the test if there is none."""
         kind, pattern = ROLES[role]
         names = self._names(kind)
         wanted = self.told.get(role)
@@ -91,7 +92,7 @@ class Models:
         return name
 
     def loaded(self) -> str:
-        """The checkpoint that the WebUI is set to; empty when it has not been told any."""
+        """The checkpoint that the WebUI is set to; "" if none was set yet."""
         return self.webui.get("/sdapi/v1/options").get("sd_model_checkpoint") or ""
 
     def _names(self, kind: str) -> list[str]:
@@ -101,7 +102,7 @@ class Models:
 
 
 def asked(path: str, field: str, within: str | None = None) -> Callable[[WebUI], list[str]]:
-    """A function that asks a WebUI for names; none where it has no such list."""
+    """A function that returns the names in one of a WebUI's lists; [] if the WebUI has no such list."""
 
     def names(webui: WebUI) -> list[str]:
         if not webui.has(path):
@@ -113,7 +114,7 @@ def asked(path: str, field: str, within: str | None = None) -> Callable[[WebUI],
 
 
 def checkpoints(webui: WebUI) -> list[str]:
-    """File names; the standalone host draws with its own small model, whatever its name."""
+    """File names of checkpoints. The demo draws with its own small model, whatever its name is."""
     if webui.is_standalone:
         return ["tiny-sd15"]
     return [without_hash(title) for title in asked("/sdapi/v1/sd-models", "title")(webui)]
@@ -133,7 +134,7 @@ LISTS: dict[str, Callable[[WebUI], list[str]]] = {
 
 
 def told_models(file: str | None, pairs: list[str]) -> dict[str, str]:
-    """Role to name from --models FILE.json and --model ROLE=NAME, the latter taking precedence."""
+    """Names by role, from --models FILE.json and --model ROLE=NAME; the latter overrides the former."""
     told: dict[str, str] = json.loads(Path(file).read_text(encoding="utf-8")) if file else {}
     for pair in pairs:
         role, equals, name = pair.partition("=")

@@ -1,4 +1,4 @@
-"""What a user does on the page, and the ids of OneDiff's elements on it."""
+"""A user's actions on the page, and the ids of OneDiff's elements."""
 from __future__ import annotations
 
 from typing import Any
@@ -12,7 +12,7 @@ SMALL = {"steps": 3, "width": 64, "height": 64, "seed": 11}
 
 
 def accordion_values(page: Any, tab: str) -> tuple[bool, str, str]:
-    """The checkbox, the preset and the changed options that the accordion shows."""
+    """The values of the accordion's checkbox, preset and extra options."""
     if not page.there(f"onediff_{tab}_changes"):
         # gradio 6 makes what stands in an accordion when that is first opened.
         open_advanced(page, tab)
@@ -24,7 +24,8 @@ def accordion_values(page: Any, tab: str) -> tuple[bool, str, str]:
 
 
 def choose_preset(page: Any, tab: str, name: str) -> None:
-    """Choose from the accordion's list, which is brought up to date when the pointer comes to the accordion."""
+    """Choose from the accordion's list of presets, which is brought up to date when the pointer reaches the
+    accordion."""
     ActionChains(page.driver).move_to_element(page.find(f"#{tab}_prompt")).perform()
     ActionChains(page.driver).move_to_element(page.find(f"#onediff_{tab}_accordion .label-wrap")).perform()
     page.wait_for_answers()
@@ -46,7 +47,7 @@ def open_advanced(page: Any, tab: str) -> None:
 
 
 def open_page(browser: Any, url: str, **values: Any) -> Any:
-    """Open the page and ask for a small picture in its txt2img tab; values: other fields than in SMALL."""
+    """Open the page and fill in a small image in its txt2img tab. values: fields that differ from SMALL."""
     browser.open(url)
     ask_for_small_picture(browser, **values)
     return browser
@@ -58,8 +59,8 @@ def ask_for_small_picture(page: Any, **values: Any) -> None:
 
 
 def show_tab(page: Any, tab: str) -> None:
-    """Show txt2img or img2img with what a new page has there, but for pictures: their text and the status of the last
-    one stay."""
+    """Show txt2img or img2img with the values of a new page. The images, their text and the status of the last one
+    stay."""
     page.choose_tab(tab)
     if tab == "txt2img":
         ask_for_small_picture(page)
@@ -67,7 +68,7 @@ def show_tab(page: Any, tab: str) -> None:
 
 
 def reset_accordion(page: Any, tab: str) -> None:
-    """Close the accordion, as a new page has it: on, as in the settings, nothing changed."""
+    """Close the accordion, with the values of a new page: on, as in the settings, no extra options."""
     if accordion_values(page, tab) != AS_NEW:
         open_advanced(page, tab)
         if accordion_values(page, tab)[1] != AS_NEW[1]:
@@ -80,8 +81,8 @@ def reset_accordion(page: Any, tab: str) -> None:
 
 
 def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> str:
-    """Click Generate and return the text under the pictures. seed: as the page has it; another where the last picture
-    has it too, whose text still stands there."""
+    """Click Generate and return the text under the images. seed: the one on the page; the next one is used if the last
+    image has it too, since its text would still be there."""
     if f"Seed: {seed}," in page.text(f"html_info_{tab}"):
         seed += 1
         page.type(f"#{tab}_seed input[type=number]", seed)
@@ -90,7 +91,7 @@ def make_picture(page: Any, tab: str = "txt2img", seed: int = SMALL["seed"]) -> 
 
 
 def paste(page: Any, tab: str, infotext: str) -> None:
-    """Put a text into the prompt and have the WebUI read it."""
+    """Put a text into the prompt and click the button that reads infotext."""
     buttons = f"#{tab}_paste, #tab_{tab} #paste, #{tab}_tools #paste"
     page.type(f"#{tab}_prompt textarea", infotext)
     page.find(buttons).click()

@@ -1,4 +1,4 @@
-"""The OneDiff tab as a user sees and uses it. Its elements go by their ids without "onediff_"."""
+"""The Cache page of the OneDiff tab, as a user sees and uses it. Elements are given by their ids without "onediff_"."""
 from __future__ import annotations
 
 import contextlib
@@ -30,9 +30,9 @@ class Panel:
         self.page.wait(lambda: self.page.text("onediff_cache_totals"), "what is so now", 20)
 
     def start_over(self, tidy: Callable[[], None]) -> None:
-        """Show the page with nothing chosen, and what is so when tidy() has brought the server into a state.
+        """Show the page with nothing selected, after tidy() has brought the server into a state.
 
-        What it says and the queue are those of this, and no earlier test's.
+        Messages and jobs of earlier tests are gone.
         """
         self.show()
         self.page.wait(lambda: not self.jobs("queued") and not self.jobs("running"), "the end of the queue", 60)
@@ -52,7 +52,7 @@ class Panel:
         )
 
     def click_at(self, selector: str) -> None:
-        """Click something that may be drawn anew at any moment, or is there a moment later."""
+        """Click an element that may be redrawn at any moment, or appear a moment later."""
 
         def clicked() -> bool:
             with contextlib.suppress(NoSuchElementException, StaleElementReferenceException):
@@ -63,7 +63,7 @@ class Panel:
         self.page.wait(clicked, f"a {selector} that can be clicked", 20)
 
     def texts(self, selector: str) -> list[str]:
-        """What elements say, on one line each."""
+        """The texts of elements, each on one line."""
         return self.page.run(
             "return [...document.querySelectorAll(arguments[0])].map(at => at.innerText.trim().replace(/\\s+/g, ' '))",
             selector,
@@ -78,7 +78,7 @@ class Panel:
     # --- the table ------------------------------------------------------------------------------------------------
 
     def rows(self) -> dict[str, str]:
-        """Resolution to the text of its row, in the order in which they stand."""
+        """The texts of the rows, in their order, by resolution."""
         return dict(self.page.run(
             f"{ROWS}.map(body => [body.querySelector('th').firstChild.textContent.trim(), body.rows[0].innerText])"
         ))
@@ -97,7 +97,7 @@ class Panel:
         self.page.wait(ready, f"{' and '.join(resolutions)} in the table, ready", SECONDS_TO_WARM)
 
     def select(self, *resolutions: str) -> None:
-        """Tick these rows, and no others."""
+        """Select these rows, and no others."""
         for key in self.keys():
             if (key in self.keys(":checked")) != (key.split(" ")[0] in resolutions):
                 self.click_at(f'{TABLE} tbody input[value="{key}"]')
@@ -106,13 +106,13 @@ class Panel:
         return [key.split(" ")[0] for key in self.keys(":checked")]
 
     def keys(self, which: str = "") -> list[str]:
-        """What the page calls its rows. which: a pseudo-class of their boxes."""
+        """The page's keys of the rows. which: a pseudo-class of their checkboxes."""
         return self.page.run(
             "return [...document.querySelectorAll(arguments[0])].map(box => box.value)", f"{TABLE} tbody input{which}"
         )
 
     def choose(self, name: str, choice: str) -> None:
-        """Choose from a list of either gradio version, when no other list is closing any more."""
+        """Choose from a list of any gradio version, once no other list is closing."""
         lists = "return document.querySelectorAll(':is(ul.options, ul[role=listbox])').length"
         self.page.wait(lambda: self.page.run(lists) == 0, "the end of other lists", 10)
         self.open_list(name)
@@ -147,25 +147,25 @@ class Panel:
         self.click("prewarm")
 
     def jobs(self, state: str = "") -> list[str]:
-        """The lines of the sizes in the list of jobs. state: of these alone, such as "queued"."""
+        """The lines of pre-warm jobs in the list. state: only those in this state, for example "queued"."""
         return self.texts(f"#onediff_cache_jobs .onediff-job{state and '-'}{state}[data-onediff-kind=prewarm]")
 
     # --- throwing away --------------------------------------------------------------------------------------------
 
     def purge(self, button: str, question: str, told: str) -> None:
-        """Purge and confirm. question, told: parts of what is asked before, and said afterwards."""
+        """Purge and confirm. question, told: parts of the question before it, and of the message after it."""
         self.click(button)
         self.answer(question)
         self.told(told)
 
     def answer(self, question: str, confirm: bool = True) -> None:
-        """Answer what the browser asks."""
+        """Answer the browser's question."""
         asked = self.page.wait(lambda: alert_is_present()(self.page.driver), "the browser's question", SECONDS_TO_TELL)
         assert question in asked.text
         asked.accept() if confirm else asked.dismiss()
 
 
 def served(webui: WebUI) -> int:
-    """How many calls we have served so far."""
+    """The number of calls that OneDiff has served since the start."""
     calls = webui.calls()
     return calls["plain"] + calls["graph"]

@@ -1,4 +1,4 @@
-"""The standalone host in a process of its own, as a user starts it."""
+"""The demo in a process of its own, as a user starts it."""
 from __future__ import annotations
 
 import contextlib
@@ -31,7 +31,7 @@ SECONDS_TO_START = 180
 
 
 def environment() -> dict[str, str]:
-    """The environment of a host under test: one thread, so that several tests can share a small machine."""
+    """The environment of a demo under test: one thread, so that several tests can share a small machine."""
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -43,7 +43,7 @@ IMPORTED = ["demo_rest", "lib_onediff.demo.server", "lib_onediff.demo.models", *
 
 @cache
 def forking() -> Any:
-    """The context of processes that are forks of one that has imported this."""
+    """The multiprocessing context whose processes are forks of one that has imported this module."""
     from lib_onediff.demo.__main__ import stay_offline_and_quiet
 
     context = multiprocessing.get_context("forkserver")
@@ -56,7 +56,7 @@ def forking() -> Any:
 
 
 def become_host(arguments: list[str], environment: dict[str, str], output: str) -> NoReturn:
-    """In the new process: run the command line, whatever happens. output: a pipe's path."""
+    """Called in the new process: run the command line and end the process. output: a pipe's path."""
     os.environ.clear()
     os.environ.update(environment)
     tempfile.tempdir = None
@@ -80,7 +80,7 @@ def become_host(arguments: list[str], environment: dict[str, str], output: str) 
 
 
 class ForkedHost:
-    """A host as subprocess.Popen has it. It starts in two seconds, not in fifteen."""
+    """A demo with the interface of subprocess.Popen, made by a fork: it starts in two seconds instead of fifteen."""
 
     def __init__(self, arguments: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
@@ -105,10 +105,10 @@ class ForkedHost:
 
 
 class HostProcess:
-    """A running host of the checkout at root; lines holds everything that it has printed.
+    """A running demo of the checkout at root. lines: everything that it has printed.
 
-    from_nothing: by the command line, as a user starts it. Otherwise it has A1111's REST API too, and is a fork where
-    there is such a thing.
+    from_nothing: start it by the command line, as a user does. Otherwise it has A1111's REST API too, and is a fork
+    where the system has forks.
     """
 
     def __init__(self, *arguments: str, root: Path = ROOT, from_nothing: bool = False) -> None:
@@ -131,7 +131,8 @@ class HostProcess:
         self._arrived.put(None)
 
     def url(self) -> str:
-        """Wait until the host prints its address. AssertionError, with what it printed, when it does not."""
+        """Wait until the demo prints its address, and return it. Raises AssertionError, with the output, if it does
+        not."""
         for _ in attempts(SECONDS_TO_START, pause=0):
             try:
                 line = self._arrived.get(timeout=1)
@@ -152,7 +153,7 @@ class HostProcess:
     @classmethod
     @contextlib.contextmanager
     def running(cls, *arguments: str) -> Iterator[HostProcess]:
-        """A host that is stopped in the end."""
+        """A context with a running demo, which is stopped at the end."""
         host = cls(*arguments)
         try:
             yield host
@@ -160,7 +161,7 @@ class HostProcess:
             host.stop()
 
     def stop(self) -> int:
-        """Ask the host to stop and return its exit code."""
+        """Stop the demo and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         try:
             return self.process.wait(30 * patience())
@@ -171,14 +172,14 @@ class HostProcess:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a command line has left."""
+    """The exit code and the output of a process that has ended."""
 
     returncode: int
     output: str
 
 
 def run_to_end(*arguments: str, from_nothing: bool = False) -> Ended:
-    """Run the host with arguments under which it must not start."""
+    """Run the demo with arguments that it must refuse."""
     host = HostProcess(*arguments, from_nothing=from_nothing)
     returncode = host.process.wait(SECONDS_TO_START * patience())
     host.reader.join()

@@ -1,11 +1,13 @@
-"""Lets a WebUI on a CPU take the route of graphs: for tests/webui/test_sessions.py, or before any other test.
+"""Lets a WebUI on a CPU take the route of CUDA graphs: for tests/webui/test_sessions.py, or switched on before any
+other test.
 
-Link this folder into the WebUI's extensions folder beside OneDiff. POST /onediff-graphs/v1 {"on": true} begins it,
-{"on": false} ends it. GET tells how many UNet calls looked for who serves them; later calls of a sampling do not.
+Link this folder into the WebUI's extensions folder beside OneDiff. POST /onediff-graphs/v1 {"on": true} switches it on,
+{"on": false} off. GET returns how many UNet calls looked up their route; later calls of a sampling do not.
 
-All is real but the recording. What a graph would replay is computed anew from the graph's own inputs and, as a graph
-would, from the memory where the weights lay when it was made: what moves them unnoticed shows in the image. Where
-functions of other extensions run within the UNet, what lies between them is really recorded, and launched again.
+Everything but the recording is real. In place of a replay, the forward is computed anew from the graph's own inputs and
+from the memory in which the weights lay when the graph was made. As with a graph, weights that were moved without
+notice show in the image. Where functions of other extensions run within the UNet, the segments between them are really
+recorded, and launched again.
 """
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from torch import Tensor
 
 
 class SharedMemory:
-    """What the graphs of one network would share."""
+    """Stands for the memory that the graphs of one network share."""
 
     bytes = 0
 
@@ -29,7 +31,7 @@ class SharedMemory:
 
 
 def replaying_graphs() -> Any:
-    """What stands in for CudaGraphs."""
+    """A stand-in for CudaGraphs that computes in place of replaying."""
     from lib_onediff.core.inputs import bytes_of, copy_inputs
     from lib_onediff.devices.cuda.graphs.capture import CudaGraphs
     from lib_onediff.devices.cuda.graphs.segments import record
@@ -70,7 +72,7 @@ def replaying_graphs() -> Any:
 
 
 def tape() -> Any:
-    """tests/unit/tape.py, of the repository that this folder is linked from."""
+    """The module tests/unit/tape.py of the repository that this folder is linked from."""
     path = Path(__file__).resolve().parents[4] / "unit" / "tape.py"
     spec = importlib.util.spec_from_file_location("onediff_tape", path)
     module = importlib.util.module_from_spec(spec)
@@ -79,7 +81,8 @@ def tape() -> Any:
 
 
 def all_lying_still(weights: Any) -> Any:
-    """What a graph knows of weights: addresses. What the host casts at each use is cast within the graph."""
+    """The weights at their current addresses, which is all that a graph knows of them. What the WebUI casts at each use
+    is cast within the graph."""
     from lib_onediff.weights.operands import Operands
 
     # What the steps hold is written over in its place.
@@ -87,12 +90,12 @@ def all_lying_still(weights: Any) -> Any:
 
 
 def lying_still(layer: Any) -> Any:
-    """A layer's tensors in the memory where they are now, wherever its parameters go."""
+    """A layer's tensors in their current memory, independent of where its parameters are moved later."""
     return type(layer)(*(part.detach() if isinstance(part, Tensor) else part for part in layer))
 
 
 class Switch:
-    """Whether graphs are replayed, and what stood there before."""
+    """Whether the stand-in is used, and the functions that it has replaced."""
 
     def __init__(self) -> None:
         self._undo: list[tuple[Any, str, Any]] = []

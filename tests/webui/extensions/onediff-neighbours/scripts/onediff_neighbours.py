@@ -32,11 +32,11 @@ EDITED = (
 class Plan:
     """What to do in one generation, from a JSON object.
 
-    crops: a nested inpainting of each size, as ADetailer makes for each face. nested_scripts: whether those run all
-    scripts, or none, as ADetailer's "Apply only selected scripts" says. edit_at: the step before which weights are
-    edited in place, until the end of the generation. weight_of_lora: what the LoRAs' weight becomes before a step.
-    motion: modules of an unknown class stand in the UNet's blocks. tiled_vae: the decoder's forward is replaced on its
-    instance by one that calls it for each tile; walked_vae: by one that walks its layers itself.
+    crops: a nested inpainting of each of these sizes, as ADetailer makes for each face. nested_scripts: whether those
+    run all scripts, or none, as with ADetailer's "Apply only selected scripts". edit_at: the step before which weights
+    are edited in place, until the end of the generation. weight_of_lora: the LoRAs' weight from each of these steps on.
+    motion: put modules of an unknown class into the UNet's blocks. tiled_vae: replace the decoder's forward on its
+    instance by one that calls it for each tile; walked_vae: by one that runs the decoder's layers itself.
     """
 
     def __init__(self, text: Any) -> None:
@@ -51,20 +51,20 @@ class Plan:
 
 
 class MotionModule(nn.Module):
-    """Stands in for AnimateDiff's: it mixes the images of a batch, and has no place in a UNet that we know."""
+    """Stands for AnimateDiff's module, which mixes the images of a batch and is part of no UNet that OneDiff knows."""
 
     def forward(self, x: Tensor, *args: Any) -> Tensor:
         return 0.9 * x + 0.1 * x.mean(dim=(2, 3), keepdim=True)
 
 
 def unet() -> Any:
-    """The UNet: A1111's checkpoint holds it, the Forge family's a patcher of it."""
+    """The UNet: A1111's checkpoint has it directly, the Forge family's has a patcher with it."""
     objects = getattr(shared.sd_model, "forge_objects", None)
     return (objects.unet if objects else shared.sd_model).model.diffusion_model
 
 
 class Edit:
-    """Weights changed in place, and what they were."""
+    """Weights changed in place, with their earlier values."""
 
     def __init__(self) -> None:
         self._before: dict[str, Tensor] = {}
@@ -85,7 +85,7 @@ class Edit:
 
 
 class TiledDecoder:
-    """As Tiled VAE's hook: it stands in the decoder's forward, and calls what stood there for each tile."""
+    """Like Tiled VAE's hook, replaces the decoder's forward and calls the earlier one for each tile."""
 
     def __init__(self, decoder: Any, walks: bool) -> None:
         self.decoder = decoder
@@ -116,7 +116,7 @@ class TiledDecoder:
 
 
 class Neighbours(scripts.Script):
-    """Does in each generation what its argument says."""
+    """A script that does in each generation what its argument says."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
@@ -190,7 +190,7 @@ class Neighbours(scripts.Script):
 
 
 def weigh_loras(weight: float) -> None:
-    """The LoRAs of this generation, weighted so from here on."""
+    """Set the weight of this generation's LoRAs from here on."""
     import networks
 
     if not hasattr(shared.sd_model, "forge_objects"):
@@ -206,7 +206,7 @@ def weigh_loras(weight: float) -> None:
 
 
 def inpainted(p: Any, image: Image.Image, index: int, size: list[int], with_scripts: bool) -> Image.Image:
-    """The image, with a part of it made anew at this size by a generation inside the generation."""
+    """The image with a part redone at this size, by a generation within the generation."""
     nested = StableDiffusionProcessingImg2Img(
         init_images=[image], resize_mode=0, denoising_strength=0.5, mask=None, mask_blur=4, inpainting_fill=1,
         inpaint_full_res=True, inpaint_full_res_padding=8, inpainting_mask_invert=0, sd_model=p.sd_model,
