@@ -1,6 +1,7 @@
-/* The pages Cache and Compare: ask the server for what is new while they can be seen, and keep what the user has opened,
-   selected and focused when a part of them is drawn anew. The server's half is lib_onediff/ui/cache/panel.py and
-   lib_onediff/ui/compare/tab.py; both show the list of jobs of lib_onediff/ui/jobs.py. */
+/* The pages Cache and Compare. While one of them is visible, this script asks the server for changes. When gradio replaces
+   a part of the page, the script restores which rows are selected, which details are open, and where the focus is. The
+   server's side is lib_onediff/ui/cache/panel.py and lib_onediff/ui/compare/tab.py; both show the list of jobs from
+   lib_onediff/ui/jobs.py. */
 "use strict";
 
 window.onediff = (() => {
@@ -10,15 +11,16 @@ window.onediff = (() => {
     const isSeen = (element) => element !== null && element.offsetParent !== null;
 
     const selectedKeys = new Set(), openKeys = new Set();
-    // The id of its root and of the hidden button that asks for what is new.
+    // Of each page: the id of its root, and of the hidden button that asks the server for changes.
     const PAGES = [["onediff_cache", "onediff_look"], ["onediff_compare", "onediff_compare_look"]];
     const JOB_BUTTONS = "[data-onediff-job], [data-onediff-show], [data-onediff-clear]";
     const BUTTONS = `${JOB_BUTTONS}, [data-onediff-sort], [data-onediff-size]`;
     const askedAt = {}, wasSeen = {};
     let focused = null, cancelled = [], clear = false, shown = 0, sizes = [], sort = "", descending = false, server;
 
-    // --- what is kept when a part is drawn anew ---
+    // --- what is restored after gradio has replaced a part of the page ---
 
+    // A selector that finds an element again in new markup; null for an element that is never replaced.
     function keyOf(element) {
         if (!element || !element.matches) return null;
         for (const name of element.matches(BUTTONS) ? ["job", "show", "clear", "sort", "size"] : []) {
@@ -39,10 +41,10 @@ window.onediff = (() => {
         const every = find("input[data-onediff-every]");
         if (every) every.checked = boxes.length > 0 && selectedKeys.size === boxes.length;
         for (const details of all("details[data-onediff-key]")) details.open = openKeys.has(details.dataset.onediffKey);
-        // What an empty table has no use for, style.css hides.
+        // style.css hides the controls that an empty table, or a machine without a GPU, has no use for.
         document.getElementById("onediff_cache").toggleAttribute("data-onediff-empty", !shown.length);
         document.getElementById("onediff_cache").toggleAttribute("data-onediff-no-gpu", Boolean(find(".onediff-no-gpu")));
-        // Buttons that have nothing to work on.
+        // A button is disabled while there is nothing for it to act on.
         const none = selectedKeys.size === 0;
         const idle = {
             pin: none, unpin: none, purge: none, purge_all: !shown.length, release: !shown.length,
@@ -60,7 +62,7 @@ window.onediff = (() => {
         }
     }
 
-    // Of the Compare page: its list of jobs is all that is drawn anew.
+    // On the Compare page, only the buttons in the list of jobs are replaced.
     function restoreFocusInCompare() {
         if (!focused || isSeen(document.activeElement) && document.activeElement !== document.body) return;
         const inCompare = (selector) => document.querySelector(`#onediff_compare ${selector}`);
@@ -86,7 +88,7 @@ window.onediff = (() => {
     });
     document.addEventListener("click", (event) => {
         if (!event.target.closest) return;
-        // The newest is what somebody wants to see who begins one.
+        // Whoever starts a comparison wants to see that one, which is the newest.
         if (event.target.closest("#onediff_compare_start")) shown = 0;
         const button = event.target.closest(BUTTONS.replaceAll("[", "#tab_onediff ["));
         if (!button) return;
@@ -111,7 +113,8 @@ window.onediff = (() => {
 
     // --- asking the server ---
 
-    // Numbers of handlers mean others on a server that was started anew, and one that is gone would be an error.
+    // Whether the server is the one that made this page. A restarted server may number its handlers differently: a click
+    // would call another one, or raise.
     async function sameServer() {
         try {
             // Since gradio 5 its routes have a prefix.
@@ -127,7 +130,7 @@ window.onediff = (() => {
 
     // --- comparing ---
 
-    // What the txt2img tab holds, by the ends of its fields' ids.
+    // The values of the txt2img tab's fields, by the ends of their ids.
     function txt2img() {
         const names = ["prompt", "neg_prompt", "width", "height", "steps", "cfg_scale", "sampling", "scheduler", "seed"];
         const fields = "textarea, input[type=number], input:checked, input:not([type=range], [type=file], [type=radio])";
@@ -135,8 +138,8 @@ window.onediff = (() => {
         return Object.fromEntries(found.filter(([, field]) => field).map(([name, field]) => [name, field.value]));
     }
 
-    // The settings of the txt2img tab's accordion: the values of its own fields, because the title follows only when the
-    // server has answered; the title's where gradio has not made the fields yet.
+    // The settings in the txt2img tab's accordion. They are read from its fields, because its title changes only after the
+    // server's answer. Before the accordion is first opened, gradio 6 has no fields, and the title has the settings.
     function accordion() {
         const box = document.querySelector("#onediff_txt2img_enabled input");
         const title = document.querySelector("#onediff_txt2img_set_here [data-onediff-set-here]");
@@ -150,6 +153,7 @@ window.onediff = (() => {
         return Object.fromEntries(Object.entries(held).filter(([, value]) => value !== undefined && value !== null));
     }
 
+    // Says on the Compare page which image it would make, and what "Current settings" are.
     function sayWhatIsAsked() {
         const place = document.querySelector("[data-onediff-asked]");
         if (!isSeen(place)) return;
@@ -160,6 +164,7 @@ window.onediff = (() => {
         if (place.textContent !== text) place.textContent = text;
     }
 
+    // Asks the server for changes of a page that is visible, once its pause is over.
     async function lookAt([id, button]) {
         const root = document.getElementById(id);
         if (root && !root.dataset.onediffWatched) {
@@ -183,7 +188,7 @@ window.onediff = (() => {
     }, BETWEEN_LOOKS);
 
     return {
-        // What was clicked since the last time, and the selected rows, as JSON.
+        // The clicks since the last call, as JSON.
         clicks() {
             const {width, height} = txt2img();
             const clicked = {
@@ -192,13 +197,14 @@ window.onediff = (() => {
             clear = false;
             return JSON.stringify(clicked);
         },
+        // The keys of the selected rows, as JSON.
         selected: () => JSON.stringify([...selectedKeys]),
-        // "512x512 of SD1, 768x768 of SD1 and 3 more", for a question.
+        // The selected rows for a question: "512x512 of SD1, 768x768 of SD1 and 3 more".
         selectedNames() {
             const names = [...selectedKeys].map((key) => key.replace(" ", " of ")), more = names.length - MOST_NAMED;
             return more > 0 ? `${names.slice(0, MOST_NAMED).join(", ")} and ${more} more` : names.join(", ");
         },
-        // What the txt2img tab asks for, as JSON.
+        // The fields of the txt2img tab and its accordion, as JSON.
         compare: () => JSON.stringify({...txt2img(), ...accordion()}),
     };
 })();

@@ -1,44 +1,49 @@
-/* The accordion: its controls write into the text box of extra options, which is what a run reads, and the page asks for
-   what has changed elsewhere when the accordion comes into view. The server's half is lib_onediff/ui/accordion.py. */
+/* The accordion. Its controls write into the text box of extra options, which alone counts for the next image. When the
+   accordion comes into view, this script asks the server for changes that were made elsewhere. The server's side is
+   lib_onediff/ui/accordion.py. */
 "use strict";
 
 window.onediffAccordion = (() => {
-    // base: name of an option to its value without the text box. of_presets: the options that presets set. labels: names
-    // of options by their labels. said_of: the preset and the text that this was said of.
+    // The server's last answer for a tab. base: the options' values without the text box. of_presets: names of the options
+    // that presets set. labels: names of options by their labels. said_of: the preset and the text of this answer.
     function known(tab) {
         const told = document.querySelector(`#onediff_${tab}_told [data-onediff-run]`);
         return told ? JSON.parse(told.dataset.onediffRun) : {base: {}, of_presets: [], labels: {}, said_of: []};
     }
 
     const partsOf = (text) => text.split(/[;\n]/).map((part) => part.trim()).filter((part) => part);
+
+    // The name of the option that a part of the text sets: "DeepCache interval 3" sets deepcache_interval.
     function nameOf(part, labels) {
         const words = part.toLowerCase().split(/[\s=:]+/).join(" ");
         const label = Object.keys(labels).find((known) => `${words} `.startsWith(`${known} `));
         return label ? labels[label] : part.split(/[\s=:]/)[0];
     }
 
+    // The text with this option at a new value; without the option if the value is the same as without the text.
     function changed(tab, name, text, value) {
         const {base: {[name]: base}, labels} = known(tab);
         const others = partsOf(text).filter((part) => nameOf(part, labels) !== name);
-        // A slider's 1 is the server's 1.0.
+        // A slider has 1 where the server has 1.0.
         const same = String(value) === base || Number(value) === Number(base);
         return [...others, ...(same ? [] : [`${name} ${value}`])].join("; ");
     }
 
+    // The text without the options that a preset sets: a preset that is chosen sets all of them.
     function presetChosen(tab, text) {
         const {of_presets: names, labels} = known(tab);
         return partsOf(text).filter((part) => !["speed", ...names].includes(nameOf(part, labels))).join("; ");
     }
 
-    // --- what has changed elsewhere: settings, models, other pages ---
+    // --- changes that were made elsewhere: in the settings, by another model, on another page ---
 
     function ask(tab) {
         const button = document.getElementById(`onediff_${tab}_ask`);
         if (button) button.click();
     }
 
-    // Answers overtake each other where the server is busy: what is said may be of what stood there before. It is asked
-    // for once more, and not again for the same: a list may show another word than it sends.
+    // The answers of a busy server may arrive out of order, so the last one may be for earlier values. Then the server is
+    // asked once more, but only once for the same values: a list may show another word than the one it sends.
     const askedFor = {};
     function askIfOld(tab) {
         const [preset, text] = known(tab).said_of;
@@ -58,7 +63,7 @@ window.onediffAccordion = (() => {
         for (const accordion of document.querySelectorAll(".onediff-accordion")) {
             askIfOld(accordion.id.replace("onediff_", ""));
             const seen = !document.hidden && accordion.offsetParent !== null;
-            // Settings that somebody has just applied may be there only a moment later.
+            // Settings that were just applied may take a moment to count.
             if (seen && !inView[accordion.id]) for (const after of [0, 2000, 6000]) {
                 setTimeout(() => ask(accordion.id.replace("onediff_", "")), after);
             }
@@ -69,7 +74,7 @@ window.onediffAccordion = (() => {
     document.addEventListener("click", (event) => {
         const title = event.target.closest && event.target.closest(".onediff-accordion .label-wrap");
         if (title) ask(title.closest(".onediff-accordion").id.replace("onediff_", ""));
-        // Who applies settings may be back at the accordion before the next look.
+        // After applying settings, the user may be back at the accordion before the next look.
         if (event.target.closest && event.target.closest("#settings_submit")) forget();
     });
     const forget = () => { for (const id of Object.keys(inView)) delete inView[id]; };
@@ -79,7 +84,7 @@ window.onediffAccordion = (() => {
 
     const TITLES = ":is(.onediff-accordion, #tab_onediff) .label-wrap";
 
-    // gradio 3 makes an accordion's title of what no key reaches.
+    // gradio 3 makes an accordion's title a div, which the keyboard cannot reach.
     document.addEventListener("keydown", (event) => {
         if (["Enter", " "].includes(event.key) && event.target.tagName === "DIV" && event.target.matches(TITLES)) {
             event.preventDefault();
@@ -87,7 +92,8 @@ window.onediffAccordion = (() => {
         }
     });
 
-    // Nor does it name a slider's number field; parts of the page come later.
+    // Names for screen readers: gradio 3 has none for a slider's number field. Called again and again, because parts of the
+    // page are made later.
     function name() {
         for (const title of document.querySelectorAll(TITLES)) {
             if (title.tagName === "DIV") {

@@ -1,12 +1,13 @@
-/* OneDiff's section of the settings page. A WebUI shows its options as one list; here they get headings, buttons that
-   set a speed, a mark and a button where they are not at their default, what is in force where it is not what is chosen,
-   and a note where a value does nothing on this machine; rows that would do nothing are hidden. The options come from lib_onediff/ui/settings_tab.py. */
+/* OneDiff's section of the settings page. A WebUI shows options as a plain list. This script adds headings, buttons that set
+   a speed, a mark and a Reset button beside options that are not at their default, the value in force beside one that is
+   not applied, and a note on values without effect on this machine. It hides options that would have no effect. The
+   options come from lib_onediff/ui/settings_tab.py. */
 "use strict";
 
 window.onediffSettings = (() => {
     const BETWEEN_LOOKS = 400;
     const rowOf = (key) => document.getElementById(`setting_${key}`);
-    // told: the options; checked: what the server last said of values that were chosen.
+    // told: the options and speeds. checked: the server's last answer on the chosen values.
     let told = null, checked = {in_force: {}, problems: {}}, askedFor = "", wasSeen = false;
 
     // --- values ---
@@ -45,7 +46,7 @@ window.onediffSettings = (() => {
         .filter(([, value]) => value !== undefined));
     const showAll = (wanted) => { for (const [key, value] of Object.entries(wanted)) show(key, value); };
 
-    // --- what the server says of them: what is in force, and what an option does not take ---
+    // --- the server's answer: which values are in force, and which chosen ones are wrong ---
 
     const chosen = () => JSON.stringify(values());
 
@@ -65,14 +66,14 @@ window.onediffSettings = (() => {
     }
 
     document.addEventListener("click", (event) => {
-        // A WebUI takes its time to apply.
+        // The WebUI may take seconds to apply.
         if (event.target.closest && event.target.closest("#settings_submit")) for (const after of [300, 1500, 5000]) setTimeout(ask, after);
     });
 
     const shownAs = (value) => typeof value === "boolean" ? (value ? "on" : "off") : value === "" ? "empty" : String(value);
     const isPending = (key, now) => key in checked.in_force && key in now && !isAt(key, now[key], checked.in_force[key]);
 
-    // --- what stands beside the fields ---
+    // --- what is shown beside the fields ---
 
     function element(name, className, text) {
         const made = document.createElement(name);
@@ -123,7 +124,7 @@ window.onediffSettings = (() => {
         section.querySelector(".onediff-group").before(head);
         const bar = element("div", "onediff-settings-apply", ""), words = element("div", "", "");
         words.setAttribute("role", "status");
-        // Each on a line of its own where there is no room for both.
+        // In a narrow window, each has a line of its own.
         words.append(element("span", "", ""), " ", element("span", "", ""));
         const apply = element("button", "onediff-small", "Apply");
         apply.type = "button";
@@ -156,7 +157,7 @@ window.onediffSettings = (() => {
             const changed = !isAt(key, now[key], option.default);
             const isInactive = option.useless || Object.entries(option.no_effect_when).some(([other, at]) =>
                 other in now && at.some((value) => isAt(other, now[other], value)));
-            // What was changed stays in sight: it counts again as soon as the other option does.
+            // A changed option stays visible: it has an effect again as soon as the other option is changed back.
             row.toggleAttribute("data-onediff-inactive", isInactive && !changed);
             row.toggleAttribute("data-onediff-changed", changed);
             const word = typeof now[key] === "boolean" ? (now[key] ? "on" : "off") : now[key];

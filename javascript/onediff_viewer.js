@@ -11,13 +11,14 @@ window.onediffViewer = (() => {
     // What the user has chosen: a seed, a view (the slider, one image, or the difference map), and how many percent of
     // the width show the left image.
     const chosen = {seed: null, view: SLIDER, split: 50};
-    // told: what the server says. addresses: of the images, by their names. drawn: both, as they were last drawn.
+    // told: the server's description of what to show. addresses: of the images, by their names. drawn: both as text, as
+    // they were when the viewer was last drawn.
     let told = null, addresses = {}, drawn = "";
 
     const seedShown = () => told.seeds.find(({seed}) => seed === chosen.seed) || told.seeds[0];
     const isThere = ({images}, name) => Boolean(addresses[images[name]]);
 
-    // What is there to be shown of what was chosen: at first there is one image alone.
+    // The chosen view, or the only image: at first a comparison has just one.
     function viewOf(shown) {
         if (isThere(shown, LEFT) && isThere(shown, RIGHT)) {
             return chosen.view === DIFFERENCE && !isThere(shown, DIFFERENCE) ? SLIDER : chosen.view;
@@ -32,7 +33,7 @@ window.onediffViewer = (() => {
         if (!viewer || !place) return;
         const images = [...document.querySelectorAll("#onediff_compare_gallery img")];
         const now = JSON.stringify([place.dataset.onediffCompared, images.map(({alt, src}) => [alt, src])]);
-        // gradio makes the markup anew where its tab is.
+        // gradio may have replaced the viewer by an empty one.
         if (now === drawn && !viewer.hidden) return;
         told = JSON.parse(place.dataset.onediffCompared);
         addresses = Object.fromEntries(images.map(({alt, src}) => [alt, src]));
@@ -127,7 +128,7 @@ window.onediffViewer = (() => {
         moveDivider();
     });
 
-    // A finger on a range input moves nothing in some browsers, unless it is on the thumb.
+    // In some browsers, a touch on a range input works on its thumb alone, so the frame handles pointers itself.
     function moveTo(frame, event) {
         const {left, width} = frame.getBoundingClientRect();
         chosen.split = Math.round(100 * Math.min(1, Math.max(0, (event.clientX - left) / width)));
