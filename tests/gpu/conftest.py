@@ -1,4 +1,4 @@
-"""On a GPU, the calls of tests are a warm-up: kernels are measured before their first use, as in a pre-warm."""
+"""Fixtures for the tests on a GPU. By default, calls are a warm-up: kernels are measured before their first use."""
 from __future__ import annotations
 
 import sys
@@ -11,7 +11,7 @@ import pytest
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import KINDS_OF
 
-# For the toy transformer.
+# For the toy transformer in tests/unit.
 sys.path.append(str(Path(__file__).parent.with_name("unit")))
 
 
@@ -59,14 +59,14 @@ def unet() -> Iterator[Any]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of memory come first: workspaces that matrix libraries keep since other tests, and the attention that these
-    have chosen, change how much memory graphs take."""
+    """Run the tests of memory first. The memory of graphs depends on workspaces that matrix libraries keep after other
+    tests, and on the attention that was chosen in them."""
     items.sort(key=lambda item: item.path.name != "test_budget.py")
 
 
 @pytest.fixture(params=list(KINDS_OF))
 def option(request: pytest.FixtureRequest) -> Any:
-    """A value of Low-bit that this GPU supports."""
+    """A value of Settings.low_bit that this GPU supports. Skips the test for the others."""
     import torch
 
     lack = runtime.devices.lossy.low_bit.why_not(request.param, torch.device("cuda"), torch.float16)

@@ -31,7 +31,8 @@ def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
 
 
 def last_call() -> dict[str, Any]:
-    """The status with the last call in place of the last image, because calls of these tests belong to no image."""
+    """The status, with the values of the last call instead of the last image, because the calls of these tests belong
+    to no image."""
     last = runtime.call_stats.last_call
     entry = last.entry
     found = {**status(), "route": last.route, "reason": last.reason, "backend": last.backend}
@@ -42,9 +43,11 @@ def last_call() -> dict[str, Any]:
 
 @torch.no_grad()
 def host(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    """The output of the UNet's own forward."""
     return own_forward(unet)(**given, return_dict=False)[0]
 
 
 @torch.no_grad()
 def called(unet: nn.Module, given: dict[str, Any]) -> Tensor:
+    """The output of a call, which OneDiff serves if it can."""
     return unet(**given, return_dict=False)[0]

@@ -1,5 +1,5 @@
-"""LoRAs on the fly and weights in float8 on a real GPU: in graphs, as exact as the host, and without a second copy of
-the UNet."""
+"""LoRAs that a host applies at each call, and weights in float8, on a real GPU: served by graphs, as exactly as by the
+host, and without a second copy of the UNet."""
 from __future__ import annotations
 
 import copy
@@ -46,6 +46,7 @@ class LowVramPatch:
 
 
 def parameters_of(layer: Any, x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A layer's weight and bias in the dtype of x, with the weight's functions applied."""
     weight = layer.weight.to(x.dtype)
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     for function in getattr(layer, "weight_function", ()):
@@ -89,6 +90,7 @@ def fresh_runtime() -> Iterator[None]:
 
 
 def host_unet(name: str, stored: torch.dtype) -> nn.Module:
+    """A random UNet with ForgeOperations' layers. stored: the dtype of its weights."""
     unet = random_unet(name, torch.device("cuda")).half().to(stored)
     for module in unet.modules():
         kind = getattr(ForgeOperations, type(module).__name__, None)
@@ -248,7 +250,7 @@ def test_weights_that_torch_autocast_casts(name: str, side: int, backend: str) -
         assert relative_error(mine, exact) <= WORST_RATIO * relative_error(host, exact)
 
     check()
-    # A LoRA that is merged in place, biases too: the graph reads the weights at the same addresses.
+    # Edit all weights and biases in place, as when a LoRA is merged: the graph reads them at the same addresses.
     with torch.no_grad():
         for parameter in unet.parameters():
             if parameter.dtype == FLOAT8[0]:

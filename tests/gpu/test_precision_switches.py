@@ -1,4 +1,4 @@
-"""On a real GPU, the switches for precision have the effects that we document."""
+"""The switches for precision have the documented effects on a real GPU."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -20,20 +20,23 @@ GPU = torch.device("cuda")
 def put_back() -> Iterator[None]:
     states = {name: switch.state() for name, switch in SWITCHES.items() if switch.read() is not None}
     yield
-    assert {name: SWITCHES[name].state() for name in states} == states, "a switch was left as we had set it"
+    assert {name: SWITCHES[name].state() for name in states} == states, "a switch was not restored"
 
 
 def has(switch: str) -> None:
+    """Skip the test if this PyTorch does not have the switch."""
     if SWITCHES[switch].read() is None:
         pytest.skip(f"this PyTorch has no switch for {switch}")
 
 
 def since(major: int, minor: int) -> None:
+    """Skip the test on a GPU with an older compute capability."""
     if torch.cuda.get_device_capability() < (major, minor):
         pytest.skip(f"needs compute capability {major}.{minor}")
 
 
 def error(work: Callable[[], Tensor], exact: Tensor, flags: Flags) -> float:
+    """The relative error of work() under these switches."""
     with applied(flags):
         found = work()
     return float((found.double() - exact).norm() / exact.norm())
@@ -56,7 +59,7 @@ def test_the_switch_for_float16_sums_has_an_effect(operator: str) -> None:
     on, off = (error(lambda: work(a, b), exact, ((HALF_SUMS, value),)) for value in (True, False))
     print(f"{operator}: relative error {on:.1e} with half sums, {off:.1e} without, {torch.cuda.get_device_name()}")
     assert off < 5e-4, "float32 sums, rounded once"
-    assert on > 1.5 * off, "cuBLAS took no notice: then why_no_effect must say so of this GPU"
+    assert on > 1.5 * off, "the switch had no effect: then why_no_effect must return a reason for this GPU"
     assert why_no_effect("accumulation", "half") is None
 
 

@@ -29,7 +29,7 @@ SECONDS = 300
 
 
 class Host:
-    """A UNet and a queue lock. told: what the queue said of the job in which each call was made."""
+    """A host with one UNet. told: the states that the queue of pre-warms has shown for the running job."""
 
     def __init__(self, unet: nn.Module) -> None:
         self.unet = unet

@@ -1,4 +1,4 @@
-"""Graphs between functions of other extensions, on a real GPU: the tensors of their segments overlap in memory."""
+"""Functions of other extensions between the graphs of segments, whose tensors overlap in memory, on a real GPU."""
 from __future__ import annotations
 
 import contextlib
@@ -57,6 +57,7 @@ def cross_attentions(unet: Any) -> list[str]:
 
 
 def put(unet: Any, make: Any, names: Any = None) -> None:
+    """Replace the processors of cross-attentions by make(processor). names: of these attentions; None: of all."""
     processors = unet.attn_processors
     chosen = [f"{name}.processor" for name in cross_attentions(unet) if names is None or name in names]
     unet.set_attn_processor({**processors, **{name: make(processors[name]) for name in chosen}})
@@ -121,7 +122,7 @@ def test_sizes_with_functions_and_without_share_a_pool(unet: Any) -> None:
             for size in sizes:
                 assert call(unet, *size, seed=seed, route="graph") < 5e-3
     for size in sizes:
-        # It has other processors, so earlier graphs do not fit.
+        # The UNet's processors are new objects, so the graphs must be captured again.
         call(unet, *size)
         assert call(unet, *size, route="graph") < 5e-3
 

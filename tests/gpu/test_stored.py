@@ -1,5 +1,6 @@
 """Layers that a file stores in INT8, rotated INT8 or FP8, on a real GPU: the rows that norms, gated units and
-activations quantize, integer by integer; and layers of each format, with LoRAs, as wide as Anima's and SDXL's."""
+activations quantize, compared integer by integer; and layers of each format, with LoRAs, at the widths of Anima and
+SDXL."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -29,8 +30,8 @@ GPU = torch.device("cuda")
 EPS = 1e-6
 FLOAT8, INTEGERS = torch.float8_e4m3fn, torch.int8
 ROTATIONS = pytest.mark.parametrize("rotation", [0, 256])
-# The part of integers that may differ: because of sums in another order, and of numbers in the middle between two of
-# bfloat16.
+# The part of the integers that may differ, because sums are computed in another order, and because numbers may be in
+# the middle between two numbers of bfloat16.
 MOVED = 5e-3
 
 
@@ -52,6 +53,7 @@ def rule_for(rotation: int) -> Rule:
 
 
 def assert_same(found: QuantizedTokens, rows: Tensor, rotation: int) -> None:
+    """Check that the rows were quantized by the hosts' rule."""
     values, scales = hosts_rows(rows.flatten(0, -2), hadamard(rotation, GPU) if rotation else None)
     # The largest number of a row may be in the middle between two of its dtype.
     assert torch.allclose(found.scales, scales, rtol=torch.finfo(rows.dtype).eps, atol=0)
@@ -95,9 +97,9 @@ def test_rows_after_a_gelu_and_a_geglu(rotation: int, width: int, dtype: torch.d
 def test_rows_of_a_layer_norm(rotation: int, width: int, dtype: torch.dtype) -> None:
     weight, bias = random(width, dtype=dtype), random(width, dtype=dtype)
     residual = Residual(random(2, 777, width, dtype=dtype), random(width, dtype=torch.float32), bias)
-    standing, found = rounding.layer_norm(residual, weight, bias, EPS, INT8, rule=rule_for(rotation))
+    whole, found = rounding.layer_norm(residual, weight, bias, EPS, INT8, rule=rule_for(rotation))
     expected, written = native_tokens.layer_norm(residual, weight, bias, EPS)
-    assert torch.equal(standing.deferred_bias, expected.deferred_bias)
+    assert torch.equal(whole.deferred_bias, expected.deferred_bias)
     assert_same(found, written, rotation)
     _, both = rounding.layer_norm(residual, weight, bias, EPS, INT8, rule=rule_for(rotation), is_plain_too=True)
     assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
@@ -114,12 +116,12 @@ def test_rows_of_an_adaptive_norm(rotation: int, dtype: torch.dtype) -> None:
         return Residual(tokens.clone(), update=update, gate=gate)
 
     rule = rule_for(rotation)
-    how = None, AdaptiveNorm(2048, EPS), Modulation(factor, shift), dtype
-    standing, found = rounding.residual_norm(given(), *how, INT8, rule)
-    expected, written = rounding.residual_norm(given(), *how, None)
-    assert torch.equal(standing.tokens, expected.tokens)
+    norm = None, AdaptiveNorm(2048, EPS), Modulation(factor, shift), dtype
+    whole, found = rounding.residual_norm(given(), *norm, INT8, rule)
+    expected, written = rounding.residual_norm(given(), *norm, None)
+    assert torch.equal(whole.tokens, expected.tokens)
     assert_same(found, written, rotation)
-    _, both = rounding.residual_norm(given(), *how, INT8, rule, is_plain_too=True)
+    _, both = rounding.residual_norm(given(), *norm, INT8, rule, is_plain_too=True)
     # The same numbers, except the last digit: two kernels may contract products and sums differently.
     assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
     assert_same(both, written, rotation)
@@ -141,7 +143,7 @@ def test_nan_and_infinity_stay_visible(rotation: int, strange: float, dtype: tor
 def test_a_product_with_one_scale_for_all_columns_and_with_loras(
     config: Any, one_scale: bool, layers: int, ranks: int, dtype: torch.dtype
 ) -> None:
-    """layers: of equal sizes, fused into one; each with LoRAs of its own."""
+    """layers: how many layers of equal sizes are fused into one. Each has LoRAs of its own."""
     values, scales = hosts_rows(random(333, 512, dtype=dtype))
     weight = torch.randint(-128, 128, (336, 512), device=GPU).to(torch.int8)
     columns = torch.rand(1, 1 if one_scale else 336, device=GPU) / 1000
@@ -192,9 +194,11 @@ def stored(out: int, width: int, values: torch.dtype, rotation: int, dtype: torc
 
 
 def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights) -> None:
-    """work: a function of operators, layers, and the dtype of its tensors. INT8's error is that of torch's operators,
-    which follow the hosts' rule, without LoRAs: with LoRAs, they do not round the input. FP8's error is that of three
-    bits of mantissa in two layers."""
+    """Check the error of our operators against float64. work: a function of operators, a dtype, and these layers.
+
+    In INT8, the error may be that of torch's operators, which follow the hosts' rule, without LoRAs: with LoRAs,
+    torch's operators do not round the input. In FP8, it may be that of three bits of mantissa in two layers.
+    """
     torch.manual_seed(1)
     with torch.no_grad():
         ours = work(operators(dtype), dtype, *layers)
@@ -209,9 +213,9 @@ def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights
     assert relative_error(ours, exact) < (1.15 * relative_error(torchs, without) if is_int8 else 7e-2)
 
 
-def made(dtype: torch.dtype, of: torch.dtype, *shape: int) -> Tensor:
-    """Numbers of one dtype in another one."""
-    return torch.randn(shape, device=GPU).to(of).to(dtype)
+def made(dtype: torch.dtype, rounded_to: torch.dtype, *shape: int) -> Tensor:
+    """Random numbers in a dtype, after they were rounded to another one."""
+    return torch.randn(shape, device=GPU).to(rounded_to).to(dtype)
 
 
 KINDS = pytest.mark.parametrize(("values", "rotation"), [(INTEGERS, 0), (INTEGERS, 64), (INTEGERS, 256), (FLOAT8, 0)])

@@ -1,5 +1,5 @@
-"""What single-stream transformers launch, on a real GPU and at their widths: residuals that are added and normed in one
-pass, gated units, heads that share keys. Against torch's operators, by float64."""
+"""The kernels of single-stream transformers on a real GPU, at the widths of Z-Image and Krea 2: norms that also add the
+residual's update, gated units, and heads. Their errors against float64 are compared with those of torch's operators."""
 from __future__ import annotations
 
 from typing import Any
@@ -36,9 +36,9 @@ pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 WIDTHS = pytest.mark.parametrize("width", [2560, 3840, 6144])
-# Of our error to torch's, which rounds behind each operator.
+# The largest ratio of our error to that of torch, which rounds after each operator.
 WORST_RATIO = 1.1
-# What float32 arithmetic in another order may cost beside torch's own error.
+# How much larger than torch's own error ours may be, because of the order of float32 sums.
 FLOAT32_ROUNDING = 4 * torch.finfo(torch.float32).eps
 EPS = 1e-5
 BATCH, TOKENS = 2, 333
@@ -63,9 +63,10 @@ def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
     assert relative_error(ours, expected) <= WORST_RATIO * relative_error(torchs, expected) + FLOAT32_ROUNDING
 
 
-def a_residual(width: int, dtype: torch.dtype, behind: Any, gate: Tensor | None) -> Residual:
+def a_residual(width: int, dtype: torch.dtype, update_norm: Any, gate: Tensor | None) -> Residual:
+    """A residual with a random update, to which this norm and this gate are to be applied."""
     tokens = random(BATCH, TOKENS, width, dtype=torch.float32 if dtype == torch.float16 else dtype)
-    return Residual(tokens, update=random(BATCH, TOKENS, width, dtype=dtype), gate=gate, norm=behind)
+    return Residual(tokens, update=random(BATCH, TOKENS, width, dtype=dtype), gate=gate, norm=update_norm)
 
 
 def copied(residual: Residual) -> Residual:
@@ -73,7 +74,7 @@ def copied(residual: Residual) -> Residual:
 
 
 def wide(given: Any) -> Any:
-    """In float64."""
+    """A tensor, or a tuple of tensors, in float64."""
     if isinstance(given, Tensor):
         return given.double()
     if isinstance(given, tuple) and hasattr(given, "_make"):
@@ -82,6 +83,7 @@ def wide(given: Any) -> Any:
 
 
 def exact_sum(residual: Residual) -> Tensor:
+    """The residual's tokens with its update added, in float64."""
     update = residual.update.double()
     if residual.norm is not None:
         layer, norm = residual.norm
@@ -108,7 +110,7 @@ def test_a_norm_of_a_residual(
     residual = a_residual(width, dtype, (layer, norm) if behind else None, gate if vectors else None)
     consumer = LayerWeights(random(16, width, dtype=dtype), None)
     assert rounding.has_norm_kernel(residual, layer, norm, modulation, dtype)
-    standing, normed = ops.residual_norm(copied(residual), layer, norm, consumer, modulation)
+    whole_residual, normed = ops.residual_norm(copied(residual), layer, norm, consumer, modulation)
     torchs, rounded = torch_ops.residual_norm(copied(residual), layer, norm, consumer, modulation)
     total = exact_sum(residual)
     expected = exact.rms_norm(total, layer.weight.double() + plus_one, EPS)
@@ -116,7 +118,7 @@ def test_a_norm_of_a_residual(
         expected = expected * scale.double()[:, None]
     if vectors == 2:
         expected = expected + shift.double()[:, None]
-    assert_as_good(standing.tokens, torchs.tokens, total)
+    assert_as_good(whole_residual.tokens, torchs.tokens, total)
     assert_as_good(normed, rounded, expected)
     if behind:
         assert_as_good(ops.materialize(copied(residual)), torch_ops.materialize(residual), total)
@@ -146,16 +148,16 @@ def test_norms_in_int8(width: int, dtype: torch.dtype, rotation: int | None) -> 
     layer, norm = LayerWeights(random(width, dtype=dtype), None), RMSNorm("", width, EPS)
     scale, gate = random(BATCH, 2 * width, dtype=dtype).chunk(2, dim=1)
     residual = a_residual(width, dtype, (layer, norm), gate)
-    how = layer, norm, Modulation(scale), dtype
+    modulated = layer, norm, Modulation(scale), dtype
     rule = rounding.Rule.OURS if rotation is None else rounding.hosts_rule(rotation, GPU)
-    standing, found = rounding.residual_norm(copied(residual), *how, INT8, rule)
-    expected, written = rounding.residual_norm(copied(residual), *how, None)
+    whole_residual, found = rounding.residual_norm(copied(residual), *modulated, INT8, rule)
+    expected, written = rounding.residual_norm(copied(residual), *modulated, None)
     # Each variant of the kernel sums a row in an order of its own.
     unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(standing.tokens, expected.tokens, rtol=unit, atol=unit)
+    torch.testing.assert_close(whole_residual.tokens, expected.tokens, rtol=unit, atol=unit)
     assert_rows(found, written, rotation)
     if rotation is not None:
-        _, both = rounding.residual_norm(copied(residual), *how, INT8, rule, is_plain_too=True)
+        _, both = rounding.residual_norm(copied(residual), *modulated, INT8, rule, is_plain_too=True)
         assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
         assert_rows(both, written, rotation)
 
@@ -191,7 +193,8 @@ def test_gated_units(ops: NativeOperators, width: int, activation: Activation, d
 
 
 def assert_rows(found: QuantizedTokens, written: Tensor, rotation: int | None) -> None:
-    """Rows of int8, by our rule (None) or by the hosts' of what is written."""
+    """Check int8 rows against the same rows in the model's dtype. rotation: None for our own rule; otherwise the hosts'
+    rule with this rotation."""
     if rotation is None:
         back = (found.values.float() * found.scales).view(written.shape)
         assert float(((back - written.float()).abs() / found.scales.view(*found.shape, 1)).max()) < 1.1
@@ -205,21 +208,23 @@ def assert_rows(found: QuantizedTokens, written: Tensor, rotation: int | None) -
 @DTYPES
 @pytest.mark.parametrize(("heads", "key_heads"), [(30, 30), (48, 12), (20, 20)])
 @pytest.mark.parametrize("plus_one", [True, False])
-@pytest.mark.parametrize("turned", ["alike", "by row", "not"])
-@pytest.mark.parametrize("beside", [0, 6144])
+@pytest.mark.parametrize("rotation", ["the same", "one for each row", "none"])
+@pytest.mark.parametrize("other_columns", [0, 6144])
 def test_heads_are_normed_and_rotated(
-    ops: NativeOperators, heads: int, key_heads: int, plus_one: bool, turned: str, beside: int, dtype: torch.dtype
+    ops: NativeOperators, heads: int, key_heads: int, plus_one: bool, rotation: str, other_columns: int,
+    dtype: torch.dtype
 ) -> None:
-    """beside: how much wider than the heads the product is of which they are a part."""
+    """rotation: the same for all rows of the batch, one for each row, or none. other_columns: the columns of the
+    product that are not heads."""
     head = 128
-    angles = random(*((BATCH,) if turned == "by row" else ()), TOKENS, head // 2, dtype=torch.float32)
-    rotary = None if turned == "not" else Rotary(angles.cos(), angles.sin(), interleaved=True)
+    angles = random(*((BATCH,) if rotation == "one for each row" else ()), TOKENS, head // 2, dtype=torch.float32)
+    rotary = None if rotation == "none" else Rotary(angles.cos(), angles.sin(), interleaved=True)
     kind = torch.float32 if plus_one else dtype
     query_norm, key_norm = (
         (LayerWeights(random(head, dtype=kind), None), RMSNorm("", head, EPS, plus_one)) for _ in range(2)
     )
     parts = Heads(heads, query_norm, rotary), Heads(key_heads, key_norm, rotary), Heads(key_heads)
-    product = random(BATCH, TOKENS, (heads + 2 * key_heads) * head + beside, dtype=dtype)
+    product = random(BATCH, TOKENS, (heads + 2 * key_heads) * head + other_columns, dtype=dtype)
     projected = product[..., :(heads + 2 * key_heads) * head]
     assert native_tokens.has_heads_kernel(projected, parts)
     torchs = torch_ops.split_heads(projected.clone(), parts)
@@ -228,7 +233,8 @@ def test_heads_are_normed_and_rotated(
     found = ops.split_heads(given[..., :projected.shape[-1]], parts)
     for ours, theirs, reference in zip(found, torchs, expected, strict=True):
         assert_as_good(ours, theirs, reference)
-    assert torch.equal(given[..., projected.shape[-1]:], product[..., projected.shape[-1]:]), "others are left alone"
+    others = slice(projected.shape[-1], None)
+    assert torch.equal(given[..., others], product[..., others]), "the other columns are not written to"
 
 
 @DTYPES
@@ -246,7 +252,7 @@ def test_attention_with_fewer_key_heads_repeats_no_keys(dtype: torch.dtype) -> N
     output = attention(query, key, value)
     torch.cuda.synchronize()
     spent = torch.cuda.max_memory_allocated() - before
-    assert spent < 1.5 * output.nbytes, "keys and values would be repeated in as much memory, twice"
+    assert spent < 1.5 * output.nbytes, "repeated keys and values would take twice as much memory as the output"
     some = query[:, ::16, :64]
     expected = exact.attention(some, key[:, ::4], value[:, ::4])
     assert relative_error(output[:, ::16, :64], expected) < (2e-3 if dtype == torch.float16 else 1.6e-2)

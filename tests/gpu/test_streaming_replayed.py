@@ -1,4 +1,4 @@
-"""Weights that a host keeps in main memory are copied while the GPU computes, and are never stale."""
+"""Weights that a host keeps in main memory are copied while the GPU computes, and edits of them count at once."""
 from __future__ import annotations
 
 import random
@@ -33,7 +33,8 @@ def to_main_memory(layer: nn.Module, given: Any, output: Any) -> None:
 
 
 def moved(unet: nn.Module, share: float) -> nn.Module:
-    """As in a host that has no room for this part of a UNet's layers: each is moved to the GPU for its own forward."""
+    """A UNet with a random part of its layers in main memory, each of which is moved to the GPU for its own forward, as
+    hosts do it that lack memory. share: the probability for each layer."""
     chance = random.Random(0)
     for layer in unet.modules():
         if layer._parameters and chance.random() < share:
@@ -42,7 +43,7 @@ def moved(unet: nn.Module, share: float) -> nn.Module:
 
 
 def brought(unet: nn.Module) -> nn.Module:
-    """All layers in main memory are moved to the GPU for their own forward."""
+    """Let all layers in main memory be moved to the GPU for their own forward."""
     for layer in unet.modules():
         is_away = any(one is not None and one.device == MAIN for one in layer._parameters.values())
         if is_away and to_gpu not in layer._forward_pre_hooks.values():
@@ -52,6 +53,7 @@ def brought(unet: nn.Module) -> nn.Module:
 
 
 def in_our_care(unet: nn.Module, **options: Any) -> Any:
+    """Compile a UNet, and return its Network. The functions of this file count as the host's, which move weights."""
     lib_onediff.compile_unet(unet, backend="native", **options)
     network = runtime.services.networks.get(unet)
     assert network is not None
