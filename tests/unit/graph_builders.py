@@ -1,5 +1,5 @@
-"""CUDA graphs without a GPU: everything is real except the capture. A replay computes the forward again from the
-graph's static inputs, and takes memory in proportion to its pixels. Fragmentation is not simulated."""
+"""CUDA graphs without a GPU: only the capture is simulated. A replay computes the forward again from the graph's static
+inputs. A graph takes memory in proportion to its pixels. Fragmentation is not simulated."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ BYTES_OF_A_PIXEL = MEBIBYTE // 2
 
 
 class PretendedPool:
-    """A memory pool as large as its largest graph, plus what each graph leaves in it, in pages."""
+    """A memory pool. Its size is the peak of its largest graph plus the bytes that each graph keeps, in pages."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,11 +42,13 @@ class PretendedPool:
 
 
 def most_in_use(latent: Tensor) -> int:
-    """The peak bytes of a forward of this latent, or with this output."""
+    """The peak bytes of a forward with this latent, or this output."""
     return latent.shape[0] * latent.shape[2] * latent.shape[3] * BYTES_OF_A_PIXEL
 
 
 class PretendedGraph:
+    """A Runner that computes the forward again."""
+
     def __init__(
         self, graphs: PretendedGraphs, compute: Callable[[], Tensor], inputs: UNetCall, memory: PretendedPool
     ) -> None:
@@ -63,8 +65,8 @@ class PretendedGraph:
 
 
 class PretendedGraphs(CudaGraphs):
-    """A GraphMaker without a GPU. before_replay and before_capture may raise. captured: the graphs that were made, in
-    order."""
+    """A GraphMaker without a GPU. before_replay, before_capture: functions of a test, which may raise. captured: the
+    resolutions of the graphs, in the order of their captures. most: the largest size of all pools together."""
 
     def __init__(self) -> None:
         super().__init__(compute)
@@ -114,7 +116,8 @@ class PretendedGraphs(CudaGraphs):
 
 
 class PretendedCard(Card):
-    """A GPU of this size, of which other programs use a part. torch's cache is always empty."""
+    """The memory of a GPU of `size` bytes, of which other programs use `others`. torch's cache is always empty.
+    emptied: how often it was emptied."""
 
     def __init__(self, graphs: PretendedGraphs, size: int = 1 << 40) -> None:
         self.size = size

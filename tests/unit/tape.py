@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_flatten
 
 
 class Tape(TorchDispatchMode):
+    """Records torch's operators. replay() calls them again, and copies their outputs to the addresses of the first
+    ones."""
+
     def __init__(self) -> None:
         super().__init__()
         self.launches: list[tuple[Any, Any, Any, Any]] = []
@@ -31,7 +34,7 @@ class Tape(TorchDispatchMode):
 
 
 class TapeRecording:
-    """A recording.GraphRecording without a GPU. parts: the number of segments that were recorded."""
+    """A GraphRecording (devices/cuda/graphs/segments.py) without a GPU. parts: the number of segments so far."""
 
     def __init__(self) -> None:
         self.parts = 0

@@ -35,7 +35,8 @@ def random(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def assert_same(found: QuantizedTokens, rows: Tensor, rule: Rule, moved: float = 2e-3) -> None:
-    """moved: the part of integers that may differ by one, because sums were computed in another order."""
+    """Check that rows were quantized by a rule. moved: the part of the integers that may differ by one, because sums
+    were computed in another order."""
     matrix = None if rule == Rule.HOSTS else quantized.hadamard(256, rows.device)
     values, scales = hosts_rows(rows.flatten(0, -2), matrix)
     assert torch.allclose(found.scales, scales, rtol=1e-5, atol=0)
@@ -88,9 +89,9 @@ def test_geglu(rule: Rule, dtype: torch.dtype, width: int) -> None:
 def test_a_layer_norm(rule: Rule, dtype: torch.dtype, width: int, whole: bool) -> None:
     tokens, weight, bias = random(1, 5, width, dtype=dtype), random(width, dtype=dtype), random(width, dtype=dtype)
     residual = Residual(tokens.clone(), random(width, dtype=torch.float32), bias) if whole else Residual(tokens.clone())
-    standing, found = rounding.layer_norm(residual, weight, bias, 1e-5, INT8, rule=rule)
+    summed, found = rounding.layer_norm(residual, weight, bias, 1e-5, INT8, rule=rule)
     expected, written = native_tokens.layer_norm(residual, weight, bias, 1e-5)
-    assert torch.equal(standing.deferred_bias, expected.deferred_bias)
+    assert torch.equal(summed.deferred_bias, expected.deferred_bias)
     assert_same(found, written, rule)
     _, both = rounding.layer_norm(residual, weight, bias, 1e-5, INT8, rule=rule, is_plain_too=True)
     assert_both(both, found, both.plain)
@@ -103,16 +104,16 @@ def test_an_adaptive_norm(rule: Rule) -> None:
     shift, factor, gate = random(2, 3 * 512).chunk(3, dim=1)
     given: Callable[[], Residual] = lambda: Residual(tokens.clone(), update=update, gate=gate)  # noqa: E731
     how = None, AdaptiveNorm(512, 1e-6), Modulation(factor, shift), HALF
-    standing, found = rounding.residual_norm(given(), *how, INT8, rule)
+    summed, found = rounding.residual_norm(given(), *how, INT8, rule)
     expected, written = rounding.residual_norm(given(), *how, None)
-    assert torch.equal(standing.tokens, expected.tokens)
+    assert torch.equal(summed.tokens, expected.tokens)
     assert_same(found, written, rule)
     _, both = rounding.residual_norm(given(), *how, INT8, rule, is_plain_too=True)
     assert_both(both, found, written)
 
 
 def assert_both(both: QuantizedTokens, found: QuantizedTokens, written: Tensor) -> None:
-    """Rows in INT8 and as they are, against either alone."""
+    """Check rows that were written in INT8 and in the model's dtype against those that were written in one of them."""
     assert both.plain is not None and torch.equal(both.plain, written)
     assert torch.equal(both.values, found.values) and torch.equal(both.scales, found.scales)
 
@@ -121,7 +122,7 @@ def assert_both(both: QuantizedTokens, found: QuantizedTokens, written: Tensor) 
 def test_a_root_mean_square_norm(
     rule: Rule, dtype: torch.dtype, width: int, plus_one: bool, modulated: bool
 ) -> None:
-    """With a norm of the same kind behind the last layer, and without a gate where nothing is modulated."""
+    """The update has a norm of its own. Without modulation, it has no gate."""
     tokens, update = random(2, 3, width, dtype=torch.float32), random(2, 3, width, dtype=dtype)
     factor, shift, gate = random(2, 3 * width, dtype=dtype).chunk(3, dim=1)
     norm, layer = RMSNorm("", width, 1e-5, plus_one), LayerWeights(random(width, dtype=dtype), None)
@@ -132,9 +133,9 @@ def test_a_root_mean_square_norm(
         given = residual, layer, norm, modulation, dtype, kind
         return rounding.residual_norm(*given, Rule.OURS if kind is None else rule, is_plain_too)
 
-    standing, found = normed(INT8)
+    summed, found = normed(INT8)
     expected, written = normed(None)
-    assert torch.equal(standing.tokens, expected.tokens)
+    assert torch.equal(summed.tokens, expected.tokens)
     assert_same(found, written, rule)
     assert_both(normed(INT8, is_plain_too=True)[1], found, written)
 

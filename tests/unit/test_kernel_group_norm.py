@@ -21,16 +21,17 @@ from lib_onediff.devices.cuda.kernels.images import (
 from lib_onediff.devices.cuda.kernels.launch_config import APPLICATION, STATISTICS
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Both ways to do it, for images of every size, and the choice between them.
+# Values of group_norm's at_once: the single kernel, the three kernels, and the choice between them.
 WAYS = [True, False, None]
 Way = bool | None
 CUTS = [
     *({"statistics_config": config} for config in ends(STATISTICS.candidates)),
     *({"application_config": config} for config in ends(APPLICATION.candidates)),
 ]
-# In units of float32's rounding, for values of about 1: a sum over some thousand members and a root.
+# The allowed error of a sum over thousands of values and a square root, in units of float32's rounding error at 1.
 CLOSE = 40
-# In units of a half type's rounding: to the nearest. Triton's interpreter cuts bfloat16 off instead.
+# The allowed error of rounding to the nearest, in units of a half type's last digit. Triton's interpreter truncates to
+# bfloat16 instead.
 NEAREST = {torch.float16: 0.51, torch.bfloat16: 0.51 if DEVICE.type == "cuda" else 1.01}
 
 
@@ -46,7 +47,8 @@ def random_affine(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Te
 def error(
     at_once: Way, first: Tensor, second: Tensor | None, groups: int, eps: float = 1e-5, **others: Any
 ) -> float:
-    """How far the kernels are from float64, for an image or for two side by side. others: silu, shift, configs."""
+    """The error of the kernels against float64, in units of rounding errors, for one image or two concatenated ones.
+    others: silu, shift, and launch configs."""
     image = first if second is None else torch.cat([first, second], dim=1)
     weight, bias = random_affine(image.shape[1], first.dtype)
     silu = others.pop("silu", False)

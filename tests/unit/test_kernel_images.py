@@ -69,7 +69,7 @@ def test_resize_is_torchs_nearest(old: tuple[int, int], new: tuple[int, int]) ->
 
 
 def rounds_otherwise(old: int, new: int) -> bool:
-    """Whether float32 and whole numbers find another old pixel for some new one."""
+    """Whether float32 arithmetic and integer arithmetic choose different old pixels for some new pixel."""
     scale = torch.tensor(old / new, dtype=torch.float32)
     places = torch.arange(new)
     return bool(((places * scale).long() != places * old // new).any())
@@ -84,7 +84,7 @@ def test_resize_rounds_as_torch_does_where_that_is_not_exact() -> None:
         assert torch.equal(resize(image, 1, new), expected), (old, new)
 
 
-# In units of float32's rounding, for values of about 1.
+# The allowed error in units of float32's rounding error at 1.
 CLOSE = 20
 
 
@@ -92,40 +92,40 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(shape).to(DEVICE, dtype)
 
 
-def owing(tokens: Tensor, deferred_bias: bool, addend: bool) -> tuple[Residual, Tensor]:
-    """A residual that is owed up to two vectors, and what it comes to."""
+def residual_with_biases(tokens: Tensor, has_deferred_bias: bool, has_bias: bool) -> tuple[Residual, Tensor]:
+    """A residual with these tokens and random biases, and its value in float64."""
     width = tokens.shape[-1]
-    first = random(width) if deferred_bias else None
-    second = random(width, dtype=tokens.dtype) if addend else None
+    first = random(width) if has_deferred_bias else None
+    second = random(width, dtype=tokens.dtype) if has_bias else None
     total = tokens.double() + sum((vector.double() for vector in (first, second) if vector is not None), 0.0)
     return Residual(tokens, first, second), total
 
 
 @grid(
     shape=[(2, 7, 320), (3, 5, 96), (1, 77, 33), (2, 1280), (1, 1, 1)],
-    owed=[(False, False), (False, True), (True, True), (True, False)],
+    biases=[(False, False), (False, True), (True, True), (True, False)],
     biased=[True, False],
 )
-def test_layer_norm_of_a_residual(shape: tuple[int, ...], owed: tuple[bool, bool], biased: bool) -> None:
+def test_layer_norm_of_a_residual(shape: tuple[int, ...], biases: tuple[bool, bool], biased: bool) -> None:
     tokens = random(*shape)
-    residual, total = owing(tokens, *owed)
+    residual, total = residual_with_biases(tokens, *biases)
     weight = 1 + 0.3 * random(shape[-1])
     bias = random(shape[-1]) if biased else None
     before = tokens.clone()
-    settled, output = layer_norm(residual, weight, bias, 1e-5)
+    joined, output = layer_norm(residual, weight, bias, 1e-5)
     assert torch.equal(tokens, before), "an input is not written to"
-    assert settled.tokens is tokens and settled.bias is None and settled.deferred_bias.dtype == torch.float32
-    assert worst_error(settled.tokens + settled.deferred_bias, total) < CLOSE
+    assert joined.tokens is tokens and joined.bias is None and joined.deferred_bias.dtype == torch.float32
+    assert worst_error(joined.tokens + joined.deferred_bias, total) < CLOSE
     assert worst_error(output, exact_layer_norm(total, weight, bias, 1e-5)) < CLOSE
     assert worst_error(materialize(residual), total) < CLOSE
-    # What the norm has added up is owed from then on, and another bias beside it.
-    further = settled._replace(bias=random(shape[-1]))
+    # The residual that the norm returns, with another bias.
+    further = joined._replace(bias=random(shape[-1]))
     assert worst_error(materialize(further), total + further.bias.double()) < CLOSE
 
 
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 def test_every_launch_config_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
-    residual, total = owing(random(7, 96), True, True)
+    residual, total = residual_with_biases(random(7, 96), True, True)
     weight = random(96)
     bias = random(96)
     _, output = layer_norm(residual, weight, bias, 1e-5, config)
@@ -142,7 +142,7 @@ def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
     assert worst_error(sum_of(image, update, bias), exact) <= NEAREST[dtype]
     expected = functional.interpolate(image.float(), size=(9, 13), mode="nearest").to(dtype)
     assert torch.equal(resize(image, 9, 13), expected)
-    residual, total = owing(random(9, 96, dtype=dtype), True, True)
+    residual, total = residual_with_biases(random(9, 96, dtype=dtype), True, True)
     weight = random(96, dtype=dtype)
     bias = random(96, dtype=dtype)
     _, output = layer_norm(residual, weight, bias, 1e-5)

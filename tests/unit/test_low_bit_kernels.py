@@ -30,10 +30,10 @@ from lib_onediff.runtime.runtime import runtime
 from lib_onediff.weights.low_bit import FP8, INT8, KINDS, Kind, empty_like
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# Half a step of float8, relative to a value.
+# Half a step of float8, relative to the value.
 HALF_A_STEP = 2.0**-4
-# Triton's interpreter halves values that should be rounded up to a power of two; the mean over many values is off by
-# this.
+# Triton's interpreter halves values that should be rounded up to a power of two. This is the relative error over many
+# values that follows.
 INTERPRETED = 0.16
 
 
@@ -42,11 +42,13 @@ def random(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
 
 
 def given_back(rows: QuantizedTokens) -> Tensor:
+    """The rows in float64, multiplied by their scales."""
     return (rows.values.double() * rows.scales.double()).view(*rows.shape, -1)
 
 
 def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
-    """Every value is at most half a step off. In float8, small values may be off by 2**-10 of the scale."""
+    """Check that every value differs from the exact one by at most half a step; in float8, small values by at most
+    2**-10 of the scale."""
     back = given_back(rows)
     one_scale = rows.scales.numel() == 1
     scales = rows.scales.double() if one_scale else rows.scales.double().view(*rows.shape, 1)
@@ -81,15 +83,15 @@ def test_a_layer_norm_writes_eight_bits(
     residual = Residual(tokens.clone(), deferred_bias, bias, update, scales) if whole else Residual(tokens.clone())
     added = update.double() if scales is None else update.double() * scales.double()
     total = tokens.double() + added if whole else tokens.double()
-    standing, normed = rounding.layer_norm(residual, weight, bias if whole else None, 1e-5, kind)
+    summed, normed = rounding.layer_norm(residual, weight, bias if whole else None, 1e-5, kind)
     assert normed.scales.shape == ((1, 1) if kind is FP8 else (tokens.numel() // shape[-1], 1))
     if kind is FP8:
         assert torch.equal(normed.scales, norm_scale(weight, bias if whole else None))
     vectors = deferred_bias.double() + bias.double() if whole else torch.zeros(shape[-1], device=DEVICE)
     assert_rounded(normed, exact_layer_norm(total + vectors, weight, bias if whole else None, 1e-5))
-    assert standing.update is None and standing.update_scales is None and standing.bias is None
-    assert relative_error(standing.tokens, total.to(dtype)) < 1e-2
-    assert torch.allclose(standing.deferred_bias, vectors.float(), atol=1e-5)
+    assert summed.update is None and summed.update_scales is None and summed.bias is None
+    assert relative_error(summed.tokens, total.to(dtype)) < 1e-2
+    assert torch.allclose(summed.deferred_bias, vectors.float(), atol=1e-5)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -102,8 +104,8 @@ def test_an_adaptive_norm_writes_eight_bits_with_each_images_modulation(kind: Ki
     added = update.double() * gate.double()[:, None] * (1 if scales is None else scales.double())
     residual = Residual(tokens.clone(), update=update, update_scales=scales, gate=gate)
     norm, modulation = AdaptiveNorm(96, 1e-6), Modulation(factor, shift)
-    standing, normed = rounding.residual_norm(residual, None, norm, modulation, torch.float16, kind)
-    assert relative_error(standing.tokens, tokens + added) < 1e-6
+    summed, normed = rounding.residual_norm(residual, None, norm, modulation, torch.float16, kind)
+    assert relative_error(summed.tokens, tokens + added) < 1e-6
     each = [exact_layer_norm(total, factor[image], shift[image], 1e-6) for image, total in enumerate(tokens + added)]
     if not isinstance(normed, QuantizedTokens):
         assert kind is None and relative_error(normed, torch.stack(each)) < 1e-3
@@ -113,24 +115,27 @@ def test_an_adaptive_norm_writes_eight_bits_with_each_images_modulation(kind: Ki
         assert torch.equal(normed.scales, torch.maximum(*map(norm_scale, factor, shift)))
 
 
-@grid(kind=[*KINDS, None], behind=[True, False], gated=[True, False], vectors=[0, 1, 2], plus_one=[True, False],
-      weights=[torch.float16, torch.float32])
+@grid(
+    kind=[*KINDS, None], has_update_norm=[True, False], gated=[True, False], vectors=[0, 1, 2], plus_one=[True, False],
+    weights=[torch.float16, torch.float32],
+)
 def test_an_rms_norm_adds_the_residuals_update_with_its_norm_and_gate(
-    kind: Kind | None, behind: bool, gated: bool, vectors: int, plus_one: bool, weights: torch.dtype
+    kind: Kind | None, has_update_norm: bool, gated: bool, vectors: int, plus_one: bool, weights: torch.dtype
 ) -> None:
-    """behind: a norm behind the last layer. vectors: how many the modulation has. weights: their type."""
+    """has_update_norm, gated: the update has a norm, and a gate. vectors: the number of vectors in the modulation.
+    weights: the dtype of the norms' weights."""
     width = 96
     tokens, update, scales = random(2, 7, width, dtype=torch.float32), random(2, 7, width), random(2, 7, 1).float()
     factor, shift, gate = random(2, 3 * width).chunk(3, dim=1)
-    weight, weight_behind = random(width, dtype=weights), random(width, dtype=weights)
-    norm, norm_behind = RMSNorm("", width, 1e-5, plus_one), RMSNorm("", width, 1e-2, not plus_one)
-    owed = LayerWeights(weight_behind, None), norm_behind
+    weight, update_weight = random(width, dtype=weights), random(width, dtype=weights)
+    norm = RMSNorm("", width, 1e-5, plus_one)
+    update_norm = LayerWeights(update_weight, None), RMSNorm("", width, 1e-2, not plus_one)
     residual = Residual(
-        tokens.clone(), None, None, update, scales, gate if gated else None, owed if behind else None
+        tokens.clone(), None, None, update, scales, gate if gated else None, update_norm if has_update_norm else None
     )
     added = update.double() * scales.double()
-    if behind:
-        added = exact_rms_norm(added, weight_behind.double() + (not plus_one), 1e-2)
+    if has_update_norm:
+        added = exact_rms_norm(added, update_weight.double() + (not plus_one), 1e-2)
     if gated:
         added = added * gate.double()[:, None]
     total = tokens.double() + added
@@ -142,8 +147,8 @@ def test_an_rms_norm_adds_the_residuals_update_with_its_norm_and_gate(
     modulation = [None, Modulation(factor), Modulation(factor, shift)][vectors]
     layer = LayerWeights(weight, None)
     assert rounding.has_norm_kernel(residual, layer, norm, modulation, torch.float16)
-    standing, normed = rounding.residual_norm(residual, layer, norm, modulation, torch.float16, kind)
-    assert relative_error(standing.tokens, total) < 1e-6 and standing.update is None and standing.norm is None
+    summed, normed = rounding.residual_norm(residual, layer, norm, modulation, torch.float16, kind)
+    assert relative_error(summed.tokens, total) < 1e-6 and summed.update is None and summed.norm is None
     if not isinstance(normed, QuantizedTokens):
         assert kind is None and normed.dtype == torch.float16 and relative_error(normed, expected) < 1e-3
         return
@@ -274,8 +279,8 @@ def test_the_next_norm_and_materialize_add_the_same_update(operators: NativeOper
     assert residual.update.shape == tokens.shape and residual.update_scales.shape == (2, 5, 1)
     total = tokens.double() + residual.update.double() * residual.update_scales.double()
     norm = LayerNorm("norm", WIDTH, EPS)
-    standing = residual._replace(tokens=tokens.clone())
-    _, rows = operators.residual_norm(standing, LayerWeights(vector, None), norm, layer)
+    whole = residual._replace(tokens=tokens.clone())
+    _, rows = operators.residual_norm(whole, LayerWeights(vector, None), norm, layer)
     back = (rows.values.double() * rows.scales).view(tokens.shape)
     assert relative_error(back, exact_layer_norm(total, vector, None, EPS)) < 0.03
     given = updated(residual)
@@ -308,9 +313,9 @@ def test_norms_after_layers_and_swiglu_in_eight_bits(
     expected = exact_rms_norm(tokens, vector, EPS) * scale.double()[:, None]
     value = expected @ into.double().t()
     update = torch.nn.functional.silu(value[..., :WIDTH]) * value[..., WIDTH:] @ out.double().t() + bias.double()
-    for behind in (None, (layer, norm)):
-        wanted = update if behind is None else exact_rms_norm(update, vector, EPS)
-        added = operators.add_linear(Residual(tokens.clone()), hidden, second, gate, behind)
+    for update_norm in (None, (layer, norm)):
+        wanted = update if update_norm is None else exact_rms_norm(update, vector, EPS)
+        added = operators.add_linear(Residual(tokens.clone()), hidden, second, gate, update_norm)
         wanted = tokens.double() + gate.double()[:, None] * wanted
         assert relative_error(operators.materialize(added), wanted) < 0.1
     assert torch.equal(operators.materialize(residual), tokens)

@@ -37,11 +37,12 @@ from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.weights.low_bit import FP8, GROUP_NORMED, INT8, KINDS, Kind, Product, as_rows, gated_scale
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-# By addresses, and copied by the GPU. On a GPU, only supported launches.
+# Launch configs that are quick in the interpreter: without and with tiles that the GPU copies by itself. On a GPU, all
+# supported candidates are tested instead.
 CONFIGS = [(0, 64, 64, 64, 8, 4, 2), (1, 64, 64, 64, 8, 4, 2)]
 EXACT = CONFIGS
 HALF = torch.float16
-# By the dtype of the factors.
+# The same for convolutions, with the dtype of the factors.
 CONVOLVED = [(dtype, (copied, 8, 16, 32, 32, 8, 4, 2)) for dtype in CONVOLUTIONS for copied in (0, 1)]
 if DEVICE.type == "cuda":
     CONFIGS, EXACT = (
@@ -57,7 +58,8 @@ if DEVICE.type == "cuda":
 def factors(
     rows: int, width: int, half: int, norm: LayerWeights, row_scales: bool
 ) -> tuple[Tensor, QuantizedTokens, Tensor, QuantizedWeight]:
-    """Tokens after a norm, and a weight, each in float32 and in float8."""
+    """Tokens after a norm in float32 and in float8, and a weight in float32 and in float8. row_scales: the weight has a
+    scale for each row, because its rows differ by a factor of 10,000."""
     hidden = torch.randn(rows, width, device=DEVICE)
     tokens = torch.nn.functional.layer_norm(hidden, (width,), norm.weight, norm.bias)
     weight = torch.randn(2 * half, width, device=DEVICE) / width**0.5

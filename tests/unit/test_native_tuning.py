@@ -34,7 +34,8 @@ LAYERS: list[Any] = [GroupNorm("norm", 64, 32, 1e-5), LayerNorm("wide", 96, 1e-5
 
 
 class Clock:
-    """Times work without running it: ms[config], or the usual time."""
+    """A TimeMs that does not run the work: it returns the time in `ms` for the work's launch config, or 1.0. timed: the
+    launch configs, in order."""
 
     def __init__(self, **ms: float) -> None:
         self.ms = ms
@@ -50,7 +51,7 @@ def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = Launches(TuningCache())
     clock = Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
     count = tune_kernels(launches, LAYERS, torch.float32, CPU, clock)
-    # Two sizes of images for three kernels, and two widths of tokens for two.
+    # Three kernels for two sizes of images, and two kernels for two widths of tokens.
     assert count == 2 * 3 + 2 * 2
     for width in (96, 64):
         assert launches.of(LAYER_NORM, row_class(width), torch.float32) == LAYER_NORM.candidates[2]

@@ -55,9 +55,9 @@ MATH_SCORES_BYTES = 4 << 20
 # The candidates by head width; the first is used without a measurement.
 NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)))
 WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
-# Of rows that are filled up. torch: with a mask of keys.
+# The candidates for rows of tokens that are filled up to one length (core.operators.Filled). TORCH uses a mask of keys.
 FILLED = Kernel("attention of filled rows", ((TORCH,), (CUDNN,), (FLASH,)))
-# Rows that are filled up count all of their tokens but so many when they are measured.
+# How many tokens of each row do not count when the candidates of FILLED are measured.
 NOT_USED = 9
 # The largest relative difference between two correct implementations at random inputs. A wrong one differs by about 1.
 WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
@@ -165,9 +165,10 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: Filled) -> Tensor:
-    """Attention of rows that are filled up, by the implementation of this name. Raises as attend.
+    """Attention of rows that are filled up to one length, by the implementation of this name. Raises as attend.
 
-    What takes sequences of several lengths (varlen) gets two of each row: the tokens that count, and the others.
+    The kernels for sequences of different lengths (varlen) get two sequences for each row: the tokens that count, and
+    the others.
     """
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value, filled)
@@ -179,7 +180,7 @@ def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: 
         value = repeated(value, heads)
     queries, keys, values = (one.transpose(1, 2).flatten(0, 1) for one in (query, key, value))
     if name == CUDNN:
-        # It takes heads that lie one after the other in memory.
+        # cuDNN needs contiguous heads.
         mixed = cudnn_of_sequences(queries.contiguous(), keys.contiguous(), values.contiguous(), filled.ends, tokens)
     else:
         mixed = flash_of_sequences(queries, keys, values, filled.ends, tokens)
@@ -188,8 +189,9 @@ def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: 
 
 
 def cudnn_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """Attention of sequences, one after the other: (tokens of all, heads, width) each. ends: where each sequence begins
-    and the last one ends. longest: the most tokens that one may have."""
+    """Attention within each of several sequences, which are concatenated: query, key and value are (tokens of all
+    sequences, heads, width). ends: int32, the index of the first token of each sequence, and the number of all tokens.
+    longest: the largest number of tokens that a sequence may have."""
     output: Tensor = torch.ops.aten._cudnn_attention_forward(
         query, key, value, None, ends, ends, longest, longest, False
     )[0]
@@ -205,7 +207,8 @@ def flash_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, 
 
 
 def filled_trial(shape_class: str, query: Tensor, key: Tensor, value: Tensor) -> Trial:
-    """Times attention of rows that are filled up. It must be right where some tokens do not count, and where all do."""
+    """The measurement of attention of rows that are filled up. An implementation agrees if its output is correct both
+    when all tokens count and when NOT_USED tokens of each row do not."""
     tokens = query.shape[2]
     counts = [tokens, max(1, tokens - NOT_USED)]
     used = [torch.full((len(query),), count, dtype=torch.int64, device=query.device) for count in counts]
