@@ -1,4 +1,4 @@
-"""The Compare and Consistency pages, used as a user does."""
+"""The Compare page, used as a user would."""
 from __future__ import annotations
 
 import io
@@ -29,7 +29,7 @@ def pixels(address: str) -> numpy.ndarray:
 
 
 def test_off_against_current(compare: Compare, webui: WebUI) -> None:
-    """Both images are made by the routes that were asked for, shown as txt2img makes them, and measured."""
+    """Each side takes its own route. The images are txt2img's, and the numbers are those of the images."""
     before = webui.calls()
     told = compare.made(seed=77, prompt="an owl, \"quoted\" & <bold>")
     calls = webui.calls()
@@ -59,8 +59,8 @@ def test_presets_with_changed_options_several_seeds(compare: Compare) -> None:
 
 
 def test_the_viewer_shows_both_images_in_one_place(compare: Compare) -> None:
-    """The slider by mouse and keyboard, the flip by button and by a click in the picture, the strip of seeds, and all
-    of it again on a page that is opened anew."""
+    """The slider works by mouse and keyboard, the flip by its button and by a click in the picture, and the strip
+    chooses the seed. After a reload, the result is shown again."""
     page = compare.page
     compare.choose("compare_right", "Fast")
     compare.made(seed=31, images=2, steps=6, width=128, height=64)
@@ -112,8 +112,8 @@ def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
 
 
 def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: WebUI) -> None:
-    """A double click is one comparison; Cancel reaches the job beside which it stands; a page that is opened anew shows
-    what there is, from the first image on."""
+    """A second click on the same comparison queues nothing, each Cancel button cancels its own job, and a page that is
+    reloaded shows the running comparison from its first image on."""
     page = compare.page
     compare.made(seed=5)
     compare.start(width=256, height=256, steps=40, seed=6)

@@ -1,4 +1,4 @@
-"""What axe-core finds wrong with a part of a page, by WCAG's levels A and AA."""
+"""Checks a part of a page with axe-core, by WCAG's levels A and AA."""
 from __future__ import annotations
 
 from importlib.resources import files
@@ -6,10 +6,10 @@ from typing import Any
 
 LEVELS = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]}
 CONTRAST = {"type": "rule", "values": ["color-contrast"]}
-# axe measures no placeholder, no text on a gradient or an image, and none below something: a field is given its
-# placeholder's colour, a gradient one of its ends, and what lies over text is there with one of these ends only.
-# Nor does it tell the background of a text of several lines that lies over different elements, even where its own box
-# hides them all: what stands in a fixed box has lines of their own.
+# axe cannot measure the contrast of a placeholder, of text on a gradient, or of text below another element. So a field
+# gets its placeholder's colour, a gradient becomes one of its two end colours (its first, then its last), and elements
+# that lie over text are hidden in the second pass. Nor can axe measure a text of several lines in a fixed box that lies
+# over several elements, so such a box has an element for each line.
 PREPARE = """
 const [root, end] = arguments;
 for (const at of [root, ...root.querySelectorAll('*')]) {
@@ -23,7 +23,7 @@ RESTORE = """
 const [root] = arguments;
 for (const at of [root, ...root.querySelectorAll('[data-ends]')]) { at.style.background = ''; delete at.dataset.ends; }
 """
-# What has two ends, and what axe could not tell, as below something that lies over it.
+# The elements for the second pass: those with a gradient, and those whose contrast axe could not measure.
 AGAIN = """
 const [root] = arguments;
 return [root, ...root.querySelectorAll('*')].filter(at => at.dataset.ends || window.onediffUndecided.includes(at));
@@ -33,20 +33,20 @@ const [roots, only, done] = arguments;
 window.onediffUndecided = [];
 const told = (rules) => rules.flatMap(rule => rule.nodes.map(({html, any, all, none}) =>
   `${rule.id}: ${html.slice(0, 120)} ${[...any, ...all, ...none].map(check => check.message).join('; ')}`));
-// What a box that scrolls cuts is measured where the page has room for all of it.
+// A text that a scrolling box cuts is measured on the wide page, which has room for all of it.
 const cut = ({target}) => {
   const box = document.querySelector(target[0])?.closest('.onediff-table, .onediff-numbers');
   return box && box.scrollWidth > box.clientWidth;
 };
 const isContrast = ({id}) => id === 'color-contrast';
 const undecided = (rule) => ({...rule, nodes: isContrast(rule) ? rule.nodes.filter(node => !cut(node)) : []});
-// No rule of these levels reads style sheets, which axe would fetch once more.
+// Without preload, because axe would fetch the style sheets again, and no rule of these levels reads them.
 const options = {runOnly: only, preload: false, elementRef: true};
 axe.run({include: roots}, options).then(({violations, incomplete, passes}) => {
   window.onediffUndecided = incomplete.flatMap(rule => rule.nodes).map(node => node.element);
   done({
     violations: told(violations),
-    // An arrow that is drawn as a letter is no text, and gradio 6's line under a tab no background.
+    // Left out: an arrow that is drawn with a letter, and a tab, whose background gradio 6 underlines.
     undecided: told(incomplete.map(undecided)).filter(text => !/non-text|role="tab"/.test(text)),
     texts: passes.filter(rule => rule.id === 'color-contrast').flatMap(rule => rule.nodes).length,
   });
@@ -55,8 +55,10 @@ axe.run({include: roots}, options).then(({violations, incomplete, passes}) => {
 
 
 def violations(page: Any, selector: str, least: int, rules: dict[str, Any] = LEVELS) -> list[str]:
-    """What is wrong inside an element, and the texts whose contrast axe cannot tell. least: so many texts must be
-    there, or nothing was looked at. rules: LEVELS or CONTRAST."""
+    """What axe finds wrong inside an element, and the texts whose contrast it cannot measure.
+
+    least: fewer texts are a finding too, because the element was then not shown. rules: LEVELS or CONTRAST.
+    """
     if not page.run("return 'axe' in window"):
         page.run(files("axe_playwright_python").joinpath("axe.min.js").read_text(encoding="utf-8") + "\n;return null;")
     root = page.driver.find_element("css selector", selector)

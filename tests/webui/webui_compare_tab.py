@@ -1,4 +1,4 @@
-"""The Compare page of the OneDiff tab as a user sees and uses it."""
+"""The Compare page of the OneDiff tab, as a user sees and uses it."""
 from __future__ import annotations
 
 import contextlib
@@ -34,25 +34,25 @@ class Compare(Panel):
         self.page.wait(lambda: start("id", "onediff_compare_start").is_displayed(), "the Compare page", 20)
 
     def show_report(self) -> str:
-        """Open the consistency report, and return it. What is typed there before it has come may be lost."""
+        """Unfold the consistency report and return it, once it is there: text typed before that may be lost."""
         self.show()
         self.page.open_accordion("onediff_facts_page")
         shown = "return document.querySelector('#onediff_facts textarea')?.value"
         return str(self.page.wait(lambda: self.page.run(shown), "this machine's report", 20))
 
     def compare_report(self, report: str, expected: str) -> str:
-        """Type another machine's report; returns what is told of it."""
+        """Paste another machine's report, and return the page's answer. expected: a part of it."""
         field = "#onediff_other_facts textarea"
         self.page.type(field, report)
         with contextlib.suppress(AssertionError):
             return self.told(expected, "compare_differences", 5)
-        # Seen on a busy machine, just after gradio had made the text box: no answer. Why is not known.
+        # Seen on a busy machine, just after gradio had made the text box: no answer, for an unknown reason.
         self.page.type(field, "")
         self.page.type(field, report)
         return self.told(expected, "compare_differences")
 
     def start_over(self) -> None:
-        """Show the page with what a new one has on its sides, when nothing is compared; the last comparison stays."""
+        """Show the page with the sides and options of a new page, once no comparison runs. The last result stays."""
         self.show()
         self.wait_for_end()
         for side, choice in (("left", OFF), ("right", CURRENT)):
@@ -62,7 +62,7 @@ class Compare(Panel):
         self.ask()
 
     def ask(self, left_changes: str = "", right_changes: str = "", images: int = 1, **values: object) -> None:
-        """Fill in the page, and the txt2img tab. values: other than in SMALL."""
+        """Fill in the page and the txt2img tab. values: fields of the txt2img tab that differ from SMALL."""
         own = {"left_changes": left_changes, "right_changes": right_changes, "images": images}
         self.page.fill({
             **{f"#onediff_compare_{name} :is(textarea, input)": value for name, value in own.items()},
@@ -74,19 +74,19 @@ class Compare(Panel):
         self.click("compare_start")
 
     def made(self, **values: object) -> str:
-        """Compare and wait for the images; returns what the numbers say."""
-        # The page lists the last few alone, so their number does not tell.
+        """Start a comparison, wait for its end, and return the text of its numbers."""
+        # The list keeps the last few comparisons, so its length does not say whether a new one is there.
         before = self.shown()
         self.start(**values)
         self.page.wait(lambda: self.shown() - before, "the end of the comparison", SECONDS)
         return self.told("Verdict", "compare_numbers", 10)
 
     def comparisons(self, state: str) -> list[str]:
-        """The lines of the list of jobs with comparisons in this state."""
+        """The lines of comparisons in the list of jobs, of those in this state."""
         return self.texts(f"#onediff_compare_jobs .onediff-job-{state}[data-onediff-kind=comparison]")
 
     def shown(self) -> set[str]:
-        """The numbers of the finished comparisons in the list."""
+        """The ids of the finished comparisons in the list of jobs."""
         found = "#onediff_compare_jobs .onediff-job-done [data-onediff-show]"
         return set(self.page.run(f"return [...document.querySelectorAll('{found}')].map(at => at.dataset.onediffShow)"))
 
@@ -95,11 +95,11 @@ class Compare(Panel):
         self.page.wait(lambda: not pending(), "the end of what is compared", SECONDS)
 
     def click_job(self, name: str, what: str = "Cancel") -> None:
-        """Click a button of a job, by the name of the job."""
+        """Click a button of a job. name: the job's. what: the button's."""
         self.click_at(f'#onediff_compare_jobs [aria-label="{what}: {name}"]')
 
     def images(self) -> list[str]:
-        """The addresses of the images that the page has: of each seed left, right and difference."""
+        """The addresses of the page's images: left, right and difference of each seed."""
         return self.page.run(
             "return [...document.querySelectorAll('#onediff_compare_gallery img')].map(image => image.src)"
         )
@@ -107,7 +107,7 @@ class Compare(Panel):
     # --- the viewer -----------------------------------------------------------------------------------------------
 
     def view(self) -> str:
-        """What the viewer shows: "slider", "left", "right" or "difference"; "" while there is no image."""
+        """The viewer's view: "slider", "left", "right" or "difference"; "" while there is no image."""
         return self.page.run(VIEW)
 
     def choose_view(self, name: str) -> None:
@@ -117,24 +117,25 @@ class Compare(Panel):
         self.click_at(f"{VIEWER} [data-onediff-seed='{seed}']")
 
     def seeds(self) -> list[str]:
-        """What the strip of seeds says, a text for each."""
+        """The texts of the strip of seeds."""
         return self.texts(f"{VIEWER} [data-onediff-seed]")
 
     def drawn(self, name: str) -> str:
-        """The address of the viewer's "left", "right" or "difference" image, loaded."""
+        """The address of the viewer's "left", "right" or "difference" image, once it is loaded."""
         selector = f"{VIEWER} img[data-onediff-image={name}]"
         return self.page.wait(lambda: self.page.run(LOADED, selector), f"the {name} image", 20)
 
     def names(self) -> list[str]:
-        """The names above the picture that can be seen."""
+        """The visible names above the picture."""
         return self.page.run(NAMES)
 
     def split(self) -> tuple[float, float, str]:
-        """How many percent of the picture are the left image's: by the slider, by what is drawn, and in words."""
+        """The percentage of the picture that shows the left image: by the slider's value, by the place of the divider,
+        and in the text for screen readers."""
         return tuple(self.page.run(SPLIT))
 
     def rows(self) -> list[list[str]]:
-        """The table of numbers, a list of cells for each seed."""
+        """The cells of the table of seeds, a list for each seed."""
         return self.page.run(
             "return [...document.querySelectorAll('#onediff_compare_numbers [aria-label=\"How the images differ\"] "
             "tbody tr')].map(row => [...row.cells].map(cell => cell.innerText.trim()))"

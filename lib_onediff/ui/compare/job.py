@@ -89,7 +89,7 @@ def fields_of(txt2img: Any) -> dict[str, Any]:
     try:
         return dict(json.loads(txt2img))
     except (TypeError, ValueError):
-        raise ValueError("The txt2img tab cannot be read.") from None
+        raise ValueError("The fields of the txt2img tab cannot be read: reload the page.") from None
 
 
 def arguments_of_run(txt2img: Any) -> tuple[Any, ...]:

@@ -1,7 +1,8 @@
 """The viewer of a comparison: the left and the right image in one place, with a slider, a flip and the difference map.
 
-gradio serves the images: a hidden gallery holds them, each with its name as caption, which every version of gradio puts
-into the attribute `alt` of its image. javascript/onediff_viewer.js shows them in viewer_html, as viewer_data says.
+A hidden gallery has gradio serve the images. Each has a name as its caption, which gradio 3 to 6 write into the `alt`
+attribute of the img element. There javascript/onediff_viewer.js looks up the addresses of the images that viewer_data
+names, and shows them in the markup of viewer_html.
 """
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from .job import SIDE_NAMES, Comparison, GeneratedImage
 DIFFERENCE = "difference"
 MOST_GAIN = 64
 IMAGES = (*SIDE_NAMES, DIFFERENCE)
-# The buttons: what each is called and what it does, by its view.
+# The text and the title of each button, by its view.
 VIEWS = {
     "slider": ("Slider", "Drag in the picture, or use the arrow keys"),
     "flip": ("Flip", "Shows the other image in the same place; so does a click in the picture"),
@@ -27,10 +28,10 @@ VIEWS = {
 
 
 def viewer_html() -> str:
-    """The viewer without images, hidden until the script has filled it in.
+    """The viewer's markup, without images. It is hidden until the script has filled it in.
 
-    A range input covers the picture: it is the slider for keyboards and screen readers, while the script moves the
-    divider to where a mouse or a finger points.
+    The range input over the picture is the slider for keyboards and screen readers. Mouse and touch go to the frame: a
+    touch on a range input works on its thumb alone in some browsers.
     """
     buttons = "".join(
         f'<button type="button" class="onediff-small" data-onediff-view="{view}" title="{title}">{text}</button>'
@@ -58,10 +59,10 @@ def viewer_html() -> str:
 
 @dataclass(frozen=True)
 class SeedImages:
-    """The images of a seed, by "left", "right" and "difference"; without those that are not made yet.
+    """The PIL images of one seed, by "left", "right" and "difference"; without those that are not made yet.
 
-    difference: a caption for the difference map. measured: how the two differ; None for images that were made to warm
-    up.
+    difference: the caption of the difference map. measured: how left and right differ; None for images that were made
+    to warm up.
     """
 
     seed: int
@@ -71,8 +72,8 @@ class SeedImages:
 
 
 def images_of(job: Comparison) -> list[SeedImages]:
-    """The images of a comparison by seed: those that were measured, or, before there are any, those of the first seed
-    that were made to warm up."""
+    """The images of a comparison, seed by seed: the measured ones; until there is a pair of these, the images of the
+    first seed that were made to warm up."""
     pairs = list(job.pairs)
     if not pairs:
         return [images_of_seed(job.first["seed"], dict(job.early))]
@@ -82,7 +83,7 @@ def images_of(job: Comparison) -> list[SeedImages]:
 def images_of_seed(
     seed: int, made: dict[int, GeneratedImage], measured: ImageComparison | None = None
 ) -> SeedImages:
-    """The images of one seed. made: by the number of their side."""
+    """The images of one seed, with the difference map once both sides are there. made: by side, 0 or 1."""
     images = {SIDE_NAMES[side]: image.image.convert("RGB") for side, image in made.items()}
     if len(images) < len(SIDE_NAMES):
         return SeedImages(seed, images)
@@ -105,17 +106,19 @@ def difference_of(left: Any, right: Any) -> tuple[Any, str]:
 
 
 def gallery_of(job: Comparison, seeds: Sequence[SeedImages]) -> list[tuple[Any, str]]:
-    """The images for the hidden gallery, each with its name as caption."""
+    """The value of the hidden gallery: each image with its name as caption."""
     return [(image, name_of(job, each, side)) for each in seeds for side, image in each.images.items()]
 
 
 def name_of(job: Comparison, images: SeedImages, side: str) -> str:
-    """An image's name, which no other image has that the page has ever shown."""
+    """The name of an image. No two images since the server's start share one, so a page whose gallery is not up to date
+    shows no image in place of another."""
     return f"{job.id} {'warm-up' if images.measured is None else 'measured'} {images.seed} {side}"
 
 
 def viewer_data(job: Comparison, seeds: Sequence[SeedImages]) -> str:
-    """Hidden markup that tells javascript/onediff_viewer.js what the viewer shows."""
+    """Hidden markup with JSON for javascript/onediff_viewer.js: the names of the sides, the images' width and height in
+    pixels, and for each seed its numbers and the names of its images."""
     told = {
         "sides": {name: f"{name.capitalize()}: {side.name}" for name, side in zip(SIDE_NAMES, job.sides, strict=True)},
         "size": [job.first["width"], job.first["height"]],
@@ -132,7 +135,8 @@ def viewer_data(job: Comparison, seeds: Sequence[SeedImages]) -> str:
 
 
 def psnr_of(measured: ImageComparison | None) -> str:
-    """The peak signal-to-noise ratio for a table, in decibels; "" for images that were not compared."""
+    """The peak signal-to-noise ratio as text, for example "41.2 dB", or "equal"; "" for images that were not compared.
+    """
     if measured is None:
         return ""
     return "equal" if math.isinf(measured.psnr) else f"{measured.psnr:.1f} dB"
