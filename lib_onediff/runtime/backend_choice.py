@@ -113,10 +113,10 @@ class BackendChoice:
         elif applied is not None and not applied.lasting:
             self._graphs.drop_low_bit(network)
             candidates = candidates._replace(reason=CHANGES_AT_EACH_CALL)
-        elif network.bound.binding.formats:
+        elif network.bound.binding.layers.formats:
             # Weights that a file stores in few bits are not quantized a second time: the errors would add up.
             self._graphs.drop_low_bit(network)
-            formats = ", ".join(network.bound.binding.format_names())
+            formats = ", ".join(network.bound.binding.layers.format_names())
             candidates = candidates._replace(reason=f"Low-bit has no effect: this file has {formats} weights already")
         else:
             candidates = self._with_low_bit(network, settings, call, candidates)

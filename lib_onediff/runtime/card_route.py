@@ -152,7 +152,7 @@ class OneCard:
             entry, served.output, services.history, host, bound.exactly(host), is_warm_up,
             () if call.patches is None else call.patches.functions, self._times_host, allowed,
             partial(self._spread, key, served.call) if has_spread else None,
-            bool(bound.binding.rounded_inputs()),
+            bool(bound.binding.layers.rounded_inputs()),
         )
         if is_news:
             services.guard.attempt("remembering a check", lambda: services.history.keep_verdict(entry))
@@ -379,7 +379,7 @@ class OneCard:
 
         with self._services.computing(key.device), our_modes(key.device, key.precision):
             rounded_as = rounds_as(key.dtype, key.device, key.precision)
-            rounds_inputs = bool(network.bound.binding.rounded_inputs())
+            rounds_inputs = bool(network.bound.binding.layers.rounded_inputs())
             return spread(output, ops, rounded_as, key.device, rounds_inputs)
 
     # --- the graph ------------------------------------------------------------------------------------------------
@@ -440,5 +440,5 @@ def kernel_use_of(network: Network, call: Call, lossy: Lossy = LOSSLESS) -> Kern
     """The KernelUse of a call: everything that decides which kernels it needs."""
     layout = network.bound.layout
     latent = call.latent
-    stored = network.bound.binding.rounded_inputs()
+    stored = network.bound.binding.layers.rounded_inputs()
     return KernelUse(layout.architecture, layout.kernel_users, latent.dtype, latent.device, lossy.low_bit, stored)

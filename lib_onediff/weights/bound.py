@@ -192,7 +192,8 @@ class BoundUNet:
         """Note the addresses and counts of edits of the bound parameters, and their contents if _part is set, for later
         comparisons."""
         binding = self.binding
-        self.baseline.parameters = Parameters(binding.layers(), binding.reader if binding.formats else None)
+        layers = binding.layers
+        self.baseline.parameters = Parameters(layers.modules(), layers.reader if layers.formats else None)
         self.baseline.contents = None
         self.baseline.parts.clear()
         if self._part:
@@ -212,7 +213,7 @@ class BoundUNet:
         """
         state = self._holds_for(sampling)
         if self._checkpoint[0] != state:
-            vectors = self.binding.vectors()
+            vectors = self.binding.layers.vectors()
             self._checkpoint = (state, digest_of_values(self.layout.architecture, vectors))
         return self._checkpoint[1]
 
@@ -228,9 +229,9 @@ class BoundUNet:
         state = self._holds_for(sampling)
         if self._identity[0] != state:
             # The format is part of it, because the same bytes in another format are other weights.
-            formats = sorted(self.binding.formats.items())
+            formats = sorted(self.binding.layers.formats.items())
             label = f"{self.layout.architecture} {self.sources()} {self.on_the_fly.identity()} {formats}"
-            found = self.binding.parameters()
+            found = self.binding.layers.parameters()
             if self._digest is None or self._digested != self.epoch.addresses:
                 self._digested = self.epoch.addresses
                 self._digest = WeightsDigest(found, self.binding.device, self.reader)
@@ -274,7 +275,7 @@ class BoundUNet:
         traits = self.host_traits
         binding = self.binding
         if traits.sync_lora is not None:
-            traits.sync_lora(binding.layers())
+            traits.sync_lora(binding.layers.modules())
             # It writes attributes of the layers when it merges LoRAs: these must not count as a change at the next
             # call.
             tree = self.baseline.tree
@@ -312,8 +313,8 @@ class BoundUNet:
         self._look_at_modules()
         binding = self.binding
         if self.host_traits.sync_lora is not None:
-            self.host_traits.sync_lora(binding.layers())
-        parameters = binding.parameters()
+            self.host_traits.sync_lora(binding.layers.modules())
+        parameters = binding.layers.parameters()
         binding.device = parameters[0].device
         binding.look_for_stored()
         binding.refuse_mixture()
@@ -361,7 +362,7 @@ class BoundUNet:
             return None
         binding = self.binding
         names = chain.from_iterable(self._units_of(binding.layout, call))
-        layers = map(binding.layer, chain.from_iterable(map(binding.members, names)))
+        layers = map(binding.layers.module, chain.from_iterable(map(binding.members, names)))
         return self.baseline.part(list(dict.fromkeys(layers)))
 
     def unmoved(self) -> bool:

@@ -32,13 +32,13 @@ class MirrorUNet(BoundUNet):
         traits = HostTraits(yardstick=yardstick)
         super().__init__(copy, lambda unet: source.layout, traits, is_copy=True)
         self._source = source
-        self._of = source.binding
+        self._copied_binding = source.binding
         # The source's epoch.values at the last copy; None if the copies are not complete.
         self._copied: int | None = None
 
     def is_of(self, source: BoundUNet) -> bool:
         """Whether this is a copy of the layers that this network has now."""
-        return source is self._source and source.has_binding and source.binding is self._of
+        return source is self._source and source.has_binding and source.binding is self._copied_binding
 
     def is_true(self) -> bool:
         """Whether the copies have the values that the source had at its last look for changes."""
@@ -72,8 +72,8 @@ class MirrorUNet(BoundUNet):
             return
         # From now on, the source's contents are compared in full, because any edit makes the copies stale.
         self._source.watch_contents(whole=True)
-        theirs = self._of.parameters()
-        ours = self.binding.parameters()
+        theirs = self._copied_binding.layers.parameters()
+        ours = self.binding.layers.parameters()
         # If a copy fails, the copies count as incomplete.
         self._copied = None
         with torch.inference_mode(False), torch.no_grad():
@@ -95,7 +95,7 @@ def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
     root = nn.Module()
     # torch would not count the edits of parameters made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        for path, layer in binding.modules().items():
+        for path, layer in binding.layers.by_path().items():
             module = root
             for name in filter(None, path.split(".")):
                 if name not in module._modules:
@@ -110,4 +110,4 @@ def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
 
 def bytes_of(binding: Binding) -> int:
     """Bytes of a copy of this binding's parameters."""
-    return sum(parameter.nbytes for parameter in binding.parameters())
+    return sum(parameter.nbytes for parameter in binding.layers.parameters())

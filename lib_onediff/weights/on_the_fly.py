@@ -48,10 +48,10 @@ class OnTheFly:
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
         """The type to which the host casts the parameters for inputs of this type, or None."""
-        is_as_stored = binding.stored_dtype == dtype and not binding.formats
+        is_as_stored = binding.layers.dtype == dtype and not binding.layers.formats
         if self._casts is None or dtype not in BOUND_DTYPES or is_as_stored:
             return None
-        return self._casts.to(binding.casting_layers(), dtype)
+        return self._casts.to(binding.layers.casting(), dtype)
 
     def has_wide_norms(self, binding: Binding) -> bool:
         """Whether the host computes norms in float32 though it computes with float16: it leaves them as they are, and
@@ -72,7 +72,7 @@ class OnTheFly:
         if reader is None and self._casts is None:
             return None
         self.begin_contents()()
-        layers = binding.called_layers()
+        layers = binding.layers.called()
         parts = Parts() if reader is None else reader.parts(layers)
         self._is_needed = bool(parts.indices) or binding.cast_to is not None
         self.is_asked = self._is_needed or (reader is not None and reader.could_apply(layers))
@@ -82,12 +82,12 @@ class OnTheFly:
             return None
         if any(tensor.is_meta for tensor in parts.tensors):
             raise Refusal("a LoRA's numbers are not there (they are on the meta device)")
-        paths = binding.paths()
+        paths = binding.layers.paths()
         functions = {} if reader is None else {paths[index]: reader.of(layers[index]) for index in parts.indices}
         casts_norms = self._casts is None or self._casts.norms
         before = self.applied
         self.applied = None
-        applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before, binding.as_stored)
+        applied = AppliedFunctions(binding.dtype, binding.device, casts_norms, before, binding.layers.as_stored)
         moved = applied.fit(functions, binding.shapes(), binding.products(), room, binding.decoded)
         self.applied = applied
         self._mark = parts.mark()
@@ -101,7 +101,7 @@ class OnTheFly:
         """Whether the host applies now what it applied at the last refresh. Of the numbers in its tensors,
         begin_contents tells."""
         try:
-            parts = Parts() if self._reader is None else self._reader.parts(binding.called_layers())
+            parts = Parts() if self._reader is None else self._reader.parts(binding.layers.called())
         except Refusal:
             return False
         if self.applied is None:
@@ -166,14 +166,14 @@ class OnTheFly:
         """How the host computes with its weights where it does not take them as they are, in words for a shape's
         key."""
         if self.applied is None:
-            return tuple(f"{name} weights" for name in binding.format_names())
-        stored = str(binding.stored_dtype).removeprefix("torch.")
-        found = [f"{name} weights" for name in binding.format_names()]
+            return tuple(f"{name} weights" for name in binding.layers.format_names())
+        stored = str(binding.layers.dtype).removeprefix("torch.")
+        found = [f"{name} weights" for name in binding.layers.format_names()]
         if self.applied.low_rank:
             found.append("LoRA on the fly")
         if self.copies_matrices:
             found.append("weights changed on the fly")
-        if binding.cast_to is not None and not binding.formats:
+        if binding.cast_to is not None and not binding.layers.formats:
             found.append(f"weights stored as {stored}")
         return tuple(found)
 
@@ -197,7 +197,7 @@ class AppliedFunctions:
         self, dtype: torch.dtype, device: torch.device, casts_norms: bool = True,
         before: AppliedFunctions | None = None, as_stored: Collection[str] = (),
     ) -> None:
-        """as_stored: see Binding.as_stored."""
+        """as_stored: see HostLayers.as_stored."""
         self.dtype = dtype
         self._device = device
         self._casts_norms = casts_norms

@@ -141,9 +141,9 @@ class Decoded(OperandStep):
         if name in binding.apart:
             before = before._replace(bias=self.bias(name, None))
         paths = binding.members(name)
-        if name in self._left or binding.formats.keys().isdisjoint(paths):
+        if name in self._left or binding.layers.formats.keys().isdisjoint(paths):
             return before
-        members = [binding.stored(path) for path in paths]
+        members = [binding.layers.stored(path) for path in paths]
         scales = [self._scales(path, stored) for path, stored in zip(paths, members, strict=True)]
         joint = None if name in binding.apart else quantized(before.weight, members, scales)
         if joint is not None:
@@ -313,7 +313,7 @@ def steps_of(
     steps: list[OperandStep] = []
     if streaming is not None:
         steps.append(Streamed(streaming, stored, units, replaced))
-    if binding.formats:
+    if binding.layers.formats:
         steps.append(Decoded(binding, Operands(stored, list(steps)), streaming, replaced, channels_last))
     if applied is not None and changed is not None:
         steps.append(changed)

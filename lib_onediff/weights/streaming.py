@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..core.refusal import Refusal
-from .binding import Binding, in_one, lies_away
+from .binding import Binding
 from .contents import MemorySpan
 from .exact_copy import copy_into, copy_of
+from .joining import in_one, lies_away
 from .main_memory import MainMemory, aligned
 from .stored import StoredWeight
 
@@ -145,7 +146,7 @@ class Streaming:
                     found_of_kind = matrices if parts[0].dim() > 1 else vectors
                     found_of_kind[name, kind] = parts
             for path in binding.groups[name]:
-                for label, scale in labelled_scales(binding.stored(path)):
+                for label, scale in labelled_scales(binding.layers.stored(path)):
                     if lies_away(scale, self.device):
                         vectors[path, label] = [scale]
         # Spans do not keep the weights alive.
@@ -175,7 +176,7 @@ class Streaming:
             for part in chain(*binding.holders(name)):
                 (matrices if part.dim() > 1 else vectors).append(part)
             for path in binding.groups[name]:
-                vectors += [scale for _, scale in labelled_scales(binding.stored(path))]
+                vectors += [scale for _, scale in labelled_scales(binding.layers.stored(path))]
         for part in (*matrices, *vectors):
             pin(part, memory, pinned)
 

@@ -17,7 +17,7 @@ from torch import nn
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import status
-from lib_onediff.weights.binding import shares_storage
+from lib_onediff.weights.joining import shares_storage
 
 family = pytest.mark.parametrize("host", FAMILY, indirect=True)
 forges = pytest.mark.parametrize("host", ["forge", "neo"], indirect=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lib_onediff.hosts import this_webui
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.binding import shares_storage
+from lib_onediff.weights.joining import shares_storage
 
 RELEASES = {
     "a1111": ("a1111", "A1111 v1.10.1"), "forge": ("forge", "Forge 2.0.1v1.10.1"), "neo": ("forge", "Forge Neo 2.30"),

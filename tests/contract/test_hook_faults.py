@@ -14,7 +14,7 @@ from lib_onediff.hosts import hooks, sampler_schedule
 from lib_onediff.hosts.a1111 import layers
 from lib_onediff.hosts.forge import adapter as forge
 from lib_onediff.runtime.runtime import OursOrHosts, runtime
-from lib_onediff.weights.binding import shares_storage
+from lib_onediff.weights.joining import shares_storage
 
 # Neo has Forge's adapter, and Classic has reForge's.
 FAMILY = ("forge", "reforge")

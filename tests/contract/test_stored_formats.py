@@ -33,7 +33,8 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.hosts.forge.stored_weights import StoredWeights
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.binding import Binding, shares_storage
+from lib_onediff.weights.binding import Binding
+from lib_onediff.weights.joining import shares_storage
 
 CLOSE = 1e-5
 

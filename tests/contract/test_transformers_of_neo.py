@@ -22,7 +22,7 @@ from lib_onediff.core.call import Cut, CutMemory
 from lib_onediff.core.leaves import Block
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.binding import shares_storage
+from lib_onediff.weights.joining import shares_storage
 from lib_onediff.weights.low_bit import every_low_bit_layer
 
 HOSTS = (AnimaHost, Krea2Host, ZImageHost, Lumina2Host)

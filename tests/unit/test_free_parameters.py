@@ -66,7 +66,7 @@ def test_each_is_bound_once_and_an_edit_is_seen() -> None:
     network = Network()
     binding = Binding(network, layout_of(network))
     binding.bind()
-    assert addresses(binding.parameters()) == addresses(list(network.parameters()))
+    assert addresses(binding.layers.parameters()) == addresses(list(network.parameters()))
     weights = binding.weights()
     assert weights["second_token"].weight.data_ptr() == network.second_token.data_ptr()
     with torch.no_grad():

@@ -106,7 +106,7 @@ def test_very_large_and_small_down_matrices_neither_overflow_nor_vanish(dtype: t
     applied.fit({"a": WeightFunctions((LowRankUpdate(up, down, 0.5),))}, {"a": layer}, {"a": ["a"]}, None)
     stored = {"a": layer}
     # As much of a binding as steps_of reads.
-    binding: Any = SimpleNamespace(dtype=dtype, formats={})
+    binding: Any = SimpleNamespace(dtype=dtype, layers=SimpleNamespace(formats={}))
     output = torch_ops.linear(x, Operands(stored, steps_of(binding, stored, None, (), applied))["a"])
     exact = x.double() @ (layer.weight.double() + 0.5 * up.double() @ down.double()).t()
     assert relative_error(output.float(), exact.float()) < (CLOSE if dtype == torch.float32 else 2e-3)

@@ -18,8 +18,9 @@ from lib_onediff.devices.torch import operators
 from lib_onediff.devices.torch.quantized import hadamard
 from lib_onediff.weights import binding as binding_module
 from lib_onediff.weights import streaming as streaming_module
-from lib_onediff.weights.binding import Binding, shares_storage
+from lib_onediff.weights.binding import Binding
 from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.joining import shares_storage
 from lib_onediff.weights.low_bit import FP8, INT8
 from lib_onediff.weights.main_memory import MainMemory
 from lib_onediff.weights.on_the_fly import AppliedFunctions
@@ -280,7 +281,7 @@ def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
     root.second.__dict__["stored"] = stored._replace(format=BY_ROWS["turned"])
     bound.refresh(call)
     assert bound.identity() != before[0]
-    assert bound.epoch != epoch and bound.binding.format_names() == ["INT8", "INT8 (ConvRot)"]
+    assert bound.epoch != epoch and bound.binding.layers.format_names() == ["INT8", "INT8 (ConvRot)"]
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
@@ -306,7 +307,7 @@ def plain(weight: Tensor) -> dict[str, LayerWeights]:
 
 def computing_in_half() -> Any:
     """As much of a binding as steps_of reads."""
-    return SimpleNamespace(dtype=HALF, formats={})
+    return SimpleNamespace(dtype=HALF, layers=SimpleNamespace(formats={}))
 
 
 def applied_to(dtype: torch.dtype = HALF, **found: dict[str, Tensor]) -> AppliedFunctions:

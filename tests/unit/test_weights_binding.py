@@ -38,7 +38,7 @@ def same(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
 
 
 def addresses_of(binding: Binding) -> list[int]:
-    return [parameter.data_ptr() for parameter in binding.parameters()]
+    return [parameter.data_ptr() for parameter in binding.layers.parameters()]
 
 
 @EVERY_UNET
@@ -166,7 +166,7 @@ def test_what_the_host_casts_to_one_type_may_be_stored_in_several() -> None:
         binding.bind()
     binding.cast_to = torch.float16
     binding.bind()
-    assert binding.dtype == torch.float16 and binding.stored_dtype == torch.float8_e4m3fn
+    assert binding.dtype == torch.float16 and binding.layers.dtype == torch.float8_e4m3fn
     assert same(before, {name: value.float() for name, value in values(unet).items()})
     unet.get_submodule(binding.fusions[0].members[0].path).half()
     with pytest.raises(Refusal, match=f"the layers of {binding.fusions[0].name} are stored in several types"):

@@ -20,8 +20,9 @@ from ...core.origins import author, origin
 from ...core.refusal import Refusal
 from ...core.sampling import Sampling
 from ...runtime.runtime import runtime
-from ...weights.binding import BOUND_DTYPES, STORED_DTYPES, shares_storage
+from ...weights.binding import BOUND_DTYPES, STORED_DTYPES
 from ...weights.exact_copy import copy_of
+from ...weights.joining import shares_storage
 from ...weights.scan import Casts, HostTraits, Yardstick, refuse_replaced
 from ..changed_modules import ChangedModules, forward_above, is_brought, replaced_method
 from ..contract import BYPASSED, NOT_IN_USE, Need, Result, WebUI, check_needs

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ....core.layer_weights import RANKS, LowRank, QuantizedWeight
 from ....core.operators import QuantizedImage, QuantizedTokens
-from ....weights.binding import joined
+from ....weights.joining import joined
 from . import launch_config as configs
 from .archive import Tiles
 from .launch_config import Kernel, LaunchConfig

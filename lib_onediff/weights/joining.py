@@ -1,0 +1,87 @@
+"""The memory of parameters: several are joined in one storage, read by one view, and laid out in a memory format."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..core.edits import UNCOUNTED, edit_count
+from .exact_copy import copy_into, copy_of, rows_of
+
+
+def shares_storage(parameter: Tensor) -> bool:
+    """Whether the parameter's storage is larger than the parameter, as that of joined ones is."""
+    return parameter.untyped_storage().nbytes() > parameter.numel() * parameter.element_size()
+
+
+def fuse(parameters: list[Tensor]) -> int:
+    """Re-point parameters to slices of one new tensor, unless they already lie together. Returns the bytes copied."""
+    if joined(parameters) is not None:
+        return 0
+    with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
+        together = in_one(parameters, parameters[0].device)
+        for piece, parameter in zip(rows_of(together, list(map(len, parameters))), parameters, strict=True):
+            parameter.data = of_kind(piece, parameter.is_inference())
+    return together.nbytes
+
+
+def of_kind(piece: Tensor, is_inference: bool) -> Tensor:
+    """A tensor over the same memory that is an inference tensor or an ordinary one."""
+    if piece.is_inference() == is_inference:
+        return piece
+    with torch.inference_mode(is_inference):
+        empty: Any = torch.empty(0, dtype=piece.dtype, device=piece.device)
+        found: Tensor = empty.set_(piece.untyped_storage(), piece.storage_offset(), piece.shape, piece.stride())
+        return found
+
+
+def mend(parameter: Tensor) -> None:
+    """Make a parameter that was created in inference mode, and moved outside of it, a tensor of inference mode again.
+    After such a move it neither is one nor counts edits, and torch makes no views of it."""
+    if not parameter.is_inference() and edit_count(parameter) == UNCOUNTED:
+        with torch.no_grad():
+            parameter.data = of_kind(parameter.detach(), is_inference=True)
+
+
+def in_one(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
+    """A new tensor on a device with the values of these (rows, ...) of one dtype, one after the other. As torch.cat,
+    which does not take float8 in every version."""
+    first = tensors[0]
+    made = torch.empty((sum(map(len, tensors)), *first.shape[1:]), dtype=first.dtype, device=device)
+    for piece, tensor in zip(rows_of(made, list(map(len, tensors))), tensors, strict=True):
+        copy_into(piece, tensor, non_blocking=True)
+    return made
+
+
+def joined(parameters: list[Tensor]) -> Tensor | None:
+    """One view, (sum of rows, ...), over tensors (rows, ...) that lie one after the other in one storage. None if they
+    do not."""
+    first = parameters[0]
+    storage = first.untyped_storage().data_ptr()
+    offset = first.storage_offset()
+    for parameter in parameters:
+        beside = parameter.untyped_storage().data_ptr() == storage and parameter.storage_offset() == offset
+        if not beside or parameter.dtype != first.dtype or not parameter.is_contiguous():
+            return None
+        offset += parameter.numel()
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
+
+
+def in_memory_format(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
+    """A convolution's weight, (out, in, height, width), in a memory format: a new tensor. Where the card is full, the
+    values are rewritten within the storage that they have, by way of main memory."""
+    try:
+        return copy_of(weight, memory_format)
+    except torch.cuda.OutOfMemoryError:
+        in_main_memory = torch.empty(weight.shape, dtype=weight.dtype, device="cpu", memory_format=memory_format)
+        copy_into(in_main_memory, weight)
+        target = weight.detach().as_strided(weight.shape, in_main_memory.stride())
+        return copy_into(target, in_main_memory)
+
+
+def lies_away(parameter: Tensor, device: torch.device) -> bool:
+    """Whether a parameter is on another device than this one, which computes."""
+    return parameter.device != device
