@@ -1,5 +1,5 @@
-"""The class's forward is replaced once, for the very modules that were compiled: copies, other classes, other patches
-of the class, forwards that somebody keeps, and the class afterwards."""
+"""compile_unet replaces the forward of diffusers' class once, and serves only the compiled modules: tests with copies,
+derived classes, other patches of the class, and forwards that other code keeps."""
 from __future__ import annotations
 
 import copy
@@ -32,7 +32,7 @@ HOSTS_OWN = own_forward(nn.Module.__new__(UNet2DConditionModel)).__func__
 
 @pytest.fixture(autouse=True)
 def no_other_unet_is_compiled() -> None:
-    """What earlier tests have compiled is released, and the class is diffusers' own."""
+    """Release what earlier tests have compiled, so that the class has diffusers' own forward."""
     gc.collect()
     for patch in list(runtime.patches.values()):
         for one in patch.objects():
@@ -45,7 +45,7 @@ def calls() -> dict[str, int]:
 
 
 def is_ours(unet: Any) -> bool:
-    """Whether a call is answered by our forward, and as the host would answer it."""
+    """Make a call, assert that its output is the host's, and return whether our forward computed it."""
     before = calls()["plain"]
     call = a_call(unet)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def is_ours(unet: Any) -> bool:
 
 
 def with_other_weights(twin: Any) -> Any:
-    """A copy that shares its layers with the original gets a last layer of its own."""
+    """Give a copy, which shares its layers with the original, a last layer with other weights."""
     twin._modules = dict(twin._modules)
     twin._modules["conv_out"] = copy.deepcopy(twin._modules["conv_out"])
     with torch.no_grad():
@@ -67,6 +67,7 @@ def with_other_weights(twin: Any) -> Any:
 
 
 def by_dictionary(unet: Any) -> Any:
+    """A copy that shares all attributes with the original."""
     twin = type(unet).__new__(type(unet))
     twin.__dict__.update(unet.__dict__)
     return twin
@@ -89,7 +90,7 @@ def test_a_copy_computes_its_own_weights(duplicate: Callable[[Any], Any]) -> Non
     assert is_ours(unet) and is_ours(lib_onediff.compile_unet(twin))
 
 
-def test_a_copy_with_compiled_regions_is_the_hosts() -> None:
+def test_the_host_serves_a_copy_with_compiled_regions() -> None:
     regions = pytest.importorskip("accelerate.utils")
     if not hasattr(regions, "compile_regions"):
         pytest.skip("this accelerate compiles no regions")
@@ -104,7 +105,7 @@ def test_a_copy_with_compiled_regions_is_the_hosts() -> None:
         assert torch.equal(twin(**diffusers_arguments(call)).sample, expected) and calls() == before
 
 
-def test_the_halves_of_a_vae() -> None:
+def test_a_copy_of_a_vaes_decoder_computes_its_own_weights() -> None:
     vae = tiny_vae()
     pipe = type("Pipe", (), {})()
     pipe.unet = diffusers_unet()
@@ -123,11 +124,11 @@ def test_the_halves_of_a_vae() -> None:
 
 
 class Derived(UNet2DConditionModel):
-    """Somebody's own, with the forward of diffusers."""
+    """A derived class that inherits diffusers' forward."""
 
 
 class Louder(UNet2DConditionModel):
-    """Somebody's own, which returns two things."""
+    """A derived class whose forward returns something else."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         found = super().forward(*args, **kwargs)
@@ -138,14 +139,14 @@ Louder.__name__ = Louder.__qualname__ = "UNet2DConditionModel"
 
 
 @pytest.mark.parametrize("kind", [Derived, Louder])
-def test_another_class_is_left_alone_whatever_its_name(kind: type, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_derived_class_is_not_patched_even_with_the_same_name(kind: type, caplog: pytest.LogCaptureFixture) -> None:
     plain = diffusers_unet()
     unet: Any = kind(**{name: value for name, value in plain.config.items() if not name.startswith("_")})
     unet.load_state_dict(plain.state_dict())
     call = a_call(plain)
     own = kind.__dict__.get("forward")
     before = calls()
-    # Its base is patched all the same.
+    # Patches the base class.
     lib_onediff.compile_unet(plain)
     assert lib_onediff.compile_unet(unet.eval()) is unet
     assert "is not a class of diffusers" in caplog.text and kind.__dict__.get("forward") is own
@@ -160,8 +161,8 @@ def test_another_class_is_left_alone_whatever_its_name(kind: type, caplog: pytes
     assert lib_onediff.uncompile_unet(unet) is unet
 
 
-def test_an_answer_of_the_hosts_comes_back_untouched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody else's function in the class, beneath ours, answers with what no UNet of diffusers' does."""
+def test_arguments_and_result_of_the_hosts_forward_are_passed_on_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below our patch, the class has another package's function, which returns another kind of object."""
     answers: list[Any] = []
 
     def theirs(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +181,7 @@ def test_an_answer_of_the_hosts_comes_back_untouched(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("return_dict", [True, False])
-def test_an_answer_that_the_runtime_leaves_to_the_host_is_the_hosts_very_object(
+def test_the_hosts_result_is_returned_as_the_same_object(
     return_dict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(), enabled=False)
@@ -202,7 +203,7 @@ def test_an_answer_that_the_runtime_leaves_to_the_host_is_the_hosts_very_object(
 # --- the class --------------------------------------------------------------------------------------------------------
 
 
-def test_the_class_is_as_found_when_the_last_is_released() -> None:
+def test_the_class_is_restored_when_the_last_module_is_released() -> None:
     first, second = (lib_onediff.compile_unet(diffusers_unet()) for _ in range(2))
     assert UNet2DConditionModel.forward is not HOSTS_OWN
     lib_onediff.uncompile_unet(first)
@@ -216,15 +217,15 @@ def test_the_class_is_as_found_when_the_last_is_released() -> None:
     assert UNet2DConditionModel.forward is HOSTS_OWN
 
 
-def test_what_ours_does_is_no_part_of_the_hosts_sources() -> None:
-    """A verdict that is kept on the disk is the same host's, whatever release of ours stands in its class."""
+def test_our_patch_does_not_change_the_digest_of_the_hosts_code() -> None:
+    """A stored verdict is for the host's code, and must stay valid for other releases of OneDiff."""
     unet = diffusers_unet()
     before = Tree(unet, (), ()).digest
     lib_onediff.compile_unet(unet)
     assert Tree(unet, (), ()).digest == before
 
 
-def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_serves_while_another_package_patches_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def wrapper(below: Any) -> Any:
@@ -239,7 +240,7 @@ def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> N
     above = wrapper(UNet2DConditionModel.forward)
     UNet2DConditionModel.forward = above
     try:
-        # Above ours: it sees each call, and who knows what it does meanwhile.
+        # A patch above ours sees every call first, and may do anything.
         assert not is_ours(unet) and seen == [unet] and "was replaced by" in lib_onediff.status()["reason"]
         assert not is_ours(lib_onediff.compile_unet(other)) and seen == [unet, other]
         lib_onediff.uncompile_unet(unet)
@@ -247,7 +248,7 @@ def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> N
         before = calls()
         assert UNet2DConditionModel.forward is above and not is_ours(unet) and calls() == before
         lib_onediff.compile_unet(unet)
-        # Taken off together with ours, which the next compilation or sampling puts back.
+        # Restoring the class's own forward removes ours too. The next compilation or sampling sets it again.
         UNet2DConditionModel.forward = HOSTS_OWN
         assert not is_ours(unet)
         assert is_ours(lib_onediff.compile_unet(unet))
@@ -256,7 +257,7 @@ def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> N
             assert is_ours(unet)
         lib_onediff.uncompile_unet(unet)
         assert UNet2DConditionModel.forward is HOSTS_OWN
-        # Beneath ours: it is the host's, until it goes.
+        # With a patch below ours, the host serves until the patch is removed.
         UNet2DConditionModel.forward = wrapper(HOSTS_OWN)
         lib_onediff.compile_unet(unet)
         assert not is_ours(unet) and "was replaced by" in lib_onediff.status()["reason"]
@@ -269,7 +270,7 @@ def test_somebody_elses_patch_of_the_class(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_two_patches_of_ours_go_in_any_order(order: tuple[int, int]) -> None:
+def test_two_patches_can_be_undone_in_any_order(order: tuple[int, int]) -> None:
     class Owner:
         def forward(self, x: int) -> int:
             return x + 1
@@ -287,7 +288,7 @@ def test_two_patches_of_ours_go_in_any_order(order: tuple[int, int]) -> None:
         assert Owner.__dict__["forward"] is own
 
 
-def test_what_cannot_be_looked_up_is_the_hosts() -> None:
+def test_objects_that_are_not_hashable_run_the_hosts_method() -> None:
     class Owner:
         __hash__ = None  # type: ignore[assignment]
 
@@ -303,7 +304,7 @@ def test_what_cannot_be_looked_up_is_the_hosts() -> None:
 # --- a forward that other code keeps ----------------------------------------------------------------------------------
 
 
-def test_a_kept_forward_keeps_its_module() -> None:
+def test_a_kept_forward_keeps_its_module_alive_and_compiled() -> None:
     expected = diffusers_output(diffusers_unet(), a_call(diffusers_unet()))
     forward = lib_onediff.compile_unet(diffusers_unet()).forward
     gc.collect()
@@ -314,7 +315,7 @@ def test_a_kept_forward_keeps_its_module() -> None:
     assert calls()["plain"] == before + 1
 
 
-def test_what_tools_ask_of_a_forward() -> None:
+def test_our_forward_has_the_names_and_signature_of_the_hosts() -> None:
     unet = diffusers_unet()
     hosts = own_forward(unet)
     ours = lib_onediff.compile_unet(unet).forward
@@ -324,7 +325,7 @@ def test_what_tools_ask_of_a_forward() -> None:
     assert inspect.signature(ours) == inspect.signature(hosts)
     assert inspect.signature(ours.__func__) == inspect.signature(HOSTS_OWN)
     assert inspect.unwrap(ours) is inspect.unwrap(HOSTS_OWN) and ours.__code__.co_varnames[0] == "self"
-    # As accelerate's and diffusers' hooks do.
+    # Hooks of accelerate and diffusers wrap a forward like this.
     hooked = functools.update_wrapper(functools.partial(lambda *given: None, unet), ours)
     assert inspect.signature(hooked) == inspect.signature(hosts)
 
@@ -333,7 +334,7 @@ def test_what_tools_ask_of_a_forward() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_a_copy_of_an_offloaded_unet(is_first: bool) -> None:
+def test_the_host_serves_a_copy_of_an_offloaded_unet(is_first: bool) -> None:
     accelerate = pytest.importorskip("accelerate")
     unet = diffusers_unet()
     steps = (lambda: accelerate.cpu_offload(unet, torch.device("cpu")), lambda: lib_onediff.compile_unet(unet))
@@ -354,8 +355,8 @@ def test_a_copy_of_an_offloaded_unet(is_first: bool) -> None:
 # --- threads ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_hosts_turn_is_each_threads_own() -> None:
-    """While one thread runs the host's forward through diffusers' hooks, the call of another goes its own way."""
+def test_two_threads_can_run_the_hosts_forward_with_hooks_at_once() -> None:
+    """Each thread's call must run the hooks, even while another thread is inside of them."""
     hooks = pytest.importorskip("diffusers.hooks", reason="needs diffusers 0.33")
     unet = diffusers_unet()
     call = a_call(unet)

@@ -1,4 +1,5 @@
-"""What people put on a diffusers UNet runs within our forward: IP-Adapters, FreeU, PAG and other processors."""
+"""IP-Adapters, FreeU, PAG and other attention processors of a diffusers UNet are computed, or called,
+by our forward."""
 from __future__ import annotations
 
 from typing import Any
@@ -43,7 +44,7 @@ def projection(kind: str) -> Any:
 
 
 def load_ip_adapters(unet: Any, *kinds: str, scale: Any = 0.7) -> None:
-    """Adapters of random weights, in the modules that diffusers makes of their files."""
+    """Add IP-Adapters with random weights, as the modules that diffusers creates from their files."""
     from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
     from diffusers.models.embeddings import MultiIPAdapterImageProjection
 
@@ -70,7 +71,7 @@ def images(*kinds: str, count: int = 1, seed: int = 5) -> list[Tensor]:
 
 
 def both(unet: Any, embeddings: list[Tensor] | None = None, seed: int = 0, **others: Any) -> tuple[Tensor, Tensor]:
-    """Our output of a call and diffusers' own."""
+    """(our output, diffusers' own output) of a call."""
     given = {**diffusers_arguments(a_call(unet, seed=seed)), **others}
     if embeddings is not None:
         given["added_cond_kwargs"] = {**(given.get("added_cond_kwargs") or {}), "image_embeds": embeddings}
@@ -79,12 +80,13 @@ def both(unet: Any, embeddings: list[Tensor] | None = None, seed: int = 0, **oth
 
 
 def added(what: str) -> bool:
-    """Whether our forward computed this itself."""
+    """Whether our forward itself computed an addition with these words in the last call."""
     key = runtime.call_stats.last_call.entry.key
     return lib_onediff.status()["route"] == "plain" and not key.patches and any(what in one for one in key.additions)
 
 
 def within(reason: str) -> bool:
+    """Whether our forward called functions of others in the last call, with these words in the reason."""
     status = lib_onediff.status()
     return status["route"] == "plain" and reason in status["reason"]
 
@@ -121,8 +123,8 @@ def test_freeu(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("processor", ["all", "one"])
-def test_scales_of_some_attentions_alone(processor: str) -> None:
-    """As InstantStyle: the adapter works in some blocks."""
+def test_an_ip_adapter_with_a_scale_of_0_in_some_attentions(processor: str) -> None:
+    """InstantStyle uses an adapter in some blocks only."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     adapters = [one for one in unet.attn_processors.values() if hasattr(one, "to_k_ip")]
@@ -142,8 +144,8 @@ def test_two_images_with_masks_and_scales_of_their_own() -> None:
     assert relative_error(output, expected) < CLOSE and within("IPAdapterAttnProcessor2_0")
 
 
-def test_a_graph_takes_what_is_added_from_each_call() -> None:
-    """The inputs of a graph, made for one call, hold what another call of its shape brings."""
+def test_the_inputs_of_a_graph_include_image_prompts() -> None:
+    """Copying another call of the same shape into them replaces the image prompts."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain", "plus")
     calls = []
@@ -166,7 +168,7 @@ def test_a_graph_takes_what_is_added_from_each_call() -> None:
 
 
 @pytest.mark.parametrize("change", ["scale", "adapter's weights", "other adapter", "image"])
-def test_what_an_adapter_made_of_an_image_is_not_used_for_another(change: str) -> None:
+def test_image_prompts_are_computed_again_after_a_change(change: str) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     given = images("plain")
@@ -187,14 +189,14 @@ def test_what_an_adapter_made_of_an_image_is_not_used_for_another(change: str) -
 
 
 class Twice:
-    """A processor of somebody's own."""
+    """An attention processor that is not diffusers'."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, *others: Any, **more: Any) -> Tensor:
         return 2 * attn.to_out[0](attn.to_v(hidden_states))
 
 
 @pytest.mark.parametrize("name", ["Twice", "AttnProcessor2_0"], ids=["own name", "name of a plain one"])
-def test_a_processor_of_somebodys_own(name: str) -> None:
+def test_a_processor_that_is_not_diffusers_is_called(name: str) -> None:
     unet = diffusers_unet(**SMALL)
     lib_onediff.compile_unet(unet)
     plain = both(unet)[0]

@@ -1,4 +1,4 @@
-"""What a call of Forge's UNet asks for: residuals in Forge's order, and options that only Forge understands."""
+"""Conversion of calls of Forge's UNet: which options and arguments are refused, and how they are named."""
 from __future__ import annotations
 
 import contextlib
@@ -16,9 +16,9 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.hosts.forge.call import HostCall, names_read_by, unet_call, unknown_options
 
 
-def by_forge(patch: Any) -> Any:
-    """A function of an extension's, as far as its module's name goes."""
-    return eval("lambda *arguments: None", {"__name__": patch})
+def function_of(module: Any) -> Any:
+    """A function whose Python module has this name."""
+    return eval("lambda *arguments: None", {"__name__": module})
 
 
 HARMLESS: dict[str, Any] = {
@@ -26,7 +26,7 @@ HARMLESS: dict[str, Any] = {
     "uncond_indices": [0], "original_shape": [2, 4, 8, 8], "transformer_index": 3, "block": ("last", 0),
     "block_index": 0, "controlnet_conditioning_modifiers": [len], "controlnet_model_function_wrapper": len,
 }
-# By which the forward of Forge's UNet asks for options and arguments.
+# The names that the forward of Forge's UNet reads from its options and arguments.
 READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers", "group_norm_wrapper", "num_frames"}
 
 
@@ -36,44 +36,46 @@ READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers"
     {"group_norm_wrapper": None}, {"sampling_sigmas": torch.ones(20)}, {"later": {"start": [0.5, None]}},
     {"later": uuid.uuid4()},
 ])
-def test_what_is_empty_or_never_asked_for_is_harmless(options: dict[str, Any], runs_functions: bool) -> None:
+def test_empty_options_and_data_that_the_unet_never_reads_are_ignored(
+    options: dict[str, Any], runs_functions: bool
+) -> None:
     assert unknown_options({**HARMLESS, **options}, READ, runs_functions) == []
 
 
-def test_functions_under_a_name_that_the_network_never_reads_count_only_beside_others_that_run() -> None:
-    tome = {"patches": {"attn1_patch": [by_forge("tome.py")]}}
+def test_functions_that_the_network_never_reads_are_named_only_if_other_functions_run() -> None:
+    tome = {"patches": {"attn1_patch": [function_of("tome.py")]}}
     assert unknown_options(tome, {"block", "skip_reshape"}, False) == []
     assert unknown_options(tome, {"block", "skip_reshape"}, True) == ["patches[attn1_patch] by tome.py"]
 
 
 @pytest.mark.parametrize(("options", "names"), [
-    ({"patches": {"attn1_patch": [by_forge("tome.py")]}}, ["patches[attn1_patch] by tome.py"]),
-    ({"patches": {"attn1_patch": [], "output_block_patch": [by_forge("freeu.py")]}},
+    ({"patches": {"attn1_patch": [function_of("tome.py")]}}, ["patches[attn1_patch] by tome.py"]),
+    ({"patches": {"attn1_patch": [], "output_block_patch": [function_of("freeu.py")]}},
      ["patches[output_block_patch] by freeu.py"]),
-    ({"patches_replace": {"attn1": {("middle", 0): by_forge("pag.py")}}}, ["patches_replace[attn1] by pag.py"]),
-    ({"block_modifiers": [by_forge("hrfix.py")]}, ["block_modifiers by hrfix.py"]),
-    ({"block_inner_modifiers": [by_forge("x.py")]}, ["block_inner_modifiers by x.py"]),
-    ({"group_norm_wrapper": by_forge("iclight.py")}, ["group_norm_wrapper by iclight.py"]),
-    ({"of_tomorrow": [by_forge("new.py")]}, ["of_tomorrow by new.py"]),
+    ({"patches_replace": {"attn1": {("middle", 0): function_of("pag.py")}}}, ["patches_replace[attn1] by pag.py"]),
+    ({"block_modifiers": [function_of("hrfix.py")]}, ["block_modifiers by hrfix.py"]),
+    ({"block_inner_modifiers": [function_of("x.py")]}, ["block_inner_modifiers by x.py"]),
+    ({"group_norm_wrapper": function_of("iclight.py")}, ["group_norm_wrapper by iclight.py"]),
+    ({"of_tomorrow": [function_of("new.py")]}, ["of_tomorrow by new.py"]),
     ({"num_frames": 2}, ["num_frames"]),
     ({"patches": {"attn2_patch": [len]}, "of_tomorrow": {"strength": len}},
      ["patches[attn2_patch] by builtins", "of_tomorrow[strength] by builtins"]),
 ])
-def test_what_changes_the_unet_is_named(options: dict[str, Any], names: list[str]) -> None:
+def test_options_that_may_change_the_unet_are_named(options: dict[str, Any], names: list[str]) -> None:
     named = unknown_options({**HARMLESS, **options}, READ, True)
     assert [name.replace("builtin_function_or_method", "builtins") for name in named] == names
 
 
 @pytest.mark.parametrize(("given", "reason"), [
-    ({"options": {"of_tomorrow": [by_forge("new.py")]}}, None),
-    ({"options": {"of_tomorrow": [by_forge("new.py")], "block_modifiers": [by_forge("hrfix.py")]}},
+    ({"options": {"of_tomorrow": [function_of("new.py")]}}, None),
+    ({"options": {"of_tomorrow": [function_of("new.py")], "block_modifiers": [function_of("hrfix.py")]}},
      "another extension changes the UNet for this call: of_tomorrow by new.py"),
     ({"options": {"patches": {"attn7_patch": [len]}}}, "another extension changes the UNet for this call: patches"),
     ({"others": {"num_frames": 2}}, "the network is called with arguments that OneDiff does not know (num_frames)"),
     ({"control": {"input": [], "middle": [0.5], "output": []}}, "control contains a float"),
     ({"others": {"control_model": object(), "num_frames": None}}, None),
 ])
-def test_what_our_forward_cannot_do_is_for_the_host(given: dict[str, Any], reason: str | None) -> None:
+def test_calls_that_our_forward_cannot_compute_are_refused(given: dict[str, Any], reason: str | None) -> None:
     one = torch.zeros(1)
     call = HostCall(one, one, one, None, **{"control": None, "options": {}, "others": {}, **given})
     refused = contextlib.nullcontext() if reason is None else pytest.raises(Refusal, match=re.escape(reason))
@@ -81,7 +83,7 @@ def test_what_our_forward_cannot_do_is_for_the_host(given: dict[str, Any], reaso
         assert unet_call(nn.Identity(), call, False, READ).latent is one
 
 
-def test_the_names_that_a_network_reads_are_those_of_the_modules_that_get_its_options(tmp_path: Path) -> None:
+def test_names_read_includes_those_in_modules_to_which_the_options_are_passed(tmp_path: Path) -> None:
     (tmp_path / "wrappers_of_options.py").write_text("def wrappers(options): return options.get('wrappers')\n")
     (tmp_path / "reader_of_options.py").write_text(
         "import wrappers_of_options\n"

@@ -1,4 +1,4 @@
-"""A UNet whose weights diffusers' group offloading moves: ours is called before it moves any."""
+"""UNets with diffusers' group offloading: our forward is called before the hooks move weights."""
 from __future__ import annotations
 
 import copy
@@ -27,7 +27,7 @@ def offload(unet: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_hooks_run_for_the_host_alone(pretended: PretendedGraphs, kind: str, is_first: bool) -> None:
+def test_the_hooks_run_only_if_the_host_computes(pretended: PretendedGraphs, kind: str, is_first: bool) -> None:
     unet = diffusers_unet(**SMALL_XL)
     moved = list[Any]()
     call = a_call(unet)
@@ -45,7 +45,7 @@ def test_the_hooks_run_for_the_host_alone(pretended: PretendedGraphs, kind: str,
     moved.clear()
     assert relative_error(served(unet, call), expected) < ROUNDING
     assert lib_onediff.status()["backend"] == "native" and not moved
-    # As loading a LoRA does.
+    # Loading a LoRA removes the hooks, and adds them again.
     hooks.HookRegistry.check_if_exists_or_initialize(unet).remove_hook("group_offloading", recurse=True)
     for _ in range(2):
         assert relative_error(served(unet, call), expected) < ROUNDING and lib_onediff.status()["backend"] == "native"
@@ -57,8 +57,8 @@ def test_the_hooks_run_for_the_host_alone(pretended: PretendedGraphs, kind: str,
     assert relative_error(served(unet, call), expected) < ROUNDING
 
 
-def test_weights_that_wait_on_the_disk_are_the_hosts(pretended: PretendedGraphs, tmp_path: Path) -> None:
-    """What lies in main memory meanwhile has no values."""
+def test_the_host_serves_if_weights_are_offloaded_to_disk(pretended: PretendedGraphs, tmp_path: Path) -> None:
+    """Between calls, the parameters in main memory have no values then."""
     unet = diffusers_unet(**SMALL_XL)
     call = a_call(unet)
     expected = served(unet, call)
@@ -75,7 +75,7 @@ def test_weights_that_wait_on_the_disk_are_the_hosts(pretended: PretendedGraphs,
 
 
 class Noting(hooks.ModelHook):
-    """Notes when it runs. Under the name of a hook of diffusers that only moves weights."""
+    """A hook that records when it runs. It is registered by the name of a hook of diffusers that only moves weights."""
 
     def __init__(self, noted: list[str]) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ class Noting(hooks.ModelHook):
         return args, kwargs
 
 
-def test_hooks_that_come_one_after_the_other_all_run_around_the_host_and_go_again() -> None:
-    """Each keeps the forward that it finds. Whatever that was, the host's own runs within all of them, once."""
+def test_hooks_registered_before_and_after_compiling_all_run_once_around_the_host() -> None:
+    """Each hook keeps the forward that it finds, which may be our front. Removing the hooks restores the forward."""
     unet = diffusers_unet(**SMALL_XL)
     noted = list[str]()
     call = a_call(unet)
@@ -109,7 +109,7 @@ def test_hooks_that_come_one_after_the_other_all_run_around_the_host_and_go_agai
     registry.register_hook(Noting(noted), "layer_execution_tracker")
     assert run() == run() == ["later", "first"]
     assert "onediff" not in repr(vars(unet)["forward"]) and lib_onediff.status()["route"] == "host"
-    # As diffusers' own, a copy's hooks lead to the original's module.
+    # The hooks of a copy call the original's forward, as without OneDiff.
     assert run(copy.copy(unet)) == ["later", "first"]
     registry.remove_hook("layer_execution_tracker", recurse=False)
     assert run() == run() == ["first"]
@@ -118,7 +118,7 @@ def test_hooks_that_come_one_after_the_other_all_run_around_the_host_and_go_agai
     assert first.forward == own_forward(unet)
 
 
-def test_a_fault_while_hooks_are_looked_at_costs_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_while_hooks_are_read_costs_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = diffusers_unet(**SMALL_XL)
     call = a_call(unet)
     expected = served(unet, call)

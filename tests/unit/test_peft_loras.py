@@ -1,4 +1,4 @@
-"""LoRAs as diffusers loads them, by peft, are computed by our forward: beside their layers, and merged."""
+"""LoRAs that diffusers loads with peft, merged or not, are computed by our forward."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ CLOSE = 1e-5
 SHOWS = 1e-3
 ATTENTIONS = ["to_q", "to_k", "to_v", "to_out.0"]
 QUERY_AND_KEY = ["to_q", "to_k"]
-# A kernel, a stride, 1x1, and everything that is linear.
+# Convolutions with a large kernel, with a stride and with a kernel of one pixel.
 CONVOLUTIONS = ["conv1", "conv2", "downsamplers.0.conv", "upsamplers.0.conv", "conv_shortcut", "conv_in", "conv_out"]
 EVERYTHING = [*ATTENTIONS, *CONVOLUTIONS, "ff.net.0.proj", "ff.net.2", "proj_in", "proj_out", "time_emb_proj",
               "linear_1", "linear_2"]
@@ -26,7 +26,7 @@ TO_QUERY = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 
 
 def add(unet: Any, targets: list[str] = ATTENTIONS, name: str = "a", seed: int = 1, **config: Any) -> None:
-    """A LoRA of random numbers that shows."""
+    """Add a LoRA of random numbers, which visibly changes the output."""
     from peft import LoraConfig
 
     unet.add_adapter(LoraConfig(**{"r": 4, "lora_alpha": 6, "target_modules": targets, **config}), name)
@@ -55,7 +55,7 @@ def disabled(unet: Any) -> None:
 
 
 def files(unet: Any, seed: int, rank: int) -> dict[str, Tensor]:
-    """A LoRA as in a file."""
+    """The tensors of a LoRA's file."""
     generator = torch.Generator().manual_seed(seed)
     state = {}
     for path, module in unet.named_modules():
@@ -84,15 +84,14 @@ def doubles(unet: Any) -> None:
 
 
 def in_type(unet: Any, dtype: torch.dtype, name: str = "lora_") -> None:
-    """The parameters of LoRAs with this in their path as a file in this type gives them."""
+    """Cast the LoRAs' parameters whose path contains `name`, as if loaded from a file in this dtype."""
     for path, parameter in unet.named_parameters():
         if "lora_" in path and name in path:
             parameter.data = parameter.data.to(dtype)
 
 
 def in_half(unet: Any, dtype: torch.dtype, **config: Any) -> None:
-    """LoRAs as strong as real ones: stronger ones amplify the rounding of their type, and the check leaves them to the
-    host."""
+    """Add LoRAs in this dtype, as strong as real ones. Stronger ones would amplify its rounding, and fail the check."""
     add(unet, [*ATTENTIONS, "conv1", "conv_shortcut"], **{"lora_alpha": 0.3, **config})
     in_type(unet, dtype)
 
@@ -141,7 +140,8 @@ def addresses(unet: Any) -> dict[str, int]:
 
 
 def is_ours(unet: Any, seed: int = 0, call: UNetCall | None = None, **others: Any) -> Tensor:
-    """Our answer to a call, which is the host's. call: of a sampling that goes on; else another one begins."""
+    """Assert that OneDiff serves a call with the host's output, and return it. call: one of the same sampling; None: a
+    call of a new sampling."""
     call = call or a_call(unet, seed=seed)
     output = served(unet, call, **others)
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
@@ -150,6 +150,7 @@ def is_ours(unet: Any, seed: int = 0, call: UNetCall | None = None, **others: An
 
 
 def is_the_hosts(unet: Any, reason: str, **others: Any) -> None:
+    """Assert that the host serves a call, for this reason."""
     call = a_call(unet)
     output = served(unet, call, **others)
     assert lib_onediff.status()["route"] == "host" and reason in lib_onediff.status()["reason"], lib_onediff.status()
@@ -177,8 +178,8 @@ def without(unet: Any, seed: int) -> Tensor:
     return diffusers_output(diffusers_unet(**SMALL_XL), a_call(unet, seed=seed))
 
 
-def test_what_becomes_of_loras_between_calls() -> None:
-    """At one UNet: its graphs would stay."""
+def test_changes_of_loras_between_calls_count_at_the_next_call() -> None:
+    """After the first LoRA, no change moves weights, so that graphs would stay valid."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     is_ours(unet)
     generation = runtime.services.networks.get(unet).bound.epoch.addresses
@@ -189,7 +190,7 @@ def test_what_becomes_of_loras_between_calls() -> None:
     assert moved > generation
     steps: list[Callable[[], object]] = [
         lambda: unet.set_adapters("a", 0.5),
-        # In place: no weak reference of ours may be in the way of swap_tensors, which takes another rank too.
+        # torch.utils.swap_tensors fails if there are weak references to the tensors, so we must keep none.
         lambda: load(unet, seed=2, rank=3, hotswap=True),
         lambda: unet.get_submodule(TO_QUERY).lora_B["a"].weight.add_(0.1),
         lambda: unet.get_submodule(TO_QUERY).scaling.update(a=3.0),
@@ -248,7 +249,7 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("change", "reason"), REFUSED.values(), ids=REFUSED)
-def test_what_is_no_plain_lora_is_the_hosts(change: Callable[[Any], object], reason: str) -> None:
+def test_the_host_serves_a_lora_that_is_not_plain(change: Callable[[Any], object], reason: str) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     change(unet)
     is_the_hosts(unet, reason)
@@ -256,8 +257,7 @@ def test_what_is_no_plain_lora_is_the_hosts(change: Callable[[Any], object], rea
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0])
-def test_a_scale_of_a_call(scale: float) -> None:
-    """Computed once, and of that call alone."""
+def test_a_calls_lora_scale_holds_for_that_call_only(scale: float) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     other = diffusers_unet(**SMALL_XL)
     given = {"cross_attention_kwargs": {"scale": scale}}
@@ -272,8 +272,8 @@ def test_a_scale_of_a_call(scale: float) -> None:
     assert unet.get_submodule(TO_QUERY).scaling == other.get_submodule(TO_QUERY).scaling
 
 
-def test_a_scale_that_diffusers_must_know_is_the_hosts() -> None:
-    """Of layers that it does not scale, and of attentions that its own modules compute."""
+def test_the_host_serves_a_lora_scale_that_our_forward_cannot_apply() -> None:
+    """For layers that diffusers does not scale, and for attentions that its own modules compute."""
     given = {"cross_attention_kwargs": {"scale": 0.5}}
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     is_the_hosts(unet, "the pipeline's LoRA scale is 0", cross_attention_kwargs={"scale": 0})
@@ -290,7 +290,7 @@ def test_a_scale_that_diffusers_must_know_is_the_hosts() -> None:
     is_ours(unet)
 
 
-def test_fused_projections_are_the_hosts_until_they_are_taken_apart() -> None:
+def test_the_host_serves_while_projections_are_fused_by_diffusers() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     unet.fuse_qkv_projections()
     is_the_hosts(unet, "unfuse_qkv_projections()")
@@ -299,14 +299,14 @@ def test_fused_projections_are_the_hosts_until_they_are_taken_apart() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_what_the_rounding_of_a_narrow_lora_amplifies_is_never_served(dtype: torch.dtype) -> None:
+def test_the_host_serves_if_a_half_precision_lora_amplifies_rounding(dtype: torch.dtype) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     add(unet, EVERYTHING)
     in_type(unet, dtype)
     is_the_hosts(unet, "differs from the model's own forward")
 
 
-def test_loras_of_several_types_in_one_layer_are_the_hosts_and_so_is_a_cast_that_peft_leaves_out() -> None:
+def test_the_host_serves_loras_of_several_dtypes_and_loras_whose_inputs_are_not_cast() -> None:
     helpers = pytest.importorskip("peft.helpers")
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     two(unet, [0.05, 0.03])
@@ -322,8 +322,7 @@ def test_loras_of_several_types_in_one_layer_are_the_hosts_and_so_is_a_cast_that
     is_ours(unet, seed=2)
 
 
-def test_a_lora_without_numbers_is_the_hosts() -> None:
-    """Added while torch's default device is meta."""
+def test_the_host_serves_a_lora_on_the_meta_device() -> None:
     from peft import LoraConfig
 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))

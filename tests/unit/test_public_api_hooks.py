@@ -1,4 +1,5 @@
-"""accelerate puts its own forward in front of a UNet's: ours goes behind it, and comes off again in any order."""
+"""UNets with hooks of accelerate, whose forward is on the instance: ours runs inside of it, and both can be
+removed in any order."""
 from __future__ import annotations
 
 from typing import Any
@@ -14,7 +15,7 @@ hooks = pytest.importorskip("accelerate.hooks", reason="accelerate is not instal
 
 
 class Doubling(hooks.ModelHook):
-    """A hook that can be seen: it doubles the output."""
+    """A hook that doubles the output."""
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         return type(output)(sample=2 * output.sample)
@@ -30,7 +31,7 @@ def calls_of_ours() -> int:
 
 
 def answer(unet: Any) -> tuple[float, int]:
-    """(the output as a multiple of the host's, how many calls of ours it took)"""
+    """(the output's factor to the host's, the number of calls that OneDiff served)"""
     before = calls_of_ours()
     call = a_call(unet)
     output = served(unet, call)
@@ -42,7 +43,7 @@ def answer(unet: Any) -> tuple[float, int]:
 
 @pytest.mark.parametrize("hook_first", [True, False])
 @pytest.mark.parametrize("hook_goes_first", [True, False])
-def test_ours_goes_behind_a_hook_and_each_goes_without_the_other(
+def test_our_forward_runs_inside_of_a_hook_and_each_can_be_removed_first(
     unet: Any, hook_first: bool, hook_goes_first: bool
 ) -> None:
     for _ in range(2):
@@ -51,7 +52,7 @@ def test_ours_goes_behind_a_hook_and_each_goes_without_the_other(
         lib_onediff.compile_unet(unet)
         if not hook_first:
             hooks.add_hook_to_module(unet, Doubling())
-        # Exchanged for another.
+        # Replaces the hook.
         hooks.add_hook_to_module(unet, Doubling())
         assert answer(unet) == (2.0, 1)
         if hook_goes_first:
@@ -79,7 +80,7 @@ def test_torchs_own_hooks_on_the_unet_run_around_ours(unet: Any) -> None:
     assert calls_of_ours() == before + 1
 
 
-def test_a_forward_that_somebody_else_has_replaced_is_named_and_kept(unet: Any) -> None:
+def test_a_forward_that_other_code_has_replaced_is_named_and_kept(unet: Any) -> None:
     def louder(*given: Any, **named: Any) -> Any:
         output = type(unet).forward(unet, *given, **named)
         return type(output)(sample=3 * output.sample)
@@ -94,7 +95,7 @@ def test_a_forward_that_somebody_else_has_replaced_is_named_and_kept(unet: Any) 
     del unet.forward
     lib_onediff.compile_unet(unet)
     assert answer(unet) == (1.0, 1)
-    # One that is put over ours wins and stays.
+    # A forward that is set later runs instead of ours, and stays.
     unet.forward = louder
     lib_onediff.uncompile_unet(unet)
     assert unet.forward is louder and answer(unet) == (3.0, 0)
