@@ -51,7 +51,7 @@ class StreamBlock(Block):
 
 @dataclass(frozen=True)
 class ZImageLayout(Layout):
-    """A Z-Image or Lumina 2 transformer. Its blocks refine image and prompt apart, then both together.
+    """A Z-Image or Lumina 2 transformer. Its blocks refine image and prompt separately, then both together.
 
     patches: the linear layer over the values of a patch. patch: its side in latent pixels.
     time: the embedding of the share of the image, 1 - timestep, times time_scale.
