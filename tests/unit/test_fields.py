@@ -40,7 +40,7 @@ def key_of(call: Call) -> ShapeKey:
     return ShapeKey.of("architecture", torch.float32, call)
 
 
-def test_new_fields_are_inputs_with_rows_and_copies() -> None:
+def test_new_fields_have_rows_and_copies_as_other_inputs_have() -> None:
     call = a_call()
     assert call.reference is not None
     assert [tuple(one.shape) for one in tensors_of(call)] == [
@@ -62,13 +62,13 @@ def test_new_fields_are_inputs_with_rows_and_copies() -> None:
     {"reference": Reference((torch.ones(4, 4, 6, 6),))},
     {"reference": Reference((None, torch.ones(4, 4, 6, 6)), strength=0.5)},
 ], ids=["no mask", "longer mask", "no reference", "other slot", "strength"])
-def test_new_fields_tell_calls_apart(changes: dict[str, object]) -> None:
+def test_calls_that_differ_in_a_new_field_have_another_signature_and_key(changes: dict[str, object]) -> None:
     call = a_call()
     other = replace(call, **changes)
     assert other.signature != call.signature and key_of(other) != key_of(call)
 
 
-def test_values_of_tensors_and_what_is_left_out_tell_nothing_apart() -> None:
+def test_values_of_tensors_and_fields_that_are_left_out_change_neither_signature_nor_key() -> None:
     call = a_call()
     assert call.reference is not None
     other = replace(a_call(), reference=replace(call.reference, name="another"))
@@ -76,7 +76,7 @@ def test_values_of_tensors_and_what_is_left_out_tell_nothing_apart() -> None:
     assert key_of(call).inputs == key_of(replace(call, timestep=call.timestep.double())).inputs
 
 
-def test_a_type_is_part_of_the_signature_but_for_the_timesteps() -> None:
+def test_a_dtype_is_part_of_the_signature_except_the_timesteps() -> None:
     call = a_call()
     assert replace(call, timestep=call.timestep.double()).signature == call.signature
     other = replace(call, mask=call.mask.half())

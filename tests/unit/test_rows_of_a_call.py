@@ -24,7 +24,7 @@ def whole_call() -> UNetCall:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_whatever_has_a_row_for_each_is_cut_and_what_is_for_all_stays(is_first: bool) -> None:
+def test_inputs_with_a_row_for_each_image_are_cut_and_shared_ones_stay(is_first: bool) -> None:
     call = whole_call()
     rows = half_of(4, is_first)
     taken = take_rows(call, rows)
@@ -42,7 +42,7 @@ def test_whatever_has_a_row_for_each_is_cut_and_what_is_for_all_stays(is_first: 
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
-def test_rows_alone_compute_what_they_compute_among_others(layout: str, is_first: bool) -> None:
+def test_rows_alone_give_the_same_output_as_in_the_batch(layout: str, is_first: bool) -> None:
     unet = shared_unet(layout)
     call = a_call(unet, batch=4)
     rows = half_of(4, is_first)
@@ -58,7 +58,7 @@ def test_an_input_of_another_number_of_rows_is_refused(changes: dict[str, Any]) 
         take_rows(replace(whole_call(), **changes), half_of(4, True))
 
 
-def test_what_tells_rows_apart_by_itself_is_refused() -> None:
+def test_rows_of_a_call_with_functions_of_extensions_stay_together() -> None:
     call = whole_call()
     assert why_rows_stay_together(call) == ""
     assert why_rows_stay_together(replace(call, patches=PatchPoints())) == PATCHED

@@ -87,7 +87,7 @@ class Toys:
 
 
 class ToyDevice(Eager):
-    """PyTorch's operators, counted. A real device would have its own."""
+    """A device with PyTorch's operators, where a real one has its own. calls: how often it was used."""
 
     name = "toy"
 
@@ -154,7 +154,7 @@ def run(runtime: Runtime, toy: Toy, call: ToyCall) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [8, 24])
-def test_a_family_on_a_device(width: int) -> None:
+def test_a_new_family_is_computed_by_a_new_device(width: int) -> None:
     toy = Toy()
     device = ToyDevice()
     runtime = Runtime(policies=(), devices=(device, Eager()), families=(Toys(),))
@@ -172,7 +172,7 @@ def test_a_family_on_a_device(width: int) -> None:
     assert torch.allclose(run(runtime, toy, call), expected, atol=1e-4)
 
 
-def test_what_no_family_knows_is_the_hosts() -> None:
+def test_a_network_that_no_family_knows_is_left_to_the_host() -> None:
     toy = Toy()
     call = a_call()
     runtime = Runtime()
@@ -182,7 +182,7 @@ def test_what_no_family_knows_is_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("whole_batch", [True, False])
-def test_a_step_policy(whole_batch: bool) -> None:
+def test_a_new_step_policy_answers_every_other_step(whole_batch: bool) -> None:
     toy = Toy()
     policy = EveryOther(whole_batch)
     runtime = Runtime(policies=(policy,), devices=(Eager(),), families=(Toys(),))
@@ -190,7 +190,7 @@ def test_a_step_policy(whole_batch: bool) -> None:
     memories = runtime.services.networks.get(toy).step_memories
     for _ in range(2):
         runtime.begin_sampling(toy, Sampling(times=lambda: TIMES))
-        # The fifth step leaves no memory behind.
+        # The fifth step does not use the policy, so the sixth repeats the output of the third.
         for index, source in enumerate([0, 0, 2, 2, 4, 2, 6]):
             call = a_call(TIMES[source])
             expected = toy(call.latent, call.timestep, call.context)

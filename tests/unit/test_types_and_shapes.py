@@ -1,4 +1,4 @@
-"""Inputs of other dtypes and shapes after a proof: the output is the host's, and so are its exceptions."""
+"""Inputs of other dtypes and shapes after a shape was checked: the output is the host's, and so are exceptions."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
@@ -112,7 +112,7 @@ def differing(unet: Any, given: Arguments) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL, LCM], ids=["SD", "SDXL", "LCM"])
 @pytest.mark.parametrize("residuals", [False, True], ids=["", "residuals"])
-def test_other_inputs_after_a_proof_are_answered_as_the_host_does(
+def test_other_inputs_after_a_check_give_the_hosts_output_or_exception(
     config: Arguments, residuals: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
@@ -122,12 +122,12 @@ def test_other_inputs_after_a_proof_are_answered_as_the_host_does(
     found = differing(unet, given)
     assert not found, "\n".join(found)
     assert "a fault of OneDiff" not in caplog.text
-    # And none of them has affected the usual call's proof.
+    # None of them has changed the state of the usual call's shape.
     outcome(unet, given)
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_so_they_are_where_graphs_are_replayed(pretended: PretendedGraphs) -> None:
+def test_other_inputs_beside_a_graph_give_the_hosts_output_or_exception(pretended: PretendedGraphs) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     given = {name: one for name, one in arguments_of(unet).items() if name not in RESIDUALS}
     for _ in range(4):
