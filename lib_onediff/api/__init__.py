@@ -1,4 +1,4 @@
-"""The REST API, /onediff/v1/...: what the OneDiff tab shows and does, for programs. And who may send a request at all.
+"""The REST API, /onediff/v1/...: the OneDiff tab's data and actions for programs, and the checks on who may use it.
 
-routes: add_routes; it needs gradio, as auth does, and nothing else here.
+Use routes.add_routes. Only routes and auth need gradio.
 """

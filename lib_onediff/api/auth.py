@@ -1,6 +1,6 @@
-"""Who may use the REST API: users of the WebUI's own API or, if that needs no login, users of its page.
+"""Decides who may use the REST API: users of the WebUI's own API or, if that needs no login, users of its page.
 
-No page of another site may use either: gradio runs our events on the WebUI's page for anyone who sends a request.
+No page of another site may use the API or our events on the WebUI's page: gradio runs these for any request.
 """
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import Depends, HTTPException, Request
 
 from .gate import FOREIGN_PAGE, READING, Origins, origins_of
 
-# Where the handlers of a WebUI's page are; none of them is a generator.
+# The module prefix of our handlers. None of them is a generator.
 OURS = f"{__name__.partition('.')[0]}.ui."
 HOSTS_OWN = "/sdapi/v1/txt2img"
 # Since gradio 5 with a prefix.
@@ -25,7 +25,7 @@ OR_BY_API_AUTH = "; or start the WebUI with --api-auth"
 
 
 def protection(app: Any, cmd_opts: Any) -> list[Any]:
-    """The dependencies of every route of ours in app; cmd_opts: the WebUI's command line."""
+    """The FastAPI dependencies of each of our routes. cmd_opts: the WebUI's command line."""
     asks_for_login = bool(getattr(cmd_opts, "gradio_auth", None) or getattr(cmd_opts, "gradio_auth_path", None))
     has_accounts = bool(getattr(cmd_opts, "api_auth", None))
     # The demo has no such option.
@@ -35,21 +35,22 @@ def protection(app: Any, cmd_opts: Any) -> list[Any]:
 
 
 def password_check(app: Any) -> list[Any]:
-    """What the WebUI's own API depends on where it was started with --api-auth; where that is not found, nobody is let
-    in."""
+    """The dependencies of the WebUI's own API, if it was started with --api-auth; if they are not found, every request
+    is refused."""
     own = [route for route in app.routes if getattr(route, "path", "") == HOSTS_OWN]
     return next((route.dependencies for route in own if getattr(route, "dependencies", [])), [Depends(let_nobody_in)])
 
 
 def let_nobody_in() -> None:
+    """Refuse the request."""
     raise HTTPException(401, NO_CHECK)
 
 
 def login_check(asked_for: bool, other_way: str = "") -> Callable[[Request], Awaitable[None]]:
-    """A dependency that lets those in whom the page lets in: everybody, or with --gradio-auth who has logged in.
+    """A dependency that admits the users of the page: everybody, or with --gradio-auth those who have logged in.
 
-    asked_for: whether there must be a login, so that a WebUI without a page is not open where one was asked for.
-    other_way: how else to get in, as the end of a sentence.
+    asked_for: whether a login is required, so that a WebUI without a page refuses everybody then. other_way: another
+    way to log in, as the end of the sentence.
     """
 
     async def check(request: Request) -> None:
@@ -63,15 +64,16 @@ def login_check(asked_for: bool, other_way: str = "") -> Callable[[Request], Awa
 
 
 def page_in(app: Any) -> Any:
-    """gradio's application, which app is or has mounted; None where there is no page."""
+    """gradio's application: the application itself, or one that is mounted in it; None without a page."""
     mounted = (getattr(route, "app", None) for route in app.routes)
     return next((one for one in (app, *mounted) if isinstance(one, gr.routes.App)), None)
 
 
 async def status_of(app: Any, path: str, request: Request) -> int:
-    """The status with which app answers the same browser's GET of another path; it needs no network.
+    """The HTTP status of a GET of another path with the same browser's cookies, without the network.
 
-    gradio's own check protects gradio's routes alone; it knows the names of its cookies, which change.
+    gradio's own login check protects only gradio's routes, and only gradio knows the names of its cookies, which
+    change.
     """
     headers = [(name, value) for name, value in request.headers.raw if name in (b"cookie", b"host")]
     transport = httpx.ASGITransport(app, client=request.scope["client"])
@@ -81,11 +83,11 @@ async def status_of(app: Any, path: str, request: Request) -> int:
 
 
 def origin_check(origins: Origins) -> Callable[[Request], None]:
-    """A dependency that refuses what another site's page makes a browser send.
+    """A dependency that refuses requests that a page of another site has sent.
 
-    Browsers add cookies and remembered passwords to such requests, and reach a WebUI of this machine that asks for
-    neither; a plain form may send them without asking first. That is stricter than asking for JSON, which a page can
-    send without saying so. Reading needs no check: no page can see another site's answers.
+    Browsers add cookies and saved passwords to such requests, and reach a WebUI of this machine that asks for neither.
+    A plain form may send them without a preflight request, and so may a page that sends JSON as text. Reading needs no
+    check, since a page cannot see another site's answers.
     """
 
     def check(request: Request) -> None:
@@ -96,22 +98,22 @@ def origin_check(origins: Origins) -> Callable[[Request], None]:
 
 
 def refuse_foreign_pages(page: Any, cmd_opts: Any) -> None:
-    """Have each event of ours on page refuse what the page of another site has sent.
+    """Have each of our events on the page refuse requests from pages of other sites.
 
-    page: the WebUI's gradio.Blocks, or None where it has no page. cmd_opts: its command line.
+    page: the WebUI's gradio.Blocks, or None without a page. cmd_opts: its command line.
     """
     functions = getattr(page, "fns", ())
     origins = origins_of(cmd_opts)
-    # A list in gradio 3.
+    # gradio 3 has a list of them, later versions a dictionary.
     for function in functions.values() if isinstance(functions, Mapping) else functions:
         if str(getattr(function.fn, "__module__", "")).startswith(OURS):
             function.fn = checked(function.fn, origins)
 
 
 def checked(function: Callable[..., Any], origins: Origins) -> Callable[..., Any]:
-    """function, which gradio also hands the request."""
+    """The handler of an event, preceded by a check of the request's origin."""
 
-    # Not dressed up as function: by the signature gradio knows what to hand over.
+    # Without functools.wraps: gradio passes the request because it sees this signature.
     def answer(request: gr.Request, *values: Any) -> Any:
         headers = getattr(request, "headers", None) or {}
         if origins.is_foreign({name.lower(): value for name, value in headers.items()}):

@@ -1,6 +1,6 @@
 """The REST API's request bodies and answers: JSON that any client can read, and one sentence for an error.
 
-The bodies are written for pydantic 1 and 2 alike, and strict: neither true nor "1" is a number.
+The bodies work with pydantic 1 and 2. They are strict: neither true nor "1" is accepted as a number.
 """
 from __future__ import annotations
 
@@ -31,40 +31,40 @@ SizesText = constr(strict=True, min_length=1, max_length=LONGEST_SIZES)
 Whole = conint(strict=True, ge=1, le=LARGEST_NUMBER)
 Seconds = conint(strict=True, ge=1, le=MOST_SECONDS_TO_WAIT)
 WAIT = f"How many seconds to wait for an image in progress, 1 to {MOST_SECONDS_TO_WAIT}; after them the answer is 409."
-# What pydantic 2 puts into the place of an error for a field that may be of several kinds.
+# pydantic 2 adds these to the path of an error if a field has several types.
 KINDS = ("constrained-", "list[", "str", "nullable[")
 NO_TEXT = "The request body is not usable: it is no UTF-8 text."
 log = logging.getLogger("onediff")
 
 
 class Body(BaseModel, extra="forbid"):
-    """A request; a field that it does not have is refused."""
+    """A request body; fields that it does not define are refused."""
 
 
 class PrewarmBody(Body):
-    """What to make ready."""
+    """The sizes to pre-warm."""
 
     sizes: SizesText = Field(..., description='Such as "1024x1024, 832x1216 x2"; x2: two images at once.')
     tokens: Whole = Field(TOKENS, description=f"The length of prompts, one of {TOKEN_CHOICES}: 77 for each begun 75.")
-    order: Literal["first", "last"] = Field("last", description="Before or behind the sizes that wait already.")
+    order: Literal["first", "last"] = Field("last", description="Before or after the sizes that already wait.")
 
 
 class PurgeBody(Body):
-    """What to purge: one of resolutions (of all models, or of one model), model, disk and all."""
+    """What to purge: one of resolutions (of all models, or of one), a model, the disk, and all."""
 
     resolutions: list[Resolution] | None = Field(None, description='Such as ["512x512"], as GET shapes names them.')
     model: ModelName | None = Field(None, description="As GET shapes names it; without resolutions: all of them.")
-    disk: StrictBool = Field(False, description="What is kept on the disk; graphs in memory live on.")
+    disk: StrictBool = Field(False, description="Everything on the disk; graphs in memory stay.")
     all: StrictBool = Field(False, description="Every resolution of every model, and the disk.")
     wait: Seconds = Field(default=SECONDS_TO_WAIT, description=WAIT)
 
 
 class PinBody(Body):
-    """A pinned resolution keeps its graphs when another model needs memory, also after a restart."""
+    """A resolution to pin: its graphs then stay when another model needs memory, also after a restart."""
 
     resolution: Resolution = Field(..., description='Such as "512x512", as GET shapes names it.')
     model: ModelName = Field(..., description="As GET shapes names it.")
-    pinned: StrictBool = Field(True, description="false: no longer pinned.")
+    pinned: StrictBool = Field(True, description="false: unpin it.")
 
 
 class ReleaseBody(Body):
@@ -74,9 +74,10 @@ class ReleaseBody(Body):
 
 
 class SentenceRoute(APIRoute):
-    """A route that answers everything that is wrong with {"detail": one sentence}, the same in every WebUI.
+    """A route that answers every error with {"detail": one sentence}, the same in every WebUI.
 
-    Their own handlers fail over values that are no JSON (NaN, half a surrogate pair) and drop headers.
+    The WebUIs' own error handlers fail for values that are not valid JSON (NaN, half a surrogate pair) and drop
+    headers.
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -100,20 +101,21 @@ class SentenceRoute(APIRoute):
 
 
 def json_answer(content: Any, status: int = 200) -> Response:
-    """Plain values as JSON; numbers that JSON lacks (NaN, infinity) become null. Fast: no model looks at them."""
+    """Plain values as JSON. Numbers that JSON lacks (NaN, infinity) become null. Fast, because no model validates
+    them."""
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
     return Response(json.dumps(finite), status, media_type="application/json")
 
 
 def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    """{"detail": sentence}."""
+    """An answer with an HTTP status and {"detail": sentence}."""
     answer = json_answer({"detail": readable(sentence)}, status)
     answer.headers.update(headers or {})
     return answer
 
 
 def sentence_of(error: RequestValidationError) -> str:
-    """The error of a request that has the longest path."""
+    """A sentence for the error that has the longest path in the request."""
     path: list[Any] = []
     message = ""
     for found in error.errors():
@@ -121,7 +123,7 @@ def sentence_of(error: RequestValidationError) -> str:
         if not message or len(names) > len(path):
             path = names
             message = found["msg"]
-    # Where JSON ends early, the path is a number of letters.
+    # If the JSON is cut off, the path is a number of letters.
     if not path or isinstance(path[0], int):
         return f"The request body is not usable: {message}."
     return f"{'.'.join(map(str, path))}: {message}."

@@ -1,6 +1,6 @@
 """The checks of every request before the API or the page handles it: its sender, its content and its size.
 
-Browsers tell of the page that sends a request in Origin, Sec-Fetch-Site and Host; programs do not.
+Browsers name the page that sends a request in Origin, Sec-Fetch-Site and Host; programs do not.
 """
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ from starlette.types import Message, Receive, Scope, Send
 from .bodies import refusal
 
 READING = ("GET", "HEAD")
-# Of web sockets.
+# The code with which web sockets are closed.
 POLICY_VIOLATION = 1008
 ONES_OWN = ("same-origin", "none")
-# A page that a browser takes for nobody's: a sandboxed frame, a file.
+# The origin of a page without a site: a sandboxed frame, or a file.
 NOBODY = "null"
 FOREIGN_PAGE = "Pages of other sites may not use this API; --cors-allow-origins allows them."
-# What of a WebUI's command line lets others than this machine reach it, or gives it a name that we cannot know.
+# Options by which other machines reach a WebUI, or which give it a name that we do not know.
 OPEN_TO_OTHERS = ("listen", "server_name", "share", "ngrok", "subpath")
 FOREIGN_REQUEST = "A page of another site may not use this server."
 UNKNOWN_NAME = "This server is not called {}: add the name with --allowed-hosts, or Ray Serve's allowed_hosts."
 NO_FETCHING = "This server downloads nothing from addresses."
-# To these a link on another site's page may lead: they show the page and change nothing.
+# Paths that links on other sites may open: they show a page and change nothing.
 LINKED = ("/", "/docs")
-# Of somebody who has not logged in no more is read than a login takes.
+# Without a login, no larger body is read than a login needs.
 LARGEST_LOGIN = 64 * 1024
 LARGEST_BODY = 64 * 1024 * 1024
-# gradio's, of the release that the demo installs.
+# gradio's routes for files, in the release that the demo installs.
 FILE_PATHS = tuple(f"/gradio_api/{name}" for name in ("file=", "file/", "stream/", "proxy="))
-# All others that somebody has uploaded are saved and never shown: a page among them would be this server's own.
+# Browsers save other uploaded files instead of showing them: an uploaded page would count as this server's own.
 SHOWN_FILES = ("image/png", "image/jpeg", "image/webp")
 NOTHING_RUNS = "sandbox; default-src 'none'; img-src 'self'"
 
 
 @dataclass(frozen=True)
 class Origins:
-    """Whose pages may send requests. Those of the server itself may always.
+    """The origins whose pages may send requests. The server's own may always.
 
-    allowed, pattern: other origins, as --cors-allow-origins and its regex have them. strict_host: the server is asked
-    by address, as localhost or by one of names; a page under another name is another site's, whose name was made to
-    lead here once the page was loaded (DNS rebinding).
+    allowed, pattern: other origins, as given by --cors-allow-origins and its regex. strict_host: the server is reached
+    only by an address, as localhost or by one of names. A page under another name then belongs to another site, whose
+    name was redirected to this server after the page had loaded (DNS rebinding).
     """
 
     allowed: Collection[str] = ()
@@ -55,13 +55,13 @@ class Origins:
     names: Collection[str] = ()
 
     def is_foreign(self, headers: Mapping[str, str]) -> bool:
-        """Whether a browser sent this for a page of another site. headers: by names in lower case."""
+        """Whether a browser sent the request for a page of another site. headers: by names in lower case."""
         site = headers.get("sec-fetch-site")
         origin = headers.get("origin")
         if site is None and origin is None or origin != NOBODY and site in ONES_OWN:
             return False
-        # A browser that does not name the relation, or has none to name: no TLS.
-        # The second is a proxy's: no page of another site can have it sent.
+        # Old browsers, and all browsers without TLS, send no Sec-Fetch-Site. X-Forwarded-Host comes from a proxy; no
+        # page of another site can send it.
         hosts = (headers.get("host"), headers.get("x-forwarded-host"))
         if site is None and origin is not None and any(self.is_own(origin, host) for host in hosts):
             return False
@@ -69,9 +69,9 @@ class Origins:
         return not (allowed or self.pattern and re.fullmatch(self.pattern, origin or ""))
 
     def is_own(self, origin: str, host: str | None) -> bool:
-        """Whether an origin is the server's that was asked by this host name.
+        """Whether an origin is this server, reached by this host name.
 
-        The scheme may be that of a proxy; some proxies leave out the port.
+        The origin's scheme may be that of a proxy. Some proxies leave out the port.
         """
         if not host or not self.knows(host):
             return False
@@ -79,19 +79,19 @@ class Origins:
         return host.lower() in (address, address.rpartition(":")[0])
 
     def knows(self, host: str | None) -> bool:
-        """Whether a Host header can be the server's own."""
+        """Whether a Host header may name this server."""
         name = host_name(host or "")
         return name in self.names or (is_fixed(name) if self.strict_host else bool(name))
 
 
 def host_name(host: str) -> str:
-    """A Host header without its port, in lower case; an IPv6 address without its brackets."""
+    """A Host header's name, without the port and in lower case; an IPv6 address without its brackets."""
     address = re.fullmatch(r"\[(.*)\](:\d*)?", host)
     return address[1].lower() if address else host.partition(":")[0].rstrip(".").lower()
 
 
 def is_fixed(name: str) -> bool:
-    """Whether no name server says where a host name leads: an address, or localhost."""
+    """Whether a host name is an address or localhost, so that no name server can redirect it."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -102,17 +102,18 @@ def is_fixed(name: str) -> bool:
 
 
 def origins_of(cmd_opts: Any) -> Origins:
-    """As a WebUI's command line has it; where that does not tell who can reach the server, everybody can."""
+    """The origins allowed by a WebUI's command line. If it does not tell who can reach the server, everybody may be
+    able to."""
     allowed, pattern = (getattr(cmd_opts, f"cors_allow_origins{end}", None) for end in ("", "_regex"))
     of_this_machine = hasattr(cmd_opts, "listen") and not any(getattr(cmd_opts, flag, None) for flag in OPEN_TO_OTHERS)
     return Origins(allowed.split(",") if allowed else (), pattern, strict_host=of_this_machine)
 
 
 class Gate:
-    """ASGI middleware around the whole application, gradio's own routes included.
+    """ASGI middleware around the whole application, including gradio's own routes.
 
-    identify: raises HTTPException, by a request's headers alone, for somebody who has not logged in; None: nobody must.
-    largest: how many bytes the body of everybody else may have. page_policy: what the page may load, for browsers.
+    identify: raises HTTPException for a request without a login, from the headers alone; None if no login is required.
+    largest: the largest body in bytes, of users who have logged in. page_policy: the page's Content-Security-Policy.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
-            # No route takes one, and another site's page may open one without being asked.
+            # No route uses web sockets, and any site's page may open one.
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             return
         if scope["type"] != "http":
@@ -145,7 +146,7 @@ class Gate:
         await self.app(scope, bounded(receive, limit), self.harmless(scope["path"], send))
 
     def check(self, method: str, path: str, headers: Headers) -> None:
-        """Raise HTTPException for a request that this server does not take."""
+        """Raise HTTPException if this server must not handle the request."""
         host = headers.get("host", "")
         if not self.origins.knows(host):
             raise HTTPException(403, UNKNOWN_NAME.format(host_name(host) or '""'))
@@ -155,7 +156,7 @@ class Gate:
             raise HTTPException(403, NO_FETCHING)
 
     async def limit_for(self, request: Request) -> int:
-        """The largest number of bytes that a body may have."""
+        """The largest body in bytes that this request may have."""
         try:
             if self.identify is not None:
                 await self.identify(request)
@@ -164,7 +165,8 @@ class Gate:
         return self.largest
 
     def harmless(self, path: str, send: Send) -> Send:
-        """send, which has browsers take an answer for what it says it is, and save files that they should not show."""
+        """The send function, with headers that keep browsers from guessing content types and from showing uploaded
+        files."""
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -183,13 +185,13 @@ class Gate:
 
 
 def is_link(method: str, path: str, headers: Headers) -> bool:
-    """Whether a browser shows one of our pages in a tab of its own, because somebody has followed a link to it."""
+    """Whether a browser opens one of our pages in a tab because the user followed a link."""
     shown = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return method in READING and path in LINKED and shown and "origin" not in headers
 
 
 def bounded(receive: Receive, limit: int) -> Receive:
-    """receive, which ends a body that grows beyond limit without having said so."""
+    """The receive function, which raises once a body grows beyond the limit that its header did not announce."""
     size = 0
 
     async def receive_part() -> Message:

@@ -1,4 +1,4 @@
-"""The routes /onediff/v1/...: each asks the runtime or the list of jobs, and answers in plain values."""
+"""The routes /onediff/v1/...: each reads or changes the runtime or the list of jobs, and answers in plain values."""
 from __future__ import annotations
 
 import threading
@@ -51,10 +51,10 @@ def add_routes(
     app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, queue: JobQueue,
     exclusively: Callable[[Callable[[], Any]], Any], status: Status,
 ) -> None:
-    """Serve the API from app where the WebUI serves its own, which it does with --api and with --nowebui.
+    """Add the API to app, if the WebUI serves its own API: with --api or --nowebui.
 
-    cmd_opts: the WebUI's command line. exclusively: runs work while no image is being made. status: what GET status
-    answers, beside whether this process is ready.
+    cmd_opts: the WebUI's command line. exclusively: runs a function while no image is being made. status: returns the
+    answer of GET status, without `ready`.
     """
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
@@ -85,13 +85,13 @@ def add_routes(
     add("/purge", routes.purge, {**unknown, **busy, **full}, methods=["POST"], summary="Forget resolutions")
     add("/pin", routes.pin, {**unknown, **full}, methods=["POST"], summary="Keep a resolution")
     add("/release", routes.release, busy, methods=["POST"], summary="Free GPU memory")
-    # Where a page is mounted behind these, it would answer that there is no such path.
+    # Otherwise a page that is mounted after these routes would answer that the path does not exist.
     for path, allowed in methods.items():
         app.router.routes.append(Route(f"{PREFIX}{path}", WrongMethod(allowed), include_in_schema=False))
 
 
 class WrongMethod:
-    """An ASGI application that answers 405 to what a path's own routes do not take, whatever the method."""
+    """An ASGI application that answers 405 to methods that a path does not take."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         self._allowed = ", ".join(allowed)
@@ -102,7 +102,8 @@ class WrongMethod:
 
 
 class Routes:
-    """What the routes do; the docstrings stand in the host's /docs, the answers' fields in .readme/api.md."""
+    """The handlers of the routes. The WebUI's /docs shows their docstrings; .readme/api.md describes the answers'
+    fields."""
 
     def __init__(
         self, runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Callable[[Callable[[], Any]], Any],
@@ -116,12 +117,12 @@ class Routes:
         self._turn = threading.Lock()
 
     def status(
-        self, probe: bool = Query(False, description="Answer 503 while not ready, for probes that read no body."),
+        self, probe: bool = Query(False, description="Answer 503 while not ready: for probes that ignore the body."),
     ) -> Response:
-        """What the last UNet call was, by which route it went and why, and whether what is to be ready is so.
+        """The last UNet call, its route and the reason for it, and whether everything that should be ready is ready.
 
-        `ready` is for load balancers: false until the checkpoint is loaded that the WebUI loads by itself, and while
-        sizes that the settings or users ask for are queued or made ready. A size that fails does not hold it up.
+        `ready` is for load balancers. It is false until the checkpoint that the WebUI loads by itself is loaded, and
+        while sizes of the settings or of users are queued or pre-warmed. A size that fails does not delay it.
         """
         part: Any = partial(self._runtime.guard.attempt, "the status")
         waits_for = part(self._warmup.why_not_ready, NOT_KNOWN)
@@ -135,18 +136,19 @@ class Routes:
         self, model: str | None = Query(None, min_length=1, max_length=bodies.LONGEST_NAME,
                                         description="Only resolutions of this model, as rows name it."),
     ) -> Response:
-        """One row for each resolution of each model, the last used first, with the kinds of UNet calls below it.
+        """One row for each resolution of each model, the most recently used first, with its kinds of UNet calls.
 
-        What waits in the pre-warm queue is "queued" or "warming 33 %", what only earlier processes used "on disk".
+        Sizes in the pre-warm queue are "queued" or "warming 33 %"; those that only earlier processes used are "on
+        disk".
         """
         rows = rows_with_jobs(self._runtime.rows(), self._warmup.jobs(), self._warmup.model)
         chosen = [asdict(row) for row in rows if model in (None, row.model)]
         return json_answer({"rows": chosen, "totals": asdict(self._runtime.totals())})
 
     def prewarm(self, body: bodies.PrewarmBody) -> Response:
-        """Queue sizes; they are made ready one after the other, between images and never during one.
+        """Queue sizes. They are pre-warmed one after the other, between images and never during one.
 
-        Answers at once with the job of every size. A size that runs or waits already keeps its job.
+        Answers at once with a job for each size. A size that runs or waits already keeps its job.
         """
         try:
             sizes = parse_sizes(body.sizes)
@@ -160,24 +162,25 @@ class Routes:
         return json_answer({"jobs": list(map(job_values, jobs))}, 202)
 
     def jobs(self) -> Response:
-        """Images, comparisons and sizes to pre-warm: those that are over, those that run, and those that wait, in
-        their order. An image that is over leaves the list."""
+        """Images, comparisons and sizes to pre-warm: finished, running and waiting ones, in their order. Finished
+        images leave the list."""
         return json_answer({"jobs": list(map(job_values, self._queue.jobs()))})
 
     def clear(self) -> Response:
-        """Take the jobs that are over out of the list; the images of a comparison go with it."""
+        """Remove finished jobs from the list. The images of a comparison are deleted with it."""
         return json_answer({"cleared": self._queue.clear()})
 
     def job(self, id: int = JobId) -> Response:
-        """One job, while it waits or runs and for some time after."""
+        """One job, while it waits or runs and for some time afterwards."""
         return json_answer(job_values(self._job(id)))
 
     def cancel(self, id: int = JobId) -> Response:
-        """Take a job out of the queue, or end it after its UNet call or step in progress; what is made ready stays."""
+        """Remove a job from the queue, or end it after its current UNet call or step. What is ready by then stays
+        ready."""
         job = self._job(id)
         if not self._queue.cancel(id):
             raise HTTPException(409, f"Job {id} is over: {self._job(id).state}.")
-        # Where many jobs are over, a cancelled one is forgotten at once; so is an image.
+        # If many jobs have finished, a cancelled one leaves the list at once; so does an image.
         return json_answer(job_values(next((now for now in self._queue.jobs() if now.id == id), job)))
 
     def _job(self, job_id: int) -> Job:
@@ -187,14 +190,14 @@ class Routes:
         return found
 
     def purge(self, body: bodies.PurgeBody) -> Response:
-        """Forget resolutions: their graphs, verdicts and timings, in memory and on the disk.
+        """Forget resolutions: their graphs, checks and timings, in memory and on the disk.
 
-        Say what: `{"resolutions": ["512x512"]}`, of one model with `"model"`; `{"model": "SD1"}` for all of a model;
-        `{"disk": true}` for everything that is on the disk, while graphs in memory live on; `{"all": true}` for all of
-        it. An empty body is refused. The VAE's decodes belong to no model: they go with their resolution, unless a
-        model is named. Files of a newer version of OneDiff in the same folder stay. Waits for an image in progress,
-        `wait` seconds at most: then the answer is 409 and nothing is purged. The pre-warm queue goes on, so cancel
-        first what should not come back.
+        Give one of `{"resolutions": ["512x512"]}`, with `"model"` for one model only; `{"model": "SD1"}` for all of a
+        model; `{"disk": true}` for everything on the disk, while graphs in memory stay; `{"all": true}` for everything.
+        An empty body is refused. The VAE's decodes belong to no model: they are purged with their resolution, unless a
+        model is named. Files of a newer version of OneDiff in the same folder stay. Waits at most `wait` seconds for an
+        image in progress; after that, the answer is 409 and nothing is purged. The pre-warm queue goes on, so first
+        cancel sizes that should not come back.
         """
         if sum((body.all, body.disk, bool(body.resolutions or body.model))) != 1:
             raise HTTPException(422, WHAT_TO_PURGE)
@@ -215,22 +218,25 @@ class Routes:
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
 
     def pin(self, body: bodies.PinBody) -> Response:
-        """Keep a resolution's graphs when another model needs memory, or no longer; that outlives the process."""
+        """Keep a resolution's graphs when another model needs memory, or no longer keep them. Restarts do not change
+        this."""
         if not self._runtime.pin(body.resolution, body.model, body.pinned):
             raise HTTPException(404, NO_RESOLUTION)
         return json_answer(dict(body))
 
     def release(self, body: bodies.ReleaseBody = Body(bodies.ReleaseBody())) -> Response:  # noqa: B008
-        """Give all GPU memory of graphs and of torch's caches back; what was ready is captured again when used.
+        """Free all GPU memory of graphs and of torch's caches. Sizes that were ready are captured again when they are
+        used.
 
-        Waits for an image in progress, `wait` seconds at most: then the answer is 409 and nothing is released.
+        Waits at most `wait` seconds for an image in progress; after that, the answer is 409 and nothing is released.
         """
         return json_answer({"vram": self._between_images(self._runtime.release_memory, body.wait)})
 
     def _between_images(self, work: Callable[[], Result], seconds: float) -> Result:
-        """What work() returns or raises; it begins within so many seconds, or not at all. Raises HTTPException 409.
+        """Run work() between images, and return its result or raise its exception. It begins within so many seconds, or
+        not at all: then HTTPException 409 is raised.
 
-        The WebUI's own queue knows no end of waiting, so a thread waits there, one at a time.
+        The WebUI's own lock has no timeout, so a thread waits for it, one at a time.
         """
         deadline = time.monotonic() + seconds
         busy = HTTPException(
@@ -242,7 +248,7 @@ class Routes:
         turn: Future[Future[Any]] = Future()
 
         def wait() -> None:
-            # The work is not done once nobody waits for it any more.
+            # If the request has given up by then, the work is not done.
             made = outcome_of(lambda: self._exclusively(lambda: turn.set_running_or_notify_cancel() and work()))
             self._turn.release()
             if not turn.cancelled():
@@ -258,7 +264,7 @@ class Routes:
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """A job as plain values; a size has a few more."""
+    """A job as plain values; a size to pre-warm has a few more."""
     values = {name: getattr(job, name) for name in FIELDS_OF_A_JOB}
     if isinstance(job, SizeJob):
         values.update(asdict(job.size), size=str(job.size), tokens=job.tokens, made=job.made)
