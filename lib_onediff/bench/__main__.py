@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     everyone = [*HOSTS, *next(option.metadata["choices"] for option in fields(Settings) if option.name == "backend")]
     parser = argparse.ArgumentParser(
-        prog="python -m lib_onediff.bench", description="Measure OneDiff beside the host.", epilog=EPILOG,
+        prog="python -m lib_onediff.bench", description="Measure OneDiff and the host side by side.", epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("command", choices=COMMANDS, metavar="|".join(COMMANDS))
@@ -106,7 +106,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         options.set = [options_of(words) for words in options.set]
         options.size = [parse_size(text) for text in options.size]
         if any(size.batch > 1 for size in options.size):
-            raise ValueError("--size takes pixels alone, such as 768x512; use --batch for several images at once")
+            raise ValueError("--size takes only pixels, such as 768x512; use --batch for several images at once")
     except ValueError as problem:
         parser.error(str(problem))
     return options

@@ -2,8 +2,8 @@
 
 Loading takes some 50 ms for each kernel that the driver has never compiled for this GPU, so it is done before the
 network's first call. Kernels are compiled for block sizes, not for sizes of images or layers: inputs may be small, and
-one layer stands for all layers whose block size is the same. The same launches tell .ci/build_kernels.py which variants
-of the kernels to compile ahead.
+one layer represents all layers whose block size is the same. .ci/build_kernels.py uses the same launches to find the
+variants to compile for the archive.
 """
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient", MATH: "m
 HAS_CUDNN = hasattr(torch, FUSED[CUDNN]) and "attn_bias" in str(getattr(torch.ops.aten, FUSED[CUDNN]).default._schema)
 # Whether torch has a GEMM of float16 or bfloat16 with a float32 output: torch 2.8 and newer, on NVIDIA GPUs.
 GEMM_WIDENS = "dtype_out" in torch.ops.aten.baddbmm.overloads() and torch.version.hip is None
-# Heads wider than this are supported by EFFICIENT alone. torch's MATH would store all scores: 4 GiB at 1024x1024
-# pixels.
+# Of torch's kernels, only EFFICIENT supports wider heads than this. torch's MATH would store all scores: 4 GiB at
+# 1024x1024 pixels.
 WIDEST_HEAD = 256
 # Fewer keys than this count as this many in class_of.
 FEW_KEYS = 256

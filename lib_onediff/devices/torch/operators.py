@@ -41,7 +41,7 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def linear(x: Tensor, layer: LayerWeights) -> Tensor:
-    """See core.operators. A layer whose weight exists in eight bits alone has its weight on torch's meta device."""
+    """See core.operators. If a weight exists in eight bits only, layer.weight is a tensor on torch's meta device."""
     layer = layer._replace(weight=layer.weight.flatten(1))
     if layer.weight.is_meta and is_decoded(layer):
         layer = layer._replace(weight=decoded(layer.low_bit[0], x.dtype), low_bit=())

@@ -137,7 +137,7 @@ def float_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def has_int_mm(device: torch.device) -> bool:
-    """Whether torch._int_mm works on a device. torch 2.1 has it for NVIDIA GPUs alone."""
+    """Whether torch._int_mm works on a device. torch 2.1 has it for NVIDIA GPUs only."""
     probe = torch.ones((PROBE, PROBE), dtype=torch.int8, device=device)
     try:
         sums = torch._int_mm(probe, probe.t())

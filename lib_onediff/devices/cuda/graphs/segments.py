@@ -255,8 +255,8 @@ class RecordedPoints(EveryPoint):
             if point in NOTED:
                 self.segments.append(noting(point, arguments))
             returned = getattr(patches, point)(*arguments)
-            says = isinstance(returned, bool)
-            self.points.append(PassedPoint(point, says, returned if says else None))
+            is_bool = isinstance(returned, bool)
+            self.points.append(PassedPoint(point, is_bool, returned if is_bool else None))
             return returned
         self.segments.append(replaying(recording.end()))
         views = tuple(recording.view(one) if isinstance(one, Tensor) else one for one in arguments)

@@ -1,4 +1,4 @@
-"""Finds compiled kernels in kernels.zip, the archive beside this file, which .ci/kernels writes.
+"""Finds compiled kernels in the archive kernels.zip, which .ci/kernels writes to the folder of this file.
 
 The archive contains PTX, the assembly language that NVIDIA's driver translates for the card and for any newer one. The
 driver caches its translations on the disk. A kernel has one variant for each set of dtypes, block sizes and warps, and
@@ -185,8 +185,8 @@ def opened() -> Iterator[zipfile.ZipFile]:
 
 
 def check_sources() -> None:
-    """Raise Refusal if the archive was compiled from other sources than those beside it: its kernels might take other
-    arguments."""
+    """Raise Refusal if the archive was not compiled from the present sources: its kernels might take other arguments.
+    """
     if manifest().digest != digest_of_sources():
         raise Refusal("OneDiff's file of kernels belongs to another version of OneDiff: install OneDiff again")
 

@@ -22,12 +22,12 @@ def updated(residual: Residual) -> Residual:
     tokens = residual.tokens.contiguous()
     factor = residual.update_scales
     if residual.norm is not None:
-        alone = Residual(tokens, None, None, update.contiguous(), *residual[4:])
+        unbiased = Residual(tokens, None, None, update.contiguous(), *residual[4:])
         dtype = update.dtype if residual.gate is None else residual.gate.dtype
-        if rounding.has_norm_kernel(alone, None, None, None, dtype):
-            rounding.add_update(alone, dtype)
+        if rounding.has_norm_kernel(unbiased, None, None, None, dtype):
+            rounding.add_update(unbiased, dtype)
         else:
-            tokens.copy_(torch_ops.materialize(alone))
+            tokens.copy_(torch_ops.materialize(unbiased))
         return without_update(residual, tokens)
     if residual.gate is not None:
         if factor is not None:

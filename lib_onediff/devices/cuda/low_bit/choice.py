@@ -251,8 +251,8 @@ class LowBit:
         forward = product_forward(product, dtype, device, kind)
 
         def plainly(one: Product, *given: Any) -> Kind | None:
-            # In a feed-forward, the first product is in eight bits in both measurements, so that they compare the
-            # second one alone.
+            # In a feed-forward, the first product is in eight bits in both measurements, so that they differ only in
+            # the second one.
             return kind if product.source == GATED and one.source == NORMED else None
 
         plain, rounded = (

@@ -1,7 +1,8 @@
 """Short forwards around one matrix product, which are timed with the product in 16 and in eight bits.
 
-A product alone would be timed wrongly: in eight bits, the operator before it writes its input in eight bits, and the
-norm after it applies scales. So each forward has the operators before and after the product that depend on its format:
+The format of a product also changes the time of its neighbours: the operator before it quantizes its input, and the
+norm after it applies scales. So each forward includes the operators before and after the product that depend on its
+format:
 
 - a product after a norm: the norm and the product;
 - a convolution: its group norm and the convolution;
