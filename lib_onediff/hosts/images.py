@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from ..core.jobs import IMAGE, MOST_OF_A_JOB, QUEUED, RUNNING, Job
-from ..runtime.call_stats import Generation, Generations
+from ..runtime.generations import Generation, Generations
 
 SOURCE = "WebUI"
 # The most waiting images that are listed.

@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
-from ..core.image import UNTOLD, ImageRecord
+from ..core.image import GRAPH, HOST, ROUTES, UNTOLD, ImageRecord
 from ..core.policy import StepPolicy
 from ..core.version import __version__
 from ..store.history import chosen_folder
 from ..weights.low_bit import LowBitWeights
-from .call_stats import GRAPH, HOST, ROUTES, CallStats
+from .call_stats import CallStats
 from .graphs.accounting import MemorySnapshot
 from .rows import LowBitErrors, ResolutionRow, Totals, rows_of
 from .services import Services

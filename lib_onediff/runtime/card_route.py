@@ -24,6 +24,7 @@ from ..core.attempt import Attempt, Outcome, attempted
 from ..core.call import Call
 from ..core.device import Candidates, Device, KernelUse
 from ..core.guard import first_line
+from ..core.image import GRAPH, PLAIN
 from ..core.key import LOSSLESS, Lossy, ShapeKey
 from ..core.operators import Operators
 from ..core.policy import Answer, Host, Served
@@ -32,7 +33,6 @@ from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Entry, State, Stopwatch
 from .backend_choice import BackendChoice, Candidate, LowBitRoute, first_to_serve
-from .call_stats import GRAPH, PLAIN
 from .function_calls import FunctionCalls
 from .network import Network
 from .patched_route import WITHIN_FUNCTION, PatchedRoute

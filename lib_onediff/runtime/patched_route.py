@@ -11,11 +11,11 @@ from torch import Tensor
 from ..core.attempt import HostError
 from ..core.call import Call
 from ..core.guard import first_line
+from ..core.image import GRAPH, PLAIN
 from ..core.points import DoesNotFit, PassedPoint, ResumedPoints
 from ..core.policy import Served
 from ..core.refusal import Refusal
 from ..core.table import Entry, State
-from .call_stats import GRAPH, PLAIN
 from .function_calls import FunctionCalls
 from .network import Network
 from .rounding import no_question

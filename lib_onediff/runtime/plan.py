@@ -12,12 +12,12 @@ from ..core.call import Call
 from ..core.device import Runner
 from ..core.epoch import Epoch
 from ..core.fields import signature_function
+from ..core.image import GRAPH
 from ..core.policy import Served
 from ..core.precision import autocast_dtype, flags_for, is_autocast_on
 from ..core.settings import Settings
 from ..core.table import Entry, State
 from ..weights.module_tree import Part
-from .call_stats import GRAPH
 from .network import Network
 from .services import Services
 

@@ -15,6 +15,7 @@ from ..core.call import Call
 from ..core.device import Device
 from ..core.family import Family
 from ..core.guard import first_line
+from ..core.image import UNET
 from ..core.policy import Answer, Compute, Guidance, Host, Served, StepPolicy
 from ..core.refusal import Refusal
 from ..core.sampling import UNANNOUNCED, WARM_UP_TIMES, Sampling
@@ -25,7 +26,6 @@ from ..steps.registry import step_policies
 from ..store.history import History
 from ..weights.scan import HostTraits
 from .cache import Cache
-from .call_stats import UNET
 from .card_route import CardRoute, OneCard
 from .network import Network
 from .plan import replayed

@@ -20,6 +20,7 @@ from ..core.attempt import Outcome, as_host, attempted
 from ..core.call import Call, why_rows_stay_together
 from ..core.device_memory import Card
 from ..core.fields import mapped
+from ..core.image import GRAPH, PLAIN
 from ..core.inputs import take_rows
 from ..core.policy import Answer, Host, Served
 from ..core.refusal import Refusal
@@ -27,7 +28,6 @@ from ..core.settings import Settings
 from ..core.units import GIBIBYTE
 from ..core.weak_dictionary import WeakDictionary
 from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
-from .call_stats import GRAPH, PLAIN
 from .card_route import CardRoute
 from .network import Network
 from .plan import replayed

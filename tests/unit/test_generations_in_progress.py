@@ -4,7 +4,7 @@ from __future__ import annotations
 from copy import copy
 
 from lib_onediff.core.settings import Settings
-from lib_onediff.runtime.call_stats import Generations
+from lib_onediff.runtime.generations import Generations
 
 ON = Settings()
 OFF = Settings(enabled=False)

@@ -9,7 +9,7 @@ import pytest
 
 from lib_onediff.core.settings import Settings
 from lib_onediff.hosts.images import HostImages, step_of_host
-from lib_onediff.runtime.call_stats import Generations
+from lib_onediff.runtime.generations import Generations
 
 
 def interrupt() -> None:

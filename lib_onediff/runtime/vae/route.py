@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...core.attempt import Attempt, HostFunction, Outcome, attempted
 from ...core.card import on_card
+from ...core.image import HOST, VAE
 from ...core.precision import autocast_dtype
 from ...core.refusal import Refusal
 from ...core.settings import Settings
@@ -23,7 +24,7 @@ from ...core.weak_dictionary import WeakDictionary
 from ...weights.binding import Binding
 from ...weights.bound import BoundUNet
 from ...weights.scan import HostTraits, refuse_global_hooks
-from ..call_stats import HOST, SECONDS_UNTIL_TOLD_AGAIN, VAE
+from ..call_stats import SECONDS_UNTIL_TOLD_AGAIN
 from ..services import SWITCHED_OFF, TRAINING, Services
 from .decode import Decode, Decoded, HostDecode, is_finite, short_name
 from .wider_type import NOT_FINITE, NoTypeHelps, WiderType

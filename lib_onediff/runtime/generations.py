@@ -1,0 +1,119 @@
+"""The generations in progress, with their settings and the logs of their images.
+
+Calls belong to the innermost generation, also those of images that an extension makes inside of it (a face's
+inpainting). Calls of a warm-up belong to none.
+"""
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from ..core.image import OPEN, ImageLog
+from ..core.settings import Settings
+
+# The attribute of the host's processing object with its Generation. A copy of the object has the same one.
+GENERATION = "onediff_generation"
+
+
+class Generation:
+    """A generation in progress: its settings, and the log of its images.
+
+    owner: the id of the host's processing object, not of its copies.
+    why_off: why its settings switch OneDiff off, for users.
+    resolution: of the sampling in progress, in pixels ("512x768"); None if the host has not announced it.
+    """
+
+    def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
+        self.owner = owner
+        self.settings = settings
+        self.why_off = why_off
+        self.log = ImageLog(OPEN)
+        self.resolution: str | None = None
+
+    def note_batch(self, p: Any, is_cut_short: bool) -> None:
+        """Note that a batch of images begins. p: the host's processing object, or a copy; images of a copy are not
+        counted. is_cut_short: the user has interrupted it."""
+        if self.owner == id(p):
+            self.log.images += getattr(p, "batch_size", 1)
+        self.log.is_interrupted |= is_cut_short
+
+
+class ThisThread(threading.local):
+    """State of one thread.
+
+    is_warm_up: whether its calls are a warm-up: they make shapes ready, belong to no image, and may wait for
+    compilations and measurements.
+    """
+
+    is_warm_up = False
+
+
+class Generations:
+    """The generations in progress.
+
+    running: weak references to them, the innermost last. A generation that has failed ends when the host drops its
+        object.
+    this_thread: state of the thread that reads it.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[weakref.ref[Generation]] = []
+        self.this_thread = ThisThread()
+
+    @property
+    def run_settings(self) -> tuple[Settings, str] | None:
+        """The settings of the generation in progress, and why they switch OneDiff off; None outside of generations and
+        in a warm-up."""
+        if not self.running or self.this_thread.is_warm_up:
+            return None
+        generation = self.innermost
+        return None if generation is None else (generation.settings, generation.why_off)
+
+    @contextlib.contextmanager
+    def warming_up(self, is_warm_up: bool = True) -> Iterator[None]:
+        """A context in which this thread's calls are a warm-up. is_warm_up: False inside of a warm-up makes them calls
+        of an image again."""
+        before = self.this_thread.is_warm_up
+        self.this_thread.is_warm_up = is_warm_up
+        try:
+            yield
+        finally:
+            self.this_thread.is_warm_up = before
+
+    def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
+        """Begin the generation of p, the host's processing object, as the innermost one, and return it.
+
+        A copy of the p of a generation in progress joins that generation. If the same p begins again, its earlier run
+        has failed, and the log starts anew. why_off: why the settings switch OneDiff off, for users.
+        """
+        known: Generation | None = p.__dict__.get(GENERATION)
+        if known is not None and known in self.alive():
+            known.settings = settings
+            known.why_off = why_off
+            if known.owner == id(p):
+                known.log = ImageLog(OPEN)
+            return known
+        generation = Generation(id(p), settings, why_off)
+        p.__dict__[GENERATION] = generation
+        self.running = [*map(weakref.ref, self.alive()), weakref.ref(generation)]
+        return generation
+
+    def end(self, p: Any) -> Generation | None:
+        """End the generation of p, and return it. Does nothing and returns None for a copy of p, or an unknown p."""
+        known: Generation | None = p.__dict__.pop(GENERATION, None)
+        if known is None or known.owner != id(p):
+            return None
+        self.running = [weakref.ref(each) for each in self.alive() if each is not known]
+        return known
+
+    @property
+    def innermost(self) -> Generation | None:
+        """The generation that calls belong to; None if none is in progress."""
+        return next(reversed(self.alive()), None)
+
+    def alive(self) -> list[Generation]:
+        """The generations in progress whose objects the host still has, the innermost last."""
+        return [generation for one in self.running if (generation := one()) is not None]
