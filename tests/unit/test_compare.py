@@ -1,4 +1,4 @@
-"""Comparing two settings: what is asked for, making it, showing it."""
+"""The Compare page without a WebUI: reading the txt2img tab, making the images, and showing them."""
 from __future__ import annotations
 
 import html
@@ -55,7 +55,7 @@ NOTHING_TO_SAY = ("", "", "")
 
 
 def fields(**values: Any) -> str:
-    """What the page sends of the txt2img tab."""
+    """The txt2img tab's fields as the page sends them, in JSON. values: fields that differ from an image of a fox."""
     asked = {
         "prompt": "a fox", "neg_prompt": "", "width": "160", "height": "128", "steps": "20", "cfg_scale": "7",
         "sampling": "Euler a", "seed": "7",
@@ -64,7 +64,8 @@ def fields(**values: Any) -> str:
 
 
 class Painter:
-    """Stands where TextToImage does, without a WebUI: with OneDiff, an image keeps so much of its colour."""
+    """A TextToImage that paints its images without a WebUI. kept: the share of its colour that an image keeps with
+    OneDiff."""
 
     def __init__(self, kept: float = 1.0) -> None:
         self.kept = kept
@@ -97,7 +98,7 @@ def a_pair(seconds: tuple[float, float]) -> Pair:
     return Pair(FIRST["seed"], (left, right), compare(left.image, right.image))
 
 
-# --- what is asked for --------------------------------------------------------------------------------------------
+# --- reading the txt2img tab ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name, value, part", [
@@ -112,7 +113,7 @@ def test_wrong_fields_get_a_sentence(name: str, value: Any, part: str) -> None:
         request_of("[1]")
 
 
-def test_what_the_txt2img_tab_asks_for_is_made() -> None:
+def test_the_fields_of_the_txt2img_tab_become_a_request() -> None:
     assert request_of(fields(scheduler="Karras")) == {
         **FIRST, "prompt": "a fox", "negative_prompt": "", "scheduler": "Karras",
     }
@@ -124,7 +125,7 @@ def test_what_the_txt2img_tab_asks_for_is_made() -> None:
 
 
 def over(queue: JobQueue) -> Comparison:
-    """The newest comparison, when nothing runs or waits any more."""
+    """The newest comparison, once no job runs or waits."""
     until(lambda: not any(job.pending for job in queue.jobs()), queue.jobs, SECONDS, 0.01)
     job = queue.jobs()[-1]
     assert isinstance(job, Comparison)
@@ -137,7 +138,7 @@ def run(painter: Painter, images: int, request: Request = FIRST) -> Comparison:
     return over(queue)
 
 
-def test_images_are_made_in_turn_and_compared() -> None:
+def test_the_sides_alternate_in_who_begins_and_each_pair_is_compared() -> None:
     painter = Painter(0.5)
     job = run(painter, 2)
     assert (job.state, job.share, job.done, job.total) == ("done", 1.0, 120, 120) and job.made == job.wanted == 6
@@ -149,8 +150,8 @@ def test_images_are_made_in_turn_and_compared() -> None:
 
 
 @pytest.mark.parametrize(("first_uses", "warm_ups"), [((1, 0), 2), ((0,), 1), ((5,) * 9, MOST_WARM_UPS)], ids=str)
-def test_a_side_is_warmed_up_until_nothing_of_its_image_is_new(first_uses: tuple[int, ...], warm_ups: int) -> None:
-    """Each time by the whole image: DeepCache is inactive in a short one."""
+def test_a_side_is_warmed_up_until_its_image_has_no_first_uses(first_uses: tuple[int, ...], warm_ups: int) -> None:
+    """Each time with all steps, because DeepCache is inactive in a short sampling."""
     painter = Painter()
     counts = list(first_uses)
     make = Painter.make
@@ -167,24 +168,24 @@ def test_a_side_is_warmed_up_until_nothing_of_its_image_is_new(first_uses: tuple
     assert job.made == job.wanted == 3 + warm_ups and len(job.pairs) == 1
 
 
-def test_failure_is_a_sentence() -> None:
+def test_a_comparison_that_fails_has_the_first_line_of_the_error_as_reason() -> None:
     logging.getLogger("onediff").propagate = False
     job = run(Painter(), 1, {**FIRST, "prompt": "fail"})
     assert (job.state, job.reason, job.pairs) == ("failed", "no memory", [])
 
 
-# --- showing them -------------------------------------------------------------------------------------
+# --- showing them ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("seconds", "says"), [
     ([(7.95, 1.0)], ""), ([(2, 1), (2.2, 1), (2.4, 1)], "2.2x faster"), ([(1, 2), (1, 2), (1, 2)], "2.0x slower"),
     ([(5.6, 1), (0.84, 1), (1.2, 1)], "no measurable difference"),
 ])
-def test_how_times_compare(seconds: list[tuple[float, float]], says: str) -> None:
+def test_the_speed_of_the_right_side_in_words(seconds: list[tuple[float, float]], says: str) -> None:
     assert speed_of_right([a_pair(each) for each in seconds]) == says
 
 
-def test_the_difference_shows_where() -> None:
+def test_the_difference_map_is_amplified_where_pixels_differ() -> None:
     grey = Image.new("RGB", (24, 16), (128, 128, 128))
     changed = grey.copy()
     changed.putpixel((6, 4), (131, 131, 131))
@@ -203,12 +204,12 @@ def a_panel(painter: Painter, **values: Any) -> ComparePanel:
 
 
 def shown_seeds(numbers: str) -> list[dict[str, Any]]:
-    """What the page's viewer gets to show, by seed."""
+    """The seeds in the data for the viewer. numbers: the page's markup."""
     (told,) = re.findall('data-onediff-compared="([^"]*)"', numbers)
     return json.loads(html.unescape(told))["seeds"]
 
 
-def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scikit_image_the_job_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     logging.getLogger("onediff").propagate = False
     monkeypatch.setitem(sys.modules, "skimage", None)
     panel = a_panel(Painter())
@@ -217,8 +218,8 @@ def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch
     assert "pip install scikit-image" in panel.look("{}", "")[0]
 
 
-def test_one_runs_the_next_waits_and_each_is_cancelled_by_itself() -> None:
-    """A second click on the same is said to be one, and what was made stays to be seen, from any page."""
+def test_one_runs_the_next_waits_and_each_is_cancelled_separately() -> None:
+    """A second click on the same comparison gets a message, and a finished comparison is shown on every page."""
     turn = threading.Lock()
 
     def in_turn(work: Callable[[], Any]) -> Any:
@@ -243,7 +244,7 @@ def test_one_runs_the_next_waits_and_each_is_cancelled_by_itself() -> None:
     assert panel.look('{"clear": true}', seen)[0] == "" and panel.queue.jobs() == []
 
 
-def test_the_first_image_is_seen_before_the_second_is_made() -> None:
+def test_the_first_image_is_shown_before_the_second_is_made() -> None:
     painter = Painter()
     make = Painter.make
     go = threading.Event()
@@ -274,7 +275,7 @@ def test_the_first_image_is_seen_before_the_second_is_made() -> None:
     (OFF, "low_bit fp8", "Left: 'low_bit fp8' has no effect where OneDiff is off"), (CURRENT, "nonsense 5", "nonsense"),
     ("Turbo", "", "no preset 'Turbo'"),
 ])
-def test_what_a_side_cannot_be_is_said_of_that_side(choice: str, changes: str, says: str) -> None:
+def test_a_wrong_choice_gets_a_message_below_its_side(choice: str, changes: str, says: str) -> None:
     panel = a_panel(Painter())
     left, right, both = panel.begin(choice, changes, CURRENT, "turbo 3", 1, fields())
     assert says in html.unescape(left) and "Right: OneDiff has no option 'turbo'" in html.unescape(right)
@@ -285,7 +286,7 @@ def test_what_a_side_cannot_be_is_said_of_that_side(choice: str, changes: str, s
     (OFF, CURRENT, {"enabled": False}, "Both sides are made without OneDiff."),
     ("Fast", CURRENT, {"preset": "Fast"}, "Both sides have the same settings."),
 ])
-def test_two_sides_of_the_same_settings_are_compared_and_said_to_be(
+def test_two_sides_with_the_same_settings_are_compared_with_a_message(
     left: str, right: str, held: dict[str, Any], says: str
 ) -> None:
     panel = a_panel(Painter())

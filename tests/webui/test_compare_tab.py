@@ -146,7 +146,7 @@ def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: We
     assert webui.get("/onediff/v1/jobs") == {"jobs": []} and webui.calls() == calls and compare.rows()
 
 
-def test_what_cannot_be_compared_is_said_and_current_settings_are_the_accordions(compare: Compare) -> None:
+def test_wrong_sides_get_a_message_and_current_settings_are_the_accordions(compare: Compare) -> None:
     page = compare.page
     compare.start(left_changes="low_bit fp8")
     compare.told("Left: 'low_bit fp8' has no effect where OneDiff is off", "compare_left_told")
