@@ -294,7 +294,7 @@ class BoundUNet:
         if moved is not None:
             self.baseline.advance(addresses=int(moved), values=1)
         self.refreshed = self.epoch
-        self.baseline.begin_applied = self._begin_applied if self.on_the_fly.is_asked else None
+        self.baseline.begin_applied = self._begin_applied if self.on_the_fly.may_apply else None
         if self.on_the_fly.copies:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)
 

@@ -1,7 +1,7 @@
-"""What a host applies to a network's weights at each use (casts and functions), brought up to date before every call.
+"""Casts and functions, such as LoRAs, that a host applies to a network's weights at each use.
 
-OnTheFly finds out whether it is still the same. AppliedFunctions holds the tensors made of it, in memory that stays
-where it is. operands.py puts them in the place of the stored parameters.
+AppliedFunctions makes tensors from them, at addresses that stay the same; operands.py replaces the stored parameters by
+these. OnTheFly finds out whether the host still applies the same, and makes the tensors anew if not.
 """
 from __future__ import annotations
 
@@ -25,21 +25,23 @@ NOTHING = WeightFunctions()
 
 
 class OnTheFly:
-    """What a host applies to the weights of one network at each use, and the tensors made of that.
+    """The functions and casts that a host applies to the weights of one network at each use, and the tensors made from
+    them.
 
-    reader, casts: see HostTraits.functions and HostTraits.casts.
-    is_asked: False while nothing can be applied, so that is_unchanged need not be called.
-    applied: the tensors made of the host's functions, and of small parameters that it casts. None if the host computes
-        with the parameters as they are.
+    may_apply: whether the host applies some, or can begin to without a change of the module tree. If not, is_unchanged
+        need not be called.
+    applied: the tensors made from the host's functions, and from small parameters that it casts. None if the host
+        computes with the parameters as they are.
     """
 
     def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
+        """reader, casts: see HostTraits.functions and HostTraits.casts."""
         self._reader = reader
         self._casts = casts
-        self.is_asked = reader is not None
+        self.may_apply = reader is not None
         self.applied: AppliedFunctions | None = None
         self._is_needed = False
-        # Of the parts that applied was made of: see Parts.mark and Parts.facts, weak references to their objects, and
+        # Parts.mark() and Parts.facts of the parts that applied was made from, weak references to their objects, and
         # the numbers in their tensors.
         self._mark: list[object] = []
         self._facts: list[object] = []
@@ -47,26 +49,29 @@ class OnTheFly:
         self._contents: Contents | None = None
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
-        """The type to which the host casts the parameters for inputs of this type, or None."""
+        """The dtype to which the host casts the parameters for inputs of this dtype; None if it uses them as they are
+        stored."""
         is_as_stored = binding.layers.dtype == dtype and not binding.layers.formats
         if self._casts is None or dtype not in BOUND_DTYPES or is_as_stored:
             return None
         return self._casts.to(binding.layers.casting(), dtype)
 
     def has_wide_norms(self, binding: Binding) -> bool:
-        """Whether the host computes norms in float32 though it computes with float16: it leaves them as they are, and
-        torch.autocast has them wide."""
+        """Whether the host computes norms in float32 when it computes the rest in float16: it does not cast their
+        parameters, and torch.autocast computes norms in float32."""
         return binding.cast_to is not None and self._casts is not None and not self._casts.norms
 
     def refresh(
         self, binding: Binding, are_unedited: bool, room: Callable[[], int] | None,
         contents_reader: ContentsReader | None,
     ) -> bool | None:
-        """Make applied what the host would apply now. are_unedited: the parameters are known to be unchanged since
-        the last refresh. room: returns how many bytes copies of weights may take; None: any number.
+        """Make `applied` from the functions and casts that the host applies now.
 
-        Returns whether the weights that the host computes with lie elsewhere than at the last refresh, or are others;
-        None if nothing changed. Raises Refusal if the copies do not fit, or if a LoRA has no numbers.
+        are_unedited: whether the parameters are known to be unchanged since the last refresh. room: returns how many
+        bytes copies of weights may take; None: any number.
+
+        Returns None if nothing has changed since the last refresh, and otherwise whether some tensor has another
+        address. Raises Refusal if the copies do not fit, or if a LoRA is on the meta device.
         """
         reader = self._reader
         if reader is None and self._casts is None:
@@ -75,7 +80,7 @@ class OnTheFly:
         layers = binding.layers.called()
         parts = Parts() if reader is None else reader.parts(layers)
         self._is_needed = bool(parts.indices) or binding.cast_to is not None
-        self.is_asked = self._is_needed or (reader is not None and reader.could_apply(layers))
+        self.may_apply = self._is_needed or (reader is not None and reader.could_apply(layers))
         if not self._is_needed:
             return self.drop() or None
         if are_unedited and self._was_made_of(parts, binding):
@@ -98,8 +103,8 @@ class OnTheFly:
         return moved
 
     def is_unchanged(self, binding: Binding) -> bool:
-        """Whether the host applies now what it applied at the last refresh. Of the numbers in its tensors,
-        begin_contents tells."""
+        """Whether the host applies the same as at the last refresh, except for the numbers in its tensors, which
+        begin_contents compares."""
         try:
             parts = Parts() if self._reader is None else self._reader.parts(binding.layers.called())
         except Refusal:
@@ -109,19 +114,20 @@ class OnTheFly:
         return self._was_made_of(parts, binding)
 
     def _was_made_of(self, parts: Parts, binding: Binding) -> bool:
+        """Whether `applied` was made from equal parts, and is valid for the binding's dtype."""
         if self.applied is None or not self.applied.lasting or self.applied.dtype != binding.dtype:
             return False
         return all(reference() is not None for reference in self._references) and parts.mark() == self._mark
 
     def begin_contents(self) -> Callable[[], bool]:
-        """Start reading the numbers in the tensors that the host's functions hold. The function that is returned waits
-        for the read, and returns whether they are what they were at the last refresh. It reports a change once; then
-        the next refresh makes applied anew."""
+        """Start to compare the numbers in the tensors of the host's functions with those of the last refresh. The
+        returned function waits for the comparison, and returns whether they are equal. A difference is reported once,
+        and makes the next refresh renew `applied`."""
         changed = None if self._contents is None else self._contents.begin()
 
         def have_same_contents() -> bool:
             if changed is not None and changed():
-                # An empty mark is no part's.
+                # No parts have an empty mark, so the next refresh renews `applied`.
                 self._mark = []
                 return False
             return True
@@ -129,13 +135,13 @@ class OnTheFly:
         return have_same_contents
 
     def identity(self) -> str:
-        """A digest of what is applied, the numbers in its tensors included; "" where nothing is."""
+        """A digest of the functions that are applied, with the numbers in their tensors; "" if there are none."""
         if self._contents is None or self.applied is None:
             return ""
         return digest_of_values(repr(self._facts), [self._contents.known])
 
     def drop(self) -> bool:
-        """Give all memory back; the next refresh makes it anew. Returns whether there was any."""
+        """Free `applied`, which the next refresh makes again. Returns whether there was one."""
         had_any = self.applied is not None
         self.applied = None
         self._contents = None
@@ -143,12 +149,12 @@ class OnTheFly:
 
     @property
     def copies(self) -> bool:
-        """Whether applied has copies of the host's own parameters: an edit of those must be copied again."""
+        """Whether `applied` has copies of the host's parameters, which are stale after an edit of those."""
         return self.applied is not None and bool(self.applied.weights or self.applied.biases)
 
     @property
     def has_narrow_loras(self) -> bool:
-        """Whether LoRAs are computed in a type that rounds more than the network's."""
+        """Whether some LoRAs are computed in a dtype with fewer digits than the network's."""
         return self.applied is not None and any(one.scales for one in self.applied.low_rank.values())
 
     @property
@@ -156,15 +162,14 @@ class OnTheFly:
         return self.applied is not None and any(tensor.dim() > 1 for tensor in self.applied.weights.values())
 
     def applied_now(self) -> AppliedFunctions | None:
-        """What was made of the host's functions and casts; None where it applies nothing. Raises Refusal between drop
-        and refresh."""
+        """`applied`. Raises Refusal between drop and refresh, when it is needed and was freed."""
         if self.applied is None and self._is_needed:
             raise Refusal("the changes of weights that are applied at each call were freed with the graphs' memory")
         return self.applied
 
     def marks(self, binding: Binding) -> tuple[str, ...]:
-        """How the host computes with its weights where it does not take them as they are, in words for a shape's
-        key."""
+        """The ways in which the host changes its weights before it computes with them, in words for ShapeKey.weights:
+        "LoRA on the fly"."""
         if self.applied is None:
             return tuple(f"{name} weights" for name in binding.layers.format_names())
         stored = str(binding.layers.dtype).removeprefix("torch.")
@@ -179,25 +184,26 @@ class OnTheFly:
 
     @property
     def bytes(self) -> int:
-        """Memory beside the host's own weights."""
+        """The memory of all tensors that were made."""
         return 0 if self.applied is None else self.applied.bytes
 
 
 class AppliedFunctions:
-    """The tensors made of a host's functions for one network. They stay in the same memory as long as the same kinds
-    of functions are on the same layers, because captured graphs read them by address.
+    """The tensors made from a host's functions for one network. They keep their addresses as long as the same kinds of
+    functions are on the same layers, because captured graphs contain the addresses.
 
-    dtype, device: which is computed in, and where. casts_norms: see Casts. before: the tensors of the last refresh,
-    whose memory is written over.
-    low_rank: the LoRAs of each layer by path, and of each fused layer by name. weights, biases: what takes the place of
-    a layer's own, by the same names. lasting: see WeightFunctions.
+    dtype: of the computation.
+    low_rank: the LoRAs of each layer by path, and of each fused layer by name.
+    weights, biases: the changed or cast parameters, which replace the layers' own, by the same names.
+    lasting: whether all functions are; see WeightFunctions.
     """
 
     def __init__(
         self, dtype: torch.dtype, device: torch.device, casts_norms: bool = True,
         before: AppliedFunctions | None = None, as_stored: Collection[str] = (),
     ) -> None:
-        """as_stored: see HostLayers.as_stored."""
+        """device: where the tensors are made. casts_norms: see Casts.norms. before: those of the last refresh, whose
+        memory is written over. as_stored: see HostLayers.as_stored."""
         self.dtype = dtype
         self._device = device
         self._casts_norms = casts_norms
@@ -212,15 +218,15 @@ class AppliedFunctions:
 
     @property
     def bytes(self) -> int:
-        """Memory beside the host's own weights."""
+        """The memory of all tensors that were made."""
         return sum(tensor.nbytes for tensor in list(self._made.values()))
 
     def fit(
         self, functions: Mapping[str, WeightFunctions], weights: Weights, paths: Mapping[str, Sequence[str]],
         room: Callable[[], int] | None, decoded: Callable[[str, torch.dtype], Tensor | None] = lambda path, dtype: None,
     ) -> bool:
-        """Make all tensors. functions: what is applied to layers, by path. weights: the parameters as they are stored,
-        of fused layers too; some may be on another device; see Binding.shapes. paths: see Binding.products. room: see
+        """Make all tensors. functions: the functions on each layer, by path. weights: the stored parameters, some of
+        them on another device, or only their shapes; see Binding.shapes. paths: see Binding.products. room: see
         OnTheFly.refresh. decoded: see Binding.decoded.
 
         Returns whether any tensor has another address than before. Raises Refusal if there is no room.
@@ -238,7 +244,7 @@ class AppliedFunctions:
                 casts_norm = is_norm and self._casts_norms and name not in self._as_stored
                 if any(one.updates for one in group.values()):
                     self._fit_updates(name, group, weights)
-                # Matrices that are only cast are cast where they are asked for.
+                # Matrices that are only cast are cast at each use (operands.Cast).
                 self._fit_parameters("weight", self.weights, name, group, weights, casts_norm)
                 self._fit_parameters("bias", self.biases, name, group, weights, self._casts_norms or not is_norm)
         before = self._before
@@ -268,9 +274,8 @@ class AppliedFunctions:
             )
 
     def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], weights: Weights) -> None:
-        """Make the LoRAs of a group of layers: one matrix of all downs, and for each layer one of all its ups.
-
-        name: the group's, see Binding.groups. group: what is applied to each of its layers, by path.
+        """Make the LoRAs of a group of layers: one matrix with the down matrices of all, and for each layer one with
+        its up matrices. name: of the group; see Binding.products. group: the functions on each of its layers, by path.
         """
         updates = [update for one in group.values() for update in one.updates]
         narrow = [update.down.dtype for update in updates if self._is_narrow(update)]
@@ -300,8 +305,8 @@ class AppliedFunctions:
         self.low_rank[name] = LowRank(down, tuple(ups))
 
     def _place_ups(self, name: str, ups: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The ups of all layers of a group, by path: one below the other in one tensor, where they have equal ranks, so
-        that a kernel reads all of them."""
+        """Copies of the up matrices of all layers of a group, by path. If their ranks are equal, they are views of one
+        tensor, one below the other, which a kernel reads as one."""
         if len({up.shape[1] for up in ups.values()}) > 1:
             return self._place_apart(ups)
         together = torch.cat(list(ups.values())).to(self.dtype)
@@ -309,19 +314,20 @@ class AppliedFunctions:
         return dict(zip(ups, placed.split([len(up) for up in ups.values()]), strict=True))
 
     def _place_apart(self, ups: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The ups of layers, by path, each in a tensor of its own."""
+        """Copies of the up matrices of layers, by path, each a tensor of its own."""
         return {path: self._place("up", path, up).copy_(up) for path, up in ups.items()}
 
     def _is_narrow(self, update: LowRankUpdate) -> bool:
-        """Whether the host computes a LoRA in a type that rounds more than the layer's."""
+        """Whether the host computes a LoRA in a dtype with fewer digits than the layer's."""
         kind = update.down.dtype
         return update.in_own_type and torch.finfo(kind).eps > torch.finfo(self.dtype).eps
 
     def _fit_narrow_updates(
         self, name: str, group: Mapping[str, WeightFunctions], weights: Weights, dtype: torch.dtype
     ) -> None:
-        """Make the LoRAs of a group of layers that the host computes in this narrower type, each up by itself. Raises
-        Refusal if the group has LoRAs of other types too."""
+        """As _fit_updates, for LoRAs that the host computes in this dtype, which has fewer digits than the network's.
+        Up matrices are not joined, because the host rounds each LoRA's result. Raises Refusal if the group has LoRAs of
+        other dtypes too."""
         updates = [update for one in group.values() for update in one.updates]
         if any(update.down.dtype != dtype or update.up.dtype != dtype for update in updates):
             raise Refusal(f"the LoRAs of {name} are stored in several types")
@@ -351,7 +357,11 @@ class AppliedFunctions:
         self, kind: str, found: dict[str, Tensor], name: str, group: Mapping[str, WeightFunctions], weights: Weights,
         is_cast: bool,
     ) -> None:
-        """The weights or the biases (kind) of a group in one tensor, each changed by its function, or cast."""
+        """Make the changed or cast parameters of a group: one tensor for all, and a view of it for each layer.
+
+        kind: "weight" or "bias". found: receives them, by the group's name and the layers' paths. is_cast: whether the
+        host casts them.
+        """
         together: Tensor | None = getattr(weights[name], kind)
         changes = [getattr(one, kind) for one in group.values()]
         if together is None:
@@ -373,8 +383,8 @@ class AppliedFunctions:
             found[path] = piece.copy_(changed)
 
     def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor laid out like another one, at the address that it had at the last refresh if it still fits. Its
-        contents are undefined. dtype: by default, the type that is computed in."""
+        """An uninitialised tensor with the shape and strides of `like`. It has the address of the one made for this
+        kind and name at the last refresh, if that has the same layout. dtype: by default, that of the computation."""
         kept = self._before.get((kind, name))
         dtype = dtype or self.dtype
         layout = like.shape, like.stride(), dtype, self._device
@@ -385,8 +395,8 @@ class AppliedFunctions:
 
 
 def joint_factors(updates: Sequence[LowRankUpdate], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The LoRAs of one layer as one: up (out, ranks) and down (ranks, in, ...), both balanced, in float32. Ranks of a
-    matrix are filled up with zeros to a multiple of RANKS."""
+    """The LoRAs of one layer joined into one: up (out, ranks) and down (ranks, in, ...), in float32, both `balanced`.
+    The ranks of a linear layer are padded with zeros to a multiple of RANKS."""
     pairs = [balanced(update, device) for update in updates]
     up = torch.cat([up for up, _ in pairs], dim=1)
     down = torch.cat([down for _, down in pairs])
@@ -397,8 +407,9 @@ def joint_factors(updates: Sequence[LowRankUpdate], device: torch.device) -> tup
 
 
 def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Up, scaled, and down of a LoRA in float32, with rows of down of a length near 1, so that the product of down does
-    not overflow in float16. The factors are powers of two, which round nothing."""
+    """The up and down matrices of a LoRA in float32, up multiplied by its scale. Rows of down are divided by powers of
+    two, and columns of up multiplied by them, so that the rows have a length near 1 and the product with down does not
+    overflow in float16."""
     up = update.up.to(device, torch.float32)
     down = update.down.to(device, torch.float32)
     length = down.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -1,20 +1,21 @@
-"""Operands: what the kernels of one forward take for each layer, made in one list of steps from stored parameters.
+"""Operands: the weight and bias that the kernels of one forward take for each layer, made from the stored parameters in
+a list of steps.
 
-`steps_of` has the list. Its order, and what each step may rely on:
+`steps_of` returns the list. Its order, and what each step may rely on:
 
 1. The binding gives each layer's parameters as its host stores them: on the device that computes (a network's own, or
    its copy on a second card, see mirror.py) or in main memory. Layers that are fused share one tensor, of which each
    is a view.
-2. `Streamed` brings what lies in main memory to the device. All later steps find tensors there.
-3. `Decoded` makes of values in few bits a weight in the type that is computed in or, where the host multiplies them as
-   they are, an operand in eight bits.
-4. `Changed` puts what the host's functions make of a parameter in its place.
-5. `Cast` gives a weight the type that is computed in.
-6. `WithLoras` adds the LoRAs that are computed beside a layer. The weight has the type of its product by now.
-7. `WithLowBit` adds the copies in eight bits. They were rounded from the operand of step 6, so they take the place of
-   its weight and its LoRAs.
+2. `Streamed` copies parameters in main memory to the device. All later steps get tensors on the device.
+3. `Decoded` decodes a weight in few bits to the dtype of the computation. If the host multiplies its values as they
+   are, the operand is in eight bits instead.
+4. `Changed` replaces parameters that the host's functions change by the changed ones.
+5. `Cast` casts a weight to the dtype of the computation.
+6. `WithLoras` adds the LoRAs that are computed beside a layer's product.
+7. `WithLowBit` adds the copies in eight bits. They were rounded from the operand of step 6, so they replace its weight
+   and its LoRAs.
 
-A weight that a file stores in few bits (weights/stored.py) stands in 1 and 2 as its values, whatever their type.
+In steps 1 and 2, the weight of a layer in few bits (weights/stored.py) is its values as they are stored, of any dtype.
 """
 from __future__ import annotations
 
@@ -36,26 +37,29 @@ from .streaming import Streaming, Units
 class OperandStep(ABC):
     """One step from a stored parameter to an operand, for one forward.
 
-    replaced: the layers whose weight this step makes by itself, whatever the steps before it return. What the
-    constructors of Streamed and Cast take as replaced are those of later steps: layers whose weight they need not copy
-    or cast.
+    replaced: the names of the layers whose weight this step makes without the weight of the steps before it. The
+    constructors of earlier steps (Streamed, Decoded, Cast) take the names that later steps replace, as `replaced`: they
+    need not copy, decode or cast those weights.
     """
 
     replaced: frozenset[str] = frozenset()
 
     @abstractmethod
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
-        """The operand of a layer after this step. before: as the earlier steps leave it."""
+        """The operand of a layer after this step. before: its operand after the earlier steps."""
 
     def bias(self, name: str, before: Tensor | None) -> Tensor | None:
-        """The bias of a layer after this step, where a forward reads it without the weight."""
+        """The bias of a layer after this step, for a forward that reads it without the weight. before: the bias after
+        the earlier steps."""
         return before
 
 
 class Operands(Mapping[str, LayerWeights]):
-    """The operands of one forward, each made when it is read: there is never a second copy of the whole network.
+    """The operands of one forward, by the layer's name. Each is made when it is read, so that there is never a second
+    copy of the whole network.
 
-    stored: the parameters of every layer by path, and of every fused layer by name. steps: in their order.
+    stored: the parameters of every layer by path, and of every fused layer by name; see Binding.weights.
+    steps: the steps in their order.
     """
 
     def __init__(self, stored: Weights, steps: Sequence[OperandStep]) -> None:
@@ -84,10 +88,10 @@ class Operands(Mapping[str, LayerWeights]):
 
 
 class Streamed(OperandStep):
-    """First: copies what lies in main memory to the device that computes, ahead of the layers that read it.
+    """The first step: copies parameters in main memory to the device that computes, before the layers read them.
 
-    It is asked for every layer, also where a later step replaces the weight: the layers read tell it how far the
-    forward is. A member of a fused layer is a view of that layer's copy.
+    operand() must be called for every layer, also for one whose weight a later step replaces: the calls show how far
+    the forward is, and so which copies may be overwritten. A member of a fused layer is a view of that layer's copy.
     """
 
     def __init__(self, streaming: Streaming, stored: Weights, units: Units, replaced: frozenset[str]) -> None:
@@ -113,19 +117,20 @@ class Streamed(OperandStep):
 
 
 class Decoded(OperandStep):
-    """Where the values of weights in few bits are on the device: makes the operand of their layers.
+    """After Streamed: makes the operands of layers whose weights are in few bits.
 
-    Where the host multiplies all members of a layer in one type of eight bits, the operand has the file's own numbers
-    (LayerWeights.low_bit alone), and nothing is rounded again. Otherwise its weight is decoded by the host's own
-    function, anew at each use: there is never a decoded copy of the network.
+    If the host multiplies all members of a layer in one eight-bit type, the operand has the numbers of the file
+    (LayerWeights.low_bit), and nothing is rounded again. Otherwise the host's own function decodes the weight at each
+    use, so that there is never a decoded copy of the network.
     """
 
     def __init__(
         self, binding: Binding, before: Operands, streaming: Streaming | None,
         replaced: frozenset[str], channels_last: bool,
     ) -> None:
-        """before: the operands as the earlier steps leave them. streaming: None where no parameter is in main memory.
-        replaced: the layers whose weight a later step brings. channels_last: how convolutions' weights lie."""
+        """before: the operands after the earlier steps. streaming: None if no parameter is in main memory. replaced:
+        layers whose weight is not decoded, because a later step makes it. channels_last: the memory order of the
+        weights of convolutions."""
         self._binding = binding
         self._before = before
         self._streaming = streaming
@@ -155,8 +160,8 @@ class Decoded(OperandStep):
         return before._replace(weight=self._last_weight)
 
     def bias(self, name: str, before: Tensor | None) -> Tensor | None:
-        """Of layers that cannot lie together, their biases in one: made when it is read, so that a graph makes it of
-        what is in the biases then."""
+        """As OperandStep.bias. The biases of layers that cannot lie together (Binding.apart) are joined at each call,
+        so that a CUDA graph joins their present values."""
         if name not in self._binding.apart:
             return before
         biases = [bias for path in self._binding.members(name) if (bias := self._before.bias(path)) is not None]
@@ -171,7 +176,8 @@ class Decoded(OperandStep):
     def _weight(
         self, name: str, values: Tensor, members: Sequence[StoredWeight | None], scales: Sequence[Sequence[Tensor]]
     ) -> Tensor:
-        """The decoded weight of a layer. values: of all its members, unless these cannot lie together."""
+        """The decoded weight of a layer, (out, ...). values: those of all members, one below the other; ignored for
+        members that cannot lie together (Binding.apart). scales: those of each member."""
         binding = self._binding
         pieces: Sequence[Tensor] = (values,)
         if name in binding.apart:
@@ -190,8 +196,9 @@ class Decoded(OperandStep):
 def quantized(
     values: Tensor, members: Sequence[StoredWeight | None], scales: Sequence[Sequence[Tensor]]
 ) -> QuantizedWeight | None:
-    """The weights of layers over the same input as one operand in eight bits; None where the host does not multiply all
-    of them so, or not alike. values: of all, one below the other. scales: of each."""
+    """The weights of layers over the same input as one operand in eight bits. None unless the host multiplies all of
+    them in the same eight-bit type and rotation. values: those of all members, (sum of rows, width). scales: those of
+    each member."""
     stored = [member for member in members if member is not None]
     if len(stored) < len(members) or not are_multiplied_alike(member.format for member in stored):
         return None
@@ -204,8 +211,8 @@ def quantized(
 
 
 class Changed(OperandStep):
-    """Before the cast: puts what a host's functions make of a parameter in its place, and small parameters that the
-    host casts. Both were made at the last refresh and are of the computed type, so the cast leaves them alone."""
+    """After Decoded: replaces parameters by those that the host's functions have changed, and small ones by cast
+    copies. Both were made at the last refresh, in the dtype of the computation, so Cast returns them as they are."""
 
     def __init__(self, applied: AppliedFunctions) -> None:
         self._weights = applied.weights
@@ -216,7 +223,7 @@ class Changed(OperandStep):
         weight = self._weights.get(name)
         bias = self._biases.get(name, before.bias)
         if weight is not None:
-            # Nothing else that was made of the stored weight holds for this one.
+            # Drop everything else that was made from the stored weight, such as its eight-bit operand.
             return LayerWeights(weight, bias)
         return before if bias is before.bias else before._replace(bias=bias)
 
@@ -225,12 +232,12 @@ class Changed(OperandStep):
 
 
 class Cast(OperandStep):
-    """After all that replaces a weight: gives it the type that is computed in."""
+    """After Changed: casts weights to the dtype of the computation, at each use."""
 
     def __init__(self, dtype: torch.dtype, replaced: Collection[str] = (), vectors: bool = False) -> None:
-        """replaced: layers whose weight is left as it is, because a later step brings it. vectors: whether biases and
-        the weights of norms are cast too; where a host computes with some as they are, `Changed` has cast the others.
-        """
+        """replaced: layers whose weight is not cast, because a later step makes it. vectors: whether to cast biases and
+        the weights of norms too. False if the host computes with some of them as they are stored; then Changed has cast
+        copies of the others."""
         self._dtype = dtype
         self._left = replaced
         self._vectors = vectors
@@ -260,7 +267,7 @@ class Cast(OperandStep):
 
 
 class WithLoras(OperandStep):
-    """After the cast: adds the LoRAs that are computed beside a layer's product."""
+    """After Cast: adds the LoRAs that are computed beside a layer's product."""
 
     def __init__(self, applied: AppliedFunctions) -> None:
         self._low_rank = applied.low_rank
@@ -271,16 +278,18 @@ class WithLoras(OperandStep):
 
 
 class WithLowBit(OperandStep):
-    """Last: adds the copies of a weight in eight bits, which were rounded with the LoRAs in it.
+    """The last step: adds the eight-bit copies of weights. LoRAs were added to the weights before these were rounded.
 
-    replaced: the layers that are read in eight bits alone. Their weight is a shape and a type without values.
+    replaced: the layers of which only the eight-bit weight is read. Their operand's weight has a shape and a dtype, and
+    no values.
     """
 
     def __init__(
         self, kept: Mapping[str, tuple[QuantizedWeight, ...]], gated_scales: Mapping[str, Tensor], dtype: torch.dtype,
         replaced: frozenset[str] = frozenset(),
     ) -> None:
-        """kept, gated_scales: LayerWeights.low_bit and LayerWeights.gated_scale, by layer. dtype: that of products."""
+        """kept, gated_scales: LayerWeights.low_bit and LayerWeights.gated_scale, by the layer's name. dtype: of the
+        products' results."""
         self._kept = kept
         self._gated_scales = gated_scales
         self._dtype = dtype
@@ -301,10 +310,11 @@ def steps_of(
     binding: Binding, stored: Weights, streaming: Streaming | None, units: Units, applied: AppliedFunctions | None,
     low_bit: WithLowBit | None = None, channels_last: bool = False,
 ) -> list[OperandStep]:
-    """The steps of one forward, in their order: the one place that has it.
+    """The steps of one forward, in their order.
 
-    stored: the parameters. streaming, units: None where no parameter is in main memory. applied: None where the host
-    computes with its parameters as they are. low_bit: None for exact products. channels_last: see BoundUNet.
+    stored: the parameters; see Binding.weights. streaming: None if no parameter is in main memory. units: the layers in
+    reading order, for streaming. applied: None if the host computes with its parameters as they are. low_bit: None for
+    exact products. channels_last: see BoundUNet.
     """
     dtype = binding.dtype
     changed = None if applied is None else Changed(applied)
@@ -325,7 +335,8 @@ def steps_of(
 
 
 def source_of(bound: BoundUNet, call: Call, low_bit: WithLowBit | None = None) -> Source:
-    """What the forward of a call reads of a bound network. Raises Refusal where memory that a step needs was freed."""
+    """The Source of a call's forward: layout, dtype and operands. Raises Refusal if memory that a step needs was freed.
+    """
     binding = bound.binding
     streaming = bound.streaming_now()
     units: Units = () if streaming is None else bound.units(call)
@@ -339,10 +350,8 @@ def source_of(bound: BoundUNet, call: Call, low_bit: WithLowBit | None = None) -
 
 
 def merged_operand(binding: Binding, on_the_fly: OnTheFly, name: str) -> LayerWeights:
-    """A layer's operand with the LoRAs added to its weight, on the device that computes: what is rounded to eight bits.
-
-    Raises Refusal where memory that a step needs was freed.
-    """
+    """A layer's operand with the LoRAs added to its weight, on the device that computes: the input of the quantization
+    to eight bits. Raises Refusal if memory that a step needs was freed."""
     # One layer is copied as a whole, not in the order of a forward.
     stored = {name: binding.weights_on(binding.device, name)}
     steps = steps_of(binding, stored, None, (), on_the_fly.applied_now())

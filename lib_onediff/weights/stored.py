@@ -1,7 +1,7 @@
-"""Weights as a file stores them, in 4 or 8 bits, with what decodes them.
+"""Weights that a file stores in 4 or 8 bits: their values, scales and the host's function that decodes them.
 
-A host keeps such a weight as numbers of few bits and scales. A reader of that host hands both in without a copy, as a
-StoredWeight; operands.Decoded makes of it what a kernel takes.
+Each such host has a StoredReader, which returns them as a StoredWeight, without a copy. operands.Decoded makes the
+operands of kernels from it.
 """
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ Decode = Callable[[Tensor, Sequence[Tensor], torch.dtype], Tensor]
 
 @dataclass(frozen=True)
 class Format:
-    """How a weight is stored.
+    """The format of a stored weight.
 
-    name: for users, such as "INT8 (ConvRot)". facts: plain data that tells it from others, such as a group's width; two
-    formats with equal names and facts decode alike. kind: the eight-bit type in which the host multiplies it, its
-    inputs rounded; None where the host decodes it first. rotation: see QuantizedWeight. is_by_rows: each row of the
-    weight is a row of the values, so that layers over the same input may lie in one tensor.
+    name: for users, such as "INT8 (ConvRot)".
+    facts: plain data, such as the width of a group. Formats with equal names and facts are decoded in the same way.
+    kind: the eight-bit type in which the host multiplies the weight, after it has rounded the input to it; None if the
+        host decodes the weight first.
+    rotation: see QuantizedWeight.
+    is_by_rows: whether each row of the weight is a row of the values, so that layers over the same input may share one
+        tensor.
     """
 
     name: str
@@ -36,19 +39,21 @@ class Format:
 
 
 def are_multiplied_alike(formats: Iterable[Format | None]) -> bool:
-    """Whether a host multiplies all weights of these formats in eight bits, in one type and rotation. None: of a plain
-    weight."""
+    """Whether a host multiplies all weights of these formats in the same eight-bit type and rotation. None is the
+    format of a plain weight, which is not multiplied in eight bits."""
     ways = {None if one is None or one.kind is None else (one.kind, one.rotation) for one in formats}
     return len(ways) == 1 and None not in ways
 
 
 class StoredWeight(NamedTuple):
-    """A weight in few bits.
+    """A weight in few bits. values and scales are plain tensors over the host's own memory.
 
-    shape: of the decoded weight, (out, ...). values: as stored. scales: in the order in which decode takes them.
-    decode: the host's own function for this format. values and scales are plain tensors, over the host's own memory.
-    holder: the host's tensor with that memory: what is put in the place of its data stands in the host, too. It is
-    values itself, but for a host whose parameter is of a subclass.
+    shape: of the decoded weight, (out, ...).
+    values: the numbers as they are stored.
+    scales: in the order in which decode takes them.
+    decode: the host's own function for this format.
+    holder: the host's tensor over the memory of values. Assigning to its data changes the host's weight. It is values
+        itself unless the host's parameter has a subclass of Tensor.
     """
 
     format: Format
@@ -63,13 +68,13 @@ class StoredReader(Protocol):
     """Reads the weights that one host stores in few bits."""
 
     def weight(self, layer: nn.Module, path: str) -> StoredWeight | None:
-        """The weight of a layer; None where it is a plain tensor. path: the layer's, in its network. Raises Refusal for
-        a format that is not known, or lacks something."""
+        """The weight of a layer; None if it is a plain tensor. path: of the layer in its network. Raises Refusal if the
+        format is unknown or incomplete."""
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
-        """All tensors that these layers compute with, plain ones, in the order of the layers. This runs at every call
-        of a network, in a tenth of a millisecond for 500 layers."""
+        """All tensors that these layers compute with, as plain tensors, in the order of the layers. This runs at every
+        call of a network, and takes a tenth of a millisecond for 500 layers."""
 
     def facts(self, layers: Sequence[nn.Module]) -> list[object]:
-        """What decides, beside tensors, how the weights of these layers are decoded and multiplied: plain data, equal
-        as long as each weight's Format and shape are. This runs at every call, too."""
+        """Plain data that is equal as long as each weight of these layers has the same Format and shape. This runs at
+        every call of a network."""
