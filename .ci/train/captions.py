@@ -1,4 +1,4 @@
-"""What is in an image and what it is called: one or two emoji, their size and place, a background, a caption."""
+"""Chooses random scenes, of one or two emoji on a background, and writes their captions."""
 from __future__ import annotations
 
 import json
@@ -23,7 +23,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Thing:
-    """One emoji in an image. size: its side as a share of the image's shorter one. x, y: its middle, from -1 to 1."""
+    """An emoji in an image. size: its side, as a part of the image's shorter side. x, y: its centre, from -1 to 1."""
 
     emoji: int
     style: str
@@ -35,7 +35,7 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """What an image shows, and its caption."""
+    """The content of an image, and its caption."""
 
     things: tuple[Thing, ...]
     background: str
@@ -44,20 +44,20 @@ class Scene:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What no training image shows: emoji on a background, and two emoji side by side in any order."""
+    """Combinations that no training image shows: (emoji, background), and pairs of emoji in any order."""
 
     backgrounds: tuple[tuple[str, str], ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
 
     @classmethod
     def read(cls) -> HeldOut:
-        """Those that were chosen before anything was trained."""
+        """The combinations in HELD_OUT, which were chosen before training."""
         read = json.loads(HELD_OUT.read_text(encoding="utf-8"))
         return cls(tuple(map(tuple, read["backgrounds"])), tuple(map(tuple, read["pairs"])))
 
     @classmethod
     def choose(cls, catalogue: Catalogue, seed: int, backgrounds: int, pairs: int) -> HeldOut:
-        """Any emoji, on any background but white."""
+        """Random combinations, with any background except white."""
         rng = random.Random(seed)
         names = [emoji.name for emoji in catalogue.emoji]
         coloured = [name for name in BACKGROUNDS if name != WHITE]
@@ -70,11 +70,11 @@ class HeldOut:
         return alone + [f"{with_article(first)} and {with_article(second)}" for first, second in self.pairs]
 
     def names(self) -> list[tuple[tuple[str, ...], str]]:
-        """For each caption what it shows: emoji and background."""
+        """The (names of emoji, background) that each caption describes."""
         return [((name,), background) for name, background in self.backgrounds] + [(two, WHITE) for two in self.pairs]
 
     def scenes(self, catalogue: Catalogue) -> list[Scene]:
-        """How the training set would have drawn them."""
+        """The scenes of the captions, composed like those for training."""
         found = []
         for caption, (names, background) in zip(self.captions(), self.names(), strict=True):
             boxes = [(0.9, 0.0)] if len(names) == 1 else [(0.44, -0.48), (0.44, 0.48)]
@@ -87,7 +87,7 @@ class HeldOut:
 
 
 class SceneSource:
-    """Draws scenes at random, and none that is held out."""
+    """Chooses random scenes without held-out combinations."""
 
     def __init__(self, catalogue: Catalogue, held_out: HeldOut, seed: int) -> None:
         self.catalogue = catalogue
@@ -107,7 +107,7 @@ class SceneSource:
                 return self._single(number, background)
 
     def is_free(self, numbers: tuple[int, ...], background: str) -> bool:
-        """Whether nothing of it is held out."""
+        """Whether these emoji on this background contain no held-out combination."""
         names = [self.catalogue.emoji[number].name for number in numbers]
         return frozenset(names) not in self._pairs and not any((name, background) in self._alone for name in names)
 
@@ -159,14 +159,14 @@ class SceneSource:
         return with_article(name) if self._rng.random() < 0.4 else name
 
     def _behind(self, background: str) -> str:
-        """White is what an image has whose caption does not say."""
+        """The part of a caption that names the background, or "". Most captions do not mention a white background."""
         if background == WHITE and self._rng.random() < 0.75:
             return ""
         return self._rng.choice((f" on {with_article(background)} background", f", {background} background"))
 
 
 def with_article(name: str) -> str:
-    """A plural has none."""
+    """A name with its indefinite article; a plural without one."""
     if name.endswith("s") and not name.endswith("ss"):
         return name
     return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

@@ -1,4 +1,4 @@
-"""Drawings as pixels: every emoji once, in several sizes, as premultiplied RGBA."""
+"""Renders the drawing of every emoji in several sizes, as premultiplied RGBA."""
 from __future__ import annotations
 
 import io
@@ -19,12 +19,13 @@ LARGEST, SMALLEST = 512, 64
 
 
 def sprite(emoji: int, style: str) -> int:
-    """Where an emoji's drawing in a style lies in the tensors."""
+    """The index of an emoji's drawing in this style."""
     return emoji * len(STYLES) + STYLES.index(style)
 
 
 def rasterise(task: tuple[str, int, int]) -> Pixels:
-    """(side, side, 4): the inside of an SVG, its view box's side, and the side in pixels."""
+    """The pixels (side, side, 4) of a drawing. task: (the content of the SVG, the side of its view box, the side in
+    pixels)."""
     import resvg_py
     from PIL import Image
 
@@ -48,7 +49,7 @@ def tasks(catalogue: Catalogue, side: int) -> Iterator[tuple[str, int, int]]:
 
 
 def rasterised(catalogue: Catalogue, side: int, cache: Path | None = None) -> Pixels:
-    """All drawings, (emoji times styles, side, side, 4); kept in the folder `cache`, where there is one."""
+    """The pixels of all drawings, (emoji * styles, side, side, 4). cache: a folder in which they are kept, or None."""
     file = cache / f"sprites_{len(catalogue)}_{side}.npy" if cache else None
     if file and file.is_file():
         return numpy.asarray(numpy.load(file))
@@ -61,7 +62,8 @@ def rasterised(catalogue: Catalogue, side: int, cache: Path | None = None) -> Pi
 
 
 class Sprites:
-    """The drawings on a device, in sizes that halve: side to (drawings, 4, side, side) of uint8."""
+    """The drawings on a device. sizes: by side, which is halved from one size to the next, uint8 (drawings, 4, side,
+    side)."""
 
     def __init__(self, pixels: Pixels, device: torch.device) -> None:
         self.sizes: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Many scenes at once, drawn and tokenised by all cores."""
+"""Chooses many scenes, and tokenises their captions, in parallel on all cores."""
 from __future__ import annotations
 
 import multiprocessing
@@ -23,7 +23,7 @@ Part = tuple[list[NDArray[Any]], NDArray[Any] | None]
 
 
 def drawn(data: Path, most_emoji: int | None, seed: int, number: int, tokenizer: Path | None) -> tuple[Batch, Tensor]:
-    """So many scenes, and (number, POSITIONS) tokens of their captions if a tokenizer is given; on the CPU."""
+    """`number` scenes, and the tokens (number, POSITIONS) of their captions if a tokenizer is given. On the CPU."""
     sizes = [min(PART, number - start) for start in range(0, number, PART)]
     tasks = [(data, most_emoji, seed * 1_000_003 + part, size, tokenizer) for part, size in enumerate(sizes)]
     if len(tasks) <= FEW_PARTS:

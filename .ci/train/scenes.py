@@ -1,4 +1,4 @@
-"""Scenes as pixels: emoji laid on a background, many images at a time, on the device."""
+"""Renders scenes, many images at a time, on a device."""
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -15,9 +15,14 @@ THINGS = 2
 
 @dataclass(frozen=True)
 class Batch:
-    """Scenes as tensors, one row each. background: its colour from 0 to 1; ground: its number in BACKGROUNDS.
+    """n scenes as tensors.
 
-    emoji: (n, 2), -1 for none; sprites: where their drawings lie; boxes: (n, 2, 3), size, x and y; flipped: (n, 2).
+    background: (n, 3), the colour, from 0 to 1.
+    ground: (n,), the index of the background in BACKGROUNDS.
+    emoji: (n, 2), the index of each emoji, -1 for none.
+    sprites: (n, 2), the index of each drawing.
+    boxes: (n, 2, 3), the size, x and y of each emoji.
+    flipped: (n, 2), whether each emoji is mirrored.
     """
 
     emoji: Tensor
@@ -37,14 +42,14 @@ class Batch:
         return Batch(*(getattr(self, each.name).to(device) for each in fields(self)))
 
     def cropped(self, share: float, generator: torch.Generator) -> Batch:
-        """As seen through a window of this share of the image, at a place of its own for each."""
+        """The scenes cropped to this part of the image's sides, at a random position for each scene."""
         middle = (torch.rand(len(self), 1, 2, generator=generator) * 2 - 1) * (1 - share)
         middle = middle.to(self.boxes.device)
         boxes = torch.cat([self.boxes[..., :1], self.boxes[..., 1:] - middle], 2) / share
         return replace(self, boxes=boxes)
 
     def on_any_colour(self, share: float, generator: torch.Generator) -> Batch:
-        """That share of them on a random colour instead."""
+        """The scenes, of which this part gets a random colour as background."""
         chosen = torch.rand(len(self), 1, generator=generator) < share
         colours = torch.rand(len(self), 3, generator=generator)
         device = self.background.device
@@ -52,7 +57,7 @@ class Batch:
 
 
 def batch_of(scenes: Sequence[Scene]) -> Batch:
-    """On the CPU."""
+    """Scenes as a Batch on the CPU."""
     emoji = torch.full((len(scenes), THINGS), -1)
     sprites = torch.full((len(scenes), THINGS), -1)
     boxes = torch.zeros(len(scenes), THINGS, 3)
@@ -78,7 +83,7 @@ def compose(batch: Batch, drawings: Sprites, height: int, width: int) -> Tensor:
         there = batch.sprites[:, place] >= 0
         wanted = batch.boxes[:, place, 0] * shorter
         for side, level in drawings.sizes.items():
-            # The smallest that is not enlarged; the largest serves what is larger still.
+            # Use the smallest level that need not be enlarged; the largest one for everything larger.
             fits = wanted <= side if side < max(drawings.sizes) else torch.ones_like(there)
             rows = (there & fits & ~(wanted <= side / 2 if side > min(drawings.sizes) else ~there)).nonzero()[:, 0]
             if len(rows):
@@ -88,7 +93,8 @@ def compose(batch: Batch, drawings: Sprites, height: int, width: int) -> Tensor:
 
 
 def placed(batch: Batch, place: int, level: Tensor, height: int, width: int) -> Tensor:
-    """One emoji of each scene at its place, premultiplied RGBA from 0 to 1."""
+    """An image for each scene with one of its emoji at its position: premultiplied RGBA from 0 to 1, (n, 4, height,
+    width). place: which of the scene's emoji. level: the drawings in one size."""
     size, x, y = batch.boxes[:, place].unbind(1)
     shorter = min(height, width)
     across, down = width / (size * shorter), height / (size * shorter)

@@ -1,7 +1,7 @@
-"""Which emoji there are, and their drawings: read from unpacked packages, written as one small file.
+"""Reads the names and drawings of emoji from three npm packages, and writes them to one small file.
 
-The packages are @iconify-json/noto (Apache-2.0), @iconify-json/fluent-emoji-flat (MIT) and emojibase-data (MIT), as
-`npm pack` saves them and tar unpacks them.
+The packages are @iconify-json/noto (Apache-2.0), @iconify-json/fluent-emoji-flat (MIT) and emojibase-data (MIT),
+downloaded by `npm pack` and unpacked by tar.
 """
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ VERSION_FIELDS = ("name", "version", "license")
 
 @dataclass(frozen=True)
 class Emoji:
-    """One thing to draw. drawings: style to the inside of an SVG. flips: whether its mirror image has the same name."""
+    """An emoji. drawings: the content of an SVG, by style. flips: whether the mirror image has the same name."""
 
     name: str
     keywords: tuple[str, ...]
@@ -47,7 +47,8 @@ class Emoji:
 
 @dataclass(frozen=True)
 class Catalogue:
-    """All emoji. view_boxes: style to the side of its drawings. origins: of each package, name, version and licence."""
+    """All emoji. view_boxes: the side of the drawings, by style. origins: the name, version and licence of each
+    package."""
 
     emoji: tuple[Emoji, ...]
     view_boxes: dict[str, int]
@@ -61,7 +62,7 @@ class Catalogue:
 
 
 def read_packages(noto: Path, fluent: Path, names: Path) -> Catalogue:
-    """What the three unpacked packages hold of the emoji that we draw. Raises ValueError for other packages."""
+    """The emoji that we draw, from the folders of the three packages. Raises ValueError for other packages."""
     sets = {NOTO: IconSet(noto), FLUENT: IconSet(fluent)}
     groups = read_json(names / "meta" / "groups.json")["subgroups"]
     found = []
@@ -85,7 +86,7 @@ def read_packages(noto: Path, fluent: Path, names: Path) -> Catalogue:
 
 
 class IconSet:
-    """One iconify package: icons by the emoji's code points."""
+    """The icons of an iconify package, by the code points of the emoji."""
 
     def __init__(self, folder: Path) -> None:
         icons = read_json(folder / "icons.json")
@@ -95,18 +96,19 @@ class IconSet:
         self._names = {without_variant(code): name for code, name in read_json(folder / "chars.json").items()}
 
     def body(self, code: str) -> str:
-        """The inside of the SVG; "" where there is none of the usual size."""
+        """The content of an emoji's SVG; "" if it has none of the usual size."""
         name = self._names.get(without_variant(code), "")
         icon = self._icons.get(self._aliases.get(name, {}).get("parent", name), {})
         return "" if {"width", "height", "left", "top"} & set(icon) else str(icon.get("body", ""))
 
 
 def without_variant(code: str) -> str:
+    """Code points in lower case, without the variation selector."""
     return code.lower().replace("-fe0f", "")
 
 
 def plain(text: str) -> str:
-    """Lower case ASCII: CLIP's tokenizer lowers too, and nobody types a curly apostrophe."""
+    """A text in lower case ASCII, as users type prompts. CLIP's tokenizer ignores case too."""
     folded = unicodedata.normalize("NFKD", text.replace("\u2019", "'").lower())
     return " ".join(folded.encode("ascii", "ignore").decode().replace("-", " ").split())
 
@@ -116,13 +118,13 @@ def read_json(file: Path) -> Any:
 
 
 def write_catalogue(catalogue: Catalogue, file: Path) -> None:
-    """One xz file."""
+    """Write the catalogue as JSON, compressed by xz."""
     text = json.dumps(asdict(catalogue), ensure_ascii=False, separators=(",", ":"))
     file.write_bytes(lzma.compress(text.encode(), preset=9 | lzma.PRESET_EXTREME))
 
 
 def read_catalogue(file: Path, most: int | None = None) -> Catalogue:
-    """What write_catalogue wrote; the first emoji that are spread evenly over all where `most` is given."""
+    """The catalogue that write_catalogue has written. most: only so many emoji, evenly spread over all."""
     read = json.loads(lzma.decompress(file.read_bytes()))
     emoji = tuple(emoji_of(read["emoji"]))
     if most is not None and most < len(emoji):

@@ -42,7 +42,7 @@ CONFIG = {
 SCALING_FACTOR = 0.18215
 REDUCTION = 8
 MAIN_SIZE = (32, 32)
-# Latents' height and width: 128 to 512 pixels.
+# (height, width) of the latents of other sizes: 128 to 512 pixels.
 OTHER_SIZES = ((16, 16), (24, 24), (32, 48), (48, 32), (48, 48), (64, 64))
 EVERY_OTHER = 10
 SHARE_OF_EACH = 0.04
@@ -51,8 +51,8 @@ PEAK_RATE = 1e-3
 WARMUP_STEPS = 200
 EMPTY_SHARE = 0.1
 LONGEST_AVERAGE = 0.9995
-# The share of noise is drawn as the sigmoid of a normal number (Esser et al. 2024) around this, since images of emoji
-# are decided early.
+# The part of noise is the sigmoid of a normally distributed number (Esser et al. 2024) with this mean. It is above
+# zero, because the content of emoji images is decided at high noise.
 NOISE_MEAN = 0.5
 SHIFT = 3.0
 GUIDANCE = 4.0
@@ -63,7 +63,7 @@ Size = tuple[int, int]
 
 @dataclass(frozen=True)
 class Bank:
-    """Latents of one size, (n, 4, height, width) in float16, and the tokens of their captions, (n, 77)."""
+    """Training data of one size: float16 latents (n, 4, height, width), and the tokens of their captions, (n, 77)."""
 
     latents: Tensor
     tokens: Tensor
@@ -74,7 +74,8 @@ class Bank:
 
 
 class Trainer:
-    """Trains a step at a time; on a GPU each size is a CUDA graph of forward, backward and update."""
+    """Trains the network step by step. On a GPU, a step is a CUDA graph of forward, backward and update for each size.
+    """
 
     def __init__(self, options: argparse.Namespace, device: torch.device, banks: dict[Size, Bank]) -> None:
         from diffusers import CosmosTransformer3DModel
@@ -104,7 +105,7 @@ class Trainer:
         self.steps = 0
 
     def prepare(self) -> None:
-        """Compiles and captures, without a change of the weights."""
+        """Compile the step and capture its graphs, without changing the weights."""
         if self.device.type != "cuda":
             return
         pool = torch.cuda.graph_pool_handle()
@@ -137,7 +138,7 @@ class Trainer:
         return self._loss.item()
 
     def averaged(self) -> Any:
-        """A copy of the network that holds the running average of the weights."""
+        """A copy of the network with the running average (EMA) of the weights."""
         found = copy.deepcopy(self.network).eval().requires_grad_(False)
         with torch.no_grad():
             for value, average in zip(found.parameters(), self._average, strict=True):
@@ -157,7 +158,7 @@ class Trainer:
         self._loss.copy_(loss.detach())
 
     def _loss_of(self, size: Size) -> Tensor:
-        """The squared error of the velocity: noise less image."""
+        """The mean squared error of the velocity, which is noise - image, for a random batch of this size."""
         height, width = size
         count = max(1, self._batch * MAIN_SIZE[0] * MAIN_SIZE[1] // (height * width))
         latents, tokens = self._banks[size].draw(count)
@@ -175,7 +176,8 @@ class Trainer:
 
 
 def velocity(network: Any, latents: Tensor, share: Tensor, context: Tensor) -> Tensor:
-    """The network's output for (n, 4, height, width). share: of noise, (n,), which is the timestep, as Anima has it."""
+    """The network's output for latents (n, 4, height, width). share: (n,), the part of noise, which is the timestep, as
+    in Anima."""
     output = network(
         hidden_states=latents[:, :, None], timestep=share, encoder_hidden_states=context, return_dict=False
     )
@@ -208,7 +210,8 @@ def make_banks(options: argparse.Namespace, scenes: dict[Size, tuple[Batch, Tens
 
 @torch.no_grad()
 def draw(network: Any, text: Any, vae: Any, tokens: Tensor, noise: Tensor, empty: Tensor) -> Tensor:
-    """Images from -1 to 1 by Euler's method in SAMPLING_STEPS steps, with guidance, in float32 under autocast."""
+    """Images from -1 to 1, sampled by Euler's method in SAMPLING_STEPS steps with guidance, in float32 under autocast.
+    """
     device = noise.device
     steps = torch.linspace(1, 0, SAMPLING_STEPS + 1).tolist()
     shares = [SHIFT * share / (1 + (SHIFT - 1) * share) for share in steps]
@@ -226,7 +229,8 @@ def draw(network: Any, text: Any, vae: Any, tokens: Tensor, noise: Tensor, empty
 
 
 def score(options: argparse.Namespace, trainer: Trainer, vae: Any) -> None:
-    """Held-out captions: a sheet of 48, and how many of options.score images the judge recognises."""
+    """Evaluate held-out captions: write a sheet of 48 images, and count how many of options.score images the judge
+    recognises."""
     from PIL import Image
 
     held_out = HeldOut.read()
@@ -303,7 +307,7 @@ def main() -> None:
     counts = {MAIN_SIZE: options.scenes}
     for height, width in OTHER_SIZES:
         counts[height, width] = max(1, int(options.scenes * SHARE_OF_EACH * min(1.0, 1024 / (height * width))))
-    # Processes that draw scenes are forked before the GPU is used.
+    # Before the GPU is used, because this forks processes.
     scenes = {
         size: drawn(options.data, options.emoji, SEED + number, count, tokenizer)
         for number, (size, count) in enumerate(counts.items())

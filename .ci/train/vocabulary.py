@@ -1,4 +1,4 @@
-"""Captions as tokens, by the tokenizer of emoji-sd."""
+"""Tokenises captions by the tokenizer of emoji-sd."""
 from __future__ import annotations
 
 from pathlib import Path
@@ -14,5 +14,5 @@ def read_tokenizer(folder: Path) -> Any:
 
 
 def tokens_of(tokenizer: Any, captions: list[str]) -> list[list[int]]:
-    """Rows of POSITIONS tokens, filled up as Stable Diffusion does."""
+    """POSITIONS tokens for each caption, padded as in Stable Diffusion."""
     return list(tokenizer(captions, padding="max_length", truncation=True, max_length=POSITIONS)["input_ids"])
