@@ -134,10 +134,10 @@ def test_a_users_text_is_not_markup_in_a_warning(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(("name", "value", "says"), [
-    ("deepcache_interval", "99", "This is from 1 to 20, not 99."), ("deepcache_interval", "3", ""),
+    ("deepcache_interval", "99", "This must be from 1 to 20, not 99."), ("deepcache_interval", "3", ""),
     ("deepcache_interval", "", "This is not a number: ''."), ("prewarm", "huge", "'huge' is not a size"),
     ("prewarm", "most used 4", ""), ("enabled", True, ""), ("low_bit_budget", "0.02", ""), ("backend", "auto", ""),
-    ("backend", "warp", "This is one of auto, native"),
+    ("backend", "warp", "This must be one of auto, native"),
 ])
 def test_wrong_values_are_reported_before_they_are_applied(name: str, value: Any, says: str) -> None:
     key = host_key(name)
