@@ -1,4 +1,5 @@
-"""What runs and waits: images, comparisons and sizes to pre-warm, in one list. Of ours, one runs at a time."""
+"""Jobs that run or wait: images of the WebUI, comparisons, and sizes to pre-warm, in one list. Of OneDiff's own jobs,
+one runs at a time."""
 from __future__ import annotations
 
 import atexit
@@ -28,41 +29,47 @@ PENDING = (QUEUED, RUNNING)
 IMAGE = "image"
 COMPARISON = "comparison"
 PREWARM = "prewarm"
-# What a job of each kind is called where something waits for it.
+# The names of the kinds, for sentences such as "waits for the image".
 NAMES = {IMAGE: "the image", COMPARISON: "the comparison", PREWARM: "pre-warming"}
-# How many jobs that are over stay in the list. A comparison holds its images.
+# The number of finished jobs of each kind that stay in the list. A comparison keeps its images in memory.
 FINISHED_KEPT = {COMPARISON: 4, PREWARM: 50}
-# The largest share that is shown of a job before it is over.
+# The largest share of a job that is shown before it is finished.
 MOST_OF_A_JOB = 0.99
-# Python aborts when it ends below a thread that computes.
+# The longest wait for the worker when Python exits: it aborts if a thread still computes.
 SECONDS_AT_EXIT = 20.0
 
 
 class Stopped(Exception):
-    """Raised by a job's work that somebody has stopped: the job is cancelled, and has not failed."""
+    """Raised by the work of a job when it was stopped on request: the job ends as CANCELLED, not as FAILED."""
 
 
 def nothing() -> None:
-    """Stands for what a job has no need of."""
+    """Does nothing: the default for Job.cancel and Job.refresh."""
 
 
 def no_work() -> str:
-    """The work of a job that somebody else does."""
+    """Does nothing and returns "": the work of a job that the queue does not run, such as the WebUI's images."""
     return ""
 
 
 @dataclass(eq=False)
 class Job:
-    """Work that somebody has asked for, and how far it is.
+    """A piece of work in the list, and its progress.
 
-    kind: IMAGE, COMPARISON or PREWARM. title: what it is for, for people: "768x512 x2". source: who asked, for people.
-    done, total: numbers of its unit, "step" or "call". share: the share of the work that is done, from 0 to 1.
-    seconds: of work so far, without those of waiting. what: what is being done now, or what it waits for, for people.
-    reason: why it failed, or what is to be known of how it ended. waits: whether it runs, but another image has the
-    WebUI's turn. key: equal keys mean the same work; None: work of its own.
-
-    work: does it, and returns the reason. cancel: stops what is in progress, when the job is cancelled. refresh: brings
-    the numbers of a running job up to date.
+    kind: IMAGE, COMPARISON or PREWARM.
+    title: its object, for users: "768x512 x2".
+    source: where it was started, for users.
+    id: a number that JobQueue gives it; 0 before.
+    unit: what done and total count: "step" or "call".
+    share: the part of the work that is done, from 0 to 1.
+    seconds: of work so far, without waiting.
+    what: the present activity, or what it waits for, for users.
+    reason: why it failed, or a remark about its result, for users.
+    waits: whether it is RUNNING but waits until the WebUI makes no image; see JobQueue.in_turn.
+    key: equal for jobs with the same work, of which only one is queued; None: unlike any other.
+    work: does the work, and returns the reason.
+    cancel: called when the job is cancelled; stops work in progress.
+    refresh: called before the job is listed; updates its numbers.
     """
 
     kind: str
@@ -89,27 +96,27 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For a sentence: "the comparison Off and Exact"."""
+        """The job's name in a sentence: "the comparison Off and Exact"."""
         return f"{NAMES[self.kind]} {self.title}".strip()
 
     @property
     def seconds_left(self) -> float | None:
-        """An estimate, without what it may have to wait; None where it is unknown."""
+        """The estimated seconds of work left, without waiting; None if unknown."""
         if self.state != RUNNING or not self.share or not self.seconds:
             return None
         return self.seconds * (1 - self.share) / self.share
 
 
 class JobQueue:
-    """The list of jobs, and the thread that does ours, one by one, while there are any. Safe to use from any thread."""
+    """The list of jobs, and the thread that runs those of OneDiff one after the other. Safe to use from any thread."""
 
     def __init__(self, images: Callable[[], list[Job]] = list) -> None:
-        """images: the WebUI's own jobs, of kind IMAGE: those that run and those that wait, the same objects each
-        time."""
+        """images: returns the WebUI's own jobs, of kind IMAGE, that run or wait. The same image must have the same Job
+        each time."""
         self._images = images
-        # What is over and what runs, then the queue in its order.
+        # The finished jobs and the running one, then the queued ones in their order.
         self._jobs: list[Job] = []
-        # The one that runs, until its work has returned; and the one that keeps the WebUI from making images.
+        # The job whose work the thread runs, until it has returned, and the one during which the WebUI makes no image.
         self._running: Job | None = None
         self._in_turn: Job | None = None
         self._ids = count(1)
@@ -117,33 +124,35 @@ class JobQueue:
         self._lock = threading.RLock()
 
     def add(self, jobs: Iterable[AnyJob], ahead_of: str = "") -> list[AnyJob]:
-        """Queue jobs, and return copies of them. In place of a job whose key another pending one has, that one is
-        returned: it keeps its place, or goes ahead with the others.
+        """Queue jobs, and return copies of them. A job with the key of a pending one is not queued: a copy of the
+        pending one is returned.
 
-        ahead_of: the kind of jobs that have to wait longer.
+        ahead_of: queued jobs of this kind go behind these jobs, and behind pending ones with their keys.
         """
         with self._lock:
             pending = {job.key: job for job in self._jobs if job.pending and job.key is not None}
-            asked: list[Any] = []
+            wanted: list[Any] = []
             for job in jobs:
                 known = pending.get(job.key)
                 if known is None:
                     job.id = next(self._ids)
                     self._jobs.append(job)
                     pending[job.key] = job
-                asked.append(known or job)
+                wanted.append(known or job)
             if ahead_of:
-                later = [job for job in self._jobs if job.state == QUEUED and job.kind == ahead_of and job not in asked]
+                queued = [job for job in self._jobs if job.state == QUEUED and job.kind == ahead_of]
+                later = [job for job in queued if job not in wanted]
                 self._jobs = [job for job in self._jobs if job not in later] + later
-            if asked and self._worker is None:
+            if wanted and self._worker is None:
                 self._worker = threading.Thread(target=self._work, name="onediff-jobs", daemon=True)
                 self._worker.start()
                 atexit.register(self.stop, seconds=SECONDS_AT_EXIT)
-            return list(map(replace, asked))
+            return list(map(replace, wanted))
 
     def jobs(self) -> list[Job]:
-        """Copies of the jobs: those that are over in the order in which they ended, those that run, and those that
-        wait in their order. The WebUI's images come first among the last two; there is none that is over."""
+        """Copies of all jobs: the finished ones in the order of their ends, the running ones, and the queued ones in
+        their order. The WebUI's images come first among the running and the queued ones; finished images are left out.
+        """
         images = self._images()
         with self._lock:
             for job in images:
@@ -151,19 +160,20 @@ class JobQueue:
             if self._running is not None and self._running.pending:
                 self._running.refresh()
             if self._in_turn is not None:
-                # What the WebUI makes now is a part of it.
+                # The WebUI's running images are a part of this job.
                 images = [job for job in images if job.state == QUEUED]
             every = [
                 replace(job) for state in ((DONE, FAILED, CANCELLED), (RUNNING,), (QUEUED,))
                 for job in (*images, *self._jobs) if job.state in state
             ]
-            self._say_what_is_waited_for(every)
+            self._name_what_is_waited_for(every)
             return every
 
-    def _say_what_is_waited_for(self, jobs: list[Job]) -> None:
+    def _name_what_is_waited_for(self, jobs: list[Job]) -> None:
+        """Set `what` of the jobs that wait."""
         running = [job for job in jobs if job.state == RUNNING]
         if self._running is not None and not self._running.pending:
-            # It was cancelled, and ends what it has begun.
+            # It was cancelled, but its work has not returned yet.
             running.append(self._running)
         has_turn = next((job for job in running if job.kind == IMAGE), None) or self._in_turn
         for job in jobs:
@@ -175,7 +185,7 @@ class JobQueue:
                 job.what = "" if before is None else f"waits for {before.name}"
 
     def cancel(self, job_id: int) -> bool:
-        """Cancel a job; what it has in progress ends soon after. Returns False if it is over or unknown."""
+        """Cancel a job. Its work in progress ends soon after. Returns False if the job is finished or unknown."""
         images = self._images()
         with self._lock:
             job = next((job for job in (*images, *self._jobs) if job.id == job_id and job.pending), None)
@@ -187,8 +197,8 @@ class JobQueue:
         return True
 
     def stop(self, kind: str = "", seconds: float = 0.0) -> int:
-        """Cancel every pending job of ours, or of one kind, and return their number. Waits at most so long for what is
-        in progress."""
+        """Cancel all pending jobs of OneDiff, and return their number. kind: only those of this kind; "": all. seconds:
+        the longest wait for the work in progress."""
         with self._lock:
             pending = [job.id for job in self._jobs if job.pending and kind in ("", job.kind)]
         cancelled = sum(map(self.cancel, pending))
@@ -198,7 +208,7 @@ class JobQueue:
         return cancelled
 
     def clear(self) -> int:
-        """Take the jobs that are over out of the list, and return their number."""
+        """Remove the finished jobs from the list, and return their number."""
         with self._lock:
             over = [job for job in self._jobs if not job.pending]
             self._jobs = [job for job in self._jobs if job.pending]
@@ -207,13 +217,13 @@ class JobQueue:
     # --- for the work of jobs -------------------------------------------------------------------------------------
 
     def say(self, job: Job, what: str) -> None:
-        """Set what is being done for a job now, for people."""
+        """Set the present activity of a running job, for users."""
         with self._lock:
             if job.state == RUNNING:
                 job.what = what
 
     def advance(self, job: Job, **values: Any) -> None:
-        """Set the numbers of a job, unless it was cancelled meanwhile. share: never falls, and is not whole before the
+        """Set attributes of a job, unless it was cancelled meanwhile. `share` never falls, and stays below 1 before the
         end."""
         with self._lock:
             if job.state != RUNNING:
@@ -222,7 +232,8 @@ class JobQueue:
                 setattr(job, name, min(max(job.share, value), MOST_OF_A_JOB) if name == "share" else value)
 
     def in_turn(self, job: Job, exclusively: Exclusively, work: Callable[[], Result]) -> Result:
-        """What work() returns or raises, run while the WebUI makes no image; until then, the job waits."""
+        """Wait until the WebUI makes no image, run work() while it makes none, and return or raise what work() does.
+        exclusively: see Exclusively."""
 
         def begin() -> Result:
             job.waits = False
@@ -242,6 +253,7 @@ class JobQueue:
     # --- the worker -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        """Run queued jobs until there are none. This is the thread's function."""
         while (job := self._take()) is not None:
             ran = attempted(job.work)
             if ran.is_ours:
@@ -257,7 +269,7 @@ class JobQueue:
                 self._end(job, FAILED, ran.reason)
 
     def _take(self) -> Job | None:
-        """The next job, which runs from now on; None if none is queued."""
+        """Mark the first queued job as running, and return it; None if none is queued."""
         with self._lock:
             self._running = next((job for job in self._jobs if job.state == QUEUED), None)
             if self._running is not None:
@@ -268,7 +280,7 @@ class JobQueue:
             return self._running
 
     def _end(self, job: Job, state: str, reason: str = "") -> None:
-        """End a job; one that was cancelled meanwhile stays cancelled."""
+        """Set the final state of a job. Does nothing if it was cancelled meanwhile."""
         with self._lock:
             if not job.pending:
                 return
@@ -276,7 +288,7 @@ class JobQueue:
             job.reason = reason
             job.what = ""
             job.share = 1.0 if state == DONE else job.share
-            # The last that has ended stands last of those that are over.
+            # Finished jobs are in the order of their ends.
             self._jobs.remove(job)
             waiting = [other for other in self._jobs if other.pending]
             over = [other for other in self._jobs if not other.pending]

@@ -37,7 +37,7 @@ from .generations import Generation, Generations
 
 log = logging.getLogger("onediff")
 # The same line is logged again after this time.
-SECONDS_UNTIL_TOLD_AGAIN = 10.0
+SECONDS_UNTIL_LOGGED_AGAIN = 10.0
 # The number of kinds of images (see end_image, like) whose seconds by the host are kept.
 MOST_HOST_IMAGES = 100
 NO_IMAGE = "no image has been made yet"
@@ -92,7 +92,7 @@ class CallStats:
         # The place of the last call.
         self._place = Place()
         self.calls: Counter[str] = Counter()
-        self._told: dict[tuple[str, str], float] = {}
+        self._logged: dict[tuple[str, str], float] = {}
 
     @property
     def total(self) -> int:
@@ -250,8 +250,8 @@ class CallStats:
         "" without one. reason: why it took no faster route; None keeps the last reason, as for a step without a call.
         """
         if self._stands_for is not None:
-            host, stands = self._stands_for
-            kind = stands if kind == WHOLE else kind
+            host, kind_of_the_other = self._stands_for
+            kind = kind_of_the_other if kind == WHOLE else kind
         host_times = host
         current = self._log()
         if current is None:
@@ -340,6 +340,7 @@ class CallStats:
         return host_times
 
     def _note_last(self, call: LastCall) -> None:
+        """Keep the last call, and log its route if that is another one than before."""
         before = self.last_call
         self.last_call = call
         route = call.route
@@ -350,10 +351,10 @@ class CallStats:
         elif (route, reason) != (before.route, before.reason):
             # Two routes may alternate within a step. Each is logged once.
             now = time.monotonic()
-            if now - self._told.get((str(route), reason), float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
+            if now - self._logged.get((str(route), reason), float("-inf")) > SECONDS_UNTIL_LOGGED_AGAIN:
                 log.info("%s", sentence)
-            self._told = {one: at for one, at in self._told.items() if now - at <= SECONDS_UNTIL_TOLD_AGAIN}
-            self._told[str(route), reason] = now
+            self._logged = {one: at for one, at in self._logged.items() if now - at <= SECONDS_UNTIL_LOGGED_AGAIN}
+            self._logged[str(route), reason] = now
 
     def explain(self, reason: str) -> None:
         """Replace the reason of the last call."""

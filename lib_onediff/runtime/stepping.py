@@ -137,17 +137,17 @@ class Stepping:
         self._sampling_of = sampling_of
         self.policies = tuple(policies)
         # The last arguments and result of _names_on.
-        self._asked: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
+        self._last_names: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
 
     def _names_on(self, settings: Settings) -> frozenset[str]:
         """The names of the policies that are on. Settings are immutable, so the last result is reused for the same
         object."""
-        asked = self._asked
-        if asked is None or asked[0] is not settings or asked[1] is not self.policies:
+        last = self._last_names
+        if last is None or last[0] is not settings or last[1] is not self.policies:
             names = frozenset(policy.name for policy in self.policies if policy.is_on(settings))
-            self._asked = (settings, self.policies, names)
+            self._last_names = (settings, self.policies, names)
             return names
-        return asked[2]
+        return last[2]
 
     def any_is_on(self, settings: Settings, whole_batch: bool | None = None) -> bool:
         """Whether any policy is on. whole_batch: only of those with this StepPolicy.whole_batch; None: of all."""

@@ -125,7 +125,7 @@ class TwoGpusRoute:
         # How the GPUs shared the last call, or why one GPU computed it, in words for users.
         self._split = ""
         self._why_one_card = ""
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def status(self) -> dict[str, Any]:
         """The number of calls on two GPUs, how the last call was shared or why not, and the bytes of copied weights."""
@@ -138,8 +138,8 @@ class TwoGpusRoute:
         self._split = split
         self._why_one_card = why_one
         sentence = f"two GPUs: {split}" if split else f"one GPU: {why_one}" if why_one else ""
-        if sentence and sentence not in self._told:
-            self._told.add(sentence)
+        if sentence and sentence not in self._logged:
+            self._logged.add(sentence)
             log.info("%s", sentence)
 
     def forget(self, unet: nn.Module) -> None:

@@ -24,7 +24,7 @@ from ...core.weak_dictionary import WeakDictionary
 from ...weights.binding import Binding
 from ...weights.bound import BoundUNet
 from ...weights.scan import HostTraits, refuse_global_hooks
-from ..call_stats import SECONDS_UNTIL_TOLD_AGAIN
+from ..call_stats import SECONDS_UNTIL_LOGGED_AGAIN
 from ..services import SWITCHED_OFF, TRAINING, Services
 from .decode import Decode, Decoded, HostDecode, is_finite, short_name
 from .wider_type import NOT_FINITE, NoTypeHelps, WiderType
@@ -134,24 +134,24 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: HostFunction, upcast_attention: bool,
         check: Callable[[], object],
     ) -> Tensor:
-        asked = HostDecode(decoder, latent, host, cache(host), upcast_attention)
+        host_decode = HostDecode(decoder, latent, host, cache(host), upcast_attention)
         self._entry = None
-        tried = attempted(lambda: self._serve(asked, check), host_oom_is_ours=True)
+        tried = attempted(lambda: self._serve(host_decode, check), host_oom_is_ours=True)
         if not tried.is_ours:
-            return self._by_host(asked, tried)
+            return self._by_host(host_decode, tried)
         made = tried.given()
         self._services.guard.attempt("counting a decode", lambda: self._note_ours(made, latent))
         return made.image
 
-    def _serve(self, asked: HostDecode, check: Callable[[], object]) -> Decoded:
+    def _serve(self, host_decode: HostDecode, check: Callable[[], object]) -> Decoded:
         check()
-        self._admitted(asked)
-        refuse_surroundings(asked.latent)
-        return self._ours(asked).serve()
+        self._admitted(host_decode)
+        refuse_surroundings(host_decode.latent)
+        return self._ours(host_decode).serve()
 
-    def _admitted(self, asked: HostDecode) -> tuple[BoundUNet, Settings]:
+    def _admitted(self, host_decode: HostDecode) -> tuple[BoundUNet, Settings]:
         """The decoder, and the present settings. Raises Refusal if OneDiff is switched off."""
-        known = self._decoders.get(asked.decoder)
+        known = self._decoders.get(host_decode.decoder)
         if known is None:
             # This also happens if another thread has just switched OneDiff off.
             raise Refusal("OneDiff was not given this VAE")
@@ -164,23 +164,23 @@ class DecoderRoute:
             raise Refusal(why_off or SWITCHED_OFF)
         return known[0], settings
 
-    def _ours(self, asked: HostDecode) -> WiderType:
+    def _ours(self, host_decode: HostDecode) -> WiderType:
         """The decode by our forward. Raises Refusal if it does not support the decoder or the latent."""
-        bound, settings = self._admitted(asked)
+        bound, settings = self._admitted(host_decode)
         # on_card, because the kernels that read the weights' contents are loaded on torch's current GPU.
-        with self._lock, on_card(asked.latent.device):
-            bound.reader = self._services.devices.contents_reader(asked.latent.device)
+        with self._lock, on_card(host_decode.latent.device):
+            bound.reader = self._services.devices.contents_reader(host_decode.latent.device)
             # The host's weights are read in place and never changed: making one channels-last takes a thousandth of a
             # decode, and the host's own decode finds its weights unchanged.
             bound.refresh_without_binding()
-            self._services.decoders.of(bound.layout).refuse_latent(bound.layout, asked.latent)
-            refuse_misplaced(bound.binding, asked.latent)
+            self._services.decoders.of(bound.layout).refuse_latent(bound.layout, host_decode.latent)
+            refuse_misplaced(bound.binding, host_decode.latent)
             weights = bound.binding.weights()
             identity = bound.identity()
-            decode = Decode(self._services, self._notice, bound.layout, weights, identity, asked, settings)
+            decode = Decode(self._services, self._notice, bound.layout, weights, identity, host_decode, settings)
         return WiderType(decode)
 
-    def _by_host(self, asked: HostDecode, tried: Attempt[Decoded]) -> Tensor:
+    def _by_host(self, host_decode: HostDecode, tried: Attempt[Decoded]) -> Tensor:
         """The host's own image, or ours if the host's is not finite. tried: the attempt to serve the decode.
 
         A fault of ours is logged after the host has answered: if the host raises too, the inputs are wrong.
@@ -191,27 +191,28 @@ class DecoderRoute:
             services.release_memory()
         if tried.fault is None:
             self._note(HOST, reason)
-        image = services.pressure.run_host(asked.image)
+        image = services.pressure.run_host(host_decode.image)
         if tried.fault is not None:
             reason = services.guard.note("the VAE's forward", tried.fault)
             services.guard.attempt("counting a decode", partial(self._note, HOST, reason))
         may_help = not isinstance(tried.error, NoTypeHelps)
-        look = lambda: self._in_place_of(image, asked, reason, may_help)  # noqa: E731
+        look = lambda: self._in_place_of(image, host_decode, reason, may_help)  # noqa: E731
         shown: Any = services.guard.attempt("looking at the VAE's image", look, image)
-        services.guard.attempt("counting a decode", lambda: self._count(HOST if shown is image else OURS, asked.latent))
+        route = HOST if shown is image else OURS
+        services.guard.attempt("counting a decode", lambda: self._count(route, host_decode.latent))
         return shown
 
-    def _in_place_of(self, image: Any, asked: HostDecode, reason: str, may_help: bool) -> Tensor:
+    def _in_place_of(self, image: Any, host_decode: HostDecode, reason: str, may_help: bool) -> Tensor:
         """The host's image if it is finite or OneDiff is switched off; otherwise our image in a wider dtype, if that is
         finite. may_help: whether to try it."""
         is_image = isinstance(image, Tensor) and image.dim() == 4 and image.is_floating_point()
         if not is_image or torch.is_grad_enabled():
             return image
-        if attempted(lambda: self._admitted(asked)).outcome is Outcome.REFUSED or is_finite(image):
+        if attempted(lambda: self._admitted(host_decode)).outcome is Outcome.REFUSED or is_finite(image):
             return image
         found = f"{image_or_latent(image)} is {NOT_FINITE}"
         if may_help:
-            tried = attempted(lambda: self._ours(asked).repeat())
+            tried = attempted(lambda: self._ours(host_decode).repeat())
             if tried.is_ours:
                 made = tried.given()
                 self._note(OURS, made.reason)
@@ -250,7 +251,7 @@ class DecoderRoute:
         if changed:
             line = described(route, reason)
             now = time.monotonic()
-            if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_TOLD_AGAIN:
+            if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_LOGGED_AGAIN:
                 log.info("%s", line)
             self._logged[line] = now
 
