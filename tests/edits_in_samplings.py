@@ -165,6 +165,8 @@ def add_buffer(network: Any, chance: random.Random) -> Undo:
 def buffer_for_a_weight(network: Any, chance: random.Random) -> Undo:
     """The layer computes with a buffer in the place of its parameter."""
     layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: one._parameters.get("weight") is not None)
+    if "weight" in vars(layer):
+        raise Inapplicable
     weight = layer.weight
     del layer.weight
     layer.register_buffer("weight", weight.detach() * 1.1)
@@ -182,7 +184,8 @@ def tensor_in_the_dictionary(network: Any, chance: random.Random) -> Undo:
     if "weight" in vars(layer):
         raise Inapplicable
     vars(layer)["weight"] = layer.weight.detach() * 1.1
-    return lambda: vars(layer).pop("weight")
+    # A parameter that is set by its name removes the attribute.
+    return lambda: vars(layer).pop("weight", None)
 
 
 @torch.no_grad()

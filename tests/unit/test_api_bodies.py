@@ -77,6 +77,6 @@ def test_a_fault_of_ours_is_one_sentence_and_in_the_log(
     def broken() -> list[Any]:
         raise RuntimeError("secret")
 
-    monkeypatch.setattr(api.warmup, "jobs", broken)
+    monkeypatch.setattr(api.jobs, "jobs", broken)
     told = api.get("jobs", 500)
     assert set(told) == {"detail"} and "secret" not in str(told) and "secret" in caplog.text

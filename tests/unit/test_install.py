@@ -325,9 +325,15 @@ class InTerminal:
         import termios
 
         self._terminal, its = os.openpty()
+
+        def become_foreground() -> None:
+            fcntl.ioctl(its, termios.TIOCSCTTY, 0)
+            # A shell that starts the tests in the background ignores Ctrl-C for them.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
         self.process = subprocess.Popen(
             [sys.executable, "-c", code], cwd=REPOSITORY, stdin=its, stdout=its, stderr=its, start_new_session=True,
-            env={**os.environ, "TERM": "xterm"}, preexec_fn=lambda: fcntl.ioctl(its, termios.TIOCSCTTY, 0),
+            env={**os.environ, "TERM": "xterm"}, preexec_fn=become_foreground,
         )
         os.close(its)
 
