@@ -47,17 +47,17 @@ def settable_names(kind: type) -> tuple[str, ...]:
     return tuple(one.name for one in walked_fields(kind) if one.init)
 
 
-def mapped(value: Value, of: Callable[[Tensor], Any]) -> Value:
-    """A copy of the value in which of(tensor) replaces every tensor. Called in the order of the fields."""
+def mapped(value: Value, function: Callable[[Tensor], Any]) -> Value:
+    """A copy of the value in which function(tensor) replaces every tensor, called in the order of the fields."""
     given: Any = value
     made: Any = given
     if isinstance(given, Tensor):
-        made = of(given)
+        made = function(given)
     elif isinstance(given, tuple):
-        made = tuple([mapped(one, of) for one in given])
+        made = tuple([mapped(one, function) for one in given])
     else:
         kind: Any = type(given)
-        changes = {name: mapped(getattr(given, name), of) for name in settable_names(kind)}
+        changes = {name: mapped(getattr(given, name), function) for name in settable_names(kind)}
         if changes:
             made = replace(given, **changes)
     copy: Value = made

@@ -284,16 +284,16 @@ class Entry:
         self.uses += 1
         self.last_used = time.time()
 
-    def blame(self, what: str, sampling: Hashable = None, is_final: bool = True) -> str:
+    def blame(self, failure: str, sampling: Hashable = None, is_final: bool = True) -> str:
         """Mark this shape as FAILED with these weights, so that another backend, or the host, serves it. Returns the
-        reason for users: what went wrong, with the backend's name.
+        reason for users: the failure, with the backend's name.
 
-        is_final: never try it again. False: after a first failure, try it again in another sampling than this.
-        of_weights does so for failures == 1, so that a final failure counts as 2.
+        failure: for users. is_final: never try it again. False: after a first failure, try it again in another sampling
+        than this. of_weights does so for failures == 1, so that a final failure counts as 2.
         """
         known = self.verdict
         known.state = State.FAILED
-        known.reason = "; ".join((f"{what} (backend {self.key.backend_label})", *self.replaced[:MOST_NAMED]))
+        known.reason = "; ".join((f"{failure} (backend {self.key.backend_label})", *self.replaced[:MOST_NAMED]))
         known.failed_in = sampling
         known.failures = 2 if is_final else known.failures + 1
         return known.reason

@@ -280,10 +280,10 @@ class Network:
 
         The memory of graphs does not count as allocated, because hosts count it as free.
         """
-        held = self.bound.bytes + (0 if self.low_bit is None else self.low_bit.bytes)
-        lacking = max(0, self._bytes_needed.get(image_size, 0) - held)
+        allocated = self.bound.bytes + (0 if self.low_bit is None else self.low_bit.bytes)
+        lacking = max(0, self._bytes_needed.get(image_size, 0) - allocated)
         self._image_size = image_size
-        self._bytes_had = held + lacking
+        self._bytes_had = allocated + lacking
         return lacking
 
     def note_left_over(self, byte_count: int) -> None:

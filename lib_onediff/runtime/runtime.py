@@ -321,9 +321,9 @@ class Runtime:
         fault = attempt.fault
         if attempt.outcome is Outcome.OUT_OF_MEMORY:
             self.release_memory()
-        told = attempt.reason if fault is None else NOT_UNDERSTOOD.format(first_line(fault))
+        reason = attempt.reason if fault is None else NOT_UNDERSTOOD.format(first_line(fault))
         known = None if tried is None else tried.host
-        host_times = self.call_stats.note_host(told, self._known_name(unet), latent, known)
+        host_times = self.call_stats.note_host(reason, self._known_name(unet), latent, known)
         self._leave_as_found(unet)
         network = self.services.networks.get(unet)
         # Binding moves weights, which fragments GPU memory. So only then the host is asked to make room for itself.

@@ -157,7 +157,7 @@ class Tree:
             for name, value in state.copy().items():
                 if type(value) in PLAIN_TYPES or name in self._ignored or name in FORWARDS or name == PROCESSOR:
                     continue
-                for one in held_by(value):
+                for one in code_holders_in(value):
                     if isinstance(one, FUNCTIONS):
                         functions.append(one)
                     else:
@@ -478,8 +478,8 @@ def unchanged() -> bool:
     return True
 
 
-def held_by(value: Any) -> list[Any]:
-    """The functions, and the objects with code, among an attribute's value and its members."""
+def code_holders_in(value: Any) -> list[Any]:
+    """The functions, and the objects with code, in an attribute's value: the value itself, or a container's members."""
     found = objects_in(value) if isinstance(value, CONTAINERS) else [value]
     return [one for one in found if isinstance(one, FUNCTIONS) or has_code(one)]
 

@@ -108,19 +108,19 @@ class MemorySnapshot:
 
     def gives_back(self, keys: Collection[ShapeKey]) -> int:
         """Bytes of GPU memory that are freed if the graphs of these shapes are dropped."""
-        held = [one for key in keys for one in self._where.get(key, ())]
-        return sum(graph.own_bytes for _, graph in held) + sum(one.shrinks(keys) for one in memories_of(held))
+        graphs = [one for key in keys for one in self._where.get(key, ())]
+        return sum(graph.own_bytes for _, graph in graphs) + sum(one.shrinks(keys) for one in memories_of(graphs))
 
     def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
         """The graphs that share a pool which shrinks if the graphs of these shapes are dropped. They must be dropped
         too, and captured again later."""
-        held = [one for key in keys for one in self._where.get(key, ())]
-        return {graph.key for one in memories_of(held) if one.shrinks(keys) for graph in one.by_need}
+        graphs = [one for key in keys for one in self._where.get(key, ())]
+        return {graph.key for one in memories_of(graphs) if one.shrinks(keys) for graph in one.by_need}
 
 
-def memories_of(held: Iterable[tuple[SharedMemory, HeldGraph]]) -> list[SharedMemory]:
+def memories_of(graphs: Iterable[tuple[SharedMemory, HeldGraph]]) -> list[SharedMemory]:
     """The memory pools of these graphs, each once."""
-    return list({id(memory): memory for memory, _ in held}.values())
+    return list({id(memory): memory for memory, _ in graphs}.values())
 
 
 class GraphRecord(NamedTuple):

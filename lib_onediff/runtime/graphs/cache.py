@@ -61,10 +61,10 @@ class GraphCache:
         if entry.needs:
             return work()
         device = entry.key.device
-        held = self._now.applied_bytes(entry.key.device)
+        before = self._now.applied_bytes(device)
         result, peak = self._now.made.peak(device, work)
         # work() may have allocated buffers for streamed weights. A graph uses the same buffers.
-        peak -= self._now.applied_bytes(device) - held
+        peak -= self._now.applied_bytes(device) - before
         entry.needs = needs_of(peak, self._now.made.in_one_piece(device))
         return result
 
@@ -215,9 +215,9 @@ class GraphCache:
         graphs are gone or useless."""
         for network in self._networks.values():
             network.let_go_if_moved()
-        held = self._now.keys()
+        with_graph = self._now.keys()
         for entry in self._table.entries():
-            if entry.state is State.READY and entry.key not in held:
+            if entry.state is State.READY and entry.key not in with_graph:
                 entry.state = State.PROVED
         if self._now.shared() < self._shared_noticed:
             self._now.card.empty_cache()
