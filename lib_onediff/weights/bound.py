@@ -356,8 +356,8 @@ class BoundUNet:
         self.baseline.advance(addresses=1, values=1)
 
     def part_of(self, call: Call) -> Part | None:
-        """What the cached pass of a call reads, for Baseline.begin_part; None where every call has to compare the whole
-        network."""
+        """The part of the network that a cached pass of DeepCache reads, for Baseline.begin_part. None for other calls,
+        and if every call has to compare the whole network."""
         if self._units_of is None or call.cut is None or not call.cut.reads:
             return None
         binding = self.binding
@@ -411,7 +411,7 @@ class BoundUNet:
         self._note_code(tree.reached)
 
     def _note_code(self, reached: Reached) -> None:
-        """Note the code that the modules run, and whether it is new."""
+        """Note whether the network's code is new, and count a change of the code that our operators depend on."""
         facts = reached.facts_of_ours
         if self._code and facts != self._code:
             # Our operators call torch's functions by name. Graphs and copies of weights contain results of the old
