@@ -14,12 +14,14 @@ from ..core.leaves import AdaptiveNorm, Convolution, FreeParameter, FusedLinear,
 from ..core.origins import author, is_lora, layer_within, package
 from ..core.refusal import Refusal
 
+# The padding modes of convolutions that our forward computes, each with the value of Convolution.circular.
 PADDING_MODES = {"zeros": False, "circular": True}
 
 
 class HostLayers:
-    """Layer classes that hosts define in place of torch's and that compute the same as torch's layer of the same name,
-    from parameters of the same names; they may cast to float32 and back. Each host registers its own (take)."""
+    """Layer classes of hosts that LeafReader accepts in place of torch's layer of the same name: they compute the same,
+    from parameters of the same names, and may only cast to float32 and back. Each host's package registers its own with
+    take() when it is imported."""
 
     def __init__(self) -> None:
         self._classes: set[tuple[str, str]] = set()
@@ -43,6 +45,7 @@ class LeafReader:
     raise Refusal if the module computes something else. They also claim the module's parameters; at the end,
     refuse_unclaimed() raises Refusal if any parameter is left, since our forward would ignore it.
 
+    network: the module at the top. All modules that are read must be inside of it, and paths are relative to it.
     reads_loras: whether a LoRA of peft around a layer is accepted, because the host's LoraReader adds it to each call.
         The description is that of the layer inside, under the path of the LoRA's module. False: Refusal.
     """
@@ -68,19 +71,22 @@ class LeafReader:
         return kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
 
     def require(self, module: Any, **wanted: Any) -> None:
-        """Raise Refusal unless the module's attributes have these values."""
+        """Raise Refusal unless the module has these values in its attributes of these names: require(block,
+        upsample=None). The Refusal names the first attribute that differs, and its value."""
         odd = next((name for name, value in wanted.items() if getattr(module, name) != value), None)
         if odd is not None:
             raise self.unknown(module, f"its {odd} is {getattr(module, odd)!s:.40}".partition("\n")[0])
 
     def expect(self, kind: str, *modules: Any) -> None:
-        """Raise Refusal unless all these modules are of this kind (see kind)."""
+        """Raise Refusal unless the class of every one of these modules has this name, and is torch's or from the
+        network's package (see kind())."""
         for module in modules:
             if self.kind(module) != kind:
                 raise self.unknown(module, f"expected {kind}")
 
     def refuse_unclaimed(self) -> None:
-        """Raise Refusal if the network has parameters that no description covers, such as an adapter's."""
+        """Raise Refusal if the network has parameters that no description covers, such as an adapter's: our forward
+        would ignore them. A reader calls this last. The Refusal has their number and one of them as an example."""
         if self._unclaimed:
             example = min(self._unclaimed)
             raise Refusal(f"{len(self._unclaimed)} parameters that OneDiff does not know, such as {example}")
@@ -109,7 +115,8 @@ class LeafReader:
         return tuple(found)
 
     def linear(self, module: Any) -> Linear:
-        """The description of an nn.Linear, of a host's linear layer, or of a 1x1 convolution."""
+        """The description of an nn.Linear, of a host's linear layer, or of a 1x1 convolution, which is a linear layer
+        over the channels. Raises Refusal for any other module."""
         layer = self._within(module)
         if isinstance(layer, nn.Conv2d):
             pointwise = self.convolution(module)
@@ -123,7 +130,8 @@ class LeafReader:
         return Linear(self.path(module), in_features, out_features)
 
     def convolution(self, module: Any) -> Convolution:
-        """The description of an nn.Conv2d. Raises Refusal unless it is square, undilated and in one group."""
+        """The description of an nn.Conv2d. Raises Refusal unless it is square, undilated and in one group, and is
+        padded by a number of pixels with zeros or with the opposite edges (PADDING_MODES)."""
         layer = self._within(module)
         if not isinstance(layer, nn.Conv2d):
             raise self.unknown(layer, "expected a 2D convolution")
@@ -141,20 +149,25 @@ class LeafReader:
         )
 
     def group_norm(self, module: Any) -> GroupNorm:
+        """The description of an nn.GroupNorm. Raises Refusal for any other module, and for one without weight and
+        bias."""
         if not isinstance(module, nn.GroupNorm) or not module.affine:
             raise self.unknown(module, "expected a group norm with weight and bias")
         self._claim(module)
         return GroupNorm(self.path(module), module.num_channels, module.num_groups, module.eps)
 
     def layer_norm(self, module: Any) -> LayerNorm:
+        """The description of an nn.LayerNorm over the last dimension. Raises Refusal for any other module, and for one
+        without weight."""
         if not isinstance(module, nn.LayerNorm) or not module.elementwise_affine:
             raise self.unknown(module, "expected a layer norm with weight")
         self._claim(module)
         return LayerNorm(self.path(module), module.normalized_shape[-1], module.eps)
 
     def rms_norm(self, module: Any) -> RMSNorm:
-        """The description of torch's RMSNorm, or of a host's. The weight is stored relative to one if the module has
-        an attribute `add` that is True."""
+        """The description of torch's RMSNorm, or of a host's class of that name. Raises Refusal for any other module,
+        and for one without weight or with a bias. If the module has an attribute `add` that is True, it multiplies by 1
+        + weight."""
         plus_one = getattr(module, "add", False)
         has_bias = getattr(module, "bias", None) is not None
         is_known = module.weight is not None and not has_bias and plus_one in (True, False)
@@ -167,13 +180,15 @@ class LeafReader:
         return RMSNorm(self.path(module), len(module.weight), eps, bool(plus_one))
 
     def adaptive_norm(self, module: Any, width: int) -> AdaptiveNorm:
-        """The description of a layer norm over `width` without weight and bias: a modulation follows it."""
+        """The description of a layer norm over the last dimension, of size `width`, that has neither weight nor bias,
+        because a modulation follows it. Raises Refusal for any other norm."""
         if module.weight is not None or module.bias is not None or tuple(module.normalized_shape) != (width,):
             raise self.unknown(module, "expected a layer norm without weight")
         return AdaptiveNorm(width, float(module.eps))
 
     def parameter(self, module: Any, name: str) -> FreeParameter:
-        """The description of a module's parameter that belongs to no layer, by the parameter's name."""
+        """The description of a parameter that a module has besides its layers, such as a table or a learned token.
+        name: of the module's attribute. Raises Refusal if the module has no such parameter."""
         tensor = module._parameters.get(name)
         if tensor is None:
             raise self.unknown(module, f"it has no {name}")
@@ -190,7 +205,9 @@ class LeafReader:
         return RMSNorm(parameter.path, parameter.shape[0], module.eps, plus_one=True, as_stored=True)
 
     def fused(self, name: str, *modules: Any) -> FusedLinear:
-        """The description of linear layers over the same input, to be computed as one product under this name."""
+        """The description of linear layers over the same input, to be computed as one product. name: of the group, by
+        which weights are looked up; it may be any text that no other group of the network has. Raises Refusal if the
+        layers' inputs differ in width."""
         members = tuple(self.linear(module) for module in modules)
         if len({member.in_features for member in members}) != 1:
             raise Refusal(f"{name} takes inputs of different widths")
@@ -244,8 +261,8 @@ class LeafReader:
         return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}{reason}")
 
     def _foreign_at(self, path: str) -> tuple[str, type] | None:
-        """The path and the class of the first module on the way down to a path whose class is neither torch's nor from
-        the network's package; None if there is none."""
+        """The first module on the way from the network down to this path that is of a foreign class, neither torch's
+        nor from the network's package: its own path, and the class. None if all classes on the way are known."""
         kinds = {known: type(module) for module, known in self._paths.items()}
         names = path.split(".")
         for length in range(1, len(names) + 1):
@@ -265,7 +282,8 @@ def has_float32s_epsilon() -> bool:
 
 
 def computes_as_torch(kind: type) -> bool:
-    """Whether a layer class inherits torch's forward, or that of a class in HOST_LAYERS."""
+    """Whether a layer class's forward is torch's own, or that of a class in HOST_LAYERS: its own, or inherited. False
+    if a derived class overrides it."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
     return HOST_LAYERS.has(owner) or (package(owner.__module__) == "torch" and is_genuine(owner))
 

@@ -21,18 +21,23 @@ from .z_image.family import ZImages
 
 
 class Families:
-    """The families of denoising networks that are served."""
+    """The families of denoising networks that are served.
+
+    families: all of them. One of their readers, or one registered later by a host, reads each network.
+    """
 
     def __init__(self, families: Iterable[Family]) -> None:
         self.all = tuple(families)
         self._readers = [reader for family in self.all for reader in family.readers]
 
     def take_reader(self, reader: LayoutReader) -> None:
-        """Register a reader of a host's modules. Hosts import families; no family imports a host."""
+        """Register a reader of one host's modules. The host's package calls this when it is imported, because no family
+        imports a host."""
         self._readers.append(reader)
 
     def usual_sizes(self, model: str | None = None) -> tuple[UsualSizes, ...]:
-        """The usual sizes of a model by its name, such as "SDXL refiner"; of all models if none is given or known."""
+        """The usual sizes for the model of this name (Layout.model_name), such as "SDXL refiner"; of all models if the
+        name is None or unknown."""
         every = tuple(sizes for family in self.all for sizes in family.usual_sizes)
         return tuple(sizes for sizes in every if (model or "").startswith(sizes.models)) or every
 
@@ -41,7 +46,7 @@ class Families:
         return read(module, "network", self._readers)
 
     def of(self, layout: Any) -> Family:
-        """The family that has read it."""
+        """The family of a layout, by the layout's class."""
         return next(family for family in self.all if isinstance(layout, family.layout))
 
     def output(self, layout: Any, weights: Weights, ops: Operators, call: Call) -> Tensor:
@@ -54,7 +59,10 @@ class Families:
 
 
 class DecoderFamilies:
-    """The families of VAE decoders and encoders that are served."""
+    """The families of VAE decoders and encoders that are served.
+
+    families: all of them.
+    """
 
     def __init__(self, families: Iterable[DecoderFamily]) -> None:
         self.all = tuple(families)
@@ -70,11 +78,11 @@ class DecoderFamilies:
         return read(decoder, "VAE decoder", self._readers)
 
     def of(self, layout: Any) -> DecoderFamily:
-        """The family that has read it."""
+        """The family of a layout, by the layout's class."""
         return next(family for family in self.all if isinstance(layout, family.layout))
 
     def output(self, layout: Any, weights: Weights, ops: Operators, latent: Tensor, *how: Any) -> Tensor:
-        """See DecoderFamily.output."""
+        """See DecoderFamily.output. how: its arguments after the latent."""
         return self.of(layout).output(layout, weights, ops, latent, *how)
 
 
@@ -84,10 +92,11 @@ DECODERS = DecoderFamilies((Autoencoders(),))
 
 
 def read(module: nn.Module, what: str, readers: Iterable[LayoutReader]) -> Any:
-    """The layout of a module, by the first reader whose first function matches it. what: the kind of module, for users.
+    """The layout of a module, by the first reader whose `matches` returns True for it (core.family.LayoutReader). what:
+    the kind of module, for users.
 
-    Raises Refusal if none matches, or if the module lacks a submodule that the reader expects. An exception that our
-    own code has raised is a fault of ours, and is raised as it is.
+    Raises Refusal if no reader matches, or if the module lacks a submodule that the reader expects. An exception that
+    our own code has raised is a fault of ours, and is raised as it is.
     """
     kind = type(module)
     try:
@@ -103,8 +112,8 @@ def read(module: nn.Module, what: str, readers: Iterable[LayoutReader]) -> Any:
 
 
 def is_torchs(error: BaseException) -> bool:
-    """Whether an exception was raised in torch's code: nn.Module raises AttributeError for a missing submodule, and
-    nn.ModuleList raises IndexError."""
+    """Whether an exception was raised in torch's code, as nn.Module does for a missing submodule (AttributeError) and
+    nn.ModuleList for a missing index (IndexError)."""
     where = error.__traceback__
     while where is not None and where.tb_next is not None:
         where = where.tb_next

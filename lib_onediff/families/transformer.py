@@ -50,8 +50,8 @@ def patch_grid(height: int, width: int, patch: int) -> tuple[int, int]:
 
 
 def padded_to_patches(latent: Tensor, patch: int) -> Tensor:
-    """A latent (batch, channels, height, width), continued on the right and below with its opposite edges until its
-    sides are multiples of a patch, as hosts pad it."""
+    """A latent (batch, channels, height, width), padded on the right and below until its sides are multiples of
+    `patch`. The padding is circular, as in the hosts: it repeats the opposite edge."""
     height, width = latent.shape[-2:]
     return functional.pad(latent, (0, -width % patch, 0, -height % patch), mode="circular")
 
@@ -141,6 +141,7 @@ class TransformerLayers:
         return self.ops.add_linear(residual, x, self._weights_of(layer), gate, weighted)
 
     def linear(self, x: Rows, layer: Linear | FusedLinear) -> Tensor:
+        """The output of a linear layer, or of a group of fused ones, side by side in the last dimension."""
         return self.ops.linear(x, self._weights_of(layer))
 
     def activated_linear(self, x: Rows, layer: Linear, activation: Activation, consumer: Linear) -> Rows:
@@ -202,14 +203,16 @@ class TransformerLayers:
     def _head_norms(
         self, attention: SelfAttention | CrossAttention
     ) -> tuple[WeightedNorm | None, WeightedNorm | None]:
-        """The norms over each head of the queries and of the keys; None if the attention has none."""
+        """The norms over each head of the queries and of the keys; None for both if the attention has none."""
         if not attention.norms:
             return None, None
         query_norm, key_norm = attention.norms
         return self._weighted(query_norm), self._weighted(key_norm)
 
     def _weighted(self, norm: RMSNorm) -> WeightedNorm:
+        """A norm as operators take it: with its weight."""
         return self.weights[norm.path], norm
 
     def _weights_of(self, layer: Linear | FusedLinear) -> LayerWeights:
+        """The weights of a linear layer by its path, or of a group of fused ones by its name."""
         return self.weights[layer.name if isinstance(layer, FusedLinear) else layer.path]

@@ -79,7 +79,7 @@ class DecoderLayout(Layout):
 
     @property
     def reduction(self) -> int:
-        """The number of columns of the input for one column of the output: 8 for most encoders, 1 for a decoder."""
+        """The factor by which the image's height and width are divided: 8 for most encoders, 1 for a decoder."""
         return 1 << sum(isinstance(layer, Downsample) for layer in self.inner_layers)
 
 
@@ -92,7 +92,8 @@ def is_ldm(half: nn.Module) -> bool:
 
 
 def read_ldm(half: Any) -> DecoderLayout:
-    """The layout of a Decoder or Encoder of the ldm family. Raises Refusal if the module is built in another way."""
+    """The layout of a Decoder or Encoder of the ldm family: a module with `up` is a decoder. Raises Refusal if the
+    module is built in another way."""
     middle = [half.mid.block_1, half.mid.attn_1, half.mid.block_2]
     last = half.num_resolutions - 1
     modules: list[Any] = []
@@ -116,9 +117,11 @@ def read_ldm(half: Any) -> DecoderLayout:
 
 
 def ldm_level(level: Any, count: int) -> list[Any]:
-    """The residual blocks and attentions of one resolution, in the order of the host's forward.
+    """The residual blocks and attentions of one resolution (half.up[i] or half.down[i]), in the order of the host's
+    forward.
 
-    count: the number of residual blocks according to the module's configuration. Raises Refusal for another number.
+    count: the number of residual blocks according to the module's configuration. Raises Refusal if the resolution has
+        another number of them.
     """
     attentions = list(level.attn) or [None] * count
     if not len(level.block) == len(attentions) == count:
@@ -136,6 +139,7 @@ def layout_of(
     """The layout of a decoder or encoder.
 
     modules: those between the first convolution and the last norm, in the order of the host's forward.
+    out_norm: the last norm's module. leaves: the reader of this decoder or encoder; its parameters must all be claimed.
     readers: for each kind of these modules (LeafReader.kind), the function that returns its description.
     """
     layout = DecoderLayout(
@@ -156,7 +160,8 @@ def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def downsample(layer: Any, leaves: LeafReader) -> Downsample:
-    """The description of a layer that pads the image as Downsample does, in its own forward before its convolution."""
+    """The description of a layer whose forward pads the image by a row and a column of zeros before its convolution;
+    see Layer. Raises Refusal unless the convolution is 3x3 with a stride of 2 and no padding of its own."""
     convolution = leaves.convolution(layer.conv)
     if (convolution.kernel, convolution.stride, convolution.padding) != (3, 2, 0):
         raise leaves.unknown(layer, "its convolution is of another kind")
@@ -203,7 +208,7 @@ READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
 
 
 class Autoencoders:
-    """See core.family.DecoderFamily. Stable Diffusion's VAEs, which diffusers calls AutoencoderKL."""
+    """Stable Diffusion's VAEs, which diffusers calls AutoencoderKL. core.family.DecoderFamily describes the methods."""
 
     layout = DecoderLayout
     readers = ((is_ldm, read_ldm),)
@@ -257,6 +262,7 @@ class Decoding:
         return self._convolution(image, layout.out_convolution)
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
+        """The image after a residual block."""
         ops = self.ops
         weights = self.weights
         hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
@@ -268,6 +274,7 @@ class Decoding:
         return ops.residual_add(skip, hidden, bias)
 
     def _attention(self, attention: PixelAttention, image: Tensor) -> Tensor:
+        """The image after an attention over its pixels is added."""
         ops = self.ops
         weights = self.weights
         height, width = image.shape[-2:]
@@ -279,6 +286,7 @@ class Decoding:
         return ops.residual_add(image, ops.tokens_to_image(update, height, width), None)
 
     def _convolution(self, image: Tensor, shape: Convolution) -> Tensor:
+        """The image after a convolution with its bias."""
         return self.ops.convolution(image, self.weights[shape.path], shape)
 
     def _unfinished_convolution(self, image: Tensor, shape: Convolution) -> tuple[Tensor, Tensor | None]:

@@ -10,11 +10,15 @@ from ...core.call import Call
 
 @dataclass(frozen=True)
 class AnimaCall(Call):
-    """latent: (batch, channels, 1, height, width), with the masks that a host passes as further channels.
-    context: (batch, tokens, width), the prompt's embedding."""
+    """A call of an Anima network. timestep and the other common fields are Call's.
+
+    latent: (batch, channels, 1, height, width), with the masks that a host passes as further channels.
+    context: (batch, tokens, width), the prompt's embedding.
+    """
 
     context: Tensor
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
+        """See Call."""
         return (self.context,)

@@ -22,7 +22,7 @@ FEWEST_TOKENS = 512
 
 
 class Animas:
-    """See core.family.Family."""
+    """The networks of Anima and Cosmos-Predict2. core.family.Family describes the methods."""
 
     layout = AnimaLayout
     # The timestep is the share of noise in the latent, from 1 to 0.

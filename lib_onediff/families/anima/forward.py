@@ -103,7 +103,7 @@ def modulations_of(
     """The modulations that follow from the timestep (batch,).
 
     Returns the shift, scale and gate of each layer of the first `blocks` blocks, (3 * blocks, batch, 3 * width), and
-    the modulation of the last norm. The network makes scale - 1; this returns the scale.
+    the modulation of the last norm. The network computes scale - 1; this returns the scale.
     """
     ops = layers.ops
     time = layout.time

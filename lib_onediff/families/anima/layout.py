@@ -47,11 +47,13 @@ class AdaptiveBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
+        """See core.leaves.Block."""
         feed_forward = feed_forward_layers(self.feed_forward_in, self.feed_forward_out, PLAIN_INPUT)
         return *self.self_attention.token_layers, *self.cross_attention.token_layers, *feed_forward
 
     @property
     def prompt_layers(self) -> tuple[FusedLinear, ...]:
+        """See core.leaves.Block."""
         return (self.cross_attention.key_value,)
 
 
@@ -86,6 +88,7 @@ class AnimaLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
+        """See core.family.Layout."""
         heads = self.blocks[0].self_attention.heads
         return [self.out_norm, NormedHeads(heads, self.width // heads)]
 

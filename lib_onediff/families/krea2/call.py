@@ -16,10 +16,13 @@ MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Krea2Call(Call):
-    """latent: (batch, channels, height, width) or (batch, channels, 1, height, width).
+    """A call of a Krea 2 network. timestep and the other common fields are Call's.
+
+    latent: (batch, channels, height, width) or (batch, channels, 1, height, width).
     context: (batch, tokens, text layers * text width), the outputs of several layers of the text encoder for each token
         of the prompt, concatenated.
-    mask: bool (batch, tokens), True where a token belongs to the prompt; None if all do.
+    mask: bool (batch, tokens), True where a token belongs to the prompt, False where it is padding; None if there is no
+        padding.
     positions: (1, tokens of prompt and image, 3), the positions of the rotary embedding. None: (0, 0, 0) for the
         prompt's tokens, and (0, row, column) for the image's patches.
     """
@@ -30,6 +33,7 @@ class Krea2Call(Call):
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
+        """See Call."""
         return (self.context,) if self.mask is None else (self.context, self.mask)
 
 

@@ -19,7 +19,7 @@ from .layout import Krea2Layout
 
 
 class Krea2s:
-    """See core.family.Family."""
+    """Krea 2's networks. core.family.Family describes the methods."""
 
     layout = Krea2Layout
     # The timestep is the share of noise in the latent, from 1 to 0.

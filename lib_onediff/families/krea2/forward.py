@@ -64,9 +64,11 @@ def through_layers(
     layers: TransformerLayers, block: GatedLayers, residual: Residual, rotary: Rotary | None = None,
     filled: Filled | None = None, modulation: Tensor | None = None,
 ) -> Residual:
-    """The residual after the attention and the feed-forward layer of a block.
+    """The residual after the attention and the feed-forward layer of a block of the main stream, or of the prompt's
+    fusion.
 
-    filled: which tokens are padding; None if there is none.
+    rotary: rotates queries and keys; None if the block has no rotary embedding, as the prompt's.
+    filled: how many tokens at the beginning of each row are not padding; None if there is no padding.
     modulation: (batch, 6 * width), see VECTORS; None for the prompt's own layers, which the timestep does not modulate.
     """
     before_attention, attention_gate, before_feed_forward, feed_forward_gate = modulations_and_gates(modulation)
@@ -85,7 +87,8 @@ def through_layers(
 def modulations_and_gates(
     modulation: Tensor | None,
 ) -> tuple[Modulation | None, Tensor | None, Modulation | None, Tensor | None]:
-    """The modulation before a block's attention and the gate after it, then those of its feed-forward layer."""
+    """The modulation before a block's attention and the gate after it, then those of its feed-forward layer, as slices
+    of a modulation (batch, 6 * width; see VECTORS). Four times None for None."""
     if modulation is None:
         return None, None, None, None
     scale, shift, gate, feed_forward_scale, feed_forward_shift, feed_forward_gate = modulation.chunk(VECTORS, dim=-1)
@@ -115,8 +118,8 @@ def modulations_of(
 ) -> tuple[Tensor, Modulation]:
     """The modulations that follow from the timestep (batch,), in dtype.
 
-    Returns those of these blocks, (blocks, batch, 6 * width), see VECTORS, and that of the last norm. The network makes
-    scale - 1; this returns the scale. All are summed in float32 and rounded once.
+    Returns one for each of these blocks, (blocks, batch, 6 * width), see VECTORS, and the one of the last norm. The
+    network computes scale - 1; this returns the scale. All sums are made in float32 and rounded once.
     """
     ops = layers.ops
     width = layout.width
@@ -133,7 +136,8 @@ def modulations_of(
 
 
 def prompt_of(call: Krea2Call, dtype: torch.dtype) -> Prompt:
-    """The call's prompt with its padding last, in dtype. Its context is a new tensor."""
+    """The call's prompt in dtype, its tokens reordered so that padding comes last. The context is a new tensor, because
+    operators may write into it."""
     if call.mask is None:
         # Operators may write into a residual that shares this memory, and the call's inputs must not change.
         return Prompt(call.context.to(dtype, copy=True), None, None)
@@ -143,7 +147,8 @@ def prompt_of(call: Krea2Call, dtype: torch.dtype) -> Prompt:
 
 
 def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, prompt: Prompt) -> Tensor:
-    """The prompt's tokens, (batch, tokens, width). May overwrite prompt.context."""
+    """The prompt's tokens, (batch, tokens, width), made from the text encoder's layers by the layers of TextFusion. May
+    overwrite prompt.context."""
     text = layout.text
     context = prompt.context
     batch, tokens, _ = context.shape
@@ -159,15 +164,16 @@ def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, prompt: Prompt)
 
 
 def projected(layers: TransformerLayers, text: TextFusion, residual: Residual) -> Tensor:
-    """The fused prompt, (batch, tokens, text width), in the network's width."""
+    """The fused prompt, (batch, tokens, text width), brought to the network's width by the last norm and two linear
+    layers of TextFusion."""
     _, normed = layers.norm(residual, text.norm, text.into)
     hidden = layers.activated_linear(normed, text.into, Activation.GELU_TANH, text.out)
     return layers.linear(hidden, text.out)
 
 
 def positions_of(call: Krea2Call, prompt: Prompt, rows: int, columns: int) -> Tensor:
-    """The positions of the image's tokens, then the prompt's: (tokens, 3), or (batch, tokens, 3) if the prompt was
-    reordered, since each row has its own order."""
+    """The positions of the image's tokens, followed by those of the prompt: (tokens, 3), or (batch, tokens, 3) if the
+    prompt was reordered, since each row has its own order."""
     tokens = prompt.context.shape[1]
     if call.positions is None:
         return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, 0, tokens))

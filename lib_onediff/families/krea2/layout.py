@@ -34,7 +34,8 @@ TIME_SCALE = 1000.0
 
 @dataclass(frozen=True)
 class GatedLayers:
-    """A gated self attention and a feed-forward layer with SwiGLU, each after an RMS norm."""
+    """A self attention whose output is multiplied by a sigmoid gate, and a feed-forward layer with SwiGLU; an RMS norm
+    comes before each."""
 
     norm: RMSNorm
     attention: SelfAttention
@@ -56,6 +57,7 @@ class StreamBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
+        """See core.leaves.Block."""
         layers = self.layers
         feed_forward = feed_forward_layers(layers.feed_forward_in, layers.feed_forward_out, GATED)
         return *layers.attention.token_layers, *feed_forward
@@ -108,6 +110,7 @@ class Krea2Layout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
+        """See core.family.Layout."""
         users: list[Any] = [SigmoidGate(self.width)]
         for layers in (self.blocks[0].layers, self.text.across_tokens[0]):
             attention = layers.attention
@@ -122,7 +125,7 @@ class Krea2Layout(Layout):
         return [(block, (1, tokens + self.patches_over(height, width))) for block in self.blocks]
 
     def patches_over(self, height: int, width: int) -> int:
-        """The number of the image's tokens, for a latent of this size."""
+        """The number of patches that cover a latent of this height and width. Each is one token."""
         rows, columns = patch_grid(height, width, self.patch)
         return rows * columns
 

@@ -34,7 +34,7 @@ class ImagePrompt:
     key_values: (batch, tokens, columns). For each cross attention that the adapter changes, its keys, then its values,
         already multiplied by the adapter's scale.
     parts: for each such attention, by the path of its query's linear layer: its first column and number of columns.
-    structure: words for a shape's key; equal for image prompts that are computed the same way.
+    structure: words for a shape's key; equal for image prompts that are computed the same way. Derived from the others.
     """
 
     key_values: Tensor
@@ -42,6 +42,7 @@ class ImagePrompt:
     structure: str = field(init=False)
 
     def __post_init__(self) -> None:
+        """Derives structure. A digest stands for the paths in parts, so that the key stays short."""
         which = hashlib.sha256("\n".join(sorted(self.parts)).encode()).hexdigest()[:8]
         tokens = self.key_values.shape[1] if self.key_values.dim() > 1 else 0
         structure = f"an image prompt of {tokens} tokens in {len(self.parts)} attentions ({which})"
@@ -61,7 +62,9 @@ class ImagePrompt:
 
 @dataclass(frozen=True)
 class UNetCall(Call):
-    """context: (batch, tokens, width), the text encoder's output.
+    """A call of a UNet. latent, timestep and the other common fields are Call's.
+
+    context: (batch, tokens, width), the text encoder's output.
     y: (batch, width), SDXL's embedding of pooled text and sizes; None for other models.
     timestep_condition: (batch, width), the guidance embedding of LCM-distilled models; None for others.
     control: residuals of ControlNets; None without any.
@@ -78,12 +81,15 @@ class UNetCall(Call):
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
+        """See Call."""
         return (self.context,) if self.y is None else (self.context, self.y)
 
     @property
     def additions(self) -> tuple[str, ...]:
+        """See Call."""
         return tuple(prompt.structure for prompt in self.image_prompts)
 
     @property
     def label(self) -> str:
+        """See Call."""
         return "" if self.control is None else "with control"

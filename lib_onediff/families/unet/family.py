@@ -22,7 +22,7 @@ PROMPT_NOISE = 0.1
 
 
 class UNets:
-    """See core.family.Family."""
+    """Stable Diffusion's UNets. core.family.Family describes the methods."""
 
     layout = UNetLayout
     first_timestep = 1000.0
@@ -59,7 +59,8 @@ class UNets:
             self._refuse_condition(layout, call.timestep_condition, latent.shape[0])
 
     def _refuse_condition(self, layout: UNetLayout, condition: Tensor, batch: int) -> None:
-        """Raise Refusal for a guidance embedding that this UNet does not take."""
+        """Raise Refusal for a guidance embedding that this UNet does not take: it takes none, or one of another
+        width."""
         if layout.time.condition is None:
             raise Refusal("a guidance embedding is given, but this UNet takes none")
         width = layout.time.condition.in_features

@@ -19,9 +19,10 @@ from .patch_points import CROSS_ATTENTION, SELF_ATTENTION, PatchPoints
 class Layers:
     """Computes stages. Images are (batch, channels, height, width), tokens (batch, tokens, width).
 
-    transformer: computes the layers of transformer blocks; its weights and operators compute all other layers, too.
+    transformer: computes the layers of transformer blocks; its weights and operators are used for all other layers,
+        too.
     shifts: see forward.block_shifts.
-    context, in the weights' dtype, and image_prompts: see UNetCall.
+    context, image_prompts: see UNetCall; the context is in the weights' dtype.
     patches: the functions of other extensions, called where the host's own forward calls them.
     """
 
@@ -33,17 +34,19 @@ class Layers:
 
     @property
     def weights(self) -> Weights:
+        """The network's weights."""
         return self.transformer.weights
 
     @property
     def ops(self) -> Operators:
+        """The backend's operators."""
         return self.transformer.ops
 
     def stage(self, stage: Stage, image: Image, following: Tensor | None, place: tuple[str, int]) -> Tensor:
-        """The output of one stage.
+        """The output of one stage for this image.
 
-        following: the skip that the next output stage takes, whose size the result must have; None for input stages,
-            the middle stage and the last stage.
+        following: the skip that the next output stage takes. An Upsample with resize_before enlarges the image to this
+            skip's size. None for input stages, the middle stage and the last stage.
         place: the part of the UNet (INPUT, MIDDLE or OUTPUT), and the index of the stage in it.
         """
         for layer in stage:
@@ -63,8 +66,9 @@ class Layers:
     def norm(
         self, norm: GroupNorm, image: Image, shift: Tensor | None = None, consumer: LayerWeights | None = None
     ) -> Image:
-        """SiLU of the group norm of image + shift. shift: (batch, channels). consumer: the convolution that reads the
-        result."""
+        """SiLU of the group norm of image + shift. shift: (batch, channels), or None for 0. consumer: the weights of
+        the convolution that reads the result, by which a backend may choose the result's format. If an extension
+        replaces norms (patches.norm), its function computes the norm."""
         if self.patches.norm is None:
             return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift, consumer=consumer)
         if shift is not None:
@@ -74,9 +78,11 @@ class Layers:
     # --- images ---------------------------------------------------------------------------------------------------
 
     def _convolution(self, convolution: Convolution, image: Image) -> Tensor:
+        """The image after a convolution with its bias."""
         return self.ops.convolution(image, self.weights[convolution.path], convolution)
 
     def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
+        """The enlarged image after the convolution. following: see stage()."""
         height, width = image.shape[-2:]
         height *= 2
         width *= 2
@@ -85,6 +91,7 @@ class Layers:
         return self._convolution(layer.convolution, self.ops.resize(image, height, width))
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
+        """The image after a residual block, its skip added."""
         weights = self.weights
         ops = self.ops
         # The first convolution's bias is part of the shift, and the second one's is added together with the skip:
@@ -100,6 +107,7 @@ class Layers:
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def _spatial_transformer(self, transformer: SpatialTransformer, image: Tensor, place: tuple[str, int]) -> Tensor:
+        """The image after a spatial transformer is added. place: see stage()."""
         ops = self.ops
         layers = self.transformer
         height, width = image.shape[-2:]
@@ -116,6 +124,7 @@ class Layers:
         return image
 
     def _transformer_block(self, block: TransformerBlock, residual: Residual) -> Residual:
+        """The residual after a block in which no function of an extension is set."""
         layers = self.transformer
         own = block.self_attention
         cross = block.cross_attention
@@ -127,6 +136,7 @@ class Layers:
         return self._feed_forward(block, residual)
 
     def _feed_forward(self, block: TransformerBlock, residual: Residual) -> Residual:
+        """The residual after the norm and the feed-forward layer of a block are added."""
         layers = self.transformer
         into = block.feed_forward_in
         out = block.feed_forward_out
@@ -134,7 +144,8 @@ class Layers:
         return layers.add(residual, layers.gated_linear(normed, into, GEGLU, out), out)
 
     def _patched_block(self, block: TransformerBlock, tokens: Tensor) -> Residual:
-        """The residual after a block, with the functions of other extensions that are set within it."""
+        """The residual after a block within which functions of other extensions are set; they are called at its
+        points."""
         replaced = self.patches.whole_block(block, tokens, self.context)
         if replaced is not None:
             return Residual(replaced)
@@ -144,7 +155,7 @@ class Layers:
         return self._feed_forward(block, Residual(tokens))
 
     def _patched_self_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """What the self attention adds to the tokens."""
+        """The self attention's output, which the caller adds to the tokens, with the functions set at its points."""
         attention = block.self_attention
         _, normed = self.transformer.norm(Residual(tokens), block.self_norm, attention.query_key_value)
         replaced = self.patches.whole_attention(SELF_ATTENTION, block, normed, self.context)
@@ -155,7 +166,7 @@ class Layers:
         return self._patched_output(SELF_ATTENTION, attention, *projected)
 
     def _patched_cross_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """What the cross attention adds to the tokens."""
+        """The cross attention's output, which the caller adds to the tokens, with the functions set at its points."""
         attention = block.cross_attention
         _, normed = self.transformer.norm(Residual(tokens), block.cross_norm, attention.query)
         replaced = self.patches.whole_attention(CROSS_ATTENTION, block, normed, self.context)

@@ -43,6 +43,7 @@ class TransformerBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
+        """See core.leaves.Block."""
         feed_forward = feed_forward_layers(
             self.feed_forward_in, self.feed_forward_out, GATED, self.feed_forward_norm.path
         )
@@ -50,6 +51,7 @@ class TransformerBlock(Block):
 
     @property
     def prompt_layers(self) -> tuple[FusedLinear, ...]:
+        """See core.leaves.Block."""
         return (self.cross_attention.key_value,)
 
 
@@ -70,6 +72,7 @@ class ResidualBlock(Block):
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
+        """See core.leaves.Block."""
         return self.in_convolution, self.out_convolution
 
 
@@ -85,6 +88,8 @@ class SpatialTransformer:
 
 @dataclass(frozen=True)
 class Downsample:
+    """A 3x3 convolution with a stride of 2, which halves the image's sides."""
+
     convolution: Convolution
 
 
@@ -179,6 +184,8 @@ class UNetLayout(Layout):
 
     @cached_property
     def residual_blocks(self) -> tuple[ResidualBlock, ...]:
+        """All residual blocks, in the order of a forward pass; block_shifts splits the embeddings' output in this
+        order."""
         return tuple(self.layers(ResidualBlock))
 
     @cached_property
@@ -203,6 +210,7 @@ class UNetLayout(Layout):
 
     @property
     def y_width(self) -> int | None:
+        """The width of y; None if the UNet takes none."""
         return self.label.first.in_features if self.label else None
 
     @property

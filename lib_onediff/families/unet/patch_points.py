@@ -21,12 +21,13 @@ BlockPlace = tuple[str, int, int]
 
 
 class PatchPoints(Points):
-    """The points of a UNet's forward, as core.points.Points defines them: each method is one point, at which the host's
-    own forward calls functions too. In this class, no function is set at any point.
+    """The points of a UNet's forward, as core.points.Points defines them. Each method is one point. The host's forward
+    calls extensions' functions at the same points. In this class no function is set at any point; hosts derive from it.
 
     hidden_states are (batch, channels, height, width) at stages, and tokens (batch, tokens, width) within transformers,
-    both contiguous and in the weights' dtype. A method returns the value with which the forward continues in place of
-    its argument; functions may have written into the argument.
+    both contiguous and in the weights' dtype. A method with one tensor returns the tensor with which the forward
+    continues in its place; the docstrings of the other methods say what they return. Functions may have written into a
+    method's arguments.
 
     sees_stages: whether functions are set at stages or replace norms. Then the two inputs of an output stage are
         concatenated to one tensor, as the host does, before functions get it.
@@ -38,6 +39,7 @@ class PatchPoints(Points):
     norm: Callable[[str, Tensor], Tensor] | None = None
 
     def unchanged(self, point: str, *arguments: Any) -> Any:
+        """See Points. The methods of this class itself call no function."""
         return getattr(PatchPoints, point)(self, *arguments)
 
     def embedding(self, embedding: Tensor) -> Tensor:
@@ -67,11 +69,15 @@ class PatchPoints(Points):
         return None
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """Called at the beginning of a transformer block. Returns whether functions are set within it."""
+        """Called at the beginning of a transformer block; place and block identify it for the points within it, which
+        do not get them. Returns whether functions are set within it. If True, the forward calls these points
+        (whole_block to between_attentions); if False, it calls none of them for this block, and computes the block with
+        fused operators."""
         return False
 
     def end_transformer(self) -> None:
-        """Called at the end of a spatial transformer."""
+        """Called at the end of a spatial transformer, after its last block. Hosts may count transformers for their
+        functions."""
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
         """The output of a transformer block for these tokens. None: our forward computes it."""
@@ -82,7 +88,8 @@ class PatchPoints(Points):
         return normed, normed, normed
 
     def cross_attention_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As self_attention_inputs."""
+        """The inputs of the projections to queries, to keys and to values. If the last two are the given context
+        object, our forward projects both at once."""
         return normed, context, context
 
     def whole_attention(
@@ -98,12 +105,14 @@ class PatchPoints(Points):
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """The output of an attention before its last projection. None: our forward computes it.
 
+        attention: SELF_ATTENTION or CROSS_ATTENTION.
         query, key, value, and the result: (batch, tokens, heads * head width).
         """
         return None
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
-        """The output of an attention, before it is added to the tokens."""
+        """The output of an attention after its last projection, before it is added to the tokens. attention: as in
+        attend."""
         return tokens
 
     def between_attentions(self, tokens: Tensor) -> Tensor:

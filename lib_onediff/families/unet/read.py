@@ -68,18 +68,20 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 
 def is_ldm_unet(unet: nn.Module) -> bool:
-    """Whether a module is a UNet of the ldm family, by the name of its class."""
+    """Whether a module is a UNet of the ldm family, by the name of its class. The name may be any package's: read_ldm
+    refuses modules that are built in another way."""
     return type(unet).__name__ in UNET_CLASSES and hasattr(unet, "input_blocks")
 
 
 def is_block(kind: type) -> bool:
-    """Whether a class is a transformer block's, or derived from it."""
+    """Whether a class is named BasicTransformerBlock, or derived from a class of that name."""
     return any(base.__name__ == BLOCK for base in kind.__mro__)
 
 
 @lru_cache(maxsize=64)
 def is_derived_block(kind: type) -> bool:
-    """Whether a class is derived from a transformer block's: extensions for token merging swap such classes in."""
+    """Whether a class is derived from a transformer block's class, or claims its name. Extensions for token merging
+    give such classes to a UNet's blocks."""
     return is_block(kind) and not (kind.__name__ == BLOCK and is_genuine(kind))
 
 
@@ -118,7 +120,8 @@ def refuse_ldm_variants(unet: Any) -> None:
 
 
 def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
-    """The description of the embedding of y; None if the UNet takes none."""
+    """The description of the embedding of y; None if the UNet takes none. Raises Refusal unless it is two linear layers
+    with SiLU between them."""
     if unet.num_classes is None:
         return None
     label = unet.label_emb
@@ -129,7 +132,8 @@ def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 
 
 def read_layer(layer: Any, leaves: LeafReader, resizes_before: bool) -> Layer:
-    """The description of one layer of a stage. resizes_before: see Upsample."""
+    """The description of one layer of a stage. Raises Refusal for one of an unknown kind. resizes_before: see
+    Upsample.resize_before."""
     kind = leaves.kind(layer)
     if kind == "ResBlock":
         return ldm_residual_block(layer, leaves)

@@ -13,13 +13,16 @@ from ...core.fields import ANY_DTYPE
 
 @dataclass(frozen=True)
 class ZImageCall(Call):
-    """latent: (batch, channels, height, width).
+    """A call of a Z-Image or Lumina 2 network. timestep and the other common fields are Call's.
+
+    latent: (batch, channels, height, width).
     context: (batch, tokens, width), the prompts' embeddings, each padded to a multiple of ZImageLayout.multiple tokens.
-        The network replaces this padding by a learned token, which attentions see.
+        The network replaces this padding by a learned token, to which attentions do attend.
     lengths: int64 (batch,), the number of tokens of each prompt before padding.
-    is_ragged: whether some padded prompts are shorter than others. Attentions do not see the tokens beyond them.
-    image_share: float32 (batch,), 1 - timestep, if the host's call has that: computing it from the timestep would round
-        it again. None if the host's call has the timestep.
+    is_ragged: whether some prompts, after that padding, are shorter than the longest. Attentions do not attend to the
+        tokens after a prompt's own padding.
+    image_share: float32 (batch,), 1 - timestep, if the host's call has that instead of the timestep: computing it from
+        the timestep would round it again. None otherwise.
     """
 
     context: Tensor
@@ -29,13 +32,15 @@ class ZImageCall(Call):
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
+        """See Call."""
         return self.context, self.lengths
 
 
 def joined_prompts(prompts: Sequence[Tensor], multiple: int) -> tuple[Tensor, Tensor, bool]:
-    """The context, lengths and is_ragged of a call with these prompts, one (tokens, width) for each row of the batch.
+    """The context, lengths and is_ragged of a ZImageCall with these prompts, one tensor (tokens, width) for each row of
+    the batch.
 
-    multiple: of ZImageLayout.
+    multiple: see ZImageLayout.
     """
     lengths = [len(prompt) for prompt in prompts]
     filled = [length + -length % multiple for length in lengths]

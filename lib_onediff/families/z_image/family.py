@@ -19,7 +19,7 @@ from .layout import ZImageLayout
 
 
 class ZImages:
-    """See core.family.Family."""
+    """The networks of Z-Image and Lumina 2. core.family.Family describes the methods."""
 
     layout = ZImageLayout
     # The timestep is the share of noise in the latent, from 1 to 0.

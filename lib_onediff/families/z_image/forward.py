@@ -25,14 +25,14 @@ SMALLER = 2.0**-8
 
 
 class Positions(NamedTuple):
-    """What attentions need to know of their tokens. rotary: of each token. mask: which tokens they see, as in
-    Operators.attention; None if all."""
+    """The positions of some tokens, as attentions take them. rotary: the rotary embedding of each token. mask: which
+    tokens each row of the batch attends to, as in Operators.attention; None for all."""
 
     rotary: Rotary
     mask: Tensor | None
 
     def part(self, first: int, count: int) -> Positions:
-        """Those of `count` tokens, from token `first` on."""
+        """The positions of `count` of these tokens, from token `first` on."""
         cosines, sines, interleaved = self.rotary
         rotary = Rotary(
             cosines.narrow(-2, first, count).contiguous(), sines.narrow(-2, first, count).contiguous(), interleaved,
@@ -86,7 +86,8 @@ def through_block(
     layers: TransformerLayers, block: StreamBlock, residual: Residual, positions: Positions,
     modulation: BlockModulation | None,
 ) -> Residual:
-    """The residual after one block. positions: of its tokens. modulation: None for a block of the prompt alone."""
+    """The residual after one block. positions: of the block's tokens. modulation: None for a block of the prompt
+    alone."""
     own = block.attention
     into = block.feed_forward_in
     out = block.feed_forward_out
@@ -188,8 +189,8 @@ def positions_of(layout: ZImageLayout, call: ZImageCall, rows: int, columns: int
 
 
 def embedding_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCall, dtype: torch.dtype) -> Tensor:
-    """The embedding of the timestep, (batch, width) in dtype. The network takes the share of the image, 1 - timestep.
-    """
+    """The embedding of the timestep, (batch, width) in dtype. The network embeds the share of the image, 1 - timestep,
+    taken from call.image_share if the call has it."""
     time = layout.time
     share = 1.0 - call.timestep if call.image_share is None else call.image_share
     waves = layers.ops.sinusoids(share * layout.time_scale, time).to(dtype)
@@ -197,8 +198,8 @@ def embedding_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCa
 
 
 def modulations_of(layers: TransformerLayers, layout: ZImageLayout, embedding: Tensor) -> list[BlockModulation]:
-    """The modulations of all blocks with the image, those of image_refiner first. The network makes scale - 1 and the
-    gates before tanh; this returns scales and gates."""
+    """The modulations of all blocks with the image, those of image_refiner first. embedding: the timestep's, (batch,
+    width). The network computes scale - 1, and gates before tanh; this returns the scales and gates themselves."""
     given = layers.ops.silu(embedding) if layout.activates_time else embedding
     together = layers.linear(given, layout.modulations).unflatten(-1, (-1, 4, layout.width))
     scales = together[:, :, 0::2] + 1

@@ -43,6 +43,7 @@ class StreamBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
+        """See core.leaves.Block. Empty for the blocks of the prompt alone."""
         if not self.has_image:
             return ()
         feed_forward = feed_forward_layers(self.feed_forward_in, self.feed_forward_out, GATED)
@@ -91,6 +92,7 @@ class ZImageLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
+        """See core.family.Layout."""
         block = self.blocks[0]
         attention = block.attention
         heads = NormedHeads(attention.heads, attention.head_width, interleaved=True)

@@ -35,7 +35,8 @@ class HostParts:
 
 
 def read_stream(network: Any, leaves: LeafReader, host: HostParts) -> ZImageLayout:
-    """The layout of a host's module. Raises Refusal if the module is built in another way."""
+    """The layout of a host's module (network). host: its parts that differ between hosts. Raises Refusal if the module
+    is built in another way."""
     first, between, second = network.t_embedder.mlp
     norm, text = network.cap_embedder
     silu, out_modulation = host.final.adaLN_modulation
