@@ -25,6 +25,7 @@ SECONDS_TO_WAIT = 30
 MOST_SECONDS_TO_WAIT = 600
 LARGEST_NUMBER = 2**31 - 1
 
+# The types of fields. Strict: no other type is converted.
 Resolution = constr(strict=True, min_length=1, max_length=20)
 ModelName = constr(strict=True, min_length=1, max_length=LONGEST_NAME)
 SizesText = constr(strict=True, min_length=1, max_length=LONGEST_SIZES)
@@ -42,7 +43,7 @@ class Body(BaseModel, extra="forbid"):
 
 
 class PrewarmBody(Body):
-    """The sizes to pre-warm."""
+    """The sizes to pre-warm: their graphs are made before an image needs them."""
 
     sizes: SizesText = Field(..., description='Such as "1024x1024, 832x1216 x2"; x2: two images at once.')
     tokens: Whole = Field(TOKENS, description=f"The length of prompts, one of {TOKEN_CHOICES}: 77 for each begun 75.")
@@ -60,7 +61,8 @@ class PurgeBody(Body):
 
 
 class PinBody(Body):
-    """A resolution to pin: its graphs then stay when another model needs memory, also after a restart."""
+    """A resolution to pin: its graphs stay when another model needs memory. The pin is remembered after a restart, when
+    its graphs are captured anew."""
 
     resolution: Resolution = Field(..., description='Such as "512x512", as GET shapes names it.')
     model: ModelName = Field(..., description="As GET shapes names it.")
@@ -68,7 +70,7 @@ class PinBody(Body):
 
 
 class ReleaseBody(Body):
-    """How long to wait."""
+    """The optional body of a request to free GPU memory: how long to wait for an image in progress."""
 
     wait: Seconds = Field(default=SECONDS_TO_WAIT, description=WAIT)
 
@@ -115,7 +117,8 @@ def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None
 
 
 def sentence_of(error: RequestValidationError) -> str:
-    """A sentence for the error that has the longest path in the request."""
+    """One sentence for a request body that does not fit its model, such as "sizes: ...". Of several errors, it is the
+    one with the longest path: a field that takes a list or null has an error for each."""
     path: list[Any] = []
     message = ""
     for found in error.errors():

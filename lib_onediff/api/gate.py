@@ -19,6 +19,7 @@ from .bodies import refusal
 READING = ("GET", "HEAD")
 # The code with which web sockets are closed.
 POLICY_VIOLATION = 1008
+# The values of Sec-Fetch-Site for our own page, and for an address that the user has typed.
 ONES_OWN = ("same-origin", "none")
 # The origin of a page without a site: a sandboxed frame, or a file.
 NOBODY = "null"
@@ -42,11 +43,13 @@ NOTHING_RUNS = "sandbox; default-src 'none'; img-src 'self'"
 
 @dataclass(frozen=True)
 class Origins:
-    """The origins whose pages may send requests. The server's own may always.
+    """The origins (scheme://host:port) whose pages may send requests. The server's own is always among them.
 
-    allowed, pattern: other origins, as given by --cors-allow-origins and its regex. strict_host: the server is reached
-    only by an address, as localhost or by one of names. A page under another name then belongs to another site, whose
-    name was redirected to this server after the page had loaded (DNS rebinding).
+    allowed: other origins; "*" allows every origin. pattern: a regular expression for further ones.
+    strict_host: accept a request only if its Host header has an IP address, localhost or one of `names`. A page under
+        another name then belongs to another site, whose name was redirected to this server after the page had loaded
+        (DNS rebinding). False: every host name is accepted.
+    names: host names of this server, without ports and in lower case.
     """
 
     allowed: Collection[str] = ()
@@ -69,9 +72,11 @@ class Origins:
         return not (allowed or self.pattern and re.fullmatch(self.pattern, origin or ""))
 
     def is_own(self, origin: str, host: str | None) -> bool:
-        """Whether an origin is this server, reached by this host name.
+        """Whether an origin is that of this server's own page. host: the request's Host or X-Forwarded-Host header;
+        None or an unknown name: False.
 
-        The origin's scheme may be that of a proxy. Some proxies leave out the port.
+        Schemes are not compared, because a proxy may have ended TLS. The header may lack the origin's port, because
+        some proxies leave it out.
         """
         if not host or not self.knows(host):
             return False
@@ -79,7 +84,7 @@ class Origins:
         return host.lower() in (address, address.rpartition(":")[0])
 
     def knows(self, host: str | None) -> bool:
-        """Whether a Host header may name this server."""
+        """Whether a Host header, with or without a port, may name this server; see strict_host. False without one."""
         name = host_name(host or "")
         return name in self.names or (is_fixed(name) if self.strict_host else bool(name))
 
@@ -102,8 +107,11 @@ def is_fixed(name: str) -> bool:
 
 
 def origins_of(cmd_opts: Any) -> Origins:
-    """The origins allowed by a WebUI's command line. If it does not tell who can reach the server, everybody may be
-    able to."""
+    """The Origins for a WebUI's command line, cmd_opts: those of --cors-allow-origins and its regex are allowed.
+
+    strict_host is on only if the WebUI has an option --listen, and no option of OPEN_TO_OTHERS is set: then only this
+    machine reaches it. Otherwise its users may call it by names that we do not know.
+    """
     allowed, pattern = (getattr(cmd_opts, f"cors_allow_origins{end}", None) for end in ("", "_regex"))
     of_this_machine = hasattr(cmd_opts, "listen") and not any(getattr(cmd_opts, flag, None) for flag in OPEN_TO_OTHERS)
     return Origins(allowed.split(",") if allowed else (), pattern, strict_host=of_this_machine)
@@ -112,8 +120,12 @@ def origins_of(cmd_opts: Any) -> Origins:
 class Gate:
     """ASGI middleware around the whole application, including gradio's own routes.
 
+    It refuses a request with an HTTP error, before any other code reads it, and closes every web socket.
+
+    app: the ASGI application inside.
     identify: raises HTTPException for a request without a login, from the headers alone; None if no login is required.
-    largest: the largest body in bytes, of users who have logged in. page_policy: the page's Content-Security-Policy.
+    largest: the largest body in bytes, of users who have logged in; others may send LARGEST_LOGIN.
+    page_policy: the page's Content-Security-Policy; "" for none.
     """
 
     def __init__(
@@ -146,7 +158,8 @@ class Gate:
         await self.app(scope, bounded(receive, limit), self.harmless(scope["path"], send))
 
     def check(self, method: str, path: str, headers: Headers) -> None:
-        """Raise HTTPException if this server must not handle the request."""
+        """Raise HTTPException 403 for an unknown Host, a request of another site's page (links to our pages are
+        allowed), or a path with which gradio would download an address."""
         host = headers.get("host", "")
         if not self.origins.knows(host):
             raise HTTPException(403, UNKNOWN_NAME.format(host_name(host) or '""'))
@@ -165,8 +178,8 @@ class Gate:
         return self.largest
 
     def harmless(self, path: str, send: Send) -> Send:
-        """The send function, with headers that keep browsers from guessing content types and from showing uploaded
-        files."""
+        """The send function for the answer of a path, which adds headers: browsers must not guess content types, must
+        save uploaded files instead of showing them (except SHOWN_FILES), and apply page_policy to the page."""
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -191,7 +204,8 @@ def is_link(method: str, path: str, headers: Headers) -> bool:
 
 
 def bounded(receive: Receive, limit: int) -> Receive:
-    """The receive function, which raises once a body grows beyond the limit that its header did not announce."""
+    """The receive function, which raises HTTPException 413 once a body is longer than `limit` bytes: a body without
+    Content-Length passes the first check."""
     size = 0
 
     async def receive_part() -> Message:

@@ -22,7 +22,11 @@ OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
 
 
 class Outcome(enum.Enum):
-    """How an attempt to serve ended. An exception of the host has no outcome: it passes through as a HostError."""
+    """How an attempt to serve ended. An exception of the host has no outcome: it passes through as a HostError.
+
+    OURS: OneDiff has the answer. REFUSED: OneDiff does not serve this (a Refusal). OUT_OF_MEMORY: the GPU is full; our
+    memory is freed, and the host serves. FAULT: any other exception of our code, which is logged.
+    """
 
     OURS = enum.auto()
     REFUSED = enum.auto()

@@ -12,6 +12,7 @@ from .fields import ANY_DTYPE, LEFT_OUT, any_dtype_names, named_tensors, shapes_
 from .points import Points
 from .precision import autocast_dtype
 
+# The passes of a network that is cut (see Cut.name).
 FULL = "full"
 CACHED = "cached"
 # Reasons, for users, why it is unknown which rows of a call are the prompt's.
@@ -29,7 +30,8 @@ class CutMemory:
         self.tensor: Tensor | None = None
 
     def write(self, hidden_states: Tensor) -> None:
-        """Copy hidden states into the memory. Raises RuntimeError if it would have to be allocated during a capture."""
+        """Copy hidden states into the memory, which is allocated at the first write and whenever the shape changes.
+        Raises RuntimeError if that would happen during the capture of a CUDA graph."""
         kept = self.tensor
         wanted = hidden_states.shape, hidden_states.dtype, hidden_states.device
         if kept is None or (kept.shape, kept.dtype, kept.device) != wanted:

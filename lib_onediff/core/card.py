@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+# The index of no GPU.
 NONE = -1
 
 
@@ -34,7 +35,8 @@ def card_name(device: torch.device) -> str:
 
 
 def named(choice: str) -> str:
-    """The choice's name in TuningCache, with the model name of the current GPU: it holds for the same model alone."""
+    """The name of a choice in TuningCache, with the model name of the current GPU added: a measured choice holds for
+    GPUs of the same model alone."""
     card = current_card()
     return f"{choice}, {'cpu' if card == NONE else card_name(torch.device('cuda', card))}"
 

@@ -144,8 +144,8 @@ class Device(abc.ABC):
         """Raise Refusal, with the reason, if the backend cannot compute this call. weight_marks: see Network."""
 
     def allowed_error(self, dtype: torch.dtype) -> float:
-        """The relative error against the host's forward that counts as correct, if it is more than rounding explains.
-        """
+        """The relative error against the host's forward up to which a backend of lower precision still counts as
+        correct. 0: no more than rounding explains."""
         return 0.0
 
     @abc.abstractmethod
@@ -165,9 +165,11 @@ class Device(abc.ABC):
         return False
 
     def runner(self, network: Any, key: Any, call: Call, is_warm_up: bool) -> Any:
-        """A runner that the backend makes and keeps itself; None: the runtime launches or captures its operators.
+        """A runner that the backend makes and keeps itself, such as a compiled graph; None: the runtime launches or
+        captures the backend's operators.
 
-        Raises Refusal if the backend makes runners, and none for this call. is_warm_up: see refuse.
+        network: a runtime.network.Network. key: the call's ShapeKey. is_warm_up: see refuse. Raises Refusal if the
+        backend makes runners, and none for this call.
         """
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:

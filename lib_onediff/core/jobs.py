@@ -60,6 +60,7 @@ class Job:
     title: its object, for users: "768x512 x2".
     source: where it was started, for users.
     id: a number that JobQueue gives it; 0 before.
+    state: QUEUED, RUNNING, DONE, FAILED or CANCELLED.
     unit: what done and total count: "step" or "call".
     share: the part of the work that is done, from 0 to 1.
     seconds: of work so far, without waiting.

@@ -96,8 +96,8 @@ class AdaptiveNorm:
 
 @dataclass(frozen=True)
 class NormedHeads:
-    """The RMS norms over each head of an attention's queries or keys. heads: their number. width: of a head.
-    interleaved: that of the rotary embedding after it."""
+    """The RMS norms over each head of an attention's queries or keys, followed by a rotary embedding; a kernel user
+    (Layout.kernel_users). heads: the number of heads. width: of a head. interleaved: see core.operators.Rotary."""
 
     heads: int
     width: int
@@ -121,6 +121,9 @@ class SigmoidGate:
 @dataclass(frozen=True)
 class FusedLinear:
     """Linear layers over the same input whose weights are consecutive in memory, so that one GEMM computes them all.
+
+    name: the key in Weights of their joined weight and bias.
+    members: in the order of their rows.
     """
 
     name: str
@@ -148,7 +151,7 @@ class TokenLinear(NamedTuple):
 class SelfAttention:
     """A self attention. Keys and values may have fewer heads than queries (grouped-query attention).
 
-    norms: those over each head of the queries and of the keys; () for none.
+    norms: (norm over each head of the queries, norm over each head of the keys); () for none.
     gated: query_key_value also computes a gate; the attention's output is multiplied by its sigmoid before `out`.
     """
 
@@ -227,6 +230,8 @@ def feed_forward_layers(
 class TimeEmbedding:
     """The embedding of the timestep: sinusoids (see sinusoids in devices/torch/operators.py), then two linear layers.
 
+    channels, cosine_first, frequency_shift, scale: of the sinusoids, as embedding_dim, flip_sin_to_cos,
+        downscale_freq_shift and scale of diffusers' get_timestep_embedding.
     condition: the linear layer of an LCM's guidance embedding, whose output is added to the sinusoids; None without.
     """
 

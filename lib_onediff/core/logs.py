@@ -26,12 +26,15 @@ def readable(sentence: str) -> str:
 
 
 class OneLineFormatter(logging.Formatter):
+    """Formats a log record on one line, so that a name of a file cannot forge lines; a traceback follows below."""
+
     def formatMessage(self, record: logging.LogRecord) -> str:
         # Some of our sentences begin with "OneDiff".
         return one_line(super().formatMessage(record)).replace("OneDiff: OneDiff", "OneDiff", 1)
 
 
 def debug_wanted() -> bool:
+    """Whether the environment variable ONEDIFF_DEBUG is set to anything but a word of FALSE_VALUES."""
     return os.environ.get(DEBUG_VARIABLE, "").strip().lower() not in FALSE_VALUES
 
 

@@ -39,7 +39,7 @@ class Points:
 
 class EveryPoint(Points):
     """Wraps the points of a call, of any family, and calls at() at every point instead of the point's own method.
-    Subclasses override at()."""
+    Subclasses override at() to do the same at all points, such as to record what a forward passes."""
 
     def __init__(self, patches: Any) -> None:
         self._patches = patches

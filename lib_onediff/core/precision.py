@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+# The value of Settings.accumulation that turns on faster, less precise sums.
 HALF = "half"
 # The names of the switches in a shape's key.
 HALF_SUMS = "float16 sums in matmul"
@@ -32,7 +33,7 @@ _TURN = threading.RLock()
 
 
 def wanted(settings: Any, switch: str) -> bool | None:
-    """The value that the settings want for a switch; None: leave it as it is."""
+    """The value that the settings want for a switch in our calls; None: leave the value that the host has set."""
     is_half: bool = settings.accumulation == HALF
     if switch == HALF_SUMS:
         return is_half
@@ -69,7 +70,7 @@ class MatmulSwitch:
 
 @dataclass(frozen=True)
 class Tf32Switch:
-    """TF32 for matrix products or for convolutions.
+    """TF32 for matrix products, or for convolutions if `convolutions`.
 
     torch 2.9 and newer have two switches for it, allow_tf32 and fp32_precision. While the two disagree, reading
     allow_tf32 raises RuntimeError. So allow_tf32 is used if it can be read, and fp32_precision otherwise.
@@ -160,7 +161,8 @@ def flags_for(settings: Any, dtype: torch.dtype, device: torch.device, upcast_at
 def applied(flags: Flags) -> Iterator[None]:
     """A context in which the switches have these values. At its end, also after an exception, they are restored.
 
-    A switch that has the value already is not written.
+    A switch that has the value already, or that this torch lacks, is not written. Another thread with flags waits until
+    the context ends. Empty flags change nothing and wait for nothing.
     """
     if not flags:
         yield

@@ -12,7 +12,11 @@ import torch
 
 
 class StreamOrder:
-    """Keeps, for each GPU, the stream of the last work and the event at its end."""
+    """Orders the work of all threads on each GPU; see turn.
+
+    lock: held by the thread whose turn it is. It may be taken again by the same thread.
+    last: for each GPU, the stream of the last turn and the event at the end of its work.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()

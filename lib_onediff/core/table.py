@@ -123,18 +123,19 @@ class Stopwatch:
 
     @property
     def median_ms(self) -> float | None:
-        """The median of all times; remembered if there are none."""
+        """The median of all times in milliseconds; without times the remembered one, or None."""
         times = self._read()
         return median_of(sorted(times)) if times else self.remembered
 
     def recent_ms(self, count: int) -> float | None:
-        """The median of the last `count` times, or of all if there are fewer; remembered if there are none."""
+        """The median of the last `count` times in milliseconds, or of all if there are fewer; without times the
+        remembered one, or None."""
         times = self._read()[-count:]
         return median_of(sorted(times)) if times else self.remembered
 
     @property
     def settled_ms(self) -> float | None:
-        """The median if there are ENOUGH times; remembered otherwise."""
+        """The median in milliseconds if there are ENOUGH times; otherwise the remembered one, or None."""
         times = self._read()
         return median_of(sorted(times)) if len(times) >= ENOUGH else self.remembered
 
@@ -212,6 +213,7 @@ class Entry:
     misfits: how often functions of other extensions did not fit its graphs.
     uses: the number of its calls.
     kept_uses: how many of these the store has.
+    last_used: the time.time() of the last call.
     own: the stopwatch of our forward.
     host: that of the host's own forward; a cached pass has the one of the full pass that it replaces.
     in_image: mean times in the last image, over all steps that replace the host's steps of this shape; None before it.
@@ -261,8 +263,8 @@ class Entry:
         return self
 
     def forget_failures(self, weights: str) -> None:
-        """Make a failed verdict for these weights COLD again. Called when OneDiff stops serving them: a later use of
-        them may succeed."""
+        """Make a failed verdict for these weights COLD again. Called when OneDiff stops serving a network with these
+        weights, so that they get another try when they are loaded again."""
         known = self.verdict if weights == self.weights else self._others.get(weights)
         if known is not None and known.state is State.FAILED:
             known.state = State.COLD
@@ -300,8 +302,8 @@ class Entry:
 
 
 class ShapeTable:
-    """Entries by key, shared by all checkpoints of an architecture. At most MOST_SHAPES, not counting those that have a
-    graph or are pinned."""
+    """The entries of all shapes by ShapeKey; checkpoints of one architecture share them. Beyond MOST_SHAPES, the least
+    recently used entries are forgotten, except those that must stay (see kept)."""
 
     def __init__(
         self, kept: Callable[[], Callable[[Entry], bool]] = lambda: lambda entry: False,

@@ -60,9 +60,11 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, listener: socket.socket, cache: str) -> None:
-    """Load the model and serve the page until Ctrl-C.
+    """Load the model and serve the page until Ctrl-C or SIGTERM. Apart from main(), because it imports libraries that
+    read the environment variables of stay_offline_and_quiet().
 
-    cache: gradio's folder. Raises Refusal with a sentence if the model cannot be loaded.
+    listener: the socket to serve at. cache: gradio's folder for images and uploads. Raises Refusal with a sentence if
+    the model cannot be loaded.
     """
     stay_offline_and_quiet(cache)
     from .models import load_model
@@ -86,7 +88,8 @@ def run(arguments: argparse.Namespace, listener: socket.socket, cache: str) -> N
 
 
 def require_account(arguments: argparse.Namespace) -> None:
-    """Make up an account and print it, unless the arguments have one. Called if others can reach the address."""
+    """Make up an account, set it as --gradio-auth and print it, unless the arguments have one. Called if other machines
+    can reach the address."""
     if not arguments.gradio_auth:
         password = secrets.token_urlsafe(12)
         arguments.gradio_auth = f"onediff:{password}"
@@ -95,8 +98,9 @@ def require_account(arguments: argparse.Namespace) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process without waiting for its threads, and without torch's shutdown, which takes seconds."""
-    # Among these functions is the store's, which writes pending changes.
+    """End the process after its atexit functions have run, without waiting for its threads and without torch's
+    shutdown, which takes seconds."""
+    # One of the atexit functions writes what the history (store.history) has not written yet.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

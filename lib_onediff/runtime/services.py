@@ -32,10 +32,15 @@ TRAINING = "gradients are being recorded (training?)"
 
 
 class Services:
-    """The runtime's shared objects. Code that launches or captures work on a GPU runs inside computing().
+    """The runtime's shared objects, made once. Code that launches or captures work on a GPU runs inside computing().
 
-    is_between_graphs: whether a function of another extension is running between two graphs of a UNet. A replay of
-    another call would then overwrite memory that the second graph reads.
+    networks: every UNet or transformer that OneDiff serves, with its record.
+    table, history: the state of each shape, in this process and on the disk.
+    holdings: counts the memory of all graphs. graphs: makes and drops them. pressure: frees them for the host.
+    order, lock: see StreamOrder. The lock also protects bindings, graphs and 8-bit weights.
+    is_between_graphs: whether a call is being replayed, or captured, in segments, between which functions of other
+        extensions run. Such a function may call the UNet again; PatchedRoute sets this flag, and the host computes that
+        inner call, because its graph would overwrite memory that the next segment reads.
     """
 
     def __init__(self, devices: Iterable[Device] | None = None, families: Iterable[Family] | None = None) -> None:
@@ -78,11 +83,12 @@ class Services:
 
     @property
     def is_warm_up(self) -> bool:
-        """Whether this thread's calls are a warm-up; see call_stats.ThisThread."""
+        """Whether this thread's calls are a warm-up; see generations.ThisThread."""
         return self.generations.this_thread.is_warm_up
 
     def time_ms(self, call: Call) -> TimeMs:
-        """A function that returns the time of work() as a graph, on the device and in the dtype of this call."""
+        """A timer for measuring kernels: timer(work) captures work() as a graph on the call's device, and returns its
+        time in milliseconds. The call's dtype is that of the matrix products in work()."""
         return partial(self.holdings.made.time_ms, call.latent.device, call.latent.dtype)
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:

@@ -36,15 +36,16 @@ class Binding:
     fusions: the fused layers whose members lie in one tensor.
     groups: the paths of the layers that share a tensor, by its name: the members of a fused layer by the fused layer's
         name, every other layer alone by its path.
-    apart: the paths of the members of fused layers that cannot lie in one tensor, by the fused layer's name.
+    apart: the paths of the members of fused layers that cannot lie in one tensor, by the fused layer's name: some are
+        in few bits, and their values differ in dtype or are not stored row by row. Each is a group of its own.
     fusion_of: by the path of a fused layer's member: the fused layer's name, the member's first row in it, and the
         number of its rows.
     cast_to: the dtype to which the host casts parameters at each use; None if it computes with them as they are stored.
     device: the device that computes.
     away: the names of the groups of which a parameter is in main memory and not on the device.
 
-    The weight of a layer in few bits is its values here: a plain tensor with the layer's rows, of any dtype. See
-    HostLayers.stored for what decodes them.
+    A layer in few bits is one whose weight the host's file stores in 4 or 8 bits (weights/stored.py). Such a weight is
+    grouped and returned as its stored values, a plain tensor of any dtype; decoded() decodes it.
     """
 
     def __init__(self, module: nn.Module, layout: Any, reader: StoredReader | None = None) -> None:
@@ -102,7 +103,8 @@ class Binding:
         return copied
 
     def unbind(self) -> None:
-        """Give every parameter a storage of its own again, and every convolution its usual memory format."""
+        """Undo bind(): give every parameter a storage of its own again, and every convolution that we laid out
+        channels-last its usual memory format. If the GPU has no memory for that, parameters go on sharing a storage."""
         self.restore_memory_formats()
         for layer in self.layers.alive():
             for parameter in self.layers.tensors_of(layer):
@@ -122,7 +124,8 @@ class Binding:
         return copied
 
     def _set_memory_format(self, path: str, memory_format: torch.memory_format) -> int:
-        """Lay a convolution's weight out in a memory format, unless it is. Returns the bytes copied."""
+        """Lay a convolution's weight out in a memory format, and note that we did. Returns the bytes copied: 0 if the
+        weight has this format already, is in few bits, or was unloaded."""
         if path in self.layers.formats or not self.layers.is_alive(path):
             return 0
         weight, _ = self.layers.weight_and_bias(path)
@@ -165,8 +168,8 @@ class Binding:
         return len({self.layers.weight_and_bias(path)[0].dtype for path in paths}) == 1
 
     def products(self) -> dict[str, list[str]]:
-        """The paths of the layers that one product computes, by its name: as groups, but those of apart are together.
-        """
+        """For each matrix product of our forward, the paths of the layers that it computes, by the layer's name. As
+        groups, but each fused layer of apart is one product: its operand is joined at each use."""
         apart = {path for paths in self.apart.values() for path in paths}
         return {name: paths for name, paths in self.groups.items() if name not in apart} | self.apart
 
@@ -182,7 +185,7 @@ class Binding:
 
     def shapes(self) -> Weights:
         """As weights(), but a weight in few bits is a tensor of its decoded shape without values, and the layers of
-        apart have a copy of their biases, joined."""
+        apart have a copy of their biases, joined. From these, AppliedFunctions learns shapes and changes biases."""
         found = dict(self.weights())
         for name, paths in self.apart.items():
             biases = [bias for path in paths if (bias := self.layers.weight_and_bias(path)[1]) is not None]
@@ -203,8 +206,8 @@ class Binding:
         return self.groups.get(name) or self.apart.get(name) or [name]
 
     def decoded(self, path: str, dtype: torch.dtype) -> Tensor | None:
-        """The weight of a layer in few bits, decoded to this dtype on the device that computes. None if it is a plain
-        tensor."""
+        """The weight of a layer in few bits, decoded to this dtype on the device that computes. None for a layer whose
+        weight is not stored in few bits."""
         stored = self.layers.stored(path)
         if stored is None:
             return None
@@ -223,7 +226,8 @@ class Binding:
         return weights, biases
 
     def holders(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """As parts(), with StoredWeight.holder in the place of the values of weights in few bits."""
+        """As parts(), with StoredWeight.holder in the place of the values of weights in few bits: assigning to the data
+        of these tensors moves the host's own weights."""
         weights, biases = self.parts(name)
         found: list[Tensor] = []
         for path, weight in zip(self.groups[name], weights, strict=True):
@@ -232,7 +236,9 @@ class Binding:
         return found, biases
 
     def weights_on(self, device: torch.device, name: str) -> LayerWeights:
-        """A group's weight and bias on a device: views if they are there and lie together, otherwise copies."""
+        """A group's weight and bias on a device: views of the host's parameters if all are there and lie together,
+        otherwise joined copies. On the meta device, they have shapes and no values. The bias is None if no layer of the
+        group has one."""
         found: list[Any] = []
         for parts in self.parts(name):
             there = joined(parts) if parts and all(part.device == device for part in parts) else None

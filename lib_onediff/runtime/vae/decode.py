@@ -31,6 +31,7 @@ ENCODE = "vae encode"
 
 
 def short_name(dtype: torch.dtype) -> str:
+    """The name of a dtype without "torch.", for messages."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -48,11 +49,14 @@ class HostNotFinite(Refusal):
 
 
 class HostDecode(NamedTuple):
-    """A host's decode or encode, and its own functions for it.
+    """A host's call of a VAE's decoder or encoder. Names are those of a decode; for an encode, `latent` is the image,
+    and the two functions return the latent's mean and log variance.
 
-    latent: the input of the decoder; for an encode, the image.
-    decode: computes the host's own result at every call.
-    image: the same, computed once and then remembered.
+    decoder: the host's module, a decoder or an encoder.
+    latent: the module's input, (batch, channels, h, w).
+    decode: computes the host's own result anew at every call, to time it.
+    image: returns the host's own result, computed at the first call and then remembered, to compare with and to return.
+    upcast_attention: compute attention scores in float32.
     """
 
     decoder: nn.Module
@@ -63,10 +67,12 @@ class HostDecode(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """An image that our forward has computed.
+    """The result of one decode or encode by our forward.
 
-    reason: why it was not computed in a better way, for users.
-    is_finite: see is_finite().
+    image: in the host's dtype; for an encode, the latent's mean and log variance.
+    entry: of the shape with the backend and dtype that computed it.
+    reason: why a faster backend, or the one in the settings, did not compute it, for users; "" if none was skipped.
+    is_finite: whether it has neither NaN nor infinite values.
     """
 
     image: Tensor
@@ -77,7 +83,7 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode, or one encode, by our forward.
+    """One decode, or one encode, by our forward. See HostDecode for the names in an encode.
 
     notice: called with every entry that is tried.
     layout, weights: of the decoder, as they are now; the weights must not be kept after the decode.
@@ -131,6 +137,8 @@ class Decode:
         return made
 
     def _compare(self, made: Decoded) -> None:
+        """checked() for an entry that is COLD: makes it PROVED, by an earlier check in the history or by comparing the
+        image with the host's. Raises what checked() raises; if the two differ, the entry is FAILED."""
         entry = made.entry
         history = self.services.history
         if not history.recall(entry):
@@ -169,6 +177,7 @@ class Decode:
         return self._latent[..., ::step, ::step]
 
     def _entry(self, dtype: torch.dtype, backend: str) -> Entry:
+        """The entry of this decode in a dtype and with a backend, switched to the verdict for the present weights."""
         layout = self.layout
         upcast = self.host.upcast_attention
         flags = flags_for(self.settings, dtype, self._latent.device, upcast)
