@@ -132,7 +132,7 @@ def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     panel.answer("Purge 72x64 of ", confirm=False)
     panel.told("Nothing was purged.")
     assert set(panel.rows()) == {"64x64", "72x64", "80x64"}
-    panel.purge("purge_disk", "What is ready stays ready", "of disk freed")
+    panel.purge("purge_disk", "Sizes that are ready stay ready", "of disk freed")
     panel.select("72x64")
     panel.purge("purge", "Purge 72x64 of ", "1 resolution purged")
     panel.wait_for_rows("64x64", "80x64")
