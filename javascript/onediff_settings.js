@@ -86,7 +86,12 @@ window.onediffSettings = (() => {
         const button = element("button", "onediff-small", text);
         button.type = "button";
         button.setAttribute("aria-label", name);
-        button.addEventListener("click", () => { showAll(wanted); look(); });
+        button.addEventListener("click", () => {
+            showAll(wanted);
+            look();
+            // Once more after gradio has drawn the page: of several clicks in between, it may keep an earlier one.
+            setTimeout(() => { showAll(wanted); look(); });
+        });
         return button;
     }
 

@@ -27,6 +27,9 @@ TWICE = f"{SEEN} window.confirm = () => true;" """
 for (const at of seen) { at.click(); at.click(); }
 return seen.length;
 """
+CHANGED = """
+return document.querySelectorAll('#settings_onediff :is([data-onediff-changed], [data-onediff-pending])').length;
+"""
 ENDED_REQUESTS = ("AbortError", "Connection errored out", "Failed to fetch")
 LEAVES_NO_TRACE = "Steps: 3, Sampler: Euler, Seed: 11, Size: 64x64"
 MUTATED = (
@@ -91,6 +94,7 @@ def click_everything(page: Any, webui: WebUI) -> None:
     # The last resets all, so nothing is there to apply.
     twice(page, heads, 5)
     twice(page, "#settings_submit")
+    page.wait(lambda: not page.run(CHANGED), "defaults, and none that is not applied", 20)
     page.wait(lambda: not pending(webui), "the end of all that was begun", 120)
 
 

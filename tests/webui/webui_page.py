@@ -94,7 +94,8 @@ def paste(page: Any, tab: str, infotext: str) -> None:
     """Put a text into the prompt and click the button that reads infotext."""
     buttons = f"#{tab}_paste, #tab_{tab} #paste, #{tab}_tools #paste"
     page.type(f"#{tab}_prompt textarea", infotext)
-    page.find(buttons).click()
+    # Not by the pointer: a message of gradio's may lie over it for seconds.
+    page.run("arguments[0].click()", page.find(buttons))
 
 
 def show_inner_page(page: Any, name: str) -> None:
