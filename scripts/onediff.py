@@ -46,6 +46,8 @@ def follow_settings() -> None:
 
 @guard.hook("looking at a loaded checkpoint")
 def model_loaded(sd_model: Any) -> None:
+    """Serve the checkpoint that the WebUI has loaded. Even if that fails, the process then counts as ready for images
+    (WarmUp.why_not_ready): the WebUI makes them alone."""
     try:
         if runtime.settings.enabled:
             prepare(sd_model)
@@ -64,6 +66,7 @@ def prepare(sd_model: Any) -> None:
 
 @guard.hook("the beginning of a step")
 def before_step(params: Any) -> None:
+    """Called before each step of a sampling. params: the WebUI's CFGDenoiserParams."""
     if runtime.settings.enabled:
         webui.before_step(params)
 
@@ -76,6 +79,7 @@ def stop() -> None:
 
 
 def current_status() -> dict[str, Any]:
+    """The status of OneDiff and of the last image, as plain values for the page and the API."""
     return status.current_status(webui)
 
 
@@ -105,6 +109,9 @@ paste_functions = infotext.paste_functions(lambda: runtime.settings, settings_ta
 
 
 class OneDiffScript(scripts.Script):
+    """The accordion in the txt2img and img2img tabs, and the WebUI's callbacks during a generation. The WebUI makes an
+    object for each tab and calls the methods, whose names and arguments are those of its scripts.Script."""
+
     # The accordion's components that are updated after each generation.
     built: tuple[Any, ...] = ()
 
@@ -130,6 +137,8 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the settings of this generation", in_generation=True)
     def process(self, p: Any, *arguments: Any) -> None:
+        """Begin a generation: its settings are those of the settings tab, the accordion (arguments) and the X/Y/Z
+        plot's cell. With wrong values, OneDiff is off for this generation, and the user is told why."""
         guard.resume()
         if not runtime.settings.enabled:
             if refusal := run_settings.refusal_while_off(arguments):
@@ -147,6 +156,7 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the beginning of a sampling", in_generation=True)
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
+        """Announce a sampling to the adapter: the first pass, or hires fix at another size."""
         if runtime.settings.enabled:
             generation = runtime.generations.innermost
             if generation is not None:
@@ -164,6 +174,7 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the end of a generation")
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
+        """End the generation: keep its numbers as the last image's, and write uses and times to the history."""
         run_settings.end_image(p, checkpoint_name(), not is_cut_short())
         if runtime.settings.enabled:
             webui.after_run(p)
@@ -172,6 +183,7 @@ class OneDiffScript(scripts.Script):
 
 @guard.hook("adding axes to the X/Y/Z plot")
 def add_axes() -> None:
+    """Add our options to the X/Y/Z plot, just before the WebUI builds the page."""
     xyz.add_axes(scripts.scripts_data, lambda: runtime.settings)
 
 
@@ -182,6 +194,7 @@ def add_options() -> None:
 
 @guard.hook("building the OneDiff tab", otherwise=[])
 def tabs() -> list[tuple[Any, str, str]]:
+    """The OneDiff tab, as (component, title, element id); [] if it cannot be built."""
     tab = onediff_tab.build_onediff_tab(
         runtime, warmup, jobs, webui.exclusively, OneDiffScript, standing_settings, settings_of_run, webui.release
     )
@@ -200,6 +213,8 @@ def start(page: Any, app: Any) -> None:
 
 @guard.hook("opening the cache")
 def open_cache() -> None:
+    """Open the history in the folder of ONEDIFF_CACHE, by default one in the WebUI's data folder. A problem with the
+    folder is shown to the user."""
     runtime.open_cache(chosen_folder() or webui.data_folder() / CACHE_FOLDER)
     settings_tab.tell_of_trouble()
 

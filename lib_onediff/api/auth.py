@@ -25,7 +25,8 @@ OR_BY_API_AUTH = "; or start the WebUI with --api-auth"
 
 
 def protection(app: Any, cmd_opts: Any) -> list[Any]:
-    """The FastAPI dependencies of each of our routes. cmd_opts: the WebUI's command line."""
+    """The FastAPI dependencies of each of our routes: they refuse pages of other sites, and requests without a login if
+    the WebUI asks for one. app: the WebUI's FastAPI application. cmd_opts: its command line."""
     asks_for_login = bool(getattr(cmd_opts, "gradio_auth", None) or getattr(cmd_opts, "gradio_auth_path", None))
     has_accounts = bool(getattr(cmd_opts, "api_auth", None))
     # The demo has no such option.
@@ -35,22 +36,23 @@ def protection(app: Any, cmd_opts: Any) -> list[Any]:
 
 
 def password_check(app: Any) -> list[Any]:
-    """The dependencies of the WebUI's own API, if it was started with --api-auth; if they are not found, every request
-    is refused."""
+    """The dependencies with which a WebUI that was started with --api-auth protects its own API. If its route is not
+    found, or has none, a dependency that refuses every request."""
     own = [route for route in app.routes if getattr(route, "path", "") == HOSTS_OWN]
     return next((route.dependencies for route in own if getattr(route, "dependencies", [])), [Depends(let_nobody_in)])
 
 
 def let_nobody_in() -> None:
-    """Refuse the request."""
+    """A dependency that refuses every request with HTTPException 401."""
     raise HTTPException(401, NO_CHECK)
 
 
 def login_check(asked_for: bool, other_way: str = "") -> Callable[[Request], Awaitable[None]]:
-    """A dependency that admits the users of the page: everybody, or with --gradio-auth those who have logged in.
+    """A dependency that admits the users of the page: everybody, or with --gradio-auth those who have logged in. It
+    raises HTTPException 401 for others.
 
-    asked_for: whether a login is required, so that a WebUI without a page refuses everybody then. other_way: another
-    way to log in, as the end of the sentence.
+    asked_for: whether the command line requires a login. A WebUI without a page (--nowebui) then refuses everybody,
+    because nobody can log in. other_way: another way to log in, as the end of the sentence for users.
     """
 
     async def check(request: Request) -> None:
@@ -98,9 +100,10 @@ def origin_check(origins: Origins) -> Callable[[Request], None]:
 
 
 def refuse_foreign_pages(page: Any, cmd_opts: Any) -> None:
-    """Have each of our events on the page refuse requests from pages of other sites.
+    """Replace the handler of each of our events on the page by one that refuses requests from pages of other sites
+    with a gradio.Error.
 
-    page: the WebUI's gradio.Blocks, or None without a page. cmd_opts: its command line.
+    page: the WebUI's gradio.Blocks; None without a page, when nothing is done. cmd_opts: the WebUI's command line.
     """
     functions = getattr(page, "fns", ())
     origins = origins_of(cmd_opts)

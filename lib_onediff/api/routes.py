@@ -94,6 +94,7 @@ class WrongMethod:
     """An ASGI application that answers 405 to methods that a path does not take."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
+        """allowed: the methods that the path takes, such as "GET"."""
         self._allowed = ", ".join(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -109,6 +110,7 @@ class Routes:
         self, runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Callable[[Callable[[], Any]], Any],
         status: Status,
     ) -> None:
+        """warmup: queues sizes. queue: the list of all jobs. exclusively, status: see add_routes."""
         self._runtime = runtime
         self._warmup = warmup
         self._queue = queue
@@ -184,6 +186,7 @@ class Routes:
         return json_answer(job_values(next((now for now in self._queue.jobs() if now.id == id), job)))
 
     def _job(self, job_id: int) -> Job:
+        """The job of this id. Raises HTTPException 404 if there is none."""
         found = next((job for job in self._queue.jobs() if job.id == job_id), None)
         if found is None:
             raise HTTPException(404, f"There is no job {job_id}; GET {PREFIX}/jobs names all.")

@@ -34,7 +34,7 @@ class Residual(nn.Module):
 
 
 class Judge(nn.Module):
-    """The classifier. names, backgrounds: the names of its classes."""
+    """The classifier. names, backgrounds: the names of its two sets of classes, those of emoji and of backgrounds."""
 
     def __init__(self, names: list[str], backgrounds: list[str]) -> None:
         super().__init__()

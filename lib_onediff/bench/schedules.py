@@ -93,6 +93,7 @@ class Images:
         return float((psnr.mean() + worst.mean()) / 2)
 
     def _drawn(self, whole: frozenset[int]) -> Tensor:
+        """All images with these steps whole, (n, 3, height, width) from 0 to 1."""
         self._trial.whole = whole
         return self._draw()
 

@@ -17,7 +17,7 @@ MOST = 1024 * MEBIBYTE
 
 
 class Card:
-    """Reads the memory of the GPUs that this process can use."""
+    """Reads the memory of the GPUs that this process can use. A class, so that tests can replace it; has no state."""
 
     def all(self) -> list[torch.device]:
         """Every GPU that torch can use."""

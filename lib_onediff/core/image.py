@@ -214,9 +214,14 @@ class ImageRecord:
 class ImageLog:
     """The counts of an image in progress. Times are read from stopwatches when a record is made.
 
+    began: time.perf_counter() at the beginning.
+    steps: how often each kind of step was counted. last: the one counted last.
+    durations: the times of UNET, VAE and CHECK in this image.
     replays: how often each stopwatch's replay ran. A replay is timed by its stopwatch alone, and not by durations.
     host: times the host's own calls in this image.
     is_timed: whether the time of every call is known.
+    reason, first_uses, by_host, policies, inactive, cache_options, vae, inside: see ImageRecord.
+    images: the number of images that are done. is_interrupted: whether the user has stopped one of them.
     """
 
     def __init__(self, state: str = UNTOLD) -> None:

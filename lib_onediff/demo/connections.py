@@ -102,6 +102,7 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(SECONDS_FOR_PART, self._end_of_part)
 
     def _end_of_part(self) -> None:
+        """Close the connection if less than a part has arrived in its time; otherwise wait for the next part."""
         # While the application does not read, the client cannot send.
         if self.flow.read_paused or self._received - self._counted >= BYTES_OF_PART:
             self._wait_for_part()
@@ -109,6 +110,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
     def _stop_timer(self) -> None:
+        """Stop the time limit, if one runs."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -50,6 +50,7 @@ class Logins:
     """
 
     def __init__(self, accounts: Mapping[str, str], now: Callable[[], float] = time.monotonic) -> None:
+        """accounts: passwords by name. now: the clock, in seconds."""
         self._accounts = {name: digest(password) for name, password in accounts.items()}
         self._now = now
         self._failures: OrderedDict[tuple[str, str], Failures] = OrderedDict()

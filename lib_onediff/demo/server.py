@@ -78,7 +78,7 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
 
 
 def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origins:
-    """The host names under which requests of the demo's own pages may come."""
+    """The gate's Origins for the demo: which host names its own pages may have; see Origins.strict_host."""
     # If others can reach the demo, their names for it are only known if --allowed-hosts has them.
     strict = only_this_machine or bool(arguments.allowed_hosts)
     names = [arguments.host, *(arguments.allowed_hosts or "").split(",")]
@@ -105,7 +105,7 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
 
 
 class OwnResourcesOnly(jinja2.FileSystemLoader):
-    """Loads gradio's page template without its references to other servers."""
+    """Loads gradio's page template without its references to other servers (fonts, scripts): a jinja2 loader."""
 
     def get_source(self, environment: jinja2.Environment, template: str) -> tuple:
         source, *more = super().get_source(environment, template)
@@ -113,7 +113,7 @@ class OwnResourcesOnly(jinja2.FileSystemLoader):
 
 
 def refuse(url: Any) -> NoReturn:
-    """Raise httpx.ConnectError, in place of a request to a URL."""
+    """Raise httpx.ConnectError. fetch_nothing puts this in the place of gradio's requests to a URL."""
     raise httpx.ConnectError("This server downloads nothing from addresses.")
 
 

@@ -1,4 +1,2 @@
-"""How do shapes become ready between generations?
-
-worker: the queue, of which one after the other is made.
-"""
+"""Pre-warming: makes shapes ready between generations, before an image needs them. worker: the jobs of sizes, which
+are done one after the other."""

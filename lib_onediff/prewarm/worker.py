@@ -41,9 +41,14 @@ NO_CHECKPOINT = "Sizes wait to be pre-warmed, but no checkpoint is loaded yet: a
 
 @dataclass(eq=False)
 class SizeJob(Job):
-    """The job of one size. done, total: numbers of UNet calls; a call that finds its shape ready counts for the calls
-    that it saves. made: the number of calls that were made. of_calls: the seconds of the UNet calls alone. shapes: of
-    its UNet calls, pairs of the number of latents and of tokens."""
+    """The job of pre-warming one size.
+
+    done, total: numbers of UNet calls; a call that finds its shape ready counts for the calls that it saves.
+    tokens: the length of the context.
+    shapes: (rows of the call, tokens) of each UNet call that the WebUI makes for an image of this size.
+    made: the number of calls that were made.
+    of_calls: the seconds of the UNet calls alone.
+    """
 
     size: Size = Size(512, 512)
     tokens: int = TOKENS
@@ -139,10 +144,11 @@ def is_meant(row: ResolutionRow, model: str | None) -> bool:
 
 
 class WarmUp:
-    """Adds sizes to the list of jobs, and does their work. Safe to use from any thread. webui: see
-    hosts.contract.WebUI."""
+    """Adds sizes to the list of jobs, and does their work. Safe to use from any thread."""
 
     def __init__(self, webui: Any, runtime: Runtime, jobs: JobQueue) -> None:
+        """webui: the adapter of the WebUI (hosts.contract.WebUI), which makes the UNet calls and decodes. jobs: the
+        list that the jobs are added to."""
         self._webui = webui
         self._runtime = runtime
         self._queue = jobs
@@ -167,6 +173,7 @@ class WarmUp:
         return self._queue.add(jobs, ahead_of=PREWARM if first else "")
 
     def _job_of(self, size: Size, source: str, tokens: int) -> SizeJob:
+        """A new job for a size, not queued yet. source: where it was started, for users."""
         shapes = self._webui.call_shapes(size.batch, tokens)
         title = str(size) if tokens == TOKENS else f"{size}, {tokens} tokens"
         job = SizeJob(
@@ -211,8 +218,8 @@ class WarmUp:
         self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
 
     def checkpoint_loaded(self) -> None:
-        """The sizes for a loaded checkpoint have been queued. To be called no earlier: between the load and the
-        queueing, why_not_ready would find nothing queued."""
+        """Note that a checkpoint is loaded. Call it after its sizes were queued: otherwise why_not_ready would find
+        nothing queued for a moment, and call the process ready."""
         self._had_checkpoint = True
 
     def why_not_ready(self) -> str:
@@ -257,11 +264,12 @@ class WarmUp:
         return no_graph
 
     def _in_turn(self, job: SizeJob, work: Callable[[SizeJob], str]) -> str:
+        """The result of work(job), run while the WebUI makes no image; see JobQueue.in_turn."""
         return self._queue.in_turn(job, self._webui.exclusively, partial(work, job))
 
     def _decode(self, job: SizeJob) -> str:
-        """Make the first decode at a size, which is checked. A failure is no failure of the job: the first image would
-        do the check, too. Returns nothing to say."""
+        """Make the first decode at a size, which is checked, unless there was one. A failure is only logged, because
+        the first image does the check too. Returns "", the reason of a job without a remark."""
         size = job.size
         known = any(
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD
@@ -280,6 +288,7 @@ class WarmUp:
         return ""
 
     def _warm_decode(self, size: Size) -> None:
+        """Let the WebUI decode random latents of this size, and write the times to the history."""
         with self._runtime.warming_up():
             self._webui.warm_decode(size.width, size.height, size.batch)
         self._runtime.history.keep(self._runtime.table.entries(), in_images=False)

@@ -137,6 +137,7 @@ class Cache:
         return [held for network in self._services.networks.values() if (held := network.low_bit) is not None]
 
     def _low_bit_layers(self) -> int:
+        """The number of layers with 8-bit weights, in all networks."""
         return sum(len(held.names()) for held in self._low_bit())
 
     def _low_bit_errors(self) -> list[LowBitErrors]:

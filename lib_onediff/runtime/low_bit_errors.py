@@ -67,6 +67,7 @@ class Choice:
 
     @functools.cached_property
     def _known(self) -> dict[str, tuple[float, dict[str, int]]]:
+        """The sound entries of `found`; see there."""
         found = self.found if isinstance(self.found, dict) else {}
         return {name: (entry[0], entry[1]) for name, entry in found.items() if is_sound(entry)}
 
@@ -98,6 +99,7 @@ class Choice:
 
     @functools.cached_property
     def left_out(self) -> frozenset[str]:
+        """The classes that stay exact."""
         return frozenset(self.every_class).difference(self.chosen)
 
     @property
@@ -112,6 +114,7 @@ class Choice:
 
     @property
     def errors(self) -> tuple[ClassError, ...]:
+        """Each class with its own error, for users."""
         kinds = {name: {kind.name for kind in self.layers((name,)).values()} for name in self.every_class}
         return tuple(
             ClassError(name, ", ".join(sorted(kinds[name])), self.error_of((name,)), name in self.chosen)

@@ -40,8 +40,8 @@ def rounds_as(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> to
 
 
 def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
-    """The largest error that is ever accepted. flags: torch's switches for precision in our call; the host's are those
-    that are set now."""
+    """The largest relative error that is ever accepted. flags: torch's switches for precision in our call (see
+    precision.flags_for); the host computes with those that are set now. If either uses TF32, its limit applies."""
     if (HALF_SUMS, True) in flags:
         return ROUNDING_HALF_SUMS
     return MOST_ERROR[rounds_as(dtype, device, flags)]

@@ -416,6 +416,7 @@ class OursOrHosts:
         return answer._replace(host_times=self._runtime.note_served(answer.served))
 
     def check(self, call: Call, served: Served) -> None:
+        """Refuses: only policies for each GPU compute cached passes, which need a check."""
         raise Refusal("policies for whole batches compare nothing")
 
 

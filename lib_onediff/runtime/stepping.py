@@ -18,7 +18,8 @@ from .services import Services
 class RecordingCompute:
     """The Compute that a policy gets for one call: passes calls to the next Compute, and records the results.
 
-    They tell a fault of the policy from one of the next Compute, and an existing answer need not be computed again.
+    The records tell a fault of the policy from one of the next Compute. After a fault of the policy, an answer that is
+    recorded need not be computed again.
 
     answer: the answer to the whole call; None if there is none yet.
     raised: the last exception of the next Compute.
@@ -51,6 +52,7 @@ class RecordingCompute:
         return answer
 
     def check(self, call: Call, served: Served) -> None:
+        """Compute.check by the next Compute; its exception is recorded."""
         with self._noting():
             self._compute.check(call, served)
 

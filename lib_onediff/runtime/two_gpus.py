@@ -58,15 +58,16 @@ def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
 
 
 class SecondGpuFull(Refusal):
-    """The second GPU's memory is full."""
+    """The second GPU's memory is full, so one GPU computes until the weights or the settings change."""
 
 
 @dataclass
 class Pair:
     """A network's copy on the second GPU.
 
-    unet: the copy's module.
-    network: its record.
+    unet: the copy: modules of our own that only have parameters.
+    network: the copy's record; its `bound` is the mirror.
+    mirror: updates the copy when the original's weights change.
     device: the second GPU.
     first: the GPU of the original.
     bytes: of the copied weights.
@@ -84,7 +85,7 @@ class Pair:
         return mapped(take_rows(call, rows), lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def follow(self, first: Network) -> None:
-        """Take over settings and sampling of the first GPU's network."""
+        """Take over the settings and the sampling of `first`, the original's record. Called before each call."""
         self.network.settings = first.settings
         if self.network.samplings != first.samplings:
             self.network.plans.clear()
@@ -95,8 +96,8 @@ class Pair:
 
 
 def one_card_finding(reason: str, lasts: bool, network: Network, settings: Settings) -> tuple[Any, ...]:
-    """The reason why one GPU computes, with the conditions under which it holds: the memory budget and the weights; and
-    this sampling, unless the reason lasts. While the tuple stays equal, the reason holds."""
+    """A key of a reason why one GPU computes. The reason holds as long as a key made anew is equal: until the memory
+    budget or the weights change, or another sampling begins. lasts: the sampling does not matter."""
     bound = network.bound
     sampling = None if lasts else network.samplings
     return reason, lasts, settings.memory_budget, bound.epoch.structure, bound.epoch.values, sampling
@@ -152,6 +153,7 @@ class TwoGpusRoute:
             self.note()
 
     def forget_all(self, but: nn.Module | None = None) -> None:
+        """Free the copies of all networks except `but`."""
         for unet in self._pairs:
             if unet is not but:
                 self.forget(unet)
@@ -190,6 +192,7 @@ class TwoGpusRoute:
         return None
 
     def _count(self, served: Served, split: str) -> None:
+        """Count a call by both GPUs. split: how they have shared it, in words."""
         self._calls += 1
         self.note(split)
         # The host computes on one GPU, and is not timed in these calls.

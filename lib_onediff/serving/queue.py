@@ -18,7 +18,8 @@ SECONDS_BETWEEN_LOOKS = 0.1
 
 @dataclass(frozen=True)
 class Request:
-    """One image. seed: None draws one; Limits.accept sets it, so that a retry makes the same image."""
+    """The request of one image. width, height: in pixels. guidance: the CFG scale. seed: None draws one; Limits.accept
+    sets it, so that a retry makes the same image."""
 
     prompt: str
     negative_prompt: str = ""
@@ -33,8 +34,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest values that a request may have.
+    """The largest values that a request may have, and those of the queue.
 
+    pixels: width * height. steps: of the sampling. guidance: the CFG scale.
     letters: of both prompts together.
     waiting: the largest number of requests that are not begun.
     tries: how often a request is begun if its replica dies.
@@ -65,7 +67,7 @@ class Limits:
 
 
 class Queue:
-    """The queue of one event loop.
+    """The queue of one event loop; all methods run in it.
 
     waiting: the number of requests not begun.
     answered: the number that are over.
@@ -105,6 +107,7 @@ class Queue:
             self._lanes.release()
 
     async def _image(self, request: Request) -> bytes:
+        """The image of an accepted request, begun up to Limits.tries times. Raises HTTPException 500 or 503."""
         for _ in range(self._limits.tries):
             try:
                 answer = await self._make(request)

@@ -36,7 +36,7 @@ log = logging.getLogger("onediff")
 class Config(BaseModel, extra="forbid"):
     """The arguments of the application.
 
-    model: a folder in diffusers' layout.
+    model: a folder in diffusers' layout. replicas: the number of processes that make images.
     gpus: for each replica; 0: it computes on the CPU.
     cache: the cache folder.
     sizes: the sizes that a replica makes ready before it serves, as "1024x1024, 832x1216"; "": the most used ones.
@@ -66,6 +66,7 @@ class Painter:
     """One replica, which makes images. It warms up in __init__: Ray Serve sends requests after that."""
 
     def __init__(self, load: Callable[[Config], Any], config: Config) -> None:
+        """load: returns the diffusers pipeline of a replica."""
         # One thread makes all images, because CUDA libraries keep handles and workspaces for each thread.
         self._thread = ThreadPoolExecutor(1)
         self._failures = 0
@@ -97,6 +98,7 @@ class Painter:
             raise RuntimeError(f"{self._failures} images in a row failed")
 
     def _image(self, request: Request) -> bytes:
+        """The image as a PNG. Runs in the replica's one thread; raises what the pipeline raises."""
         file = io.BytesIO()
         generator = torch.Generator("cpu").manual_seed(request.seed or 0)
         self._pipe(
@@ -110,9 +112,11 @@ class Front:
     """Takes requests over HTTP, and hands them to the replicas. It needs no GPU."""
 
     def __init__(self, painter: Any, config: Config) -> None:
+        """painter: the handle of the deployment of Painters, by which Ray Serve chooses a replica for each call."""
         self.queue = Queue(painter.make.remote, config.limits, config.replicas * AT_A_REPLICA)
 
     async def end(self) -> None:
+        """Refuse new requests, and return when all waiting ones are answered."""
         await self.queue.end()
 
 

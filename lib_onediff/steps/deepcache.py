@@ -135,7 +135,8 @@ class CacheSlot:
 class Cached(StepMemory):
     """What DeepCache keeps for one network in one run through a sampling.
 
-    slots: by shape and depth.
+    slots: by the call's signature and the depth of the cut.
+    prompts: tells the sampling's prompts apart.
     failure: why a cached step was computed by a full pass, for users; "" if none was.
     """
 
@@ -265,4 +266,5 @@ class Passes:
             return None
 
     def _cut(self, reads: bool) -> Call:
+        """The call as a cached pass if `reads`, else as a full pass; see Cut."""
         return replace(self.step_context.call, cut=Cut(self.depth, reads, self.slot.memory, self.feature.values))

@@ -104,12 +104,14 @@ class GuidanceEnd:
         return lambda compute: self._prompt_alone(step_context, guided, found, compute)
 
     def _whole(self, step_context: StepContext, guided: Guided, compute: Compute) -> Answer:
+        """The answer of the whole call, whose host times are kept to compare later calls with."""
         answer = compute(step_context.call, step_context.host)
         guided.host = answer.host_times
         self.status["reason"] = ""
         return answer
 
     def _prompt_alone(self, step_context: StepContext, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
+        """The answer with the prompt's rows computed, and used for both halves. found: which rows these are."""
         with step_context.call_stats.standing_for(guided.host, PROMPT_ALONE):
             answer = compute(take_rows(step_context.call, found.rows), found.host)
         self.status["without_negative"] += 1

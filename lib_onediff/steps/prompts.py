@@ -21,6 +21,7 @@ MOST_PROMPTS = 32
 class SeenPrompt(NamedTuple):
     """A prompt that a call has had.
 
+    number: from 0, in the order of the first calls.
     objects: the host's tensors of it.
     edits: torch's numbers of in-place edits of these tensors at that call.
     content: copies of the tensors at that call.
@@ -74,6 +75,8 @@ class Prompts:
         return found
 
     def _number(self, tensors: list[Tensor]) -> int:
+        """The number of the prompt with these tensors, a new one if none is equal. Waits for the GPU unless the tensors
+        are the objects of an earlier call."""
         newest_first = self._prompts[::-1]
         for knows in (SeenPrompt.is_same, SeenPrompt.is_equal):
             for seen in newest_first:

@@ -62,7 +62,8 @@ class HistoryRow:
 
     model: its name for users ("SD1").
     resolution: in pixels, as "512x768".
-    batch: the UNet's.
+    batch: rows of a UNet call. tokens: the context length. dtype: that of the computation, without "torch.".
+    uses: the number of calls.
     last_used: time.time().
     step_ms, host_ms: medians of our steps and of the host's; None if unknown.
     relative_error: of our output against the host's in the first check; None if unknown.
@@ -93,7 +94,7 @@ def chosen_folder() -> Path | None:
 
 
 class History:
-    """The history in memory and, from open() on, in a folder.
+    """Everything that OneDiff keeps for later processes: in memory and, from open() on, in a folder.
 
     Only pin(), commit() and forget() wait for the disk; a thread writes everything else.
     """
@@ -256,7 +257,8 @@ class History:
         self.commit()
 
     def _remember(self, kind: str, name: str, value: Any) -> None:
-        """Set the finding of this kind and name."""
+        """Set the finding of this kind and name in memory, and write it soon. value: anything that JSON can represent;
+        raises TypeError otherwise."""
         encoded = json.dumps(value)
         with self._lock:
             self._findings[kind][name] = value
@@ -318,6 +320,7 @@ class History:
         return 0 if store is None else store.size_bytes()
 
     def _write_soon(self, statement: str, *values: Any) -> None:
+        """Add an SQL statement that a thread writes within WRITE_AFTER_SECONDS. Does nothing without a folder."""
         store = self._store
         if store is None:
             return
@@ -337,6 +340,8 @@ class History:
                 self._writer = None
 
     def _write(self) -> None:
+        """The thread's function: write everything that is pending. After a failure, `trouble` has the cause, and the
+        next write tries again."""
         with self._lock:
             self._writer = None
         with contextlib.suppress(NotKept):
@@ -358,6 +363,7 @@ def findings_of(rows: Iterable[tuple]) -> dict[str, Any]:
 
 
 def pin_name(model: str, resolution: str) -> str:
+    """The name of a pin among the findings; History.pins parses it."""
     return f"pinned {resolution} {model}"
 
 

@@ -111,10 +111,12 @@ class BoundUNet:
 
     @property
     def layout(self) -> Any:
+        """The layout of the binding: the network as it was read last. Raises Refusal without a binding."""
         return self.binding.layout
 
     @property
     def module(self) -> nn.Module:
+        """The host's module. Raises Refusal if the host has unloaded it."""
         unet = self._unet()
         if unet is None:
             raise Refusal("the WebUI has unloaded this network")
@@ -127,6 +129,8 @@ class BoundUNet:
 
     @property
     def binding(self) -> Binding:
+        """The binding to the module's present layers. Raises Refusal before the first refresh, and after the layers
+        were replaced."""
         if self._binding is None:
             raise Refusal("this UNet has not been bound yet")
         return self._binding
@@ -137,7 +141,8 @@ class BoundUNet:
         return host if yardstick is None else yardstick(host, self.module, self.binding.decoded_layers())
 
     def streaming_now(self) -> Streaming | None:
-        """See streaming. Raises Refusal if weights are in main memory and the buffers for their copies were freed."""
+        """The Streaming of this network; None if all weights are on the device that computes. Raises Refusal if weights
+        are in main memory and the buffers for their copies were freed."""
         if self.binding.away and self.streaming is None:
             raise Refusal("the buffers for copied weights were freed with the graphs' memory")
         return self.streaming
@@ -162,7 +167,8 @@ class BoundUNet:
 
     @property
     def bytes(self) -> int:
-        """Bytes on the device that computes, besides the host's own weights."""
+        """Bytes that OneDiff takes for this network on the device that computes: copies of weights that functions of
+        the host were applied to, and buffers for streamed weights. Graphs and 8-bit weights are not included."""
         return self.on_the_fly.bytes + (0 if self.streaming is None else self.streaming.bytes)
 
     def retry(self) -> None:

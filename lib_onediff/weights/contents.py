@@ -50,6 +50,7 @@ class MemorySpan(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> MemorySpan:
+        """The span of a tensor, from its first to its last byte."""
         start = int(tensor.storage_offset()) * tensor.element_size()
         layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         return cls(
@@ -58,6 +59,7 @@ class MemorySpan(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
+        """Whether some tensor still has the storage."""
         return not self.storage.expired()
 
     @property

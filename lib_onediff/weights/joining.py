@@ -17,7 +17,8 @@ def shares_storage(parameter: Tensor) -> bool:
 
 
 def fuse(parameters: list[Tensor]) -> int:
-    """Re-point parameters to slices of one new tensor, unless they already lie together. Returns the bytes copied."""
+    """Re-point parameters (Parameter.data) to consecutive rows of one new tensor. Returns the bytes copied: 0, with
+    nothing changed, if they already lie one after the other in one storage."""
     if joined(parameters) is not None:
         return 0
     with torch.no_grad(), torch.inference_mode(parameters[0].is_inference()):
@@ -28,7 +29,8 @@ def fuse(parameters: list[Tensor]) -> int:
 
 
 def of_kind(piece: Tensor, is_inference: bool) -> Tensor:
-    """A tensor over the same memory that is an inference tensor or an ordinary one."""
+    """A tensor over the same memory that is an inference tensor if is_inference, otherwise an ordinary one, as
+    Parameter.data needs it: a parameter keeps its kind."""
     if piece.is_inference() == is_inference:
         return piece
     with torch.inference_mode(is_inference):

@@ -157,6 +157,8 @@ class LowBitWeights:
     def __init__(
         self, layout: Any, round_rows: Round, left_out: frozenset[str] = frozenset(), are_alone: bool = False
     ) -> None:
+        """layout: of the network. round_rows: the backend's quantizer; see Round. The other parameters: see the
+        class."""
         self.layout = layout
         self.left_out = left_out
         self.are_alone = are_alone

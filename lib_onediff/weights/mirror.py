@@ -37,7 +37,8 @@ class MirrorUNet(BoundUNet):
         self._copied: int | None = None
 
     def is_of(self, source: BoundUNet) -> bool:
-        """Whether this is a copy of the layers that this network has now."""
+        """Whether this is a copy of `source` with the layers that it has now. False after the host has replaced layers,
+        even by equal ones: then a new copy is needed."""
         return source is self._source and source.has_binding and source.binding is self._copied_binding
 
     def is_true(self) -> bool:
@@ -68,6 +69,8 @@ class MirrorUNet(BoundUNet):
         return self._source.identity(sampling)
 
     def _copy_changes(self) -> None:
+        """Launch copies of all weights, if the source's values have changed since the last copy. Edits are looked for
+        by the source; this only compares versions."""
         if self._copied == self._source.epoch.values:
             return
         # From now on, the source's contents are compared in full, because any edit makes the copies stale.

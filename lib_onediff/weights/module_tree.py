@@ -93,6 +93,8 @@ class ModuleStates:
             return False
 
     def _are_unchanged(self, every: list[Any]) -> bool:
+        """are_unchanged() for modules that are all alive: `every` has the modules, then their other children. Raises
+        KeyError if an attribute is gone."""
         modules = every[:self._count]
         states: list[State] = list(map(state_of, modules))
         children = members_of(of_children, states)

@@ -154,11 +154,13 @@ class OnTheFly:
 
     @property
     def has_narrow_loras(self) -> bool:
-        """Whether some LoRAs are computed in a dtype with fewer digits than the network's."""
+        """Whether some LoRAs are computed in a dtype with fewer digits than the network's. Checks then do not measure
+        how far rounding moves the output, because that would excuse real errors."""
         return self.applied is not None and any(one.scales for one in self.applied.low_rank.values())
 
     @property
     def copies_matrices(self) -> bool:
+        """Whether `applied` has copies of whole matrices, which any edit of the host's own makes stale."""
         return self.applied is not None and any(tensor.dim() > 1 for tensor in self.applied.weights.values())
 
     def applied_now(self) -> AppliedFunctions | None:

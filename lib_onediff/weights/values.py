@@ -235,10 +235,12 @@ def plain_in(value: Any) -> dict[str, Any]:
 
 
 def name_of(value: Any) -> str:
+    """The module and the qualified name of a class or function, for a digest."""
     return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', '?')}"
 
 
 def short(text: str) -> str:
+    """The first 16 hexadecimal digits of a text's SHA-256."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 

@@ -26,6 +26,7 @@ NUMBERS_OF_A_LABEL = 6
 
 
 def release() -> str:
+    """The name and the release of this WebUI, for messages."""
     return "OneDiff's own WebUI"
 
 

@@ -19,7 +19,7 @@ def add_task_to_queue(task: str) -> None:
 
 
 def withdraw(task: str) -> None:
-    """Withdraw a waiting task. Does nothing if it does not wait."""
+    """Withdraw a waiting task, so that start_task returns False at its turn. Does nothing if it does not wait."""
     with lock:
         if pending_tasks.pop(task, None) is not None:
             withdrawn_tasks.add(task)

@@ -38,7 +38,7 @@ class Script:
 
 
 class ScriptRunner:
-    """The scripts of the txt2img tab."""
+    """The scripts of the txt2img tab. inputs: the components whose values are the script arguments, in their order."""
 
     def __init__(self, classes: Iterable[type[Any]] = ()) -> None:
         self.alwayson_scripts: list[Any] = [script_class() for script_class in classes]

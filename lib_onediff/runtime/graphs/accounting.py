@@ -148,13 +148,14 @@ class Holdings:
 
     Callers hold the runtime's lock, because a reference to a graph keeps the memory of its whole pool alive.
 
-    made: the GraphMaker.
+    made: the GraphMaker, which owns the memory pools.
     card: reads the GPUs' memory.
     """
 
     def __init__(
         self, table: ShapeTable, networks: WeakDictionary[nn.Module, Network], pins: GetPins, made: GraphMaker
     ) -> None:
+        """table, networks: see Services. pins: returns the resolutions that the user has pinned."""
         self._table = table
         self._networks = networks
         self._pins = pins

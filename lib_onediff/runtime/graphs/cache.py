@@ -40,13 +40,14 @@ WEIGHTS = "the WebUI moves some weights off the GPU"
 
 
 class GraphCache:
-    """Makes and drops graphs, which each Network has, and keeps the states in the table up to date. Callers hold the
+    """Makes and drops the graphs in Network.runners, and keeps the states in the table up to date. Callers hold the
     runtime's lock."""
 
     def __init__(
         self, holdings: Holdings, table: ShapeTable, networks: WeakDictionary[nn.Module, Network],
         operators_of: Callable[[str, bool], Operators],
     ) -> None:
+        """operators_of: returns the operators of a backend by its name; see Device.operators for the bool."""
         self._now = holdings
         self._table = table
         self._networks = networks
@@ -127,9 +128,13 @@ class GraphCache:
         return "", lacking
 
     def _lacking(self, growth: int, device: torch.device) -> int:
+        """Bytes that are missing on the card before graphs may grow by `growth` and leave spare() free; negative: left
+        over."""
         return growth + self._now.card.spare(device) - self._now.left(device)
 
     def _make(self, network: Network, entry: Entry, call: Call) -> None:
+        """Capture the graph: the entry becomes READY, and its `needs` are measured. Raises what GraphMaker.prepare
+        raises."""
         key = entry.key
         before = self._now.made.bytes(key.device, key.architecture)
         operators = self._operators_of(key.backend, network.has_wide_norms)
@@ -198,14 +203,15 @@ class GraphCache:
             self._now.card.empty_cache()
 
     def shrink_low_bit(self, network: Network, size: int) -> None:
-        """Drop `size` bytes of 8-bit weights that replace weights in main memory, if others remain. Layers that lose
-        their 8-bit weight are streamed again."""
+        """Drop at least `size` bytes of the 8-bit weights that replace weights in main memory, and the graphs that read
+        8-bit weights. Does nothing unless there are more bytes. Layers that lose their weight are streamed again."""
         low_bit = network.low_bit
         if low_bit is not None and low_bit.are_alone and low_bit.bytes > size:
             low_bit.give_up(size)
             self._drop({key for key in network.runners if key.lossy.low_bit})
 
     def _drop_low_bit_weights(self, network: Network) -> None:
+        """Drop a network's 8-bit weights, and the graphs that read them."""
         # Graphs contain the addresses of these weights.
         self._drop({key for key in network.runners if key.lossy.low_bit})
         network.low_bit = None
@@ -224,6 +230,8 @@ class GraphCache:
         self._shared_noticed = self._now.shared()
 
     def _drop(self, keys: Collection[ShapeKey]) -> None:
+        """Drop the graphs of exactly these shapes, after the GPU has finished; READY entries become PROVED. A pool
+        stays allocated while it has other graphs."""
         for device in self._now.made.devices():
             # The last replay may still run in the memory that is freed now.
             self._now.card.wait(device)
@@ -307,11 +315,13 @@ class MemoryPressure:
                 self._watcher.start()
 
     def _watch(self) -> None:
+        """The thread's function: look every SECONDS_BETWEEN_LOOKS until there are no graphs."""
         while self._now.made.devices():
             time.sleep(SECONDS_BETWEEN_LOOKS)
             self._guard.attempt("watching the GPU's memory", self._note_lost)
 
     def _note_lost(self) -> None:
+        """GraphCache.note_lost() under the lock, unless the host is making an image."""
         if self._is_busy():
             # The next sampling looks too. This thread must not free memory while an extension may capture a graph.
             return

@@ -37,7 +37,8 @@ COLOURS = 3
 
 
 class DecoderRoute:
-    """Routes the calls of every VAE decoder and encoder that a host has handed over."""
+    """Routes the calls of every VAE decoder and encoder that a host has handed over. A "decoder" is either of the two,
+    and a "decode" also an encode, if nothing else is said."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -134,6 +135,7 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: HostFunction, upcast_attention: bool,
         check: Callable[[], object],
     ) -> Tensor:
+        """decode() without its timing. Raises HostErrors."""
         host_decode = HostDecode(decoder, latent, host, cache(host), upcast_attention)
         self._entry = None
         tried = attempted(lambda: self._serve(host_decode, check), host_oom_is_ours=True)
@@ -144,6 +146,8 @@ class DecoderRoute:
         return made.image
 
     def _serve(self, host_decode: HostDecode, check: Callable[[], object]) -> Decoded:
+        """The result by our forward, compared with the host's at a shape's first use. Raises Refusal if the host must
+        decode, and HostErrors."""
         check()
         self._admitted(host_decode)
         refuse_surroundings(host_decode.latent)
@@ -230,6 +234,7 @@ class DecoderRoute:
     # --- statistics -----------------------------------------------------------------------------------------------
 
     def _notice(self, entry: Entry) -> None:
+        """Keep the entry that was tried last, for status()."""
         self._entry = entry
 
     def _note_ours(self, made: Decoded, latent: Tensor) -> None:

@@ -68,6 +68,8 @@ class WiderType:
         return made
 
     def _checked(self, made: Decoded) -> Decoded:
+        """Our finite image after its check. If the host's own image is not finite, it proves nothing: ours is used in
+        the widest dtype, and in repeat()'s dtype otherwise."""
         checked = attempted(lambda: self.decode.checked(made))
         if not isinstance(checked.error, HostNotFinite):
             return checked.given()
@@ -105,6 +107,7 @@ class WiderType:
 
     @property
     def _done(self) -> str:
+        """The participle for messages to users."""
         return "encoded" if self.decode.layout.encodes else "decoded"
 
     @property
@@ -114,11 +117,14 @@ class WiderType:
 
     @property
     def _is_known(self) -> bool:
+        """Whether these weights have overflowed in the wanted dtype before, in this process or an earlier one."""
         return bool(self.decode.services.tuning_cache.get(self._name) == NOT_FINITE)
 
     def _remember(self) -> None:
+        """Keep that these weights overflow in the wanted dtype."""
         self.decode.services.tuning_cache.set(self._name, NOT_FINITE)
 
     def _refuse_bad_latent(self) -> None:
+        """Raise NoTypeHelps if the latent itself is not finite, so that no dtype gives a finite image."""
         if not is_finite(self.decode.host.latent):
             raise NoTypeHelps(BAD_LATENT)
