@@ -15,7 +15,8 @@ log = logging.getLogger("onediff")
 
 # The kinds of hosts: a Python module that identifies the kind, and the module and class of its adapter. The adapter's
 # module has a function `release`, which returns the host's name and version. The class raises Refusal if the release
-# lacks something. reForge also has A1111's modules, so it comes first. The demo contains its own adapter.
+# lacks something. The first kind whose module is present counts; reForge also has A1111's module, so it comes before
+# A1111. The demo contains its own adapter.
 HOSTS = {
     "backend.nn.unet": (".forge.adapter", "Forge"),
     "ldm_patched.ldm.modules.diffusionmodules.openaimodel": (".ldm_patched", "LdmPatched"),
@@ -25,8 +26,9 @@ HOSTS = {
 
 
 def this_webui() -> WebUI:
-    """The adapter of the WebUI that OneDiff runs in. It is the same object until the process ends, also after a
-    reload of scripts."""
+    """The adapter of the WebUI that OneDiff runs in. It is the same object until the process ends, also after a reload
+    of scripts. If our code fails while it recognises the WebUI, a WebUI that does nothing, with the fault as its
+    `unmet`."""
     if runtime.webui is None:
         runtime.webui = runtime.guard.attempt("recognising the WebUI", adapter_of_host)
     if runtime.webui is None:
@@ -35,7 +37,12 @@ def this_webui() -> WebUI:
 
 
 def adapter_of_host() -> WebUI:
-    """A new adapter for the present host, which is identified by its modules, not by the names of folders."""
+    """A new adapter for the WebUI in this process. The kind of WebUI is recognised by a Python module that only it has
+    (HOSTS), not by the name of its folder.
+
+    For a WebUI of no known kind, or of a release that lacks something, returns a WebUI that does nothing; its `unmet`
+    is the reason, which is also logged.
+    """
     module_path, name = next((adapter for mark, adapter in HOSTS.items() if offers(mark)), ("", ""))
     if not module_path:
         webui = WebUI(unmet="OneDiff does not support this WebUI, and changes nothing in it")

@@ -15,6 +15,7 @@ from ..families.unet.patch_points import CROSS_ATTENTION, SELF_ATTENTION
 from ..families.unet.read import is_block, is_derived_block
 from ..weights.scan import own_method
 
+# The methods that extensions set on a module's instance.
 METHODS = ("forward", "_forward")
 ATTENTIONS = (SELF_ATTENTION, CROSS_ATTENTION)
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
@@ -53,25 +54,28 @@ def block_modules_of(unet: nn.Module) -> list[BlockModule]:
 
 
 def with_projections(module: Any) -> list[Any]:
-    """A block or attention, and those of PROJECTIONS that it has."""
+    """A block or attention, and those of its direct children that are named in PROJECTIONS."""
     return list(filter(None, (module, *(getattr(module, name, None) for name in PROJECTIONS))))
 
 
 class ChangedModules:
-    """Finds the changed modules of UNets, at every call. Takes 0.15 ms for SDXL if nothing is changed."""
+    """Finds the modules of UNets that extensions have changed, at every call. Takes 0.15 ms for SDXL if nothing is
+    changed."""
 
     def __init__(self, inert: Callable[[nn.Module, Any], bool] = lambda unet, module: False) -> None:
-        """inert: inert(unet, module) returns whether the forward set on a module's instance has no effect now."""
+        """inert: inert(unet, module) returns whether the forward set on a module's instance has no effect now; such a
+        module does not count as changed. By default, every such forward has an effect."""
         self._inert = inert
         self._watched: weakref.WeakKeyDictionary[nn.Module, list[BlockModule]] = weakref.WeakKeyDictionary()
 
     def look_again(self, unet: nn.Module) -> None:
-        """Search the UNet's modules again at the next call. Called before each sampling, because an extension may have
-        replaced modules."""
+        """Search the UNet for its blocks and attentions again at the next call. Called before each sampling, because an
+        extension may have replaced modules."""
         self._watched.pop(unet, None)
 
     def at_call(self, unet: nn.Module) -> Changed:
-        """The modules of a UNet that are changed now."""
+        """The modules of a UNet that are changed now; empty if none is. Where a projection is changed, the attention
+        with it is listed."""
         watched = self._watched.get(unet, [])
         modules = [one.module() for one in watched]
         if unet not in self._watched or None in modules:
@@ -107,7 +111,8 @@ def functions_of(changed: Changed) -> list[Any]:
 
 
 def foreign_functions(module: Any) -> list[Any]:
-    """The extensions' functions that run instead of the code of a module and its projections."""
+    """The extensions' functions that run in place of the code of a module and its projections: those set on instances;
+    without any, the _forward of the module's derived class."""
     own = [own_method(part, method) for part in with_projections(module) for method in METHODS]
     return list(filter(None, own)) or [type(module)._forward]
 
@@ -121,8 +126,8 @@ def foreign_forward(unet: nn.Module) -> str | None:
 
 
 def forward_above(unet: nn.Module, ours: Collection[Any]) -> str | None:
-    """The author of the forward that runs instead of our hook when this UNet is called: on the instance, or in the
-    class above our hook; None if our hook runs. ours: the functions of our hooks."""
+    """The author of the function that runs instead of our hook when this UNet is called: one on the instance, or one
+    set on the class above our hook. None if our hook runs. ours: the functions of our hooks."""
     owner = foreign_forward(unet)
     of_class = type(unet).forward
     return author(of_class) if owner is None and of_class not in ours else owner
@@ -137,7 +142,8 @@ def replaced_method(holder: Any, method: str) -> str | None:
 
 
 def is_brought(unet: nn.Module, path: str) -> bool:
-    """Whether a forward set on the module at this path becomes a patch of each call: see HostTraits.brought."""
+    """Whether the adapter passes the forward that is set on the module at this path with each call, as a patch: it is a
+    transformer block, an attention, or an attention's projection. See HostTraits.brought."""
     module = unet.get_submodule(path)
     above, _, name = path.rpartition(".")
     of_attention = name in PROJECTIONS and is_attention(unet.get_submodule(above))
@@ -145,5 +151,5 @@ def is_brought(unet: nn.Module, path: str) -> bool:
 
 
 def is_attention(module: nn.Module) -> bool:
-    """Whether a module is an attention, by its projections."""
+    """Whether a module is an attention, which is recognised by its projections."""
     return all(hasattr(module, name) for name in PROJECTIONS)

@@ -40,9 +40,9 @@ NAMES = {
 class WebUI:
     """A running WebUI. Only serve() changes it, and stop() undoes that.
 
-    Adapters override the methods up to call_shapes, and set patches. Without that, this class is the adapter of a WebUI
-    in which OneDiff does nothing, for the reason `unmet`. The other methods are the same for all WebUIs, and may be
-    overridden too.
+    Adapters override the methods up to call_shapes, and set patches. The class itself is the adapter of a WebUI in
+    which OneDiff does nothing, for the reason `unmet`. The methods after call_shapes are the same for all WebUIs, and
+    may be overridden too.
 
     name: for programs ("forge").
     release: for users ("Forge Neo 2.26").
@@ -60,6 +60,7 @@ class WebUI:
     patches: Sequence[ForwardPatches] = ()
 
     def __init__(self, release: str = "this WebUI", unmet: str | None = None) -> None:
+        """release: for users. unmet: why OneDiff does nothing in this WebUI; None if it can serve."""
         self.release = release
         self.unmet = unmet
 
@@ -68,7 +69,7 @@ class WebUI:
         return None
 
     def host_traits(self, unet: Any) -> HostTraits:
-        """The HostTraits of a network."""
+        """The HostTraits of a network: how this WebUI treats its modules and weights."""
         return HostTraits()
 
     def before_sampling(self, p: Any) -> None:
@@ -81,23 +82,24 @@ class WebUI:
         runtime.end_sampling()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """Make one UNet call with random inputs, as the WebUI does in a step. width, height: in pixels. batch: the rows
-        of the call. tokens: the context length.
+        """Make one UNet call with random inputs, as the WebUI does in a step, so that OneDiff makes the shape ready.
+        width, height: in pixels. batch: the rows of the call. tokens: the context length.
 
         Raises Refusal if OneDiff does not serve the checkpoint. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        """Decode the random latents of `images` images, as the WebUI does after a sampling. width, height: in pixels.
+        """Decode the random latents of `images` images, as the WebUI does after a sampling, so that OneDiff makes the
+        VAE's shape ready. width, height: in pixels.
 
         Raises Refusal if OneDiff does not serve the checkpoint. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        """(batch, tokens) of each UNet call that the WebUI makes in a step for `images` images at once and a prompt of
-        this context length. The usual call comes first."""
+        """(batch, tokens) of each UNet call that the WebUI may make in a step, for `images` images at once and a prompt
+        of this context length: the shapes that pre-warming makes ready. The usual call comes first."""
         return (2 * images, tokens), (images, tokens)
 
     # --- the same for all WebUIs ----------------------------------------------------------------------------------
@@ -122,7 +124,8 @@ class WebUI:
         return False
 
     def model_loaded(self, checkpoint: Any) -> None:
-        """Called when the WebUI has loaded a checkpoint."""
+        """Called when the WebUI has loaded a checkpoint. Sets `unmet` to what the checkpoint lacks of checkpoint_paths,
+        or to None. While OneDiff serves, adopts its UNet, or logs why it does not serve it."""
         if self.checkpoint_paths:
             path = first_missing(checkpoint, self.checkpoint_paths)
             self.unmet = path and (
@@ -134,14 +137,16 @@ class WebUI:
                 log.warning("%s.", why_not)
 
     def before_step(self, params: Any) -> None:
-        """Called when the WebUI's denoiser begins a step. params: its CFGDenoiserParams."""
+        """Called when the WebUI's denoiser begins a step. params: its CFGDenoiserParams. Adapters keep what they need
+        to tell the prompt's rows."""
 
     def notes(self) -> list[str]:
         """Sentences for users on settings of the WebUI that matter while OneDiff is in use."""
         return []
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """Run work() while the WebUI makes no image, in the thread that makes its images."""
+        """The result of work(), run while the WebUI makes no image, in the thread that makes its images. Waits for the
+        image in progress; raises Refusal where waiting could be a deadlock."""
         if self.name == NO_HOST:
             return work()
         from modules import call_queue
@@ -156,8 +161,8 @@ class WebUI:
         return Path(paths.data_path)
 
     def checkpoint(self) -> Any:
-        """The loaded checkpoint; None if none is loaded yet. Never loads one, as reading the WebUI's
-        shared.sd_model does."""
+        """The loaded checkpoint; None if none is loaded yet. Never loads one; the WebUI's own shared.sd_model loads one
+        when it is read."""
         if self.name == NO_HOST:
             return None
         from modules import sd_models
@@ -227,8 +232,9 @@ def random_state_kept() -> AbstractContextManager[object]:
 
 
 class Need(NamedTuple):
-    """An attribute that a module of the WebUI must have.
+    """An attribute that a module of the WebUI must have, or OneDiff patches nothing.
 
+    module: the Python module's name.
     name: of the attribute, dotted for a member of a class.
     parameters: names of parameters that the function must take.
     """
@@ -254,7 +260,8 @@ def check_needs(release: str, needs: Iterable[Need]) -> None:
 
 
 def lack_of(need: Need) -> str:
-    """How the WebUI fails to meet a need, in words that complete "the WebUI has ..."; "" if it meets it."""
+    """What the WebUI lacks of a need, in words that complete "the WebUI has ..."; "" if it lacks nothing. Imports the
+    need's module."""
     try:
         module = importlib.import_module(need.module)
     except Exception as error:
@@ -268,9 +275,11 @@ def lack_of(need: Need) -> str:
 
 
 def takes(function: Any, parameter: str, module: str) -> bool:
-    """Whether a function has a parameter of this name. Decorators with __wrapped__ are looked through.
+    """Whether a function has a parameter of this name. Decorators with __wrapped__ are looked through. False for an
+    object without a signature.
 
-    A function of another package with *args and **kwargs counts as well: it is assumed to wrap the module's own.
+    module: the Python module that should define the function. A function of another package with *args and **kwargs
+        counts as well: it is assumed to wrap the module's own.
     """
     try:
         parameters = inspect.signature(function).parameters

@@ -25,20 +25,22 @@ from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits, own_method, refuse_replaced
 from .tracing import is_compiler_here, is_compiling, must_be_whole
 
-# replacement(original, self, *args, **kwargs) returns the method's result.
+# A function that serves in a method's place: replacement(original, self, *args, **kwargs) returns the method's result.
 Replacement = Callable[..., Any]
-# declined(self, reason) is called when the original runs instead of the replacement.
+# declined(self, reason) is called when the guard runs the original instead of the replacement: OneDiff is suspended, or
+# has failed. It is not called if the replacement itself passes a call to the original.
 Declined = Callable[[Any, str], object]
 OTHER_VAE = "OneDiff does not support this kind of VAE"
 
 
 def note_host(unet: Any, reason: str) -> None:
-    """Note, for the user, why the host serves a call of this UNet. A Declined."""
+    """Count a call of this UNet that the host serves, with the reason for the user. The usual Declined of UNets'
+    hooks."""
     runtime.note_host(reason, unet)
 
 
 class Link:
-    """A function of ours that replaces a method of a class.
+    """A function of ours that replaces a method of a class, and what belongs to it.
 
     original: the function that it has replaced.
     active: whether it may serve; otherwise it passes every call on to original.
@@ -74,10 +76,15 @@ class Link:
 
 
 class ClassPatch:
-    """Replaces one method of a class for all of its objects.
+    """Replaces one method of a class for all of its objects, from apply() to undo().
 
     If the replacement fails, the guard runs the original. If another extension patches the method after us, our
-    function stays below its patch, and after undo() passes all calls on. hook: words for the method, for users.
+    function stays below its patch, and after undo() passes all calls on.
+
+    owner, method: the class, and the name of the method.
+    hook: words for the method, for users ("the UNet's forward").
+    declined: see Declined.
+    guarded: the guard's serve(), through which every call goes.
     """
 
     def __init__(
@@ -97,11 +104,12 @@ class ClassPatch:
 
     @property
     def active(self) -> bool:
+        """Whether our function serves calls now: after apply(), and before undo()."""
         return self._link is not None and self._link.active
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The function that ours has replaced, or would replace."""
+        """The function that ours has replaced; before the first apply(), the one that it would replace."""
         link = self._link
         found: Callable[..., Any] = self.owner.__dict__[self.method] if link is None else link.original
         return found
@@ -112,8 +120,9 @@ class ClassPatch:
         return None if self._link is None else self._link.function
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """The function that answers calls of this object, and the host's function, which it may call; None: the host's
-        function is called directly. Must not raise, because it runs outside of the guard."""
+        """Returns (ours, host) for calls of this object: our function that serves them, and the host's function, which
+        ours may call. None: the call goes to `original` directly. original: the function that ours has replaced on the
+        class. Must not raise, because it runs outside of the guard."""
         return self._replacement, original
 
     def apply(self) -> None:
@@ -132,8 +141,8 @@ class ClassPatch:
             link.is_in_chain = True
 
     def _link_above(self, top: Callable[..., Any]) -> Link:
-        """A link whose original is this function. It is the last link again if that has the same original, so that
-        bound methods of it, which other code may have kept, serve again."""
+        """A link whose original is this function. If the last link has the same original, it is used again, so that
+        bound methods of its function, which other code may have kept, serve again."""
         last = self._link
         if last is not None and last.original is top:
             return last
@@ -168,8 +177,8 @@ class ClassPatch:
         return is_named_so and package(origin(function)) == package(self.owner.__module__)
 
     def keep_out_of_traces(self) -> None:
-        """Let torch.compile skip the replacement: tracing it would take minutes. Does nothing until the
-        compiler is imported."""
+        """Make torch.compile skip the replacement from now on: tracing our code would take minutes. Does nothing until
+        the compiler is imported, so it is called again later."""
         if self._is_traced and is_compiler_here():
             self._is_traced = False
             # Nothing that our function calls is compiled. The host's function, which the link calls, still is.
@@ -179,7 +188,7 @@ class ClassPatch:
 
 
 def stepped_over(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, so wrapped that torch.compile does not trace it. Functions that it calls are traced."""
+    """The function, wrapped so that torch.compile does not trace it. Functions that it calls are still traced."""
     found: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
     return found
 
@@ -195,17 +204,19 @@ def link_of(function: Any) -> Link | None:
 
 
 class StandIn(Protocol):
-    """Answers the calls of one object of a TablePatch. Must not keep that object alive."""
+    """Serves the calls of one object of a TablePatch, as a replacement for this object alone. Must not keep that object
+    alive."""
 
     def look_up(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """See ClassPatch.look_up."""
+        """See ClassPatch.look_up. one: the object."""
 
 
 class TablePatch(ClassPatch):
-    """Replaces one method of a class for the objects in a weak table, each of which has a StandIn.
+    """Replaces one method of a class for those of its objects that were put() into a weak table, each with a StandIn.
+    All other objects run the host's method.
 
-    The objects have no attribute of ours. So a copy of one, however it was made, is not in the table, and runs the
-    host's method. When the last object is gone, the patch is removed from the class.
+    The objects have no attribute of ours. So a copy of one, however it was made, is not in the table. When the last
+    object is gone, the patch is removed from the class.
     """
 
     def __init__(self, owner: type, method: str, guard: Guard, hook: str, declined: Declined = note_host) -> None:
@@ -220,6 +231,7 @@ class TablePatch(ClassPatch):
             return None
 
     def objects(self) -> list[Any]:
+        """The objects in the table that are alive."""
         return self._table.keys()
 
     def put(self, one: Any, stand_in: StandIn) -> None:
@@ -240,6 +252,7 @@ class TablePatch(ClassPatch):
             self._undo_if_unused()
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
+        """See ClassPatch. None for an object that is not in the table."""
         try:
             stand_in = self._table.get(module)
         except TypeError:  # as in get
@@ -247,6 +260,7 @@ class TablePatch(ClassPatch):
         return None if stand_in is None else stand_in.look_up(module, original)
 
     def _undo_if_unused(self) -> None:
+        """Remove the patch from the class if no object is left in the table."""
         with self._lock:
             if not self._table.keys():
                 self.undo()
@@ -258,7 +272,8 @@ def never_called(*given: Any, **named: Any) -> Any:
 
 
 class ForwardPatches:
-    """Replaces the forwards of several classes by the same function. hook, declined: see ClassPatch."""
+    """Replaces the forwards of several classes by the same function, for all objects of these classes. replacement,
+    hook, declined: see ClassPatch."""
 
     def __init__(
         self, classes: Iterable[type], replacement: Replacement, hook: str, declined: Declined = note_host
@@ -269,10 +284,11 @@ class ForwardPatches:
 
     @property
     def active(self) -> bool:
+        """Whether the forwards are replaced now."""
         return self.patches[0].active
 
     def are_for(self, module: Any) -> bool:
-        """Whether a module's class is one of these, and not derived from one."""
+        """Whether a module's class is one of these classes, and not derived from one."""
         return any(type(module) is patch.owner for patch in self.patches)
 
     def refuse_derived(self, module: Any) -> None:
@@ -285,19 +301,25 @@ class ForwardPatches:
             )
 
     def serve(self) -> None:
+        """Replace the forwards. Safe to call twice."""
         for patch in self.patches:
             patch.apply()
 
     def stop(self) -> None:
+        """Undo serve(). Safe to call twice."""
         for patch in self.patches:
             patch.undo()
 
     def end_sampling(self) -> None:
-        """Called when a generation's last sampling has ended. Does nothing here; see UNetHooks."""
+        """Called when a generation's last sampling has ended. Does nothing here; UNetHooks overrides it."""
 
 
 class AnnouncedSampling(NamedTuple):
-    """A sampling that a host has announced. calls_before: the number of all UNet calls before it."""
+    """A sampling that a host has announced, and that may not have ended.
+
+    generation: the guard's number of the generation. is_second_pass: whether it is the second pass of hires fix.
+    calls_before: the number of all UNet calls that OneDiff has counted before it.
+    """
 
     generation: int
     is_second_pass: bool
@@ -305,7 +327,7 @@ class AnnouncedSampling(NamedTuple):
 
 
 class UNetHooks(ForwardPatches):
-    """Replaces UNets' forwards, and notes samplings whose calls did not reach our function."""
+    """Replaces UNets' forwards. If no call of a sampling has reached our forward, tells the user why."""
 
     def __init__(self, classes: Iterable[type], forward: Replacement, why_bypassed: Callable[[], str]) -> None:
         """why_bypassed: returns why a sampling's calls did not reach our forward, in one line for the user."""
@@ -314,12 +336,14 @@ class UNetHooks(ForwardPatches):
         self._announced: AnnouncedSampling | None = None
 
     def stop(self) -> None:
+        """Undo serve(), and forget the announced sampling."""
         super().stop()
         self._announced = None
 
     def begin_sampling(self, p: Any, unet: nn.Module | None) -> None:
-        """Note that the generation p begins a sampling with this UNet. unet: None if OneDiff does not serve the
-        network."""
+        """Note that the generation p, the WebUI's processing object, begins a sampling with this UNet, and that the
+        sampling before it has ended. Sets our forward on the class again if other code has removed it. unet: None if
+        OneDiff does not serve the network."""
         for patch in self.patches:
             patch.keep_out_of_traces()
             if patch.active:
@@ -340,7 +364,8 @@ class UNetHooks(ForwardPatches):
             self._announced = AnnouncedSampling(generation, is_second_pass, runtime.call_stats.total)
 
     def end_sampling(self) -> None:
-        """Note, for the user, if no UNet call of the announced sampling has reached OneDiff."""
+        """Called when the announced sampling has ended. If no UNet call has reached OneDiff in it, notes for the user
+        why (why_bypassed), unless the user has interrupted it or OneDiff is suspended."""
         announced = self._announced
         self._announced = None
         if announced is None or announced.calls_before != runtime.call_stats.total:
@@ -362,9 +387,12 @@ def serve_call(
 ) -> Tensor:
     """The output of a UNet's call, ours or the host's.
 
-    read: converts the host's arguments to a Call, or raises Refusal. Another exception of it is a fault of ours, unless
-    the host fails too. host: the host's own forward with these arguments. prompt_rows: returns the prompt's rows, or
-    raises Refusal if they are unknown. host_traits: see Runtime.run.
+    read: converts the host's arguments to a Call, or raises Refusal. Any other exception of read() counts as a fault of
+        ours, unless the host's forward fails too.
+    host: the host's own forward with these arguments.
+    prompt_rows: returns the prompt's rows, or raises Refusal if they are unknown. It is called only if a step policy
+        needs them.
+    host_traits: see Runtime.run.
     """
     unread: Attempt[Call] | None = None
     try:
@@ -377,14 +405,17 @@ def serve_call(
 
 
 class VaeHooks(ForwardPatches):
-    """Replaces the forwards of decoders and encoders of VAEs whose classes are like ldm's."""
+    """Replaces the forwards of decoders and encoders of VAEs whose classes are like ldm's.
+
+    host_traits: see HostTraits; the same for all of them.
+    check: check(module) raises Refusal if the adapter knows a reason why the host must decode or encode.
+    upcasts: returns whether the host computes attention scores in float32 for inputs of any dtype.
+    """
 
     def __init__(
         self, classes: Iterable[type], host_traits: HostTraits,
         check: Callable[[nn.Module], object] = lambda decoder: None, upcasts: Callable[[], bool] = lambda: False,
     ) -> None:
-        """check: raises Refusal if the adapter knows a reason why the host must decode. upcasts: returns whether the
-        host computes attention scores in float32 for inputs of any dtype."""
         super().__init__(
             classes, self._forward, "the VAE's forward", lambda decoder, reason: runtime.vae.note_host(reason)
         )
@@ -393,11 +424,13 @@ class VaeHooks(ForwardPatches):
         self._upcasts = upcasts
 
     def stop(self) -> None:
+        """Undo serve(), and restore every decoder and encoder."""
         super().stop()
         runtime.vae.release_all()
 
     def begin_run(self, decoder: Any) -> None:
-        """Note that a sampling begins whose image will most likely be decoded by this decoder."""
+        """Note that a sampling begins whose image will most likely be decoded by this decoder. If the decoder is of
+        another class, or has another extension's forward, notes for the user why OneDiff will not decode."""
         if not self.are_for(decoder):
             return runtime.vae.note_host(OTHER_VAE, is_decode=False)
         runtime.vae.adopt(decoder, host_traits=self._host_traits)
@@ -408,7 +441,8 @@ class VaeHooks(ForwardPatches):
             runtime.vae.note_host(reason, is_decode=False)
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
-        """Replaces Decoder.forward(self, z, **kwargs) and Encoder.forward(self, x, **kwargs)."""
+        """Replaces Decoder.forward(self, z, **kwargs) and Encoder.forward(self, x, **kwargs). original: the forward
+        that it has replaced."""
 
         def check() -> None:
             self.refuse_derived(decoder)

@@ -16,8 +16,11 @@ MOST_WAITING = 50
 
 
 class HostImages:
-    """Reads the WebUI's state. An image is the same Job object from its beginning to its end, and another one
-    while it waits."""
+    """Reads the WebUI's state, and lists its images as jobs. The Job of an image in progress is the same object until
+    the image is done; while the image waits, it has another one.
+
+    generations: our list of generations that are being made.
+    """
 
     def __init__(self, generations: Generations) -> None:
         self._generations = generations
@@ -30,7 +33,7 @@ class HostImages:
         return [*self._in_progress(), *self._not_begun()]
 
     def _in_progress(self) -> Iterable[Job]:
-        """The image that the WebUI makes now; nothing if it makes none."""
+        """The image that the WebUI makes now; nothing if it makes none. Updates the image's Job."""
         made = self._generations.alive()
         state = getattr(module_of_host("shared"), "state", None)
         # The first generation is the WebUI's; others are parts of it, which an extension makes. A generation that has
@@ -74,5 +77,5 @@ def number_of(state: Any, name: str) -> int:
 
 
 def module_of_host(name: str) -> Any:
-    """The WebUI's Python module modules.<name>; None if it is not loaded."""
+    """The WebUI's Python module modules.<name>; None if it is not loaded. Does not import it."""
     return sys.modules.get(f"modules.{name}")

@@ -25,8 +25,9 @@ OTHER_TIMESTEPS = "with DDIM and PLMS, this model's timesteps are unknown (Euler
 
 
 def record_next_call(sampler: Any, method: str) -> list[float]:
-    """A list that is empty until the next call of this method of the sampler, and then has the numbers that the method
-    has returned. Does not keep the sampler or its model alive."""
+    """A list of numbers that is empty at first. The next call of this method of the sampler fills it with the numbers
+    that the method returns. Does not keep the sampler or its model alive. A failure while recording is logged by the
+    guard, and the method's result is returned in any case."""
     numbers: list[float] = []
 
     def recording(original: HostMethod, *args: Any, **kwargs: Any) -> Any:
@@ -44,7 +45,9 @@ def record(answer: Tensor, numbers: list[float]) -> None:
 
 
 def sampling_of(p: Any) -> Sampling:
-    """The Sampling that the generation p is about to begin."""
+    """The Sampling that the generation p, the WebUI's processing object, is about to begin. If the sampler's timesteps
+    cannot be known, one with the reason (Sampling.why_not). Patches the sampler object for one call, to record its
+    schedule."""
     sampler = getattr(p, "sampler", None)
     second_pass = bool(getattr(p, "is_hr_pass", False))
     function = getattr(sampler, "func", None)
@@ -92,17 +95,19 @@ def eta_of(p: Any) -> float:
 
 
 def churn_of(p: Any) -> float:
-    """The setting s_churn of the generation p."""
+    """The setting s_churn of the generation p: with more than 0, the sampler adds noise and changes its timesteps."""
     from modules import shared
 
     return float(getattr(shared.opts, "s_churn", getattr(p, "s_churn", 0.0)))
 
 
 def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
-    """The CFG scale of a sampling of the generation p; None if unknown.
+    """The CFG scale of a sampling of the generation p; None if unknown. second_pass: whether it is the second pass of
+    hires fix.
 
     The Forge family has a separate scale for the second pass (hr_cfg, 1 by default). It only counts if the second pass
-    has a checkpoint of its own: the scale identifies few-step models, and a default of 1 would make any model one.
+    has a checkpoint of its own: step policies recognise few-step models by a scale of 1, and the default would make any
+    model one.
     """
     own = second_pass and getattr(p, "hr_checkpoint_info", None) is not None
     scale = getattr(p, "hr_cfg", None) if own else None
@@ -111,8 +116,8 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
 
 
 def timesteps_of(sampler: Any, sigmas: list[float]) -> list[float] | None:
-    """The timesteps that the UNet gets for these noise levels; None if the sampler has not computed any
-    yet, or is gone."""
+    """The timesteps that the UNet gets for these noise levels, sigmas; None if there are none yet, or if the sampler is
+    gone (None)."""
     if not sigmas or sampler is None:
         return None
     wrapped = sampler.model_wrap

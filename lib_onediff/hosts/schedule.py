@@ -12,11 +12,11 @@ HostMethod = Callable[..., Any]
 
 
 def replace_next_call(target: Any, method: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method of one object for its next call, after which the object is as before. Does not keep the object
-    alive.
+    """Replace a method of one object for its next call. At that call, the object gets its method back before the
+    replacement runs. Does not keep the object alive.
 
     replacement: called as replacement(original, *args, **kwargs). original is the object's method; if the object is
-    being deleted, a function that does nothing.
+        being deleted, a function that does nothing.
     """
     known = weakref.ref(target)
     # Another extension may have replaced the method of this object too.
@@ -40,7 +40,7 @@ def replace_next_call(target: Any, method: str, replacement: Callable[..., Any])
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """The original of an object that is being deleted."""
+    """Does nothing: the original of an object that is being deleted."""
 
 
 def why_no_forecast(sampler: str, is_first_order: bool) -> str:

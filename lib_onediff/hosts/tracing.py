@@ -10,17 +10,23 @@ import torch
 
 log = logging.getLogger("onediff")
 
-# Older versions of torch do not have it.
+# Whether torch.compile is tracing the calling code. Older versions of torch do not tell; False then.
 is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
 
 
 def is_compiler_here() -> bool:
-    """Whether torch.compile's tracer is imported already. Importing it takes seconds."""
+    """Whether torch.compile's tracer is imported already; if not, nothing can be tracing. Asking the tracer itself
+    would import it, which takes seconds."""
     return "torch._dynamo" in sys.modules
 
 
 def must_be_whole() -> bool:
-    """Whether the compiler, which calls this while it traces, must not break its graph (fullgraph=True)."""
+    """Whether the graph that torch.compile traces now must not have breaks (fullgraph=True); True too if this torch
+    does not tell. If True, logs a warning for the user that the call is compiled without OneDiff.
+
+    Only code that is being traced may call this. torch.compile runs it at that moment, and takes its result as a
+    constant.
+    """
     try:
         tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
         whole = bool(tracer.one_graph or getattr(tracer, "error_on_graph_break", False))
@@ -32,5 +38,6 @@ def must_be_whole() -> bool:
     return whole
 
 
-# The mark of torch.compiler.assume_constant_result: torch.compile calls the function while it traces.
+# The mark that the decorator torch.compiler.assume_constant_result sets: torch.compile calls the function while it
+# traces. The decorator itself would import the compiler.
 vars(must_be_whole)["_dynamo_marked_constant"] = True

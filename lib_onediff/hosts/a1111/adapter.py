@@ -59,7 +59,7 @@ def release() -> str:
 
 
 class A1111(WebUI):
-    """The adapter; see contract.WebUI."""
+    """The adapter of AUTOMATIC1111's WebUI. contract.WebUI describes the methods that have no docstring here."""
 
     name = "a1111"
     # Checkpoints of SD3 and others have these too; network_classes decides.
@@ -132,7 +132,8 @@ class A1111(WebUI):
         self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Tensor:
-        """Replaces UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs)."""
+        """Replaces UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs). original: the forward
+        that it has replaced."""
 
         def host() -> Tensor:
             return original(unet, x, timesteps, context, *args, **kwargs)
@@ -165,8 +166,13 @@ class A1111(WebUI):
         return serve_call(unet, read, host, prompt_rows, self._host_traits)
 
     def _stage(self, original: Callable[..., Tensor], stage: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Replaces TimestepEmbedSequential.forward, to log and count UNet calls of an extension that calls the stages
-        itself, as sd-webui-controlnet does, without the forward of the UNet's class."""
+        """Replaces the forward of TimestepEmbedSequential, the class of a UNet's stages. Runs the original; if that
+        runs out of GPU memory, after OneDiff has freed its own.
+
+        Extensions such as sd-webui-controlnet set a forward on the UNet's instance that calls the stages itself, so
+        that the UNet's hook never runs. The call of the first stage is then counted as a UNet call of the host, with
+        the extension as the reason.
+        """
         unet = self._unet()
         if unet is not None and stage is unet.input_blocks[0]:
             owner = foreign_forward(unet)
@@ -221,10 +227,13 @@ class A1111(WebUI):
             sd_samplers_common.decode_first_stage(self.checkpoint(), latent)
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
+        """See WebUI. (batch, tokens) of each kind of call that CFGDenoiser may make."""
         from modules import shared
 
-        # As in CFGDenoiser.forward: the prompt's rows alone if the negative prompt is skipped; and each half alone if
-        # their lengths differ, where the shorter one is most often a negative prompt of TOKENS.
+        # CFGDenoiser.forward calls with the prompt and the negative prompt together (both), unless an option is off.
+        # At some steps it may skip the negative prompt: then the prompt's rows come alone. If prompt and negative
+        # prompt differ in length and are not padded, each half comes alone, too; the shorter one is most often the
+        # negative prompt, of TOKENS.
         both = ((2 * images, tokens),) if shared.opts.batch_cond_uncond else ()
         padded = shared.opts.pad_cond_uncond or shared.opts.pad_cond_uncond_v0
         shorter = ((images, TOKENS),) if tokens != TOKENS and not padded else ()
@@ -239,8 +248,8 @@ def upcasts_attention() -> bool:
 
 
 def rows_of_prompts(step: Any, context: Tensor) -> slice:
-    """The prompts' rows of a call with this context, (batch, tokens, width). Raises Refusal if they are unknown. step:
-    the WebUI's CFGDenoiserParams; None outside of a step.
+    """The prompts' rows of a call, by its context (batch, tokens, width). Raises Refusal if they are unknown. step: the
+    CFGDenoiserParams of the WebUI's present step; None outside of a step.
 
     CFGDenoiser puts the prompts' rows first and the negative prompts' last, one of each for an image unless AND joins
     several prompts. After its callback with `step`, it may still skip the negative prompt (NGMS), make a call for each,
@@ -265,7 +274,7 @@ def rows_of_prompts(step: Any, context: Tensor) -> slice:
 
 
 def begins_with(context: Tensor, prompt: Tensor) -> bool:
-    """Whether these rows are a prompt's, up to the shorter length: the WebUI may have padded or cut it to the length of
-    the other prompt."""
+    """Whether these rows of a context are a prompt's. Only tokens up to the shorter length are compared: the WebUI may
+    have padded or cut the prompt to the length of the other one."""
     tokens = min(context.shape[1], prompt.shape[1])
     return torch.equal(context[:, :tokens], prompt[:, :tokens].to(context.device, context.dtype))

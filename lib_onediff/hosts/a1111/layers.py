@@ -39,8 +39,8 @@ def loras() -> Any:
 
 
 def networks(on_the_fly: bool) -> Sequence[Any]:
-    """The loaded LoRAs, if the WebUI now computes them beside layers (on_the_fly) or merges them (not on_the_fly);
-    otherwise none."""
+    """The loaded LoRAs, if the WebUI now applies them in this way; otherwise none. on_the_fly: True for computing them
+    beside each layer (option lora_functional), False for merging them."""
     from modules import shared
 
     is_now = bool(getattr(shared.opts, "lora_functional", False))
@@ -53,7 +53,8 @@ def wanted_networks() -> Networks:
 
 
 def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
-    """Merge the wanted LoRAs into every layer that does not have them yet, and remove others."""
+    """Merge the wanted LoRAs into every one of these layers that does not have them yet, and remove others, as the
+    WebUI's forward of each layer would. Used as HostTraits.sync_lora."""
     extension = loras()
     wanted = wanted_networks()
     for layer in () if extension is None else layers:
@@ -90,6 +91,7 @@ class LorasOnTheFly:
         return loras() is not None
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
+        """See FunctionReader."""
         parts = Parts()
         wanted = networks(on_the_fly=True)
         for index, layer in enumerate(layers) if wanted else ():
@@ -103,19 +105,20 @@ class LorasOnTheFly:
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
+        """See FunctionReader. Raises Refusal for a LoRA that is not a plain one."""
         wanted = networks(on_the_fly=True)
         return WeightFunctions(tuple(low_rank_update(layer, module) for module in modules_of(layer, wanted)))
 
 
 def modules_of(layer: nn.Module, wanted: Iterable[Any]) -> list[Any]:
-    """The modules of these LoRAs for a layer."""
+    """The modules with which these LoRAs (wanted) change a layer, one for each LoRA that has the layer."""
     name = layer.__dict__.get("network_layer_name")
     return [net.modules[name] for net in wanted if name in net.modules]
 
 
 def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
-    """The LoRA of a layer, as the module's forward computes it: other entries of its file are ignored there. Raises
-    Refusal if it is not a plain LoRA."""
+    """The LoRA of a layer, as the forward of the extension's module for it computes it; that forward ignores other
+    entries of the LoRA's file, and so do we. Raises Refusal if it is not a plain LoRA."""
     weight = layer.weight
     if type(module).__name__ == PLAIN_LORA and weight.dim() > 1:
         up = module.up_model.weight

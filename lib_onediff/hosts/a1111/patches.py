@@ -33,8 +33,10 @@ REFERENCE_HACKS = ("hacked_basic_transformer_inner_forward", "hacked_group_norm_
 
 
 class ModulePatches(PatchPoints):
-    """The changed modules of a UNet at one call. concatenation: an extension's replacement of torch.cat; None
-    for the host's own."""
+    """The changed modules of a UNet at one call, as its patch points.
+
+    changed: see changed_modules. concatenation: an extension's replacement of torch.cat; None for the host's own.
+    """
 
     def __init__(self, changed: Changed, concatenation: Concatenation | None = None) -> None:
         self._changed = changed
@@ -78,7 +80,8 @@ class ModulePatches(PatchPoints):
 
 
 def patches_of(changed: Changed, concatenation: Concatenation | None = None) -> ModulePatches | None:
-    """The patches of a call; None if there are none."""
+    """The patches of a call, made of these changed modules and this concatenation (see ModulePatches); None if there
+    are none."""
     return ModulePatches(changed, concatenation) if changed or concatenation is not None else None
 
 
@@ -92,7 +95,8 @@ def replaced_concatenation() -> Concatenation | None:
 
 
 def is_the_hosts(function: Any, own_globals: dict[str, Any]) -> bool:
-    """Whether a function is of the module with these globals, or FreeU's around one while FreeU is switched off."""
+    """Whether a function is defined in the module with these globals. FreeU's function around such a one counts too
+    while FreeU is switched off."""
     if getattr(getattr(function, "__func__", None), "__globals__", None) is own_globals:
         return True
     if not isinstance(function, functools.partial) or getattr(function.func, "__name__", "") != FREEU:

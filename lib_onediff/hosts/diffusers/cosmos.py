@@ -17,8 +17,8 @@ def cosmos_call(
 ) -> AnimaCall:
     """Our call for these arguments of the host's forward. The masks become channels of the latent, as in the host.
 
-    Raises Refusal for arguments that our forward does not compute, and torch's exceptions for masks of wrong shapes,
-    for which the host raises them too.
+    Raises Refusal for arguments that our forward does not compute. For masks of wrong shapes it raises torch's
+    exceptions, as the host does.
     """
     passed = [name for name, value in others.items() if value is not None]
     if passed:

@@ -21,8 +21,9 @@ UNSCALED: tuple[dict[str, float], ...] = ({}, {"scale": 1.0})
 class Krea2Calls:
     """Converts the calls of one network. The host's latent is tokens, each a packed patch; ours is an image.
 
-    The tokens' positions are an input of our call too. Their numbers only decide the image's height and width, which
-    users read. Reading them waits for the GPU, so they are read once for each tensor.
+    Both calls have the tokens' positions as a tensor, for the rotary embedding. On the CPU, we need the height and
+    width of the image, which only the last position tells. Reading it waits for the GPU, so it is read once for each
+    tensor of positions, and the result is kept.
     """
 
     def __init__(self) -> None:
@@ -34,8 +35,8 @@ class Krea2Calls:
         position_ids: Tensor, encoder_attention_mask: Tensor | None = None,
         attention_kwargs: dict[str, Any] | None = None, **others: Any,
     ) -> Krea2Call:
-        """Our call for these arguments of the host's forward. Raises Refusal for those that our forward does
-        not compute."""
+        """Our call for these arguments of the host's forward. Raises Refusal for arguments that our forward does not
+        compute."""
         passed = [name for name, value in others.items() if value is not None]
         if (attention_kwargs or {}) not in UNSCALED:
             passed.append("attention_kwargs")
@@ -54,8 +55,12 @@ class Krea2Calls:
         )
 
     def _grid_of(self, positions: Tensor, tokens: int) -> tuple[int, int]:
-        """(rows, columns) of the grid of patches that these positions describe, of which `tokens` are the image's; one
-        row if they are not a full grid. positions: (tokens of prompt and image, 3)."""
+        """(rows, columns) of the image's patches. They follow from the last position, which is the image's lower right
+        patch.
+
+        positions: (tokens of prompt and image, 3); the image's tokens come last, row by row. tokens: the number of the
+            image's. If rows * columns is another number, the tokens are taken as one row: (1, tokens).
+        """
         known = None if self._positions is None else self._positions()
         if known is not positions:
             last = positions[-1:].float().cpu().flatten().tolist()
@@ -71,12 +76,13 @@ def image_of(tokens: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def tensor_of(sample: Tensor, call: Call) -> Tensor:
-    """The host's sample, packed tokens, in the shape of our output of this call."""
+    """The sample that the host's forward has returned, as an image of the size of call.latent, which is the shape of
+    our output: so both can be compared. The host's sample is packed tokens."""
     height, width = call.latent.shape[-2:]
     return image_of(sample, height // PATCH, width // PATCH)
 
 
 def sample_of(output: Tensor) -> Tensor:
-    """Our output as the host's sample, packed tokens."""
+    """Our output, an image, as the host's sample: packed tokens."""
     packed: Tensor = functional.pixel_unshuffle(output, PATCH).flatten(2).transpose(1, 2)
     return packed.contiguous(memory_format=torch.contiguous_format)

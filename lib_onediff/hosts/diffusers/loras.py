@@ -40,17 +40,19 @@ class Factors(NamedTuple):
 class LoraReader:
     """The weights.scan.FunctionReader of one network.
 
-    scale: the pipeline's factor for all LoRAs, cross_attention_kwargs["scale"]. During a call, diffusers writes it to
-        the layers; OneDiff leaves these unchanged.
+    scale: the pipeline's factor for all LoRAs, cross_attention_kwargs["scale"], set at each call by use_scale().
+        diffusers writes it to the layers during a call; OneDiff leaves the layers unchanged.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
+        """See FunctionReader."""
         return bool(lora_indices(layers))
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
+        """See FunctionReader."""
         parts = Parts(facts=[self.scale])
         for index in lora_indices(layers):
             layer: Any = layers[index]
@@ -71,6 +73,7 @@ class LoraReader:
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
+        """See FunctionReader. Raises Refusal if the layer's LoRAs are not plain ones."""
         refuse_unsupported(layer)
         within: Any = layer_within(layer)
         updates: list[LowRankUpdate] = []
@@ -87,7 +90,8 @@ class LoraReader:
 
     def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
         """Use this scale of a pipeline's call for all LoRAs of the UNet. whole: whether our forward computes all
-        attentions; the host's modules would ignore the scale. Raises Refusal if only the host can compute this."""
+        attentions. If it does not, the host's modules compute some, and they would ignore the scale. Raises Refusal if
+        only the host can compute this."""
         if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
             # After a scale of 0, diffusers cannot restore the adapters' weights.
             raise Refusal("the pipeline's LoRA scale is 0 or not a number")
@@ -102,7 +106,7 @@ class LoraReader:
 
 
 def with_biases(biases: Sequence[tuple[Tensor, float]], bias: Tensor) -> Tensor:
-    """A layer's bias after the LoRAs' biases, each times its scale, are added."""
+    """A layer's bias plus the biases of its LoRAs. biases: each with the factor by which it is multiplied."""
     return sum((scale * part.to(bias) for part, scale in biases), start=bias)
 
 
@@ -128,7 +132,7 @@ def active_factors(layer: Any) -> list[Factors]:
 
 
 def refuse_unsupported(layer: Any) -> None:
-    """Raise Refusal if a LoRA layer now does more than to add plain LoRAs."""
+    """Raise Refusal if a LoRA layer now does anything else than add plain LoRAs."""
     within: Any = layer_within(layer)
     for name, down, up, _ in active_factors(layer):
         # Older releases of peft have use_dora instead of lora_variant.

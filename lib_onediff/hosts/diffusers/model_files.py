@@ -34,7 +34,8 @@ LENGTH_BYTES = 8
 
 
 def read_text(file: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
-    """The UTF-8 text of a regular file. most: its largest size in bytes. errors: see bytes.decode. Raises Refusal."""
+    """The UTF-8 text of a regular file. most: its largest size in bytes. errors: see bytes.decode. Raises Refusal for a
+    file that cannot be read, is larger, or is not a regular file."""
     shown = f"{file.name} in {file.parent.name}"
     try:
         with open(os.open(file, READING), "rb") as opened:
@@ -49,7 +50,8 @@ def read_text(file: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> s
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model. Raises Refusal."""
+    """The object in a JSON file of a model. Raises Refusal if the file cannot be read, or contains anything else than
+    one object."""
     text = read_text(file)
     try:
         content = json.loads(text)
@@ -152,6 +154,6 @@ def check_file(path: Path, folder: Path, root: Path) -> None:
 
 
 def as_systems_compare(name: str) -> str:
-    """A file's name as some file systems compare it: macOS and Windows ignore the case of letters, Windows also dots
-    and spaces at the end."""
+    """A file's name in the form in which some file systems compare names: macOS and Windows ignore the case of letters,
+    Windows also dots and spaces at the end."""
     return unicodedata.normalize("NFKC", name).casefold().rstrip(". ")

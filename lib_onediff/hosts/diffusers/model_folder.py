@@ -114,6 +114,7 @@ def check_network(folder: Path, kind: Any) -> None:
 
 
 def is_text_encoder(kind: Any) -> bool:
+    """Whether a class of networks is one of transformers', and not of diffusers'."""
     return bool(kind.__module__.startswith("transformers."))
 
 
@@ -150,8 +151,8 @@ def most_in(value: Any, name: str, folder: Path) -> int:
 
 
 def check_numbers(part: str, config: dict[str, Any]) -> None:
-    """Raise Refusal for numbers that the libraries would not check before they make an image, and for
-    quantized weights."""
+    """Raise Refusal for quantized weights, and for numbers in a configuration that the libraries would only check while
+    they make an image. part: the name of the network's folder ("unet")."""
     if config.get("quantization_config") is not None:
         raise Refusal(f"The weights of the {part} are quantized, which OneDiff cannot load.")
     if part == "unet":
@@ -170,6 +171,7 @@ def check_numbers(part: str, config: dict[str, Any]) -> None:
 
 
 def is_whole(value: Any) -> bool:
+    """Whether a value is an integer; False for a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -179,8 +181,8 @@ def is_real(value: Any) -> bool:
 
 
 def load_scheduler(folder: Path) -> Any:
-    """The scheduler of a folder. Raises Refusal unless it is one that diffusers lists as exchangeable,
-    LCM's or TCD's."""
+    """The scheduler of a folder. Raises Refusal unless its class is one that diffusers lists as exchangeable,
+    LCMScheduler or TCDScheduler."""
     import diffusers
     from diffusers.schedulers import KarrasDiffusionSchedulers
 

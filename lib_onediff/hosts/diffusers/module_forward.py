@@ -25,7 +25,7 @@ from ..hooks import Replacement, TablePatch, link_of
 
 # accelerate's offloading hooks set their own forward on the instance, and keep the one that they found here.
 BEHIND_A_HOOK = "_old_forward"
-# The attributes of a module's instance that may have a forward.
+# The attributes of a module's instance in which a forward may be kept.
 SLOTS = ("forward", BEHIND_A_HOOK)
 # The attribute in which diffusers keeps the hooks of a module.
 HOOKS = "_diffusers_hook"
@@ -38,14 +38,14 @@ COMPILED = "_torchdynamo_orig_callable"
 
 class ModuleForward(abc.ABC):
     """Serves the calls of one module in place of its class's forward, as a hooks.StandIn. Does not keep the module
-    alive.
+    alive. Subclasses say how (serve).
 
     kind: the module's class when this was created.
     bound_to: the function of the class that the forwards kept by other code were last bound to (rebind_kept_forwards).
         If the class has another function by now, keep_replaced binds them again.
+    hook: words for users that complete "a fault of OneDiff in ...".
     """
 
-    # Words for users that complete "a fault of OneDiff in ...".
     hook = "the forward"
 
     def __init__(self, kind: type[nn.Module]) -> None:
@@ -55,8 +55,9 @@ class ModuleForward(abc.ABC):
         self._turn = threading.local()
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """See hooks.StandIn. The host's function is the class's forward, with diffusers' hooks around it if there are
-        any. None if this thread is running that function already: the hooks are calling the class's forward."""
+        """See hooks.StandIn. The second of the pair, the host's function, is the class's forward, with diffusers' hooks
+        around it if there are any. None if this thread is running that function already: then the hooks are calling the
+        class's forward, and it must run."""
         if getattr(self._turn, "is_hosts", False):
             return None
         present = module.__dict__.get("forward")
@@ -81,7 +82,8 @@ class ModuleForward(abc.ABC):
         return host
 
     def _by_hooks(self, forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the host's own forward of a module, with diffusers' hooks around it. It does not take the module."""
+        """Call the host's own forward of a module, with diffusers' hooks around it. forward: is bound to the module,
+        and does not take it as an argument."""
         self._turn.is_hosts = True
         try:
             return forward(*args, **kwargs)
@@ -103,13 +105,17 @@ class ModuleForward(abc.ABC):
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Serve a call. host: the host's own forward, host(module, *args, **kwargs). original: the forward of the
-        class, for its signature."""
+        """Serve a call of this module, and return what the host's forward would return.
+
+        original: the forward of the class below our patch; only its signature is used.
+        host: the host's own forward, host(module, *args, **kwargs), with hooks around it if there are any.
+        """
 
     @classmethod
     @abc.abstractmethod
     def declined(cls, module: Any, reason: str) -> None:
-        """Called when the host's own forward runs in place of ours. reason: for the user."""
+        """Called when the guard runs the host's own forward in place of serve(), because OneDiff is suspended or
+        serve() has failed. Not called if serve() itself passes the call to the host. reason: for the user."""
 
 
 def arguments_by_name(
@@ -145,7 +151,7 @@ def parameters_of(kind: type, present: Callable[..., Any], original: Callable[..
 
 
 def patch_of(kind: type) -> Any:
-    """The TablePatch of a class's forward; None if no module of this class was ever attached."""
+    """The TablePatch of a class's forward; None if no module of this class was attached in this process."""
     return runtime.patches.get((kind, "forward"))
 
 
@@ -175,7 +181,9 @@ def replace_forward(module: nn.Module, forward: type[ModuleForward], whose: str)
 
 
 def keep_replaced(module: nn.Module) -> None:
-    """Set our function on the class of an attached module again, if other code has removed it."""
+    """Set our function on the class of an attached module again if other code has removed it, and bind the forwards
+    that other code keeps of such modules to it. Does nothing for other modules. Called before each sampling of a
+    pipeline."""
     patch = patch_of(type(module))
     if patch is None or patch.get(module) is None:
         return
@@ -186,7 +194,8 @@ def keep_replaced(module: nn.Module) -> None:
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo replace_forward: calls of the module, and of forwards that other code keeps, run the host's own forward."""
+    """Undo replace_forward: calls of the module, and of forwards that other code keeps, run the host's own forward.
+    Does nothing for a module that is not attached."""
     patch = patch_of(type(module))
     if patch is None or patch.get(module) is None:
         return
@@ -266,7 +275,8 @@ def kept_forwards(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The objects in which diffusers keeps the forwards that its hooks wrap, the innermost hook's first."""
+    """The objects in which diffusers keeps the forwards that its hooks wrap, the innermost hook's first; [] without
+    hooks."""
     return list(getattr(module.__dict__.get(HOOKS), "_fn_refs", None) or ())
 
 

@@ -21,17 +21,19 @@ OUTPUT_OF_TRANSFORMERS = "diffusers.models.modeling_outputs", "Transformer2DMode
 
 @dataclass(frozen=True)
 class DiffusersNetwork:
-    """One of diffusers' classes of networks.
+    """One of diffusers' classes of networks: a row of the table NETWORKS.
 
     name: the class's name.
     is_one: returns whether a module is of this class, and not of a derived one.
     output: the Python module and the name of the class in which its forward returns the sample.
-    call_of: call_of(module, **arguments) returns our Call for these arguments of the forward, or raises Refusal. None
-        for UNets, whose calls also depend on the module's state: see DiffusersForward.
-    caller: returns a new call_of for one module, if it keeps something from call to call; otherwise None.
-    tensor_of: tensor_of(sample, call) returns the host's sample as one tensor in the shape of our output; None if it is
-        that tensor already.
-    sample_of: sample_of(output) returns our output as the host's sample; None likewise.
+    call_of: call_of(module, **arguments) returns our Call for these arguments of the forward, or raises Refusal. The
+        field is None for UNets, whose calls unet.DiffusersForward converts itself, and for networks that have a caller.
+    caller: makes a call_of for one module that keeps something from call to call. The field is None for networks that
+        keep nothing.
+    tensor_of: tensor_of(sample, call) returns the sample of the host's forward as one tensor in the shape of our
+        output, to compare both. The field is None if the sample has that shape already.
+    sample_of: sample_of(output) returns our output in the form of the host's sample. The field is None if it has that
+        form already.
     """
 
     name: str

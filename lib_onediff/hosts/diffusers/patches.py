@@ -29,9 +29,11 @@ QUERY = ".to_q"
 class UNetPatches(PatchPoints):
     """The attention processors and FreeU settings of a UNet at one call, as patch points.
 
+    unet: kept by a weak reference.
+    processors: of all its attentions.
     image_tokens: for each IP-Adapter, its projected image embeddings, (batch, images, tokens, width); None if there is
         no IP-Adapter.
-    arguments: the pipeline's cross_attention_kwargs.
+    arguments: the pipeline's cross_attention_kwargs, which processors get.
     known: the classes of processors that our forward computes itself, besides plain attention.
     """
 
@@ -59,6 +61,7 @@ class UNetPatches(PatchPoints):
         )) + (("FreeU",) if self._freeu else ())
 
     def _is_ours(self, kind: type) -> bool:
+        """Whether our forward computes attentions with this class of processors itself."""
         return kind in self._known or is_plain(kind)
 
     def has_function(self, point: str, *arguments: Any) -> bool:

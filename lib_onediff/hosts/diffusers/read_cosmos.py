@@ -42,7 +42,7 @@ def made_of_anima(network: Any) -> bool:
 
 def read_cosmos(network: Any) -> AnimaLayout:
     """The layout of a CosmosTransformer3DModel. in_channels includes the masks, which the network takes as channels of
-    the latent. Raises Refusal with the reason."""
+    the latent. Raises Refusal if the module is built in another way."""
     leaves = LeafReader(network, reads_loras=True)
     time = network.time_embed
     final = network.norm_out

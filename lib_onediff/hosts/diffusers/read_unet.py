@@ -87,10 +87,12 @@ def is_plain(kind: type) -> bool:
 
 
 def has_ip_adapter(unet: Any) -> bool:
+    """Whether an IP-Adapter's projection of image embeddings is loaded into a UNet."""
     return type(unet.encoder_hid_proj).__name__ == IMAGE_PROJECTION
 
 
 def has_freeu(block: Any) -> bool:
+    """Whether enable_freeu has set its four factors on an up block; a factor of 0 counts as not set."""
     # enable_freeu sets plain numbers. They are read without getattr, which takes microseconds for a missing attribute.
     return all(vars(block).get(name) for name in FREEU_FACTORS)
 
@@ -149,9 +151,10 @@ def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 
 
 def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) -> list[list[Any]]:
-    """The modules of a down, middle or up block, in the order of the host's forward: a list for each residual block and
-    the attention after it (in the middle: before it), which may be None. known: the classes of blocks that are allowed.
-    Raises Refusal for others."""
+    """The modules of a down, middle or up block, in the order of the host's forward, as one list for each residual
+    block: [residual block, the attention after it]; in a middle block [first residual block], then [attention, residual
+    block]. The attention is None if the block has none. known: the classes of blocks that are allowed; Refusal for
+    others."""
     if leaves.kind(block) not in known:
         raise leaves.unknown(block)
     resnets = list(block.resnets)
@@ -162,11 +165,13 @@ def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) 
 
 
 def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    """The layout of a Downsample2D. Raises Refusal unless it is a convolution with a padding of 1."""
     leaves.require(layer, use_conv=True, norm=None, padding=1)
     return Downsample(leaves.convolution(layer.conv))
 
 
-def read_upsample(layer: Any, leaves: LeafReader) -> Upsample:
+def diffusers_upsample(layer: Any, leaves: LeafReader) -> Upsample:
+    """The layout of an Upsample2D. Raises Refusal unless it interpolates, and then convolves. Also for the VAE's."""
     leaves.require(layer, use_conv=True, norm=None, use_conv_transpose=False, interpolate=True)
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
@@ -185,6 +190,8 @@ def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def diffusers_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
+    """The layout of a Transformer2DModel. Raises Refusal unless its input is an image, and its blocks are of the usual
+    kind."""
     leaves.require(transformer, is_input_continuous=True)
     return read_transformer(transformer, diffusers_block, leaves)
 
@@ -202,7 +209,7 @@ def diffusers_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = False) -> None:
     """Raise Refusal for an attention that computes more than queries, keys, values, attention and output. is_residual:
-    for a VAE's attention, which also has a norm, and adds its output to its input."""
+    whether it is a VAE's attention, which also has a norm, and adds its output to its input."""
     if type(attention.processor).__name__ == FUSED_PROCESSOR:
         raise Refusal("fuse_qkv_projections() is on: call unfuse_qkv_projections(), OneDiff fuses them without a copy")
     for name in FUSED_LAYERS:
@@ -218,7 +225,7 @@ def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = Fals
 
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
     "ResnetBlock2D": diffusers_residual_block, "Transformer2DModel": diffusers_transformer,
-    "Downsample2D": diffusers_downsample, "Upsample2D": read_upsample,
+    "Downsample2D": diffusers_downsample, "Upsample2D": diffusers_upsample,
 }
 # Releases of diffusers without peft have the first two. A LoRA in one is a module inside of it, which is refused.
 HOST_LAYERS.take("diffusers", "LoRACompatibleLinear", "LoRACompatibleConv", "RMSNorm")

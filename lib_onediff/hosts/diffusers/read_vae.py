@@ -13,7 +13,7 @@ from ...families.registry import DECODERS
 from ...families.unet.layout import Downsample
 from ...families.vae import HALVES, DecoderLayout, Layer, PixelAttention, ResidualBlock, downsample, layout_of
 from ...families.vae import residual_block as residual_block_of
-from .read_unet import check_attention, is_plain, modules_of, read_upsample, require_silu
+from .read_unet import check_attention, diffusers_upsample, is_plain, modules_of, require_silu
 
 VAE = "diffusers.models.autoencoders.vae"
 # The classes of blocks, each with the layers of one resolution.
@@ -40,18 +40,22 @@ def read_diffusers(half: Any) -> DecoderLayout:
 
 
 def diffusers_level(block: Any, leaves: LeafReader) -> list[Any]:
-    """The modules of one of LEVELS, in the order of the host's forward."""
+    """The modules of one block, of a class in LEVELS, in the order of the host's forward; its up- or downsampler comes
+    last."""
     resamplers = getattr(block, "upsamplers", None) or getattr(block, "downsamplers", None) or ()
     return [*chain(*modules_of(block, leaves, LEVELS)), *resamplers]
 
 
 def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
+    """The layout of a ResnetBlock2D of a VAE. Raises Refusal for one with options that our forward does not compute."""
     leaves.require(block, upsample=None, downsample=None, time_emb_proj=None, output_scale_factor=1.0)
     require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
     return residual_block_of(block, block.conv_shortcut, leaves)
 
 
 def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
+    """The layout of a VAE's Downsample2D. Raises Refusal unless it pads the image itself, before a convolution without
+    padding."""
     leaves.require(layer, use_conv=True, norm=None, padding=0)
     return downsample(layer, leaves)
 
@@ -69,7 +73,7 @@ def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
 
 
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
-    "ResnetBlock2D": diffusers_residual_block, "Attention": diffusers_attention, "Upsample2D": read_upsample,
+    "ResnetBlock2D": diffusers_residual_block, "Attention": diffusers_attention, "Upsample2D": diffusers_upsample,
     "Downsample2D": diffusers_downsample,
 }
 DECODERS.take_reader((is_diffusers, read_diffusers))

@@ -24,8 +24,11 @@ FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler", "FlowMatchEulerDiscret
 
 
 class LoopAnnouncer:
-    """Announces the samplings of one pipeline to the runtime, as a hooks.StandIn of its progress_bar. Pipelines of
-    diffusers run all their steps inside of the progress bar. Keeps neither the pipeline nor the UNet alive."""
+    """Announces the samplings of one pipeline to the runtime, as a hooks.StandIn of its progress_bar: pipelines of
+    diffusers run all their steps inside of the progress bar. Keeps neither the pipeline nor the UNet alive.
+
+    unet: the network whose samplings these are.
+    """
 
     def __init__(self, pipe: Any, unet: nn.Module) -> None:
         self._pipe = reference_to(pipe)
@@ -36,6 +39,8 @@ class LoopAnnouncer:
         return self._announce, original
 
     def _announce(self, host: HostFunction, pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Serves a call of progress_bar: returns the host's bar, and follows it. A failure of ours leaves the bar as it
+        is."""
         bar = host(pipe, *args, **kwargs)
         runtime.guard.attempt("following a pipeline's steps", partial(self._follow, bar))
         return bar
@@ -57,6 +62,7 @@ class LoopAnnouncer:
         self._begin()
 
     def _begin(self) -> None:
+        """Tell the runtime that a sampling begins. Does nothing if the pipeline or the UNet is gone."""
         pipe = self._pipe()
         unet = self._unet()
         if pipe is not None and unet is not None:
@@ -66,13 +72,15 @@ class LoopAnnouncer:
             runtime.begin_sampling(unet, sampling_of(lambda: scheduler, guidance_scale_of(pipe)), of_all=False)
 
     def _end(self) -> None:
+        """Tell the runtime that the sampling has ended."""
         unet = self._unet()
         if unet is not None:
             runtime.end_sampling(unet)
 
 
 def announce_samplings(pipe: Any, unet: nn.Module) -> None:
-    """Announce this pipeline's samplings from now on. Does nothing if its progress_bar is not diffusers'."""
+    """Announce this pipeline's samplings of this UNet from now on. Does nothing if its progress_bar is not diffusers':
+    step policies are then inactive, because no sampling begins."""
     owner = owner_of_bar(pipe)
     if owner is None:
         return
@@ -85,7 +93,7 @@ def announce_samplings(pipe: Any, unet: nn.Module) -> None:
 
 
 def stop_announcing(pipe: Any) -> None:
-    """Undo announce_samplings."""
+    """Undo announce_samplings. Does nothing if it was not called."""
     owner = owner_of_bar(pipe)
     patch = None if owner is None else runtime.patches.get((owner, BAR))
     if patch is not None:
@@ -136,7 +144,8 @@ def is_first_order(scheduler: Any) -> bool:
 
 
 class Clock:
-    """The timesteps of a scheduler, whose values are read from the GPU once."""
+    """The timesteps of a scheduler, as numbers. Their values are read from the GPU once. scheduler: returns the
+    scheduler; None if it is gone."""
 
     def __init__(self, scheduler: Callable[[], Any]) -> None:
         self._scheduler = scheduler

@@ -128,7 +128,7 @@ def checked_merges(merges: Any, words: dict[str, int], folder: Path) -> list[str
 
 
 def tokens_in(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The special tokens in a configuration file, by name ("bos_token"). Raises Refusal."""
+    """The special tokens that a configuration file has, by name ("bos_token"). Raises Refusal for an invalid one."""
     return {name: token_of(content[name], folder) for name in TOKENS if content.get(name) is not None}
 
 
@@ -145,7 +145,8 @@ def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def token_of(token: Any, folder: Path) -> Any:
-    """A token, as its text or as a dictionary with its text and flags. Raises Refusal."""
+    """A token from a configuration file, checked: its text, or a dictionary with its text and flags. Raises Refusal for
+    an empty or too long text."""
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str) or not 0 < len(content) <= LONGEST_WORD:
         raise Refusal(f"A token in {folder.name} is empty, or longer than {LONGEST_WORD} letters.")
@@ -156,4 +157,5 @@ def token_of(token: Any, folder: Path) -> Any:
 
 
 def is_number(number: Any) -> bool:
+    """Whether a value is an integer that can be a token's number: from 0 to MOST_WORDS - 1."""
     return isinstance(number, int) and not isinstance(number, bool) and 0 <= number < MOST_WORDS

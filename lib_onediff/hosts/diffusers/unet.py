@@ -67,9 +67,11 @@ def is_served(network: Any) -> bool:
 @dataclass(eq=False)
 class HostsAnswer:
     """The host's own forward with the arguments of one call. Calling this object runs it, and returns the sample as one
-    tensor, which can be compared with our output.
+    tensor, which can be compared with our output. If the host serves the call, `answer` is what the caller gets.
 
+    network: the row of NETWORKS for the module's class.
     call: the same call, as ours.
+    host, module, args, kwargs: the forward, and what it is called with.
     answer: what the host's forward returned last; None before the first run.
     sample: the sample in it, as one tensor.
     """
@@ -89,6 +91,7 @@ class HostsAnswer:
     raises_host_errors: ClassVar[bool] = True
 
     def __call__(self) -> Tensor:
+        """Run the host's forward; see HostsAnswer."""
         # The host removes elements from a list, and may run several times. So each run gets the whole list.
         lists = [one for one in (*self.args, *self.kwargs.values()) if type(one) is list]
         before = list(map(list, lists))
@@ -112,7 +115,7 @@ class HostsAnswer:
 class Processors(NamedTuple):
     """The attention processors of a UNet at one call.
 
-    processors: one for each attention module.
+    processors: one for each attention module, in the order of attentions_of.
     are_foreign: whether the UNet computes anything besides its own layers; see foreign_parts.
     upcast: whether attention scores are computed in float32.
     """
@@ -123,7 +126,12 @@ class Processors(NamedTuple):
 
 
 class DiffusersForward(ModuleForward):
-    """Serves the calls of a network of one of the classes in NETWORKS."""
+    """Serves the calls of one network of a class in NETWORKS, and keeps what its calls depend on besides their
+    arguments.
+
+    loras: reads the network's LoRAs that are not merged. pipeline: returns the pipeline that calls the network; None if
+        unknown (note_pipeline).
+    """
 
     hook = "the UNet's forward"
 
@@ -136,12 +144,12 @@ class DiffusersForward(ModuleForward):
         # What foreign_parts had read when it last found none.
         self._without_foreign_parts: tuple[Any, ...] = ()
         self.loras = LoraReader()
-        # Returns the pipeline that calls the network; None if unknown.
         self.pipeline: Callable[[], Any] = no_object
 
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
+        """See ModuleForward."""
         unread: Attempt[Any] | None = None
         try:
             if type(module) is not self.kind:
@@ -170,9 +178,12 @@ class DiffusersForward(ModuleForward):
 
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:
+        """See ModuleForward. Counts the call as the host's."""
         runtime.note_host(reason, module)
 
     def _prompt_rows(self, host: HostFunction, unet: Any, given: dict[str, Any]) -> PromptRows:
+        """The prompt's rows of a UNet's call. given: the call's arguments by name. Raises Refusal if the rows are
+        unknown, as for every network that is not a UNet."""
         if "sample" not in given:
             raise Refusal(APART)
         rows = rows_of_prompt(self.pipeline(), given["sample"])
@@ -252,8 +263,8 @@ class DiffusersForward(ModuleForward):
 
 
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:
-    """Serve the calls of this network by our forward. Calls that only the host can compute still run the host's own,
-    and runtime.status() has the reason. settings: override the runtime's. Safe to call twice.
+    """Serve the calls of this network by our forward. The host's own forward still runs for calls that we do not serve;
+    runtime.status() has the reason. settings: override the runtime's for this network. Safe to call twice.
 
     Raises Refusal if OneDiff does not serve the network's class, and ValueError if other code has replaced its forward.
     """
@@ -267,14 +278,15 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
-    """Note the pipeline that uses an attached UNet. Step policies need to know its samplings and its guidance."""
+    """Note the pipeline that uses an attached UNet, and announce its samplings to the runtime. Step policies do nothing
+    without both: they need the samplings and the guidance."""
     note_pipeline(unet, reference_to(pipe))
     announce_samplings(pipe, unet)
 
 
 def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:
-    """Note the pipeline that calls an attached UNet: it decides which rows are the prompt's. pipeline: returns it, or
-    None if it is gone."""
+    """Note the pipeline that calls an attached UNet: it decides which rows are the prompt's. Does nothing for a UNet
+    that is not attached. pipeline: returns it, or None if it is gone."""
     if (forward := attached(unet)) is not None:
         forward.pipeline = pipeline
 
@@ -332,8 +344,8 @@ def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) 
 
 
 def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
-    """The prompts' rows of a call that this pipeline makes. pipe: None if it is unknown. Raises Refusal if the rows are
-    unknown."""
+    """The prompts' rows of a call that this pipeline makes. pipe: None if the pipeline is unknown. Raises Refusal if
+    the rows are unknown, with the reason."""
     if pipe is None:
         raise Refusal(NO_PIPELINE)
     kind = type(pipe)
@@ -355,7 +367,8 @@ def arguments_of_prompt(given: dict[str, Any], rows: slice) -> dict[str, Any]:
 
 def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intrablock: Any) -> Control | None:
     """The residuals of a ControlNet (down, middle) and of a T2I adapter (intrablock) as a Control, which adds them
-    where UNet2DConditionModel.forward does; None if it adds none. Raises Refusal."""
+    where UNet2DConditionModel.forward does; None if it adds none. Raises Refusal for residuals in a form that our
+    forward does not take."""
     if intrablock is None and middle is None and down is not None:
         raise Refusal("a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated")
     if intrablock is not None and type(intrablock) is not list:
@@ -386,7 +399,8 @@ def residuals_taken(unet: Any, sample: Tensor, intrablock: list[Tensor]) -> int:
 
 
 def adapter_slots(unet: Any, residuals: Sequence[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
-    """A T2I adapter's residuals: (one or None for each input stage of ours, those left over).
+    """A T2I adapter's residuals, distributed over our input stages: (one or None for each stage, those left over).
+    residuals: in the adapter's order.
 
     Each down block of the host takes one, after its last attention, or at its end if it has no attention.
     """

@@ -17,25 +17,27 @@ from ...runtime.runtime import runtime
 from .module_forward import ModuleForward, arguments_by_name, replace_forward, restore_forward, unwrapped
 from .read_vae import is_diffusers
 
-# The first parameter of both forwards.
-LATENT = "sample"
+# The first parameter of both forwards: a decoder's latent, or an encoder's image.
+INPUT = "sample"
 
 
 class DecoderForward(ModuleForward):
-    """Serves the calls of one decoder or encoder."""
+    """Serves the calls of one decoder, or of one encoder, in place of its class's forward. runtime.vae.decode serves
+    both."""
 
     hook = "the VAE's forward"
 
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        latent: Any = args[0] if args else kwargs.get(LATENT)
+        """See ModuleForward."""
+        latent: Any = args[0] if args else kwargs.get(INPUT)
 
         def check() -> None:
             if type(module) is not self.kind:
                 raise Refusal(f"its class was changed to {type(module).__qualname__}")
             given = arguments_by_name(module, original, args, kwargs)
-            if not isinstance(given.pop(LATENT, None), Tensor):
+            if not isinstance(given.pop(INPUT, None), Tensor):
                 raise Refusal("the VAE's decoder or encoder is called without a tensor")
             passed = sorted(name for name, value in given.items() if value is not None)
             if passed:
@@ -45,11 +47,13 @@ class DecoderForward(ModuleForward):
 
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:
+        """See ModuleForward. Counts the decode as the host's, with the reason for the user."""
         runtime.vae.note_host(reason)
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
-    """The decoder and the encoder of a pipeline's AutoencoderKL; [] for any other kind of VAE."""
+    """The decoder and the encoder of a pipeline's AutoencoderKL; the decoder alone if the encoder is not of diffusers'
+    own class; [] for any other kind of VAE. owner: the pipeline."""
     vae = getattr(owner, "vae", None)
     decoder, encoder = (unwrapped(getattr(vae, name, None)) for name in ("decoder", "encoder"))
     if not isinstance(decoder, nn.Module) or not is_diffusers(decoder):
@@ -58,8 +62,8 @@ def halves_of(owner: Any) -> list[nn.Module]:
 
 
 def attach(decoder: nn.Module, settings: Settings | None = None) -> None:
-    """Serve the calls of this decoder or encoder by our forward. Calls that only the host can compute still run the
-    host's own. settings: override the runtime's. Safe to call twice.
+    """Serve the calls of this decoder or encoder by our forward. The host's own forward still runs for calls that we do
+    not serve. settings: override the runtime's for this module. Safe to call twice.
 
     Raises Refusal if its class is not diffusers' own, and ValueError if other code has replaced its forward.
     """
@@ -70,6 +74,6 @@ def attach(decoder: nn.Module, settings: Settings | None = None) -> None:
 
 
 def detach(decoder: nn.Module) -> None:
-    """Undo attach: the decoder or encoder runs its own forward again."""
+    """Undo attach: the decoder or encoder runs its own forward again. Does nothing for one that was never attached."""
     restore_forward(decoder)
     runtime.vae.release(decoder)

@@ -44,18 +44,19 @@ def z_image_call(
 
 
 def refuse_places(network: Any, last: tuple[int, int, int]) -> None:
-    """Raise Refusal if the host has no rotary embedding for the last position along an axis; the host
-    raises an error then."""
+    """Raise Refusal if the host's table of rotary embeddings ends before the last position along an axis: the host
+    raises an error then, and must raise it itself. last: the last position along each axis."""
     most = network.rope_embedder.axes_lens
     if any(place >= length for place, length in zip(last, most, strict=True)):
         raise Refusal(f"the prompt or the latent is longer than the {most} positions of this model")
 
 
 def tensor_of(sample: list[Tensor], call: Call) -> Tensor:
-    """The host's sample, a list of (channels, 1, height, width), as one tensor in the shape of our output."""
+    """The sample that the host's forward has returned, a list of (channels, 1, height, width), as one tensor in the
+    shape of our output, so that both can be compared."""
     return torch.stack(sample).squeeze(2)
 
 
 def sample_of(output: Tensor) -> list[Tensor]:
-    """Our output, (batch, channels, height, width), as the host's sample."""
+    """Our output, (batch, channels, height, width), in the form of the host's sample: a list."""
     return list(output.unsqueeze(2).unbind(0))

@@ -52,8 +52,8 @@ def version_and_release() -> tuple[str, str]:
 
 
 class Forge(WebUI):
-    """The adapter; see contract.WebUI. Adapters of other WebUIs of the family override the attributes,
-    selected_checkpoint and vae_attention.
+    """The adapter of Forge and Forge Neo. contract.WebUI describes the methods that have no docstring here. Adapters of
+    other WebUIs of the family override the attributes, selected_checkpoint and vae_attention.
 
     networks: the networks that OneDiff serves. A release without the first one is refused; of the others, those that it
         lacks are left out.
@@ -73,7 +73,8 @@ class Forge(WebUI):
     )
 
     def selected_checkpoint(self) -> Any:
-        """The checkpoint that the user has selected; loads it if it is not loaded yet."""
+        """The checkpoint that the user has selected. Loads it if it is not loaded yet; pre-warming needs it before the
+        first image."""
         from modules import sd_models
 
         return sd_models.forge_model_reload()[0]
@@ -165,7 +166,8 @@ class Forge(WebUI):
         self._sampling = sampling
 
     def _why_bypassed(self) -> str:
-        """See UNetHooks."""
+        """Why the calls of a sampling did not reach our forward; see UNetHooks. Names the extension that calls the UNet
+        itself, if it can be found."""
         patcher = patcher_of(self.checkpoint())
         unet = self.unet_of(self.checkpoint())
         owner = None if unet is None else forward_above(unet, [patch.function for patch in self._unets.patches])
@@ -182,7 +184,8 @@ class Forge(WebUI):
     # --- one call -------------------------------------------------------------------------------------------------
 
     def _forward(self, original: Callable[..., Tensor], unet: nn.Module, *arguments: Any, **named: Any) -> Tensor:
-        """Replaces the forward of each class in network_classes."""
+        """Replaces the forward of each class in network_classes. original: the forward that it has replaced. arguments,
+        named: the host's."""
         given = HostCall.of(self._host_network(unet).parameters, arguments, named)
 
         def prompt_rows() -> PromptRows:
@@ -208,8 +211,8 @@ class Forge(WebUI):
         return next((one for one in self._networks if isinstance(unet, one.kind)), self._networks[0])
 
     def _check(self, unet: nn.Module) -> None:
-        """Raise Refusal if the host must compute this UNet's calls now. The UNet itself is checked once a sampling, the
-        WebUI's functions that it uses at every call."""
+        """Raise Refusal if the host must compute this UNet's calls now. At its first call in a sampling, the UNet
+        itself is checked and adopted; the WebUI's functions that it uses are checked at every call."""
         if unet not in self._refusals:
             refusal = ""
             try:
@@ -344,13 +347,13 @@ class Forge(WebUI):
 
 
 def patcher_of(checkpoint: Any) -> Any:
-    """The model patcher of a checkpoint's UNet; None if it has none."""
+    """The model patcher of a checkpoint's UNet; None if the checkpoint has none, or is None."""
     return getattr(getattr(checkpoint, "forge_objects", None), "unet", None)
 
 
 def unshare_backups(patcher: Any) -> None:
-    """Copy the weights that the WebUI has put aside before it merged a LoRA, if they are views of our tensors, into
-    memory of their own. Runtime.release does the same for the UNet's parameters."""
+    """Copy the weights that the WebUI has put aside before it merged a LoRA into memory of their own, if they are views
+    of our tensors. Called when OneDiff stops; Runtime.release does the same for the UNet's parameters."""
     # Forge keeps these weights in its LoRA loader, the others in the patcher.
     for holder in (getattr(getattr(patcher, "model", None), "lora_loader", None), patcher):
         backup = getattr(holder, "backup", None)
@@ -369,7 +372,8 @@ def yardstick_of(kind: HostNetwork) -> Yardstick:
 
 
 def check_storage(unet: Any) -> None:
-    """Raise Refusal if the host casts a UNet's weights from or to a dtype that OneDiff does not support."""
+    """Raise Refusal if the host stores a UNet's weights in one dtype and computes in another one, and OneDiff does not
+    support one of the two."""
     stored = getattr(unet, "storage_dtype", None)
     computed = getattr(unet, "computation_dtype", None)
     if stored != computed and not (stored in (*STORED_DTYPES, *STORED_TYPES) and computed in BOUND_DTYPES):

@@ -28,11 +28,12 @@ PARTS = attrgetter("q_proj", "k_proj", "v_proj", "q_norm", "k_norm", "output_pro
 
 
 def is_anima(network: nn.Module) -> bool:
+    """Whether a module's class is Forge Neo's own Anima, and not a derived one."""
     return is_class(type(network), "backend.nn.anima", "Anima")
 
 
 def read_anima(network: Any) -> AnimaLayout:
-    """The layout of an Anima module. Raises Refusal with the reason."""
+    """The layout of an Anima module. Raises Refusal if the module is built in another way."""
     leaves = LeafReader(network)
     width = network.t_embedding_norm.normalized_shape[0]
     if network.patch_temporal != 1:
@@ -66,8 +67,8 @@ def read_anima(network: Any) -> AnimaLayout:
 
 
 def read_axes(embedder: Any) -> RotaryAxes:
-    """The axes of a module's rotary embedding. Its frequencies' exponents are buffers, which may have been cast with
-    the weights; ours are cast likewise. Raises Refusal for other exponents."""
+    """The axes of a module's rotary embedding. The exponents of its frequencies are buffers, which the host may have
+    cast together with the weights. Ours are rounded to the same dtype. Raises Refusal for other exponents."""
     time = embedder.dim_temporal_range
     space = embedder.dim_spatial_range
     widths = 2 * len(time), 2 * len(space), 2 * len(space)
@@ -78,7 +79,8 @@ def read_axes(embedder: Any) -> RotaryAxes:
 
 
 def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
-    """Whether a buffer has the even numbers below a width, divided by the width, after a cast to this dtype."""
+    """Whether a buffer has the even numbers below a width, divided by the width, after a cast to the dtype `rounded`.
+    The width is twice the buffer's length."""
     width = 2 * len(buffer)
     exact = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     return torch.equal(buffer.float().cpu(), exact.to(rounded).float())
@@ -99,8 +101,8 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
 
 
 def anima_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """The Call for a call of the host's network; how: further arguments of transformer_call. The host's context is
-    (batch, tokens, width) or (batch, 1, tokens, width)."""
+    """The Call for a call of the host's network. how: the arguments of transformer_call after `given`. The host's
+    context is (batch, tokens, width) or (batch, 1, tokens, width)."""
     context = given.context
     if context.dim() == WITH_ANOTHER_DIMENSION:
         context = context.flatten(1, 2)

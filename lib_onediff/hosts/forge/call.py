@@ -37,8 +37,8 @@ SEVERAL_PROMPTS = "several prompts, areas or other predictions share the call"
 
 
 class HostCall(NamedTuple):
-    """The arguments of a call of the host's forward. options: its transformer_options. others: further
-    arguments, by name."""
+    """The arguments of a call of the host's forward, by name: those of UNET_PARAMETERS, where options is
+    transformer_options, {} if the host passes none. others: further arguments."""
 
     x: Tensor
     timesteps: Tensor
@@ -50,8 +50,9 @@ class HostCall(NamedTuple):
 
     @classmethod
     def of(cls, parameters: tuple[str, ...], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> HostCall:
-        """The HostCall of a call of a forward with these parameters. Raises TypeError, as the forward does, for too
-        many arguments, for one that is given twice, and without x."""
+        """The HostCall of a call of a forward with these parameters. arguments, named: those by position and by
+        keyword. Raises TypeError, as the forward does, for too many arguments, for one that is given twice, and without
+        x."""
         by_place = dict(zip(parameters, arguments, strict=False))
         others = {**by_place, **named}
         if len(arguments) > len(parameters) or by_place.keys() & named.keys() or "x" not in others:
@@ -66,8 +67,8 @@ class HostCall(NamedTuple):
             raise Refusal("the latent, the timestep, the context or y is not a tensor")
 
     def run(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
-        """The output of the host's forward. It gets copies of the lists in control, because it removes their elements,
-        and may run several times."""
+        """The output of the host's forward (forward) for these arguments. The forward gets copies of the lists in
+        control, because it removes elements from them, and it may run several times."""
         control = None if self.control is None else {
             part: list(values) if isinstance(values, list) else values for part, values in self.control.items()
         }
@@ -114,7 +115,7 @@ def unet_call(
     """The UNetCall for a call of the host's UNet. Raises Refusal if only the host can compute it.
 
     upcast_attention: whether the host computes attention scores in float32.
-    names_read: the names under which the host's UNet may read an option or another argument.
+    names_read: the names under which the host's UNet may read an option or another argument (HostNetwork.names_read).
     image_prompts: those of IP-Adapters that our forward computes itself.
     changed: the UNet's modules on which extensions have set forwards.
     """
@@ -179,7 +180,7 @@ def is_empty(value: Any) -> bool:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value contains nothing that can be called."""
+    """Whether a value is data: neither callable itself, nor a container with anything callable in it."""
     if isinstance(value, Mapping):
         return all(is_plain(inside) for inside in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -199,8 +200,8 @@ def control_of(control: Mapping[str, Any] | None) -> Control | None:
     """The residuals of ControlNets and T2I adapters as a Control; None if there are none. Raises Refusal for values
     that are not tensors. The host's lists stay unchanged.
 
-    The host's forward takes residuals from the end of each list: the last one of input, and of output, is for the first
-    block; of middle, it takes only the last one.
+    The host's forward takes residuals from the end of each list: the last element of input, and of output, is for the
+    first block. Of middle, it takes the last element alone.
     """
     slots = {part: tuple((control or {}).get(part) or ()) for part in PARTS}
     residuals = [residual for part in PARTS for residual in slots[part] if residual is not None]
@@ -211,8 +212,9 @@ def control_of(control: Mapping[str, Any] | None) -> Control | None:
 
 
 def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
-    """The names under which these modules may read transformer_options or another mapping: all strings and all names of
-    keyword arguments in their source, and in the source of modules to whose functions they pass the options."""
+    """All names under which these modules may read transformer_options or another mapping: every string and every name
+    of a keyword argument in their source. The source of a module to whose functions they pass the options counts too,
+    and so on."""
     found: set[str] = set()
     known = set(modules)
     waiting = list(modules)
@@ -246,8 +248,8 @@ def is_options(argument: ast.expr) -> bool:
 
 
 def global_named(module: types.ModuleType, expression: ast.expr) -> Any:
-    """The value of a global name with or without attributes ("attention_function", "extension.get_wrappers"); None for
-    other expressions."""
+    """The value of a global name of a module, with or without attributes ("attention_function",
+    "extension.get_wrappers"); None if the expression is anything else, or the module has no such name."""
     if isinstance(expression, ast.Attribute):
         return getattr(global_named(module, expression.value), expression.attr, None)
     return getattr(module, expression.id, None) if isinstance(expression, ast.Name) else None

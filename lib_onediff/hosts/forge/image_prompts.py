@@ -51,8 +51,8 @@ def image_prompts_of(unet: nn.Module, options: Mapping[str, Any], latent: Tensor
 def read_image_prompts(
     unet: nn.Module, functions: Mapping[Any, Any], options: Mapping[str, Any], latent: Tensor
 ) -> tuple[ImagePrompt, ...]:
-    """As image_prompts_of. functions: what replaces cross attentions, by place (see queries_at). Raises Refusal if our
-    forward cannot compute it."""
+    """As image_prompts_of, but raises Refusal if our forward cannot compute one of these functions. functions: those
+    that replace cross attentions, by place (see queries_at)."""
     if not all(source_digest(kind.__call__) in KNOWN for kind in set(map(type, functions.values()))):
         raise Refusal("they are not IP-Adapters that OneDiff knows")
     # For each part of the batch: 0 for the prompt, 1 for the negative prompt.
@@ -117,7 +117,8 @@ def image_prompt(
 
 
 def settings_of(function: Any, index: int) -> tuple[Any, ...]:
-    """The settings of an adapter that must be the same at every place; tensors and objects by identity."""
+    """The settings of one adapter (index) in the function of one cross attention. They must be the same in the
+    functions of all cross attentions. Tensors and objects count by identity."""
     tensors = function.conds, function.unconds, function.masks, function.ipadapters
     numbers = (
         function.weights, function.weight_type, function.sigma_start, function.sigma_end, function.unfold_batch
@@ -127,7 +128,7 @@ def settings_of(function: Any, index: int) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=64)
 def source_digest(function: Any) -> str | None:
-    """A digest of a function's source, without its layout and comments; None if the source is not available."""
+    """A digest of a function's source, independent of its layout and comments; None if the source is not available."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:16]
@@ -136,8 +137,8 @@ def source_digest(function: Any) -> str | None:
 
 
 def queries_at(unet: nn.Module, key: tuple[Any, ...]) -> list[str]:
-    """The paths of the cross attentions' queries at a place: in a stage ("input", 4), or in a block of it
-    ("input", 4, 0)."""
+    """The paths of the cross attentions' queries at a place of patches_replace (key): ("input", 4) for all blocks of a
+    stage, ("input", 4, 0) for one block of it."""
     part, index, *block = key
     stage_path = "middle_block" if part == "middle" else f"{part}_blocks.{index}"
     stage: Any = unet.get_submodule(stage_path)

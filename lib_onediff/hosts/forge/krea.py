@@ -30,11 +30,12 @@ FEED_FORWARD = attrgetter("mlp.gate", "mlp.up", "mlp.down")
 
 
 def is_krea2(network: nn.Module) -> bool:
+    """Whether a module's class is Forge Neo's own SingleStreamDiT, and not a derived one."""
     return is_class(type(network), "backend.nn.krea", "SingleStreamDiT")
 
 
 def read_krea2(network: Any) -> Krea2Layout:
-    """The layout of a SingleStreamDiT module. Raises Refusal with the reason."""
+    """The layout of a SingleStreamDiT module. Raises Refusal if the module is built in another way."""
     leaves = LeafReader(network)
     first, between, second = network.tmlp
     into_modulation, modulation = network.tproj
@@ -82,9 +83,9 @@ def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
 
 
 def krea2_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """The Call for a call of the host's network; how: further arguments of transformer_call. The host's context is
-    (batch, tokens, width) or (batch, 1, tokens, width), and not padded. Ours is padded, so that prompts of most lengths
-    share a shape."""
+    """The Call for a call of the host's network. how: the arguments of transformer_call after `given`. The host's
+    context is (batch, tokens, width) or (batch, 1, tokens, width), without padding. Ours is padded, so that prompts of
+    most lengths share a shape."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> Krea2Call:
         return Krea2Call(latent, timestep, *filled_prompt(context), **others)

@@ -19,11 +19,12 @@ from .call import HostCall, transformer_call
 
 
 def is_lumina(network: nn.Module) -> bool:
+    """Whether a module's class is Forge Neo's own NextDiT, and not a derived one."""
     return is_class(type(network), "backend.nn.lumina", "NextDiT")
 
 
 def read_lumina(network: Any) -> ZImageLayout:
-    """The layout of a NextDiT module. Raises Refusal with the reason."""
+    """The layout of a NextDiT module. Raises Refusal if the module is built in another way."""
     if network.clip_text_pooled_proj is not None:
         raise Refusal("it takes a pooled prompt")
     leaves = LeafReader(network)
@@ -50,8 +51,8 @@ def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
 
 
 def z_image_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """The Call for a call of the host's network; how: further arguments of transformer_call. All prompts of a host's
-    call have the same length."""
+    """The Call for a call of the host's network. how: the arguments of transformer_call after `given`. All prompts of a
+    host's call have the same length."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> ZImageCall:
         context, lengths, _ = joined_prompts(list(context), network.pad_tokens_multiple or 1)

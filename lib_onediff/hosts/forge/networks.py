@@ -48,22 +48,22 @@ class HostAttention(NamedTuple):
         return getattr(importlib.import_module(self.caller), self.name)
 
     @property
-    def kind(self) -> str:
+    def chosen_name(self) -> str:
         """The name of the chosen function without PREFIX, such as "pytorch", "sage" or "comfy_kitchen_int8"; "unknown"
-        if it has no name."""
+        if it has no name, which then counts as not exact."""
         return str(getattr(self.chosen(), "__name__", "unknown")).removeprefix(PREFIX)
 
     def unused(self) -> str | None:
         """The chosen attention in words for the user ("Sage attention"), if OneDiff does not use it because it may not
         be exact; otherwise None."""
-        kind = self.kind
+        kind = self.chosen_name
         if kind == EXACT_ATTENTION or kind in UPCASTING:
             return None
         return f"{kind} attention".replace("_", " ").capitalize()
 
     def upcasts(self, dtype: torch.dtype) -> bool:
         """Whether the host computes attention scores in float32 for inputs of this dtype."""
-        if self.kind not in UPCASTING:
+        if self.chosen_name not in UPCASTING:
             return False
         functions = importlib.import_module(self.functions)
         precision = getattr(functions, "get_attn_precision", None)
@@ -75,7 +75,8 @@ class HostAttention(NamedTuple):
         return bool(precision(*(None, dtype)[:takes]) == torch.float32)
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The host's forward, with PyTorch's attention in place of a chosen one that may not be exact."""
+        """The host's forward, with PyTorch's attention in the place of a chosen one that may not be exact, while the
+        forward runs. The given function itself if the chosen attention is exact."""
         if self.unused() is None:
             return host
 
@@ -93,7 +94,7 @@ class HostAttention(NamedTuple):
 
 @dataclass(frozen=True)
 class HostNetwork:
-    """A class of networks of a WebUI.
+    """A class of networks of a WebUI; a row of NETWORKS.
 
     module, name: the Python module and the name of the class.
     parameters: the parameters of its forward, in their order.
@@ -103,7 +104,7 @@ class HostNetwork:
     refuse: raises Refusal if a call depends on more than its arguments.
     call_of: converts a call; see unet_call.
     unrounded: see StoredWeights.
-    prompt: the arguments that are Call.prompt, in its order.
+    prompt: the names of the forward's arguments that make up Call.prompt, in its order.
     """
 
     module: str
@@ -118,6 +119,7 @@ class HostNetwork:
     prompt: tuple[str, ...] = ("context", "y")
 
     def needs(self) -> tuple[Need, ...]:
+        """What the WebUI must have so that OneDiff can serve this network; see contract.Need."""
         return (
             Need(self.module, f"{self.name}.forward", self.parameters),
             *(Need(self.module, name) for name in self.helpers),
@@ -136,13 +138,14 @@ class HostNetwork:
 
     @cached_property
     def kind(self) -> type:
-        """The class."""
+        """The class itself, which instances are compared with."""
         found: type = getattr(self.code, self.name)
         return found
 
     @cached_property
     def names_read(self) -> frozenset[str]:
-        """The names under which its code may read an option or another argument, and its forward's parameters."""
+        """The parameters of its forward, and all names under which its code may read an option or another argument. An
+        option that it cannot read has no effect."""
         return names_read_by(self.code, importlib.import_module(self.attention.functions)) | {*self.parameters}
 
     def check(self) -> None:

@@ -48,7 +48,8 @@ QUERY = ".attn2.to_q"
 
 
 class OptionPatches(PatchPoints):
-    """The functions in one call's transformer_options and on the UNet's modules; see PatchPoints."""
+    """The functions in one call's transformer_options and on the UNet's modules. PatchPoints describes the methods;
+    each calls the host's list of functions for its point, in order."""
 
     def __init__(
         self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], has_image_prompts: bool,
@@ -84,6 +85,7 @@ class OptionPatches(PatchPoints):
 
     @cached_property
     def functions(self) -> list[Any]:  # type: ignore[override]
+        """See Points."""
         # Collected when they are needed, because replays do not need them.
         lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
         return [*chain(*lists), *filter(None, [self._norm]), *functions_of(self._changed_modules)]
@@ -102,6 +104,7 @@ class OptionPatches(PatchPoints):
             yield NORM, self._norm
 
     def has_function(self, point: str, *arguments: Any) -> bool:
+        """See Points."""
         if point in ("before_stage", "after_stage") and self._modifiers:
             return True
         if point == "attend":
@@ -148,10 +151,12 @@ class OptionPatches(PatchPoints):
         return (hidden_states.detach(), skip.detach()) if functions else (hidden_states, skip)
 
     def _normed(self, path: str, hidden_states: Tensor) -> Tensor:
+        """The group norm at this path as the extension's function computes it; see PatchPoints.norm."""
         wrapped: Tensor = self._norm(self._module(path), hidden_states.contiguous(), self._options)
         return wrapped.detach()
 
     def _module(self, path: str) -> Any:
+        """The module at this path."""
         unet: Any = self._unet()
         return unet.get_submodule(path)
 
@@ -207,6 +212,7 @@ class OptionPatches(PatchPoints):
         return self._attention_inputs("attn2_patch", normed, context)
 
     def _attention_inputs(self, name: str, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The inputs of queries, keys and values after the functions in the list of this name ("attn1_patch")."""
         query, key, value = normed, context, context
         for function in self._lists.get(name, ()):
             query, key, value = function(query, key, value, self._extra)
@@ -232,15 +238,18 @@ class OptionPatches(PatchPoints):
         return self._apply_list("middle_patch", tokens, self._extra)
 
     def _modified(self, hidden_states: Tensor, when: str) -> Tensor:
+        """The hidden states after all block modifiers. when: "before" or "after" the stage; the modifiers get it."""
         return after_all(self._modifiers, hidden_states, when, self._options)
 
     def _apply_list(self, name: str, tensor: Tensor, *others: Any) -> Tensor:
+        """The tensor after the functions in the list of this name; they get `others` too."""
         return after_all(self._lists.get(name, ()), tensor, *others)
 
 
 def after_all(functions: Sequence[Callable[..., Tensor]], tensor: Tensor, *others: Any) -> Tensor:
-    """The tensor after each of these functions in turn; they also get `others`. If there are functions, it is a new
-    tensor object, because operators keep facts about a tensor object, and a function may have written to it."""
+    """The tensor after each of these functions in turn. They also get `others`. If there are functions, the result is a
+    new tensor object: operators keep facts about a tensor object, and these are wrong once a function has written to
+    it."""
     for function in functions:
         tensor = function(tensor.contiguous(), *others)
     return tensor.detach() if functions else tensor
@@ -263,8 +272,8 @@ def takes_options(forward: Any) -> bool:
 
 
 def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:
-    """The names of options that contain only functions which our forward calls, at the same points as the host's
-    forward. names_read: the names that the host's UNet may read; others are left out."""
+    """The names of options, such as "patches", whose functions our forward all calls at the points where the host's
+    forward does. names_read: the names that the host's UNet may read; other names are left out."""
     known = {PATCHES: LISTS, REPLACED: ATTENTIONS}
     found = {
         name for name, parts in known.items()

@@ -64,7 +64,7 @@ read_layout = attrgetter("_layout_cls", "_params")
 
 
 class StoredWeights:
-    """The weights.stored.StoredReader for Forge Neo."""
+    """The weights.stored.StoredReader for Forge Neo. StoredReader describes the methods."""
 
     def __init__(self, unrounded: tuple[str, ...] = ()) -> None:
         """unrounded: parts of the paths of layers whose inputs have more than three dimensions. If such a layer's
@@ -73,6 +73,7 @@ class StoredWeights:
         self._rounds_all: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
     def weight(self, layer: nn.Module, path: str) -> StoredWeight | None:
+        """See StoredReader."""
         weight: Any = layer._parameters.get("weight")
         if is_quantized(weight):
             return quantized_weight(layer, weight, self._rounds(layer, path))
@@ -91,6 +92,7 @@ class StoredWeights:
         return self._rounds_all[kind]
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
+        """See StoredReader."""
         found: list[Tensor] = []
         for layer in layers:
             parameters: Any = layer._parameters
@@ -109,6 +111,7 @@ class StoredWeights:
         return found
 
     def facts(self, layers: Sequence[nn.Module]) -> list[object]:
+        """See StoredReader."""
         found: list[object] = []
         for layer in layers:
             weight: Any = layer._parameters.get("weight")
@@ -125,9 +128,13 @@ class StoredWeights:
 def decoding_first(
     host: Callable[[], Tensor], network: nn.Module, decoded: Sequence[nn.Module]
 ) -> Callable[[], Tensor]:
-    """The host's forward of a network in which layers in float8 and 4 bits decode their weights, instead of rounding
-    their inputs; the host computes so on a GPU that does not multiply in these formats. decoded: layers in INT8 that
-    decode their weights too. A function on its weight makes such a layer do so."""
+    """The host's forward of a network, in which layers in float8 and 4 bits decode their weights while it runs, instead
+    of rounding their inputs. The host computes so on a GPU that does not multiply in these formats. The given function
+    itself if no layer rounds.
+
+    decoded: layers in INT8 that decode their weights too. The host does that for a layer with a function on its weight,
+        so each gets one that changes nothing.
+    """
     changes: list[tuple[nn.Module, str, object]] = [
         (layer, DECODES_FIRST, True) for layer in network.modules() if vars(layer).get(DECODES_FIRST) is False
     ]
@@ -151,13 +158,14 @@ def decoding_first(
 
 
 def unchanged(weight: Tensor) -> Tensor:
-    """A function for a layer's weight_function that changes nothing."""
+    """The weight itself: a function for a layer's weight_function that changes nothing."""
     return weight
 
 
 class ProbeLayer:
     """A fake layer in FP8, on which the forward of a host's class of layers is called to find out whether it rounds its
-    input. A forward that rounds reads input_scale first; any other reads weight.
+    input. A forward that rounds reads input_scale first; any other reads weight. Either attribute ends the forward by a
+    Refusal.
 
     has_rounded: whether the forward has read input_scale.
     """
@@ -172,11 +180,13 @@ class ProbeLayer:
 
     @property
     def input_scale(self) -> Tensor:
+        """Notes that the forward rounds its input, and raises Refusal to end it."""
         self.has_rounded = True
         raise Refusal("the input is rounded")
 
     @property
     def weight(self) -> Tensor:
+        """Raises Refusal to end a forward that does not round its input."""
         raise Refusal("the input is not rounded")
 
 
@@ -212,8 +222,8 @@ def plain_fields(params: Any) -> tuple[object, ...]:
 
 @functools.cache
 def plain_reader(kind: type) -> attrgetter[Any]:
-    """A function that returns the values of these fields for objects of this class. Every such class has two or more,
-    so that they are a tuple."""
+    """A function that returns, for objects of this class, the values of the fields that are not tensors (plain_fields).
+    Every such class has two or more such fields, so that the values are a tuple."""
     return attrgetter(*(field.name for field in fields(kind) if field.name not in TENSORS))
 
 
@@ -245,7 +255,8 @@ def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> S
 
 
 def described(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind | None, int]:
-    """The name, kind and rotation of a layout; see weights.stored.Format. dtype: of the stored values."""
+    """The name, kind and rotation of a layout's format; see weights.stored.Format. dtype: of the stored values. params:
+    the tensor's _params."""
     if layout == INT8_LAYOUT:
         rotation = int(params.convrot_groupsize) if params.convrot else 0
         return "INT8 (ConvRot)" if rotation else "INT8", INT8, rotation
@@ -255,8 +266,8 @@ def described(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind |
 
 
 def decoder(layout: Any, params: Any, names: Sequence[str]) -> Decode:
-    """The host's own decoding of this layout, as a weights.stored.Decode. names: the fields of params that are scales.
-    """
+    """The host's own decoding of this layout, as a weights.stored.Decode. layout: its class. params: the tensor's
+    _params. names: the fields of params that are scales."""
 
     def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         own = replace(params, orig_dtype=dtype, **dict(zip(names, scales, strict=True)))

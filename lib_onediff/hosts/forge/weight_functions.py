@@ -44,6 +44,7 @@ class LayerFunctions:
         return True
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
+        """See FunctionReader."""
         parts = Parts(applied_to(layers))
         for index in parts.indices:
             for name in APPLIED_AT_CALL:
@@ -51,6 +52,8 @@ class LayerFunctions:
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
+        """See FunctionReader. Never refuses: a function of an extension is called as it is, and its result is
+        not kept for the next call."""
         own: Any = layer.__dict__
         on_weight: list[Any] = list(own.get(WEIGHT_FUNCTION) or ())
         on_bias: list[Any] = list(own.get(BIAS_FUNCTION) or ())
@@ -79,16 +82,17 @@ def patches_of(function: Any) -> list[Any] | None:
 
 
 def is_patch(value: Any) -> bool:
+    """Whether a value has the form of one of the WebUI's patches."""
     return isinstance(value, (list, tuple)) and len(value) >= PARTS_OF_A_PATCH
 
 
 def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype to which these layers cast their parameters, which is that of their inputs; None if one of them does
-    not cast. See Casts.to.
+    """The dtype to which these layers cast their parameters, which is `dtype`, that of their inputs; None if one of
+    them does not cast. See Casts.to.
 
     In a network with weights in few bits, the norms' parameters may be in float32, and are not cast: the host
-    multiplies by them in float32 and rounds the product once. Such norms do not count here. Casting them to 16 bits
-    keeps their numbers if these come from a 16-bit file.
+    multiplies by them in float32 and rounds the product once. Such norms do not count here. Casting their parameters to
+    16 bits does not change them if they come from a 16-bit file.
     """
     is_in_few_bits = any(type(layer).__qualname__ in ALWAYS_CAST for layer in layers)
     return dtype if all(casts(layer) or (is_in_few_bits and has_only_vectors(layer)) for layer in layers) else None
@@ -138,10 +142,11 @@ def add_parts(value: Any, parts: Parts) -> None:
 
 
 def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
-    """The plain LoRA that a patch adds to a weight; None if the patch is another one, or also changes the weight
-    itself.
+    """The plain LoRA that a patch adds to a weight; None for any other patch, and for a patch that also changes the
+    weight itself.
 
-    weight: the layer's. It may be in few bits; then only its shape is that of the decoded weight.
+    weight: the layer's. It may be stored in few bits; of such a weight, only the shape is read, which is that of the
+        decoded weight.
     """
     strength, value, strength_of_model, offset, function = patch[:PARTS_OF_A_PATCH]
     if strength_of_model != 1.0 or function is not None:
@@ -168,7 +173,7 @@ def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
 
 
 def merging(patches: Sequence[Any]) -> Change:
-    """A function that applies these patches to a parameter, as Forge does at each use."""
+    """A function of a parameter that returns it with these patches applied, as Forge does at each use."""
     merge: Any = importlib.import_module("backend.patcher.lora").merge_lora_to_weight
     return lambda weight: merge(
         patches=patches, weight=weight, key="a LoRA on the fly", computation_dtype=weight.dtype
@@ -176,5 +181,5 @@ def merging(patches: Sequence[Any]) -> Change:
 
 
 def composed(functions: Sequence[Callable[[Tensor], Tensor]]) -> Change | None:
-    """A function that applies these functions one after the other; None if there are none."""
+    """A function that applies these functions in turn, each to the result of the one before; None if there are none."""
     return (lambda parameter: reduce(lambda value, change: change(value), functions, parameter)) if functions else None

@@ -39,18 +39,22 @@ class LdmPatched(Forge):
     sampling = "modules_forge.forge_sampler"
 
     def kind_of(self, checkpoint: Any) -> str:
+        """See WebUI. Every checkpoint has the same class here; the class of its model names the kind."""
         return name_of_model(type(getattr(patcher_of(checkpoint), "model", checkpoint)).__name__)
 
     def selected_checkpoint(self) -> Any:
+        """See Forge."""
         from modules import sd_models
 
         return sd_models.model_data.get_sd_model()
 
     def vae_attention(self, decoder: Any) -> Any:
+        """See Forge."""
         # Each attention block of the VAE keeps the function that was chosen when the block was made.
         return decoder.mid.attn_1.optimized_attention
 
     def loads_at_start(self) -> bool:
+        """See WebUI."""
         # reForge does so with every command line, Classic never.
         return self.release.startswith("reForge")
 
