@@ -37,7 +37,7 @@ Drawn = TypeVar("Drawn")
 
 
 class Drawing:
-    """Makes images with a diffusers pipeline, with the same random numbers each time."""
+    """Makes images with a diffusers pipeline, pipe, on a device, with the same random numbers each time."""
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
         """model: the name of a configuration, for random weights, or a diffusers folder. Raises Refusal."""

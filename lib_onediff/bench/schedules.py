@@ -45,8 +45,9 @@ Score = Callable[[frozenset[int]], float]
 
 
 class Trial:
-    """The schedule that is being tried. DeepCache asks it instead of the searched schedules.
+    """The schedule that is being tried. DeepCache calls this object instead of schedules.schedule_for.
 
+    whole: the indices of the steps that are computed completely. slope: see Schedule.
     kind: of the network, as DeepCache has asked; "" before its first call.
     """
 

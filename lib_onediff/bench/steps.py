@@ -48,7 +48,8 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a UNet. options: those of OneDiff; None for diffusers' own forward, one of HOSTS."""
+    """A way to run a UNet. name: as printed; one of HOSTS for diffusers' own forward. options: OneDiff's options; None
+    for diffusers' own forward."""
 
     name: str
     options: dict[str, Any] | None = None

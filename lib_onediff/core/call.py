@@ -24,7 +24,7 @@ PATCHED = "other extensions compute within the network"
 
 class CutMemory:
     """The hidden states that a full pass writes at a cut and cached passes read. Their address stays the same as long
-    as their shape does, since captured graphs contain it."""
+    as their shape does, since captured graphs contain it. tensor: the memory; None before the first write."""
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None

@@ -28,7 +28,8 @@ TimeMs = Callable[[Callable[[], object]], float]
 
 
 class Memory(Protocol):
-    """GPU memory that the runners of one architecture share. It is freed with the last reference to this object."""
+    """GPU memory that the runners of one architecture on one device share. It is freed with the last reference to this
+    object. bytes: its size now."""
 
     device: torch.device
     bytes: int

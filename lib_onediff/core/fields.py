@@ -131,7 +131,7 @@ def signature_function(kind: type) -> Callable[[Any], Hashable]:
 
 
 def signature_source(field: Field[Any], hint: Any) -> str:
-    """The Python expression for one field's part of the signature of `value`."""
+    """The Python expression for one field's part of the signature of `value`. hint: the field's type."""
     read = f"value.{field.name}"
     form = "({0}.shape, {0}.device)" if field.metadata.get("any_dtype") else "({0}.shape, {0}.dtype, {0}.device)"
     if hint is Tensor:

@@ -95,9 +95,10 @@ class Guard:
     ) -> Result:
         """The result of ours(host, *args, **kwargs); if that fails or is suspended, of original(*args, **kwargs).
 
-        host: original as a HostFunction. Its exceptions are raised here with the host's own traceback. If original
-        raises as well after ours has failed, its exception is raised and no fault is logged, because then the arguments
-        are wrong. declined: called with the reason when original answers instead of ours.
+        host: original as a HostFunction. Its exceptions are raised here with the host's own traceback. After a failure
+        of ours, the fault is logged and the rest of the generation is suspended. If original then raises as well, its
+        exception is raised and no fault is logged, because the arguments are wrong.
+        hook: words for note(). declined: called with the reason, for statistics, when original answers instead of ours.
         """
         reason = self.suspended
         fault: Exception | None = None
@@ -141,6 +142,7 @@ class Guard:
         return answer
 
     def _decline(self, declined: Callable[[str], object], reason: str) -> None:
+        """Call declined(reason). Its exceptions are logged and not passed on."""
         with contextlib.suppress(Exception):
             self.attempt("the fallback to the host", lambda: declined(reason))
 
@@ -162,7 +164,7 @@ class Guard:
     def attempt(
         self, hook: str, work: Callable[[], Result], otherwise: Result | None = None, in_generation: bool = False
     ) -> Result | None:
-        """The result of work(), or `otherwise` if it fails.
+        """The result of work(), or `otherwise` if it fails; the fault is then logged.
 
         in_generation: a fault leaves the rest of the generation in progress to the host.
         """
@@ -190,7 +192,8 @@ class Guard:
     def hook(
         self, name: str, otherwise: Any = None, in_generation: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A decorator that runs a function in attempt(), for functions that the host calls."""
+        """A decorator that runs a function in attempt(), for functions that the host calls. otherwise, in_generation:
+        see attempt."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)

@@ -393,7 +393,7 @@ def time_of(steps: Mapping[CountedStep, int]) -> float | None:
 def mean(
     parts: Iterable[tuple[Stopwatch | None, int]], value: Callable[[Stopwatch], float | None]
 ) -> float | None:
-    """The mean of value(stopwatch), weighted by the counts; None if one is unknown."""
+    """The mean of value(stopwatch), weighted by the counts; None if one is unknown. parts: (stopwatch, count) pairs."""
     values = [(None if stopwatch is None else value(stopwatch), count) for stopwatch, count in parts]
     known = [(found, count) for found, count in values if found is not None]
     if not known or len(known) < len(values):

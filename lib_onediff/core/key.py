@@ -42,10 +42,11 @@ LOSSLESS = Lossy()
 class ShapeKey:
     """Everything that decides whether a captured or compiled forward can serve a call, besides the weights.
 
+    architecture: see Layout.architecture.
     height, width: in latent pixels.
     batch: rows.
     tokens: the context length; 0 for a decode.
-    dtype: the dtype computed in.
+    dtype: the dtype computed in. latent_dtype, device: of the latent.
     inputs: Call.unusual, in words; DECODE comes first for a decode.
     weights: Network.weight_marks, in words.
     own_inputs: shapes of inputs that only this family's calls have; see Call.own_inputs.

@@ -26,7 +26,7 @@ FEED_FORWARD_OUT = "feed-forward out"
 
 @dataclass(frozen=True)
 class Linear:
-    """A linear layer, or a 1x1 convolution, which is a linear layer over each pixel."""
+    """A linear layer, or a 1x1 convolution, which is a linear layer over each pixel. Its bias may be missing."""
 
     path: str
     in_features: int
@@ -261,7 +261,7 @@ def digest_without(layout: Any, names: Collection[str]) -> str:
 
 
 def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """All descriptions of this class in a tree of dataclasses and tuples, depth first."""
+    """All descriptions of this class in a tree of dataclasses and tuples, depth first. node: the tree, or a part."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -276,7 +276,7 @@ def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
     """The keys in Weights of all layers in a tree: first the names of fused layers, then the paths of the other layers.
-    apart: paths to leave out."""
+    node: the tree, or a part. apart: paths to leave out."""
     names: list[str] = []
     left_out = set(apart)
     for fusion in descriptions(node, FusedLinear):

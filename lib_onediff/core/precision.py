@@ -41,7 +41,8 @@ def wanted(settings: Any, switch: str) -> bool | None:
 
 
 def switch_of(owner: Any, attribute: str) -> Any:
-    """The value of a switch in torch.backends; None if this torch has no such switch."""
+    """The value of a switch in torch.backends; None if this torch has no such switch. owner: the part of torch.backends
+    that has it."""
     try:
         return getattr(owner, attribute)
     except (AttributeError, AssertionError):
@@ -108,6 +109,7 @@ class Tf32Switch:
             newer.fp32_precision = "tf32" if value else "ieee"
 
     def restore(self, state: tuple[bool | None, str | None]) -> None:
+        """Set both switches to a result of state()."""
         allowed, precision = state
         older, newer = self._owners()
         if allowed is not None:

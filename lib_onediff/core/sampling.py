@@ -116,6 +116,7 @@ def time_of(timestep: Tensor) -> float | None:
 class Position(NamedTuple):
     """The position of a call in its sampling.
 
+    step: the step that the call belongs to.
     time: its timestep.
     sampling_run: an object that identifies one pass through the steps. A new object means another sampling or a jump
         back in this one, so policies must not use what they kept from earlier calls.

@@ -203,11 +203,11 @@ class Settings:
         return self.transformer_interval > 1 or (self.deepcache_interval > 1 and self.deepcache_depth > 0)
 
     def cache_options(self, is_transformer: bool) -> frozenset[str]:
-        """The names of DeepCache's options that have an effect on this kind of network."""
+        """The names of DeepCache's options that have an effect: on transformers if is_transformer, else on UNets."""
         return TRANSFORMER_OPTIONS if is_transformer and self.transformer_interval else DEEPCACHE_OPTIONS
 
     def cache(self, is_transformer: bool) -> tuple[int, int]:
-        """DeepCache's interval (1: off) and depth, for this kind of network."""
+        """DeepCache's interval (1: off) and depth: for transformers if is_transformer, else for UNets."""
         if is_transformer and self.transformer_interval:
             return self.transformer_interval, TRANSFORMER_DEPTH
         return self.deepcache_interval if self.deepcache_depth else 1, self.deepcache_depth

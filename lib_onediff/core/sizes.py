@@ -22,8 +22,8 @@ USUAL_NUMBER = 8
 
 @dataclass(frozen=True)
 class Size:
-    """The size of an image in pixels, and the number of images made at once. Raises ValueError with a sentence for
-    the user if a value is out of range."""
+    """The size of an image in pixels, and batch, the number of images made at once. Raises ValueError with a sentence
+    for the user if a value is out of range."""
 
     width: int
     height: int

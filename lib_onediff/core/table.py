@@ -168,7 +168,7 @@ class State(str, Enum):
 
 @dataclass
 class Verdict:
-    """What checks found about a shape with one set of weights and one version of the code.
+    """What checks found about a shape with one set of weights and one version of the host's code; see State.
 
     reason: why it is FAILED, for the user.
     no_graph: why it has no graph and gets none.

@@ -70,6 +70,8 @@ class Timing(threading.local):
 class CallStats:
     """Counts calls and images: the last call, the number of calls by route, and the record of the last image.
 
+    generations: the generations in progress, whose logs are counted in.
+    last_call: the last call of any network, for the status line.
     parts: for each place, the steps of the last image there that OneDiff has computed.
     images: the number of images at each place.
     calls: the number of UNet calls by route.

@@ -48,9 +48,14 @@ ROOM_TO_SPARE = 64 << 20
 
 
 class CardRoute:
-    """Runs a call on its latent's device."""
+    """Serves calls on one GPU each, that of their latent.
+
+    choice: the backends to try. low_bit, patched: the routes of 8-bit products and of calls with functions of other
+        extensions.
+    """
 
     def __init__(self, services: Services, stepping: Stepping) -> None:
+        """stepping: the step policies, of which answer() uses those that decide for each GPU."""
         self.services = services
         self._stepping = stepping
         self.choice = BackendChoice(services)
@@ -73,12 +78,13 @@ class CardRoute:
 
 
 class OneCard:
-    """The core.policy.Compute for the calls of one network under these settings.
+    """The core.policy.Compute for the calls of one network under these settings. Made anew for each call of the host.
 
     tried: the entry that was tried last; None before.
     """
 
     def __init__(self, route: CardRoute, network: Network, settings: Settings, times_host: bool) -> None:
+        """See CardRoute.card."""
         self._route = route
         self._services = route.services
         self._graphs = route.services.graphs

@@ -22,6 +22,7 @@ class Generation:
     """A generation in progress: its settings, and the log of its images.
 
     owner: the id of the host's processing object, not of its copies.
+    settings: for the calls of this generation.
     why_off: why its settings switch OneDiff off, for users.
     resolution: of the sampling in progress, in pixels ("512x768"); None if the host has not announced it.
     """
@@ -34,8 +35,8 @@ class Generation:
         self.resolution: str | None = None
 
     def note_batch(self, p: Any, is_cut_short: bool) -> None:
-        """Note that a batch of images begins. p: the host's processing object, or a copy; images of a copy are not
-        counted. is_cut_short: the user has interrupted it."""
+        """Note that the images of a batch are done. p: the host's processing object, or a copy of it, whose images are
+        not counted. is_cut_short: the user has interrupted the batch."""
         if self.owner == id(p):
             self.log.images += getattr(p, "batch_size", 1)
         self.log.is_interrupted |= is_cut_short
@@ -52,7 +53,7 @@ class ThisThread(threading.local):
 
 
 class Generations:
-    """The generations in progress.
+    """The generations in progress. Only the host's script begins and ends them; pipelines of diffusers have none.
 
     running: weak references to them, the innermost last. A generation that has failed ends when the host drops its
         object.

@@ -55,7 +55,8 @@ class Network:
         self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits, bound: BoundUNet | None = None,
         families: Families = FAMILIES,
     ) -> None:
-        """bound: by default a BoundUNet of the module; the second GPU's copy has another class."""
+        """unet: the host's module, of any family. host_traits: its adapter's. bound: by default a BoundUNet of the
+        module; the second GPU's copy has a MirrorUNet. families: those that may serve it."""
         self._families = families
         self.settings = settings
         self.bound = bound or BoundUNet(unet, families.read, host_traits, families.units)

@@ -45,6 +45,8 @@ HOST_NEEDS = 1 << 30
 class Runtime:
     """Routes the calls of every network that a host has handed over. Every method may be called from any thread.
 
+    services: the shared objects. Some of them, and of their methods, are attributes here as well.
+    stepping, by_card, two_gpus: the routes of a call, in this order.
     cache: the methods for pages and the API.
     vae: the route of decodes.
     webui: the adapter of the WebUI that OneDiff runs in (a hosts.contract.WebUI), which must survive a reload of
@@ -106,7 +108,7 @@ class Runtime:
         return self.services.settings
 
     def configure(self, settings: Settings) -> None:
-        """Use these settings from the next call on."""
+        """Use these settings from the next call on. If they do not choose a second GPU, the copies there are freed."""
         self.services.settings = settings
         if settings.second_gpu == ONE_GPU or not settings.enabled:
             self.two_gpus.forget_all()
@@ -114,7 +116,8 @@ class Runtime:
     # --- networks -------------------------------------------------------------------------------------------------
 
     def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
-        """Serve a network from now on. It is not changed before its first call. settings: override the runtime's."""
+        """Serve a network from now on, or give a served one other settings. It is not changed before its first call.
+        settings: override the runtime's; None: these apply. host_traits: used when the network is new."""
         services = self.services
         with services.lock:
             known = services.networks.get(unet)

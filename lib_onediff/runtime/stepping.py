@@ -73,7 +73,8 @@ class PolicyLayer:
         self, policy: StepPolicy, compute: Compute, guard: Guard,
         step_context_of: Callable[[Call, Host | None], StepContext],
     ) -> None:
-        """compute: the next one."""
+        """compute: the next one. step_context_of: makes the StepContext of a call, given the call and the host's
+        forward of it."""
         self._policy = policy
         self._compute = compute
         self._guard = guard

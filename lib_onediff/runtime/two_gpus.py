@@ -107,12 +107,13 @@ class TwoGpusRoute:
     """Computes calls on two GPUs, if the settings choose that.
 
     is_used: whether any call has tried it; before that, there is nothing to forget.
+    cards: reads the GPUs' memory.
     """
 
     def __init__(
         self, services: Services, stepping: Stepping, by_card: CardRoute, release: Callable[[nn.Module], None]
     ) -> None:
-        """release: releases a network; see Runtime.release."""
+        """by_card: computes each GPU's rows. release: releases a network; see Runtime.release."""
         self._services = services
         self._stepping = stepping
         self._by_card = by_card

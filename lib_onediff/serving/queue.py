@@ -71,6 +71,7 @@ class Queue:
 
     waiting: the number of requests not begun.
     answered: the number that are over.
+    ending: whether end() was called, so that new requests are refused.
     """
 
     def __init__(self, make: Callable[[Request], Awaitable[bytes | str]], limits: Limits, lanes: int) -> None:

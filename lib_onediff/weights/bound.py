@@ -55,6 +55,7 @@ class BoundUNet:
     refreshed: the epoch at the last refresh, for anything that is computed, captured or copied after it.
     channels_last: whether the convolutions' weights are in channels-last order.
     on_the_fly: the functions that the host applies to its weights at each use.
+    code_changes: how often code that our own operators depend on, such as torch's, was found changed.
     streaming: copies weights in main memory to the device that computes; None if all weights are on the device.
     reader: a kernel that computes checksums of weights; None: torch's operators are used.
     replaced: sentences for users on replaced functions that the network calls, and their authors.
@@ -64,8 +65,9 @@ class BoundUNet:
         self, unet: nn.Module, read: Callable[[nn.Module], Any], host_traits: HostTraits = HostTraits(),  # noqa: B008
         units_of: Callable[[Any, Call], Units] | None = None, is_copy: bool = False,
     ) -> None:
-        """read: returns the layout of a module. units_of: returns the layers of a call in reading order; None: a
-        network with weights in main memory is refused. See Families."""
+        """unet: the host's module, of any family. read: returns the layout of a module. host_traits: its adapter's.
+        units_of: returns the layers of a call in reading order; None: a network with weights in main memory is refused.
+        See Families."""
         self._read_layout = read
         self._units_of = units_of
         self._unet = weakref.ref(unet)

@@ -14,7 +14,8 @@ from ..core.leaves import Block, Convolution, FusedLinear, descriptions
 
 
 class Kind(NamedTuple):
-    """An 8-bit format. largest: the value to which the largest number of a row is scaled."""
+    """An 8-bit format. name: as in Settings.low_bit. largest: the value to which the largest number of a row is scaled.
+    """
 
     name: str
     dtype: torch.dtype
@@ -59,6 +60,7 @@ FEWEST_PIXELS = 32 * 32
 class LowBitLayer(NamedTuple):
     """A layer whose weight, (rows, width), may be in eight bits.
 
+    name: its key in Weights.
     source: a TokenLinear's source, or GROUP_NORMED.
     layer_class: a TokenLinear's role, or CONVOLUTIONS.
     norm: see TokenLinear.

@@ -49,8 +49,8 @@ class ModuleStates:
     attributes, hooks and children. Keeps none of them alive."""
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Collection[str], foreign: Mapping[int, Any]) -> None:
-        """ignored: names of attributes that are not compared here. foreign: the processors that are compared by
-        identity alone, each as same of it, by the index of its module."""
+        """modules: the root first. ignored: names of attributes that are not compared here. foreign: the processors
+        that are compared by identity alone, as same(processor), by the index of their module."""
         states: list[State] = list(map(state_of, modules))
         self.foreign = dict(foreign)
         self.classes = list(map(type, modules))
@@ -332,7 +332,8 @@ class Baseline:
     def __init__(
         self, root: nn.Module, wanted_lora: Callable[[], Hashable] | None = None, is_copy: bool = False
     ) -> None:
-        """is_copy: the network is a copy of ours, which no other code changes, so that nothing is compared."""
+        """root: the network. is_copy: it is a copy of ours, which no other code changes, so that nothing is compared.
+        wanted_lora: see the class."""
         self._root = weakref.ref(root)
         self._is_copy = is_copy
         self.epoch = Epoch()

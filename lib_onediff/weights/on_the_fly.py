@@ -68,7 +68,7 @@ class OnTheFly:
         """Make `applied` from the functions and casts that the host applies now.
 
         are_unedited: whether the parameters are known to be unchanged since the last refresh. room: returns how many
-        bytes copies of weights may take; None: any number.
+        bytes copies of weights may take; None: any number. contents_reader: see Contents.
 
         Returns None if nothing has changed since the last refresh, and otherwise whether some tensor has another
         address. Raises Refusal if the copies do not fit, or if a LoRA is on the meta device.

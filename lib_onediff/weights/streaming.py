@@ -110,6 +110,7 @@ class CopySchedule(NamedTuple):
 
     units: the number of units.
     unit_of: the unit of each layer.
+    chunks: in the order of their copies.
     copies: those of each chunk.
     chunk_of, staged: for each layer whose matrix is streamed, its chunk and the tensor that it is copied to.
     """
@@ -123,13 +124,18 @@ class CopySchedule(NamedTuple):
 
 
 class Streaming:
-    """Streams the weights of a network that are, in whole or in part, not on the device that computes."""
+    """Streams the weights of a network that are, in whole or in part, not on the device that computes.
+
+    device: the one that computes.
+    lane: makes the copies.
+    members: see Binding.fusion_of.
+    """
 
     def __init__(self, binding: Binding, units: Units, lane: CopyStream, memory: MainMemory, pinned: bool) -> None:
         """Moves parameters in main memory to pinned memory, from which a GPU can copy while it computes.
 
-        units: of the whole network. pinned: False in tests without a GPU. Raises Refusal if there is too little main
-        memory, and torch.cuda.OutOfMemoryError.
+        units: of the whole network. lane: makes the copies. memory: allocates the pinned memory. pinned: False in tests
+        without a GPU. Raises Refusal if there is too little main memory, and torch.cuda.OutOfMemoryError.
         """
         self.device = binding.device
         self.lane = lane

@@ -43,7 +43,8 @@ def pages(size: float) -> int:
 
 
 def needs_of(peak: int, in_one_piece: bool = True) -> int:
-    """Bytes that a graph takes of a memory pool. peak: the peak of the bytes that its forward uses."""
+    """Bytes that a graph takes of a memory pool. peak: the peak of the bytes that its forward uses. in_one_piece:
+    whether the pool is contiguous, so that gaps are smaller."""
     return pages(peak * (1 + (GAPS_IN_ONE_PIECE if in_one_piece else GAPS_IN_MANY)))
 
 
@@ -78,7 +79,8 @@ class HeldGraph(NamedTuple):
 
 
 class SharedMemory:
-    """A memory pool in which graphs overlap, and its size in bytes, that of the largest of them."""
+    """A memory pool in which graphs overlap, and its size in bytes, which is that of its largest graph. by_need: the
+    graphs, the largest first."""
 
     def __init__(self, size: int, graphs: Iterable[HeldGraph]) -> None:
         self.size = size
@@ -98,7 +100,7 @@ class MemorySnapshot:
     """The memory of all graphs at one moment. It keeps no graph alive."""
 
     def __init__(self, vram: int = 0, memories: Iterable[SharedMemory] = ()) -> None:
-        """vram: bytes of all graphs together."""
+        """vram: bytes of all graphs together. memories: the pools."""
         self.vram = vram
         # An index by key, because a page calls gives_back() for each of thousands of shapes.
         self._where: dict[ShapeKey, list[tuple[SharedMemory, HeldGraph]]] = {}

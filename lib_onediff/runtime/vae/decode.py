@@ -85,10 +85,11 @@ class Decoded(NamedTuple):
 class Decode:
     """One decode, or one encode, by our forward. See HostDecode for the names in an encode.
 
-    notice: called with every entry that is tried.
+    notice: called with every entry that is tried, for the status.
     layout, weights: of the decoder, as they are now; the weights must not be kept after the decode.
     identity: a digest of the weights and of the code of the host's forward; see BoundUNet.identity.
     host: the host's call.
+    settings: that apply to it.
     """
 
     services: Services
