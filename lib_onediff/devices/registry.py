@@ -38,17 +38,20 @@ def graph_maker(output: Output) -> GraphMaker:
 
 
 class Devices:
-    """Chooses among backends. The last one, the reference, serves every call on every torch.device."""
+    """Chooses among backends. The last one, the reference, serves every call on every torch.device.
+
+    devices: all backends, the fastest first.
+    read: returns a network's layout; see Families.read.
+    """
 
     def __init__(self, devices: Iterable[Device], read: Callable[[nn.Module], Any]) -> None:
-        """read: returns a network's layout; see Families.read."""
         self._read = read
         self.all = tuple(devices)
         self.reference = self.all[-1]
         self._worker = ThreadPoolExecutor(1, "onediff-devices")
 
     def named(self, name: str) -> Device:
-        """The backend of this name."""
+        """The backend of this name. There must be one."""
         return next(device for device in self.all if device.name == name)
 
     def has_graphs(self, name: str | None) -> bool:
@@ -62,7 +65,8 @@ class Devices:
 
     def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
         """The backends to try for a whole call of a network of this dtype on this device: the one in the settings, then
-        the slower ones. is_warm_up: see Device.refuse."""
+        the slower ones. Those that are not wanted, or refuse, are left out; Candidates.reason has the first refusal if
+        the fastest one was left out. is_warm_up: see Device.refuse."""
         found: list[Device] = []
         reason = ""
         for one in self._from(settings.backend):
@@ -91,7 +95,8 @@ class Devices:
         return Candidates(tuple(launching), found.reason if device.type == "cuda" else "")
 
     def start_line(self, settings: Settings) -> str:
-        """One line for the console: the backend for float16 networks on this machine, and why no faster one."""
+        """One line for the console when the WebUI starts: the backend for float16 networks on this machine, and why no
+        faster one."""
         kinds = ("cuda", torch.cuda), ("xpu", getattr(torch, "xpu", None)), ("mps", torch.backends.mps)
         device = torch.device(next((kind for kind, module in kinds if module and module.is_available()), "cpu"))
         is_newer = release(torch.__version__) > release(NEWEST_TORCH)
@@ -102,7 +107,8 @@ class Devices:
         return f"{way} on {card_name(device)} with {here}{why}"
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
-        """The contents reader of the fastest backend that has one; see Device.contents_reader."""
+        """The contents reader of the fastest backend that has one for this device; None if none has; see
+        Device.contents_reader."""
         return next((reader for one in self.all if (reader := one.contents_reader(device)) is not None), None)
 
     def operators(self, name: str, wide_norms: bool = False) -> Operators:
@@ -119,8 +125,12 @@ class Devices:
     def prepare_early(
         self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] | None = None
     ) -> None:
-        """Load the kernels for the first calls of this network, in a thread. read: returns its layout, for a network
-        that belongs to no Family, such as a VAE."""
+        """Load the kernels for the first calls of this network, in a thread, so that the first image does not wait for
+        them. Does nothing if OneDiff is off, or the network is on another kind of device. A failure is not reported
+        here: the first call meets it again.
+
+        read: returns the network's layout, for a network that belongs to no Family, such as a VAE; None: Families.read.
+        """
         if not settings.enabled:
             return
         parameter = next(network.parameters(), None)
@@ -151,10 +161,11 @@ class Devices:
 
 
 def adds_to(found: Sequence[Device], device: Device) -> bool:
-    """Whether a backend is worth trying after the backends in `found` have failed.
+    """Whether a slower backend is worth trying after the backends in `found` have failed.
 
-    Not if it needs channels-last weights and the first one does not: weights stay in the first one's memory format. Not
-    if it has no graphs and an earlier one has: it would launch the operators that have failed in a graph.
+    Not if it needs channels-last weights and the first one does not: the weights stay in the memory format that the
+    first one needs. Not if it has no graphs and an earlier one has: it would launch the same operators that have failed
+    in the graph.
     """
     if not found:
         return True

@@ -20,7 +20,7 @@ from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 from lib_onediff.devices.cuda.kernels.launch_config import DOWN_PRODUCT, INT8_PRODUCT, Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
 from lib_onediff.devices.cuda.kernels.rounding import Rule
-from lib_onediff.devices.cuda.low_bit.float8 import float8_support, why_not
+from lib_onediff.devices.cuda.low_bit.float8 import float8_support, unmet_requirement
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.quantized import hadamard
 from lib_onediff.weights.low_bit import INT8
@@ -38,7 +38,7 @@ MOVED = 5e-3
 @pytest.fixture(params=[torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     torch.manual_seed(0)
-    lack = why_not(INT8, GPU, request.param)
+    lack = unmet_requirement(INT8, GPU, request.param)
     if lack:
         pytest.skip(lack)
     return request.param

@@ -26,7 +26,7 @@ from lib_onediff.devices.cuda.kernels import rounding
 from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 from lib_onediff.devices.cuda.kernels.launch_config import Launches
 from lib_onediff.devices.cuda.kernels.operators import NativeOperators
-from lib_onediff.devices.cuda.low_bit.float8 import why_not
+from lib_onediff.devices.cuda.low_bit.float8 import unmet_requirement
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.devices.torch.attention import Attention
 from lib_onediff.devices.torch.quantized import hadamard
@@ -142,7 +142,7 @@ def test_the_last_norm_has_a_scale_and_no_shift(ops: NativeOperators, dtype: tor
 @WIDTHS
 @pytest.mark.parametrize("rotation", [None, 0, 256], ids=["our rule", "the hosts'", "rotated"])
 def test_norms_in_int8(width: int, dtype: torch.dtype, rotation: int | None) -> None:
-    lack = why_not(INT8, GPU, dtype)
+    lack = unmet_requirement(INT8, GPU, dtype)
     if lack:
         pytest.skip(lack)
     layer, norm = LayerWeights(random(width, dtype=dtype), None), RMSNorm("", width, EPS)
@@ -179,14 +179,14 @@ def test_gated_units(ops: NativeOperators, width: int, activation: Activation, d
         found, torchs = ops.sigmoid_gated(numbers, gates, consumer), torch_ops.sigmoid_gated(numbers, gates)
         factor = gates.double().sigmoid()
     assert_as_good(found, torchs, numbers.double() * factor)
-    if why_not(INT8, GPU, dtype) is None:
+    if unmet_requirement(INT8, GPU, dtype) is None:
         for rotation in (None, 0, 256):
             rule = rounding.Rule.OURS if rotation is None else rounding.hosts_rule(rotation, GPU)
             both = rotation is not None
             rows = rounding.gated(numbers, gates, activation, INT8, rule, is_plain_too=both)
             assert_rows(rows, found, rotation)
             assert not both or torch.allclose(rows.plain, found, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
-    if why_not(FP8, GPU, dtype) is None:
+    if unmet_requirement(FP8, GPU, dtype) is None:
         rows = rounding.gated(numbers, gates, activation, FP8)
         back = (rows.values.float() * rows.scales).view(found.shape)
         assert relative_error(back, numbers.double() * factor) < 0.04

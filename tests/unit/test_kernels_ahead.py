@@ -87,7 +87,7 @@ class Library:
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Launches on the CPU's tensors, as if on a card. capability, driver: of the card."""
     card = SimpleNamespace(capability=(8, 6), library=Library())
-    monkeypatch.setattr(launching, "is_ahead", lambda device: True)
+    monkeypatch.setattr(launching, "uses_archive", lambda device: True)
     monkeypatch.setattr(launching, "driver_here", lambda: driver.Driver(card.library))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card.capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
@@ -264,7 +264,7 @@ def test_a_library_without_the_drivers_functions_is_refused(monkeypatch: pytest.
     with pytest.raises(Refusal, match="has no cuTensorMapEncodeTiled"):
         driver.Driver(stub).tensor_map(0, [8, 8], [8, 1], 2, 6, 3, [8, 8])
     monkeypatch.setattr(driver.ctypes, "CDLL", lambda name: SimpleNamespace())
-    monkeypatch.setattr(launching, "is_ahead", lambda device: True)
+    monkeypatch.setattr(launching, "uses_archive", lambda device: True)
     monkeypatch.setattr(launching, "driver_here", driver.driver_here.__wrapped__)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")

@@ -61,8 +61,8 @@ def load_kernels(
 
 
 def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
-    """Load the variants of the gated product that will be measured, so that no call waits for the driver to compile
-    them. Raises what a launch raises."""
+    """Load the variants of the gated product that Native.tune will measure, so that no call waits for the driver to
+    compile them. Raises what a launch raises."""
     with on_card(device), torch.inference_mode(False), torch.no_grad():
         trial = gated_trial(partial(torch.zeros, dtype=dtype, device=device), ROWS, low_bit.ALIGNED, device)
         for config in trial.kernel.candidates:
@@ -70,7 +70,8 @@ def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def exact_launches(users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches) -> list[Launch]:
-    """Launches of every kernel for a network of this dtype without 8-bit formats."""
+    """Launches of every kernel for a network of this dtype without 8-bit formats. users: the layout's kernel_users.
+    launches: the launch configs with which the kernels will run."""
     make = partial(torch.zeros, dtype=dtype, device=device)
     ops = NativeOperators(launches)
 
@@ -125,7 +126,8 @@ def exact_launches(users: list[Any], dtype: torch.dtype, device: torch.device, l
 def low_bit_launches(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kind: Kind
 ) -> list[Launch]:
-    """Launches of the kernels that write 8-bit tokens and feature maps in this format."""
+    """Launches of the kernels that write 8-bit tokens and feature maps in this format (kind). users, launches: see
+    exact_launches."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def launch_layer_norm(width: int) -> None:
@@ -184,8 +186,8 @@ def low_bit_launches(
 
 
 def stored_launches(users: list[Any], dtype: torch.dtype, device: torch.device, rule: Rule) -> list[Launch]:
-    """Launches of the kernels for layers whose weights are stored in INT8: those that quantize their input by this
-    rule, and the product."""
+    """Launches of the kernels for layers whose weights are stored in INT8: those that quantize the layers' input by
+    this rule, and the product. users: see exact_launches."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def fits(width: int) -> bool:

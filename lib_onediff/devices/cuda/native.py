@@ -40,7 +40,8 @@ WARPS = 4
 
 
 def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
-    """A function that launches the checksums of these spans; see weights.contents.ContentsReader."""
+    """A weights.contents.ContentsReader: returns a function that launches the checksums of these spans by our kernel;
+    None, with a line in the log, if the kernel cannot be used, so that the caller uses PyTorch's operators."""
     try:
         sums = sums_of(spans, part)
         if sums is not None:
@@ -56,8 +57,12 @@ def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor
 
 
 def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
-    """A function that launches the checksums of these spans, int64 (spans,) on their device. The caller must know that
-    their memory exists. None if the kernel does not support them: they are on several devices, or not whole words."""
+    """A function that launches the checksums of these spans, and returns them as int64 (spans,) on their device. The
+    caller must know that their memory exists. None if the kernel does not support them: they are on several devices, or
+    not whole words.
+
+    part: see MemorySpan.stride, of which only every stride-th piece is read.
+    """
     device = spans[0].device
     if any(span.device != device or span.nbytes % WORD or span.address % WORD for span in spans):
         return None
@@ -86,7 +91,13 @@ def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | No
 
 
 class Native(Device):
-    """The backend with our own kernels, for NVIDIA GPUs."""
+    """The backend with our own kernels, for NVIDIA GPUs. core.device.Device describes the methods that have no
+    docstring here.
+
+    tuning_cache: measurements of kernels on this machine.
+    attention: computes attention; low_bit: chooses 8-bit formats.
+    why_not: why_not(device) returns why our kernels cannot run on a device; None if they can.
+    """
 
     name = "native"
     traits = Traits(has_graphs=True, launches_patched=False, channels_last=True, takes_lossy=True)
@@ -95,7 +106,6 @@ class Native(Device):
         self._launches = Launches(tuning_cache)
         self.attention = Attention(self._launches)
         self.low_bit = LowBit(tuning_cache, self._launches)
-        # Why our kernels cannot run on a device; None if they can.
         self.why_not = cache(why_not)
         self._operators = self.low_bit.operators(self.attention)
         # By _kernel_set: why these kernels could not be loaded, "" if they were. Not an exception, whose traceback
@@ -106,6 +116,7 @@ class Native(Device):
         self._lock = threading.Lock()
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
+        """See Device.refuse. Only the device decides."""
         refuse_without_gpu(device)
         lack = self.why_not(device)
         if lack is not None:
@@ -116,6 +127,7 @@ class Native(Device):
         return self.why_not(device) or self.low_bit.why_not(option, device, dtype)
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
+        """See Device.contents_reader."""
         return None if self.why_not(device) is not None else read_contents
 
     def operators(self, wide_norms: bool = False) -> Operators:
@@ -123,6 +135,8 @@ class Native(Device):
         return self._operators
 
     def prepare(self, use: KernelUse, time_ms: TimeMs | None = None) -> None:
+        """See Device.prepare. Waits for the kernels if they are being loaded; a failure is kept, so that later calls
+        are refused at once."""
         kernels = self._kernel_set(use)
         with self._lock:
             if kernels not in self._loading:
@@ -145,8 +159,9 @@ class Native(Device):
             self._tune_kernels(use, time_ms)
 
     def _kernel_set(self, use: KernelUse) -> tuple[Hashable, tuple[Kind, ...], tuple[Rule, ...]]:
-        """The key of the kernels that a network needs: its architecture, dtype and device; the 8-bit formats that it
-        uses and the device supports; and the rules for the inputs of layers that are stored in INT8."""
+        """Which kernels a network needs: a key of the network (its architecture, dtype and device); the 8-bit formats
+        that it uses and the device supports; and the rules for the inputs of layers that are stored in INT8. The three
+        together are the key in _loading."""
         stored = {dtype for dtype, _ in use.stored}
         wanted = KINDS_OF.get(use.low_bit, ())
         used = [kind for kind in KINDS if kind in wanted or kind.dtype in stored]
@@ -156,7 +171,8 @@ class Native(Device):
         return (use.architecture, use.dtype, use.device), low_bit, tuple(sorted(rules)) if INT8 in supported else ()
 
     def _load(self, use: KernelUse, low_bit: Collection[Kind], rules: Collection[Rule]) -> str:
-        """Load the kernels. Returns the reason if that fails, otherwise "". Runs in the worker's thread."""
+        """Load the kernels. Returns "" if they were loaded, otherwise the reason why not. Runs in the worker's thread.
+        low_bit: the 8-bit formats that are used. rules: those of weights stored in INT8."""
         began = time.perf_counter()
         try:
             with on_card(use.device):
@@ -170,6 +186,8 @@ class Native(Device):
         return ""
 
     def tune(self, use: KernelUse, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
+        """See Device.tune. Measures attention, and the products and convolutions that earlier calls have noted
+        (Launches)."""
         dtype = torch.float32 if call.upcast_attention else call.latent.dtype
         device = call.latent.device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():

@@ -30,7 +30,7 @@ GROUPS = 32
 EPS = 1e-5
 # The standard deviation of random int8 numbers.
 SPREAD = 32.0
-# Networks with wider tokens are taken for single-stream transformers: see is_of_stream.
+# Networks with wider tokens are taken for single-stream transformers: see is_single_stream.
 WIDEST_USUAL = 2048
 # The sizes that are measured, for each class those that take the most time in a network: sides of a feature map, rows
 # of tokens, queries and keys of a cross-attention.
@@ -44,11 +44,11 @@ KEYS = 77
 def tune_kernels(
     launches: Launches, users: Iterable[Any], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> int:
-    """Measure every kernel and class of shapes of a network that was not measured on this GPU before. Returns their
-    number.
+    """Measure every kernel and class of shapes of a network that was not measured on this GPU before. Returns how many
+    were measured.
 
     users: the layout's kernel_users. Takes seconds, once on a machine, because several variants of each kernel are
-    loaded. Raises what a launch raises.
+        loaded. Raises what a launch raises.
     """
     return sum(tuned(launches, trial, dtype, time_ms) for trial in trials(list(users), random_on(device, dtype)))
 
@@ -114,8 +114,8 @@ def product_trial(
 ) -> Trial | None:
     """The measurement of an 8-bit product's launch configs; None if a library computes it, so that there are none.
 
-    make: make(*shape) returns a tensor of random numbers, because a GPU multiplies zeros faster. result: see
-    float8.product.
+    make: make(*shape) returns a tensor of random numbers, because a GPU multiplies zeros faster. dtype: the model's.
+        kind: the 8-bit format. result: see float8.product.
     """
     rows, width, out = product[:3]
     one = torch.ones((1, 1), dtype=torch.float32, device=device)
@@ -155,8 +155,8 @@ def product_trial(
 
 
 def is_single_stream(width: int) -> bool:
-    """Whether tokens of this width are those of a single-stream transformer, with RMS norms and SwiGLU. Other networks
-    have narrower tokens."""
+    """Whether tokens of this width are those of a single-stream transformer, with RMS norms and SwiGLU. Only such
+    networks have tokens wider than WIDEST_USUAL."""
     return width > WIDEST_USUAL
 
 

@@ -28,8 +28,10 @@ from ...core.version import release, written
 log = logging.getLogger("onediff")
 PYTHON = (3, 10)
 ONEFLOW = (0, 9)
+# The dtypes that OneFlow supports, by kind of device.
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float16, torch.float32)}
 TRYING = "OneFlow is being tested in the background"
+# The time limit of the test.
 SECONDS = 120.0
 REPOSITORY = Path(__file__).parents[3]
 # The largest accepted error, relative to the largest value: ten times as much as rounding explains.
@@ -37,10 +39,12 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2}
 
 
 class OneFlowGate:
-    """Tries OneFlow once for each device and dtype, in another process, and keeps the result."""
+    """Tries OneFlow once for each device and dtype, in another process, and keeps the result.
+
+    seconds: the time limit of the other process. environment: its environment variables; None: ours.
+    """
 
     def __init__(self, seconds: float = SECONDS, environment: Mapping[str, str] | None = None) -> None:
-        """seconds: the time limit of the other process. environment: its environment variables; None: ours."""
         self._seconds = seconds
         self._environment = environment
         self._verdicts: dict[tuple[torch.device, torch.dtype], str | None] = {}
@@ -83,8 +87,8 @@ class OneFlowGate:
 
 
 def why_not_for(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why OneFlow does not support this device or dtype; None if it may. The test finds out whether a GPU is too old or
-    too new."""
+    """Why OneFlow does not support this device or dtype; None if it may. A GPU that is too old or too new for OneFlow
+    is only found by the test in another process."""
     if dtype in DTYPES.get(device.type, ()):
         return None
     return f"OneFlow does not support {str(dtype).removeprefix('torch.')} on the {device.type}, which this model needs"
@@ -104,8 +108,8 @@ def why_no_package() -> str | None:
 
 
 def verdict_of(output: str, code: int) -> str | None:
-    """Why OneFlow cannot be used, or None, from the other process's output and exit code. OneFlow may have printed
-    other lines."""
+    """Why OneFlow cannot be used; None if it can. output, code: the other process's output, which has a line of JSON
+    from main() among OneFlow's own lines, and its exit code."""
     words: dict[str, Any] = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):

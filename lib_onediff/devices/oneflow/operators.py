@@ -24,7 +24,8 @@ from ..torch import operators as torch_ops
 LOWEST = -60000.0
 
 class OneFlowOperators:
-    """See core.operators. Images are contiguous."""
+    """The operators of core.operators.Operators, which describes them, for OneFlow's tensors: those that UNets need.
+    Images are contiguous."""
 
     # These only use methods that tensors of both libraries have.
     materialize = staticmethod(torch_ops.materialize)
@@ -147,6 +148,7 @@ class OneFlowOperators:
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
+    """The activation of x."""
     if activation is Activation.SILU:
         return functional.silu(x)
     if activation is Activation.GELU:
@@ -155,13 +157,14 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def wrap(image: Tensor, padding: int, dim: int) -> Tensor:
-    """The image with so much of the opposite edge before and after it along a dimension."""
+    """The image, padded along a dimension on both sides by `padding` rows of its opposite edge."""
     size = image.shape[dim]
     return flow.cat([image.narrow(dim, size - padding, padding), image, image.narrow(dim, 0, padding)], dim=dim)
 
 
 def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
-    """An nn.Graph of OneFlow over a forward and these weights of torch's; its first run compiles it."""
+    """An nn.Graph of OneFlow over a forward and these weights of torch's, without copying them; its first run compiles
+    it. build: a function of the weights and of the graph's inputs that returns a tuple of outputs."""
     share: Callable[[Any], Any] = lambda part: None if part is None else from_torch(unowned(part))  # noqa: E731
     shared = {path: LayerWeights(share(layer.weight), share(layer.bias)) for path, layer in weights.items()}
 
@@ -173,7 +176,8 @@ def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of a contiguous tensor that does not keep this memory alive."""
+    """A tensor over the memory of a contiguous tensor that does not keep this memory alive. The caller must know that
+    the memory exists when it is read."""
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
     empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage, 0, tensor.shape)

@@ -51,10 +51,11 @@ ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
 
 @dataclass
 class OneFlowRunner:
-    """A graph for the calls of one shape.
+    """A graph for the calls of one shape, as the runtime replays it.
 
+    graph: the compiled graph of OneFlow.
     variables: environment variables that are set before each run; see oneflow_variables.
-    running: the lock that is held while OneFlow runs.
+    running: the lock that is held while OneFlow runs or compiles.
     """
 
     graph: Any
@@ -62,6 +63,8 @@ class OneFlowRunner:
     running: threading.Lock
 
     def run(self, call: Call) -> Tensor:
+        """The output for a call of the graph's shape, as a new tensor. Waits while OneFlow compiles in another
+        thread."""
         from .operators import run_graph
 
         with self.running:
@@ -72,7 +75,8 @@ class OneFlowRunner:
 class OneFlow(Device):
     """The backend; one object for the process. Callers hold the runtime's lock.
 
-    most: the largest number of graphs.
+    output: computes a call; see Families.output.
+    most: the largest number of graphs, because their memory is never freed.
     failure: the compiler's message when it failed; "" until then. After a failure, nothing is compiled any more.
     """
 
@@ -80,7 +84,6 @@ class OneFlow(Device):
     traits = Traits(serves_ungraphed=False)
 
     def __init__(self, output: Output, most: int = MOST_GRAPHS) -> None:
-        """output: computes a call; see Families.output."""
         self.most = most
         self.failure = ""
         self._output = output
@@ -100,7 +103,8 @@ class OneFlow(Device):
         return sum(not graph.done() or graph.result() is not None for graph in self._graphs.values())
 
     def is_wanted(self, settings: Settings) -> bool:
-        """Only if the user has chosen it, because it compiles for seconds and never frees that memory."""
+        """See Device.is_wanted. True only if the user has chosen this backend in the settings: compiling takes seconds,
+        and the memory of a compiled graph is never freed."""
         return settings.backend == self.name
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
@@ -111,6 +115,7 @@ class OneFlow(Device):
         self._variables = oneflow_variables(settings)
 
     def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
+        """See Device.refuse_call. OneFlow serves whole UNets with plain weights, on one device."""
         if weight_marks:
             # Its graphs contain the addresses of the stored weights, and read these as they are.
             raise Refusal(f"the backend {self.name} does not support {' and '.join(weight_marks)}")
@@ -168,8 +173,8 @@ class OneFlow(Device):
             raise Refusal(STRIDED.format(strided))
 
     def _compile(self, build: Callable[..., Any], weights: Weights, given: list[Tensor]) -> Any | None:
-        """The compiled graph; None if that fails. Runs in the worker's thread. weights: keeps them alive for the first
-        run, which reads them."""
+        """The compiled graph; None if that fails, now or earlier. Then `failure` has the reason. Runs in the worker's
+        thread. weights: this argument keeps them alive for the first run, which reads them."""
         if self.failure:
             return None
         try:
@@ -192,8 +197,8 @@ def oneflow_variables(settings: Settings) -> dict[str, str]:
 
 
 def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
-    """The forward of calls like this one, as a function of OneFlow's tensors: first the weights, then the tensors of
-    contiguous(call)."""
+    """The forward of calls like this one, as a function for graph_of: of the weights, then of the tensors of
+    contiguous(call), all of them OneFlow's. It returns a tuple with the output."""
     # The call's structure without its tensors, so that the graph does not keep them alive.
     nothing: Any = torch.empty(0, dtype=torch.float32, device="cpu")
     like = mapped(call, lambda tensor: nothing)
@@ -222,5 +227,5 @@ def present(weights: Weights) -> Weights:
 
 
 def addresses(weights: Weights) -> tuple[int, ...]:
-    """The addresses of all weights and biases."""
+    """The addresses of all weights and biases. A graph is valid while they are the same."""
     return tuple(part.data_ptr() for layer in weights.values() for part in layer[:2] if part is not None)

@@ -70,6 +70,8 @@ class Attention:
 
     Uses the implementation that measure() has found to be the fastest for shapes of the same class. Without a
     measurement, on a CPU, or with a mask, it uses torch's own choice.
+
+    launches: has the measurements.
     """
 
     def __init__(self, launches: Launches) -> None:
@@ -131,7 +133,7 @@ class Attention:
 
 
 def kernel_of(query_shape: Shape) -> Kernel:
-    """The candidates for a shape. torch's switches may still rule one out."""
+    """The candidates for queries of this shape. Some may be missing on this machine: see may_use."""
     return WIDE if query_shape[3] > WIDEST_HEAD else NARROW
 
 
@@ -146,7 +148,7 @@ def class_of(query_shape: Shape, key_shape: Shape) -> str:
 
 def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention by the implementation of this name. Raises RuntimeError if it does not support the inputs, or if the
-    host has switched it off."""
+    host has switched it off in torch."""
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value)
     if key.shape[1] != query.shape[1] and not (HAS_GQA and name in SHARE_KEY_HEADS):
@@ -165,10 +167,11 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: Filled) -> Tensor:
-    """Attention of rows that are filled up to one length, by the implementation of this name. Raises as attend.
+    """Attention of rows that are filled up to one length (Filled), by the implementation of this name. Raises as
+    attend.
 
-    The kernels for sequences of different lengths (varlen) get two sequences for each row: the tokens that count, and
-    the others.
+    The kernels for sequences of different lengths (varlen) get two sequences for each row: the tokens that are used,
+    and the padding. So no token attends to padding, and the shapes do not depend on the lengths.
     """
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value, filled)
@@ -199,7 +202,7 @@ def cudnn_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, 
 
 
 def flash_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
-    """As cudnn_of_sequences."""
+    """As cudnn_of_sequences, by flash attention."""
     output: Tensor = torch.ops.aten._flash_attention_forward(
         query, key, value, ends, ends, longest, longest, 0.0, False, False
     )[0]
@@ -232,7 +235,8 @@ def filled_trial(shape_class: str, query: Tensor, key: Tensor, value: Tensor) ->
 
 
 def may_use(backend: str) -> bool:
-    """Whether this torch has the implementation and the host has not switched it off."""
+    """Whether this torch has the implementation of this name (backend), and the host has not switched it off in
+    torch.backends.cuda."""
     if backend == CUDNN and not HAS_CUDNN:
         return False
     return getattr(switches, f"{SWITCHES[backend]}_sdp_enabled", lambda: False)()
@@ -259,7 +263,7 @@ def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int 
 
 
 def sums_in_half() -> bool:
-    """Whether torch sums float16 products in float16. Then it has no GEMM with a float32 output."""
+    """Whether torch now sums float16 products in float16. While it does, its GEMM has no float32 output."""
     return bool(switch_of(switches.matmul, "allow_fp16_accumulation"))
 
 

@@ -11,7 +11,8 @@ from . import operators as torch_ops
 
 
 class Eager(Device):
-    """Launches PyTorch's operators one by one, on any device. It is the reference."""
+    """Launches PyTorch's operators one by one, on any device. It is the reference: it serves whatever no other backend
+    serves."""
 
     name = "eager"
 
@@ -19,16 +20,19 @@ class Eager(Device):
         self._wide_norms = torch_ops.WideNorms()
 
     def operators(self, wide_norms: bool = False) -> Operators:
+        """See Device.operators. PyTorch's group norms compute in the dtype of their input, so a host that computes them
+        in float32 (wide_norms) needs operators of their own: torch_ops.WideNorms."""
         return self._wide_norms if wide_norms else torch_ops
 
 
 class CudaGraphs(Eager):
-    """PyTorch's operators, captured as CUDA graphs."""
+    """PyTorch's operators, captured as CUDA graphs. For GPUs on which our own kernels cannot run."""
 
     name = "cudagraph"
     traits = Traits(has_graphs=True, serves_ungraphed=False)
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
+        """See Device.refuse. Only the device decides."""
         refuse_without_gpu(device)
 
 

@@ -1,5 +1,7 @@
-"""The reference operators in plain torch, for any device and dtype; see core.operators. Images keep their memory
-format.
+"""The reference operators in plain torch, for any device and dtype. core.operators.Operators describes each operator;
+the docstrings here say what is particular. Images keep their memory format.
+
+Some operators have arguments that only other backends need, such as consumer: they are ignored here.
 """
 from __future__ import annotations
 
@@ -37,11 +39,14 @@ def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
 
 
 def join(vectors: Sequence[Tensor]) -> Tensor:
+    """See Operators.join."""
     return torch.cat(list(vectors))
 
 
 def linear(x: Tensor, layer: LayerWeights) -> Tensor:
-    """See core.operators. If a weight exists in eight bits only, layer.weight is a tensor on torch's meta device."""
+    """See Operators.linear. LoRAs are added, or merged into the weight, whichever takes less memory traffic. If a
+    weight exists in eight bits only, layer.weight is a tensor on torch's meta device; it is multiplied by
+    quantized.py's functions."""
     layer = layer._replace(weight=layer.weight.flatten(1))
     if layer.weight.is_meta and is_decoded(layer):
         layer = layer._replace(weight=decoded(layer.low_bit[0], x.dtype), low_bit=())
@@ -86,6 +91,8 @@ def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
 
 
 def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
+    """See Operators.pointwise. A batched product for contiguous images; a linear layer over the pixels for
+    channels-last ones."""
     batch, _, height, width = image.shape
     # In channels-last order, the pixels are the rows of a linear layer. 8-bit weights only have that form.
     if not image.is_contiguous() or layer.weight.is_meta:
@@ -102,6 +109,7 @@ def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def convolution(image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
+    """See Operators.convolution. LoRAs are added."""
     padding = shape.padding
     if shape.circular:
         image = functional.pad(image, [padding] * 4, mode="circular")
@@ -123,6 +131,7 @@ def group_norm(
     image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
     consumer: LayerWeights | None = None,
 ) -> Tensor:
+    """See Operators.group_norm."""
     if shift is not None:
         image = image + shift[:, :, None, None]
     normed = functional.group_norm(image, norm.groups, layer.weight, layer.bias, norm.eps)
@@ -133,6 +142,7 @@ def residual_norm(
     residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm, consumer: LayerWeights,
     modulation: Modulation | None = None,
 ) -> tuple[Residual, Tensor]:
+    """See Operators.residual_norm. RMS norms are computed in float32."""
     tokens = materialize(residual)
     if isinstance(norm, RMSNorm):
         assert layer is not None
@@ -149,17 +159,19 @@ def residual_norm(
 
 
 def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
+    """See Operators.rms_norm."""
     return wide_rms_norm(x, layer, norm).to(x.dtype)
 
 
 def wide_rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
-    """The RMS norm in float32. torch has none before 2.4."""
+    """The RMS norm computed in float32, in float32. torch has no RMS norm before 2.4."""
     wide = x.float()
     weight = layer.weight.float() + 1 if norm.plus_one else layer.weight
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * weight
 
 
 def split_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+    """See Operators.split_heads."""
     numbers = [part.number for part in parts]
     width = projected.shape[-1] // sum(numbers)
     pieces = projected.split([number * width for number in numbers], dim=-1)
@@ -195,6 +207,7 @@ def rotated(heads: Tensor, rotary: Rotary) -> Tensor:
 def add_linear(
     residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None, norm: WeightedNorm | None = None
 ) -> Residual:
+    """See Operators.add_linear. The sum is computed now, and not deferred."""
     tokens = residual.tokens
     update = linear(x, layer)
     if norm is not None:
@@ -205,6 +218,7 @@ def add_linear(
 
 
 def materialize(residual: Residual) -> Tensor:
+    """See Operators.materialize. Also for residuals of the native backend, whose updates and biases are deferred."""
     tokens = residual.tokens
     update = residual.update
     if update is not None and residual.update_scales is not None:
@@ -221,6 +235,7 @@ def materialize(residual: Residual) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
 ) -> Tensor:
+    """See Operators.attention. By torch's own choice of kernel."""
     if not upcast:
         return scaled_dot_product_attention(query, key, value, mask)
     wide = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask)
@@ -253,8 +268,9 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def shares_key_heads(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether to use torch's enable_gqa. On a GPU, only flash attention and cuDNN support it, in half precision and
-    without a mask; otherwise torch would repeat the heads itself, and store all scores."""
+    """Whether to use torch's enable_gqa for fewer heads of keys than of queries. On a GPU, only flash attention and
+    cuDNN support it, in half precision and without a mask; with it, torch would otherwise repeat the heads itself, and
+    store all scores."""
     if not HAS_GQA:
         return False
     return query.device.type != "cuda" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
@@ -266,6 +282,7 @@ def repeated(heads: Tensor, count: int) -> Tensor:
 
 
 def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None) -> Tensor:
+    """See Operators.gated."""
     value, gate = tokens.chunk(2, dim=-1)
     if unit.gate_first:
         value, gate = gate, value
@@ -273,18 +290,22 @@ def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None)
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor, consumer: LayerWeights | None = None) -> Tensor:
+    """See Operators.sigmoid_gated."""
     return x * torch.sigmoid(gate)
 
 
 def gated_linear(x: Tensor, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
+    """See Operators.gated_linear."""
     return gated(linear(x, layer), unit, consumer)
 
 
 def activated_linear(x: Tensor, layer: LayerWeights, activation: Activation, consumer: LayerWeights) -> Tensor:
+    """See Operators.activated_linear."""
     return activated(linear(x, layer), activation)
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
+    """The activation of x, as a new tensor."""
     if activation is Activation.SILU:
         return functional.silu(x)
     if activation is Activation.SIGMOID:
@@ -293,26 +314,32 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
+    """See Operators.silu."""
     return functional.silu(x)
 
 
 def residual_add(image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
+    """See Operators.residual_add."""
     return image + (update if bias is None else update + bias[:, None, None])
 
 
 def concatenate(image: Tensor, skip: Tensor) -> Tensor:
+    """See Operators.concatenate. A copy."""
     return torch.cat([image, skip], dim=1)
 
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:
+    """See Operators.resize."""
     return functional.interpolate(image, size=(height, width), mode="nearest")
 
 
 def image_to_tokens(image: Tensor) -> Tensor:
+    """See Operators.image_to_tokens."""
     return image.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
+    """See Operators.tokens_to_image. A view in channels-last order."""
     image: Tensor = tokens.unflatten(1, (height, width))
     return image.permute(0, 3, 1, 2)
 
@@ -328,16 +355,18 @@ def channels_last(image: Tensor) -> Tensor:
 
 
 class WideNorms:
-    """The same operators, except that group norms and the SiLU after them are computed in float32, as under
-    torch.autocast: only the output of the SiLU is rounded."""
+    """These operators for a host that computes group norms in float32, as under torch.autocast: the norm and the SiLU
+    after it are computed in float32, and only the SiLU's output is rounded. All other operators are this module's."""
 
     def __getattr__(self, name: str) -> Any:
+        """The operator of this name of this module."""
         return globals()[name]
 
     def group_norm(
         self, image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
         consumer: LayerWeights | None = None,
     ) -> Tensor:
+        """See Operators.group_norm. In float32, rounded once."""
         if shift is not None:
             image = image + shift[:, :, None, None]
         wide = LayerWeights(layer.weight.float(), None if layer.bias is None else layer.bias.float())

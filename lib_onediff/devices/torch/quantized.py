@@ -17,6 +17,7 @@ from torch import Tensor
 from ...core.layer_weights import LayerWeights, QuantizedWeight
 from ...core.refusal import Refusal
 
+# The largest value of a quantized row, and the smallest scale.
 LARGEST = 127.0
 SMALLEST = 1e-30
 # The output is computed in pieces of this many numbers, because intermediate results take 12 bytes a number.
@@ -26,12 +27,13 @@ EXACT_TERMS = 1024
 # torch._int_mm on a GPU needs at least this many rows, and widths that are multiples of INT_MM_ALIGNED.
 FEWEST_ROWS = 32
 INT_MM_ALIGNED = 32
+# The size of the square matrices with which has_int_mm tries it.
 PROBE = 32
 
 
 def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
     """x (..., in) times the layer's INT8 weight, layer.low_bit[0] (out, in), plus the bias: (..., out) in the dtype of
-    x.
+    x. LoRAs are not added.
 
     Raises Refusal for an invalid rotation.
     """
@@ -109,6 +111,7 @@ def check_rotation(weight: QuantizedWeight) -> None:
 
 
 def is_power_of_four(number: int) -> bool:
+    """Whether a number is 4, 16, 64 and so on."""
     return number > 1 and number.bit_count() == 1 and number.bit_length() % 2 == 1
 
 

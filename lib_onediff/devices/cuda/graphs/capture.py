@@ -34,8 +34,12 @@ UNLIMITED = -1
 class Pool:
     """The memory pool that the graphs of one architecture share on one device.
 
-    The memory is kept as long as this object, with or without graphs in it, and the next graph reuses it. Afterwards
-    torch frees it when its cache is emptied. is_fresh: no forward has been captured into it yet.
+    The memory is kept as long as this object, with or without graphs in it, and the next graph reuses it. When the
+    object is gone, torch frees the memory as soon as its cache is emptied.
+
+    stream: the capture stream of the device.
+    handle: torch's name of the pool. bytes: the pool's size.
+    is_fresh: whether no forward has been captured into it yet.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
@@ -69,10 +73,11 @@ class CudaGraphs:
     """The core.device.GraphMaker for CUDA: one memory pool per architecture, and one capture stream per device.
 
     One stream, because cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has run on.
+
+    output: computes a call; see Families.output.
     """
 
     def __init__(self, output: Output) -> None:
-        """output: computes a call; see Families.output."""
         self._output = output
         # Weak references, because the graphs in a pool keep it alive.
         self._pools: weakref.WeakValueDictionary[tuple[torch.device, str], Pool] = weakref.WeakValueDictionary()
@@ -166,7 +171,8 @@ class CudaGraphs:
                 return time_in_graph(work, self._stream(device, dtype))
 
     def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
-        """The capture stream of a device. dtype: that of the first products on it; see give_workspaces."""
+        """The capture stream of a device; a new one if there is none. dtype: of the products with which give_workspaces
+        prepares a new stream."""
         if device not in self._streams:
             stream = torch.cuda.Stream()
             give_workspaces(stream, dtype)
@@ -174,6 +180,7 @@ class CudaGraphs:
         return self._streams[device]
 
     def _pool(self, device: torch.device, architecture: str, stream: torch.cuda.Stream) -> Pool:
+        """The pool of an architecture on a device; a new one if there is none."""
         pool = self._pools.get((device, architecture))
         if pool is None:
             # Free old pools first, because a capture cannot use memory that torch keeps reserved for them.
@@ -194,8 +201,8 @@ def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
 
 
 def begin_recording() -> bool:
-    """Let torch record allocations, without stack traces. Returns False if it cannot, or does already for another user.
-    """
+    """Let torch record allocations, without stack traces. Returns False if torch cannot record, or does so already for
+    another program."""
     is_recording = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     if is_recording is None or is_recording():
         return False

@@ -23,6 +23,7 @@ from ....core.call import Call
 from ....core.inputs import bytes_of, copy_inputs
 from ....core.points import DoesNotFit, EveryPoint, PassedPoint, Points
 
+# For time_in_graph: runs before the capture, runs in the graph, and replays of the graph.
 WARM_RUNS = 2
 RUNS_IN_GRAPH = 5
 REPLAYS = 5
@@ -35,10 +36,13 @@ MOST_KEPT = 256 << 20
 
 class GraphRecording:
     """Captures CUDA graphs on a stream into a memory pool. Between captures, work runs on the stream that was current
-    when this was made."""
+    when this was made.
+
+    pool: the pool's handle; None for a new pool. piece: bytes that the first capture allocates for the pool in one
+        piece; 0: none.
+    """
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream, piece: int = 0) -> None:
-        """pool: None for a new one. piece: bytes that the first capture allocates for the pool in one piece."""
         self._pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._stream = stream
         self._piece = piece
@@ -173,8 +177,11 @@ def random_numbers_survive(device: torch.device) -> Iterator[None]:
 
 
 class Returned:
-    """The results of functions in one replay, in order. If they exceed MOST_KEPT, all are dropped
-    (is_complete=False)."""
+    """Copies of the results of functions in one replay, in order. If the replay does not fit in the end, the forward is
+    repeated with these results (core.points.ResumedPoints). If they exceed MOST_KEPT bytes, all are dropped.
+
+    all: the results. is_complete: False if they were dropped.
+    """
 
     def __init__(self) -> None:
         self.all: list[Any] = []
@@ -195,13 +202,15 @@ class Returned:
             self.all.append(tuple(map(fresh, returned)) if several else fresh(returned))
 
 
-# Replays a segment of the forward; or calls the functions of a call at a point, and keeps their results.
+# One step of a replay, segment(patches, kept): replays the graph of a part of the forward; or calls the functions of a
+# call's patches at a point, and keeps their results.
 Segment = Callable[[Any, Returned], object]
 
 
 @dataclass(frozen=True)
 class FunctionPoint:
-    """A point with functions.
+    """A point with functions of other extensions, as a Segment between two graphs. Calling it calls the functions of a
+    call. Raises DoesNotFit if they return other shapes than at the capture.
 
     arguments: the point's arguments, with views instead of tensors.
     results: views of the next segment's inputs, to which the functions' results are copied.
@@ -214,6 +223,8 @@ class FunctionPoint:
     number: int
 
     def __call__(self, patches: Points, kept: Returned) -> None:
+        """Call the functions of `patches` at this point, copy their results to the next segment's inputs, and keep them
+        in `kept`."""
         given = getattr(patches, self.name)(*map(fresh, self.arguments))
         kept.keep(given)
         returned = tensors_of(given)
@@ -229,15 +240,17 @@ def replaying(replay: Callable[[], None]) -> Segment:
 
 
 def noting(name: str, arguments: tuple[Any, ...]) -> Segment:
-    """The Segment for one of the NOTED points without a function. Its method gets None instead of tensors, which it
-    does not read."""
+    """The Segment for one of the NOTED points without a function: its method is called in every replay, because it
+    notes the forward's position in the host's options. It gets None instead of tensors, which it does not read."""
     plain = tuple(None if isinstance(one, Tensor) else one for one in arguments)
     return lambda patches, kept: getattr(patches, name)(*plain)
 
 
 class RecordedPoints(EveryPoint):
-    """The points of a call whose forward is being captured.
+    """The points of a call whose forward is being captured. At a point with functions, the capture is ended, the
+    functions are called, and the next capture begins.
 
+    recording: captures the segments.
     segments: the segments so far.
     points: the points that the forward has passed, without the functions' results.
     """
@@ -249,6 +262,7 @@ class RecordedPoints(EveryPoint):
         self.points: list[PassedPoint] = []
 
     def at(self, point: str, *arguments: Any) -> Any:
+        """See EveryPoint.at."""
         patches = self._patches
         recording = self._recording
         if not patches.has_function(point, *arguments):
@@ -271,10 +285,11 @@ class RecordedPoints(EveryPoint):
 class GraphRunner:
     """The core.device.Runner with the graphs of a forward's segments.
 
+    segments: in the order of the forward.
     output: (batch, out channels, height, width), written by the last segment.
     positions: Points.positions of the captured call; None if it had no functions.
     points: see RecordedPoints.
-    memory: the Pool of the graphs.
+    inputs, own_bytes: see Runner. memory: the Pool of the graphs.
     """
 
     segments: list[Segment]

@@ -30,12 +30,14 @@ DAMAGE = (
     OSError, EOFError, KeyError, IndexError, ValueError, TypeError, AttributeError, RecursionError, NotImplementedError,
     RuntimeError, zipfile.BadZipFile, zlib.error, struct.error,
 )
+# The oldest compute capability for which kernels are compiled.
 OLDEST_CAPABILITY = (7, 5)
 # The CUDA version of driver 525, the first that loads PTX 8.0; and of the first drivers for the architectures whose PTX
 # is newer: 8.4 and 8.6.
 OLDEST_DRIVER = (12, 0)
 OLDEST_DRIVER_NAME = "525"
 NEWER_DRIVER = {"89": (12, 4), "90a": (12, 7)}
+# The names of dtypes in the archive's keys, which are Triton's.
 TYPE_NAMES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int8: "i8", torch.int64: "i64",
     getattr(torch, "float8_e4m3fn", None): "fp8e4nv",
@@ -98,7 +100,7 @@ def type_of(argument: Any) -> Any:
 
 
 def key_name(key: tuple[Any, ...]) -> str:
-    """The name of a variant's key in the archive."""
+    """The name of a variant's key in the archive, such as "tokens.gelu_block fp16 2 3 1024"."""
     def name(part: Any) -> str:
         if isinstance(part, tuple):
             return f"{name(part[0])}[{'x'.join(map(str, part[1]))}]"
@@ -127,14 +129,14 @@ def variant(
 
 
 def serves(architecture: str, capability: tuple[int, int]) -> bool:
-    """Whether PTX for an architecture, such as "80" or "90a", runs on a card of this compute capability. An "a" means
-    that it does not run on newer cards."""
+    """Whether PTX for an architecture, such as "80" or "90a", runs on a card of this compute capability: on the same
+    and on newer ones; with an "a" on the same one only."""
     own = capability[0] * 10 + capability[1]
     return number(architecture) == own if architecture.endswith("a") else number(architecture) <= own
 
 
 def number(architecture: str) -> int:
-    """An architecture's name without its letter: 90 for "90a"."""
+    """The number in an architecture's name: 90 for "90a"."""
     return int(architecture.rstrip("a"))
 
 

@@ -17,35 +17,40 @@ import torch
 from ....core.refusal import Refusal
 
 LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
+# CUDA_ERROR_OUT_OF_MEMORY, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 OUT_OF_MEMORY = 2
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+# The shared memory that a block may have without asking for more.
 USUAL_SHARED_BYTES = 48 << 10
 # The size of a CUtensorMap in bytes, and the alignment of its address.
 MAP_BYTES = 128
 MAP_ALIGNMENT = 64
+# CU_TENSOR_MAP_L2_PROMOTION_L2_128B.
 L2_PROMOTION_128 = 2
 
 
 class Driver:
-    """The driver's functions. They use the current thread's CUDA context, which torch has created.
+    """The functions of NVIDIA's driver. They use the current thread's CUDA context, which torch has created.
 
     All methods raise RuntimeError with the driver's reason, torch.cuda.OutOfMemoryError, and Refusal if the library
     does not have the function.
+
+    library: the driver's library, loaded by ctypes.
     """
 
     def __init__(self, library: Any) -> None:
-        """library: the driver's library, loaded by ctypes."""
         self._library = library
         self._function("cuLaunchKernel").argtypes = (c_void_p, *(c_uint,) * 7, c_void_p, POINTER(c_void_p), c_void_p)
 
     def call(self, name: str, *arguments: Any) -> None:
-        """Call the function of this name."""
+        """Call the driver's function of this name. Raises for any status but success; see Driver."""
         status = self._function(name)(*arguments)
         if status:
             reason = f"{name}: {self._reason(status)}"
             raise torch.cuda.OutOfMemoryError(reason) if status == OUT_OF_MEMORY else RuntimeError(reason)
 
     def _function(self, name: str) -> Any:
+        """The driver's function of this name. Raises Refusal if the library has none."""
         try:
             return getattr(self._library, name)
         except AttributeError:

@@ -28,7 +28,10 @@ Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
 
 class InputFormats:
-    """The formats of the inputs of layers. Each method returns an 8-bit format, or None for the model's dtype."""
+    """The formats of the inputs of layers. Each method returns an 8-bit format, or None for the model's dtype.
+
+    result_dtype: see ResultDtype. choose: see Choose.
+    """
 
     def __init__(self, result_dtype: ResultDtype, choose: Choose) -> None:
         self._result_dtype = result_dtype
@@ -36,7 +39,7 @@ class InputFormats:
 
     def of_image(self, shape: torch.Size, groups: int, consumer: LayerWeights | None) -> Kind | None:
         """The format of an image of this shape (batch, channels, height, width) that a group norm writes for a
-        convolution. groups: of the norm."""
+        convolution (consumer; None if the reader is unknown). groups: of the norm."""
         batch, channels, height, width = shape
         pixels = height * width
         if consumer is None or not consumer.low_bit or pixels < FEWEST_PIXELS or groups > images.MOST_GROUPS:
@@ -58,7 +61,8 @@ class InputFormats:
         return self._choose(Product(rows, width, out, source), consumer.weight.dtype, kinds_of(consumer))
 
     def with_plain(self, tokens: Tensor, consumer: LayerWeights, source: str) -> tuple[Kind | None, bool]:
-        """As of_tokens, and whether the tokens must also be written in the model's dtype, for the consumer's LoRAs."""
+        """The format of of_tokens, and whether the tokens must also be written in the model's dtype, because the
+        consumer's LoRAs read them so."""
         kind = self.of_tokens(tokens, consumer, source)
         if kind is None and self.reads_both(consumer):
             return INT8, True
@@ -72,8 +76,8 @@ class InputFormats:
         return weight.stored and weight.rotation in (0, rounding.GROUP) and self.of_stored(consumer) is INT8
 
     def of_stored(self, layer: LayerWeights) -> Kind | None:
-        """The format in which our products or the library's multiply a weight that is stored in eight bits; None if
-        they cannot, and torch's operators decode it. Raises Refusal for an invalid rotation."""
+        """The format in which our products or the library's multiply this layer's weight, which is stored in eight
+        bits. None if neither can; torch's operators then decode the weight. Raises Refusal for an invalid rotation."""
         weight = layer.low_bit[0]
         check_rotation(weight)
         out, width = weight.values.shape
@@ -86,11 +90,11 @@ class InputFormats:
             has_units = self._result_dtype(device, dtype) is not None and layer.low_rank is None
             return FP8 if has_units else None
         is_int8 = weight.values.dtype == INT8.dtype
-        return INT8 if is_int8 and float8.why_not(INT8, device, dtype) is None else None
+        return INT8 if is_int8 and float8.unmet_requirement(INT8, device, dtype) is None else None
 
     def _of_quantized_only(self, consumer: LayerWeights) -> Kind | None:
-        """of_rows for a weight that exists in eight bits only. None: LoRAs read the input in the model's dtype, or its
-        rotation has groups of a size that our kernels do not rotate."""
+        """of_rows for a weight that exists in eight bits only. None if the input must stay in the model's dtype: LoRAs
+        read it so, or the weight's rotation has groups of a size that our kernels do not rotate."""
         weight = consumer.low_bit[0]
         if not weight.stored:
             return kind_of(weight.values)
@@ -100,7 +104,7 @@ class InputFormats:
 
 
 def rule_for(consumer: LayerWeights) -> Rule:
-    """The rule by which the int8 input of a layer is rounded."""
+    """The rule by which the int8 input of this layer is rounded."""
     weight = consumer.low_bit[0]
     return rule_of(weight, weight.values.device) if consumer.weight.is_meta else Rule.OURS
 

@@ -25,11 +25,13 @@ LaunchConfig = tuple[Any, ...]
 # A candidate replaces the first one if it takes less than this part of its time: two measurements of the same kernel
 # differ by less.
 WORTH_CHANGING = 0.97
+# The classes of shapes of images: see image_class.
 SMALL = "small"
 LARGE = "large"
 LARGE_IMAGE_PIXELS = 48 * 48
 # The width of a feed-forward's hidden tokens, as a multiple of the width of its tokens.
 FEED_FORWARD = 4
+# The widest heads of ATTENTION; wider ones use WIDE_ATTENTION.
 WIDEST_SMALL_HEAD = 64
 
 
@@ -106,7 +108,10 @@ CONVOLUTIONS = {
 class Launches:
     """The chosen launch config of every kernel on the current card, by class of shapes and dtype.
 
-    It also collects the sizes that calls have used, for later measurements.
+    It also collects the sizes that calls have used, so that Native.tune can measure them later: convolutions,
+    stored_products and down_products, which the operators fill.
+
+    tuning_cache: keeps the choices.
     """
 
     def __init__(self, tuning_cache: TuningCache) -> None:
@@ -121,12 +126,13 @@ class Launches:
         self._known: dict[tuple[str, str, torch.dtype, int], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:
-        """The launch config that was chosen; the kernel's first one if none was."""
+        """The launch config to use: the one that was chosen; the kernel's first candidate if none was. Runs at every
+        launch."""
         known = self._known.get((kernel.name, shape_class, dtype, current_card()))
         return known or self.chosen(kernel, shape_class, dtype) or kernel.candidates[0]
 
     def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig | None:
-        """The launch config that was chosen; None if none was."""
+        """The launch config that was chosen for this GPU; None if none was, or if it is no candidate any more."""
         value = self._tuning_cache.get(choice_name(kernel, shape_class, dtype))
         config = tuple(value) if isinstance(value, list) else None
         if config not in kernel.candidates:
@@ -135,7 +141,7 @@ class Launches:
         return config
 
     def forget(self) -> None:
-        """Read every choice from the tuning cache again."""
+        """Read every choice from the tuning cache again when it is used next."""
         self._known = {}
 
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
@@ -169,7 +175,8 @@ class Trial(NamedTuple):
     """The measurement of a kernel for one class of shapes.
 
     run: run(config) launches the kernel with a launch config, and returns its output.
-    agrees: agrees(output) returns whether the output is correct; None if all candidates compute the same.
+    agrees: agrees(output) returns whether the output is correct; None if all candidates compute the same. It is asked
+        about every candidate but the first.
     """
 
     kernel: Kernel
@@ -179,8 +186,9 @@ class Trial(NamedTuple):
 
 
 def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs) -> bool:
-    """Measure a kernel and choose its launch config, if that was not done on this GPU before. Returns whether it was
-    done now. Raises what the first candidate raises, and torch.cuda.OutOfMemoryError."""
+    """Measure a kernel and store the choice of its launch config, if that was not done on this GPU before. Returns
+    whether it was done now. Raises what the first candidate raises, and torch.cuda.OutOfMemoryError; other candidates
+    that fail are left out."""
     if launches.chosen(trial.kernel, trial.shape_class, dtype) is not None:
         return False
     launches.choose(trial.kernel, trial.shape_class, dtype, best_config(trial, time_ms))

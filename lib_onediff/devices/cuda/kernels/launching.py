@@ -21,6 +21,7 @@ from . import archive
 from .archive import Tiles
 from .driver import MAP_ALIGNMENT, MAP_BYTES, driver_here
 
+# The usual depth of Triton's software pipeline.
 STAGES = 3
 # Kernels are compiled for addresses and sizes that are multiples of this, so that they can load as many bytes at once.
 ALIGNED = 16
@@ -45,7 +46,7 @@ def launch(
     """
     first = arguments[0]
     device = (first.tensor if isinstance(first, Tiles) else first).device
-    if not is_ahead(device):
+    if not uses_archive(device):
         launch_source(kernel, grid, arguments, warps, stages, constants)
         return
     key = archive.key_of(kernel, arguments, warps, stages, constants)
@@ -54,8 +55,9 @@ def launch(
         loaded(key, device)(grid, arguments)
 
 
-def is_ahead(device: torch.device) -> bool:
-    """Whether a device uses the compiled kernels of the archive; otherwise, Triton compiles the sources."""
+def uses_archive(device: torch.device) -> bool:
+    """Whether kernels for a device come from the archive, compiled ahead of time: on NVIDIA GPUs, unless
+    ONEDIFF_KERNELS=source. Otherwise, Triton compiles the sources."""
     return device.type == "cuda" and not torch.version.hip and os.environ.get("ONEDIFF_KERNELS") != "source"
 
 
@@ -63,7 +65,7 @@ def why_not(device: torch.device) -> str | None:
     """Why our kernels cannot run on a device, in one sentence; None if it meets all known requirements."""
     if device.type != "cuda":
         return f"OneDiff's kernels need an NVIDIA GPU, and this is the {device.type}"
-    if not is_ahead(device):
+    if not uses_archive(device):
         # On AMD GPUs, torch for ROCm usually comes with Triton.
         return None if find_spec("triton") else "OneDiff's kernels need Triton on this GPU, and it is not installed"
     capability = torch.cuda.get_device_capability(device)
@@ -88,8 +90,9 @@ def why_not(device: torch.device) -> str | None:
 
 @functools.cache
 def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int], Sequence[Any]], None]:
-    """A function, run(grid, arguments), that launches the kernel with this key. Loads the kernel, which takes the
-    driver some 50 ms if it has not translated the PTX before."""
+    """A function, run(grid, arguments), that launches the kernel with this key (archive.key_of) on the device's current
+    stream. The device must be the current one, also when run is called. Loads the kernel, which takes the driver some
+    50 ms if it has not translated the PTX before. Raises as launch."""
     driver = driver_here()
     variant, ptx = archive.variant(key, torch.cuda.get_device_capability(device), driver.version())
     function = driver.load(ptx, variant.name, variant.shared)
@@ -116,7 +119,8 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
 
 
 def aligned(number: int, name: str) -> int:
-    """An address or size, as it is. Raises Refusal if it is not a multiple of ALIGNED. name: of the kernel."""
+    """The given address or size. Raises Refusal if it is not a multiple of ALIGNED: a kernel would read wrong memory.
+    name: of the kernel, for the message."""
     if number % ALIGNED:
         raise Refusal(f"OneDiff's kernel {name} needs multiples of {ALIGNED}, and got {number}")
     return number
@@ -159,7 +163,7 @@ def launch_source(
 
 
 def triton_argument(argument: Any) -> Any:
-    """An argument of launch as Triton takes it."""
+    """An argument of launch in the form that Triton takes: Tiles become a tensor descriptor."""
     if not isinstance(argument, Tiles):
         return argument
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -46,13 +46,15 @@ from .rounding import Rule
 
 
 class VirtualConcatenation(NamedTuple):
-    """Two images that stand for their concatenation along the channels, without a copy."""
+    """Two images that stand for their concatenation along the channels, without a copy. first, second: (batch,
+    channels, height, width), of one size."""
 
     first: Tensor
     second: Tensor
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the concatenation."""
         batch, channels, height, width = self.first.shape
         return torch.Size((batch, channels + self.second.shape[1], height, width))
 
@@ -65,20 +67,21 @@ Rows = Tensor | QuantizedTokens
 
 
 class NativeOperators:
-    """See core.operators. Our kernels compute the cases that the served networks have; torch's operators compute the
-    others.
+    """The operators of core.operators.Operators, which describes them. Our kernels compute the cases that the served
+    networks have; torch's operators compute the others. The docstrings here say what is particular.
 
     Each operator before a layer with an 8-bit weight may write that layer's input in eight bits: see input_formats.py.
     If a weight exists in eight bits only, LayerWeights.weight is a tensor on torch's meta device, which has the layer's
     dtype and shape.
+
+    launches: the launch config of each kernel; None: each kernel's first one. attention: as Operators.attention.
+        result_dtype, choose: see input_formats.py.
     """
 
     def __init__(
         self, launches: Launches | None = None, attention: Callable[..., Tensor] = torch_ops.attention,
         result_dtype: ResultDtype = lambda device, dtype: dtype, choose: Choose = lambda product, dtype, kinds: None,
     ) -> None:
-        """launches: the launch config of each kernel; None: each kernel's first one. attention: as Operators.attention.
-        result_dtype, choose: see input_formats.py."""
         self._launches = launches or Launches(TuningCache())
         self._attention = attention
         self._result_dtype = result_dtype
@@ -97,12 +100,14 @@ class NativeOperators:
     tokens_to_image = staticmethod(torch_ops.tokens_to_image)
 
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
+        """See Operators.linear. x may be in eight bits already."""
         if isinstance(x, QuantizedTokens):
             return self._with_loras(x, layer, layer.bias).view(*x.shape, -1)
         return self._quantized_linear(x, layer) if layer.weight.is_meta else torch_ops.linear(x, layer)
 
     def _quantized_linear(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """As linear, for a layer whose weight exists in eight bits only."""
+        """linear() for an input x in the model's dtype, and a layer whose weight exists in eight bits only: x is
+        quantized here, or the weight is decoded."""
         quantized = layer.low_bit[0]
         dtype = layer.weight.dtype
         if not quantized.stored:
@@ -138,6 +143,7 @@ class NativeOperators:
         return products.down_product(rows, down, self._launches.of(configs.DOWN_PRODUCT, shape_class, down.dtype))
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
+        """See Operators.pointwise. Two products for a VirtualConcatenation."""
         first, second = halves(image)
         weight = layer.weight.flatten(1)
         channels = first.shape[1]
@@ -165,6 +171,8 @@ class NativeOperators:
         return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
 
     def convolution(self, image: Any, layer: LayerWeights, shape: Convolution) -> Tensor:
+        """See Operators.convolution. The bias is added in the pass that measures the statistics for the next group
+        norm."""
         if isinstance(image, QuantizedImage):
             shape_class = products.convolution_class(image.values, shape.out_channels)
             config = self._launches.of(configs.CONVOLUTIONS[image.values.dtype], shape_class, layer.weight.dtype)
@@ -197,6 +205,7 @@ class NativeOperators:
         self, image: Image, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
         consumer: LayerWeights | None = None,
     ) -> Any:
+        """See Operators.group_norm. Returns a QuantizedImage if the consumer is computed in eight bits."""
         first, second = halves(image)
         kind = self._formats.of_image(image.shape, norm.groups, consumer)
         if consumer is not None:
@@ -211,6 +220,7 @@ class NativeOperators:
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
         consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
+        """See Operators.residual_norm. The kernel adds the residual's update first."""
         dtype = consumer.weight.dtype
         if isinstance(norm, LayerNorm) and layer is not None and modulation is None:
             return self._layer_norm(residual, layer, norm, consumer)
@@ -247,6 +257,8 @@ class NativeOperators:
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
+        """See Operators.add_linear. A plain sum is added by the GEMM itself. Anything else becomes an update of the
+        residual, which the next norm adds."""
         # In a float16 network the tokens may be in float32, and no GEMM adds float16 products to those.
         is_wide = residual.tokens.dtype != layer.weight.dtype
         if gate is not None or norm is not None or is_wide:
@@ -288,12 +300,15 @@ class NativeOperators:
         return Residual(tokens, residual.deferred_bias, layer.bias)
 
     def materialize(self, residual: Residual) -> Tensor:
+        """See Operators.materialize. Adds an update in place."""
         config = self._launches.of(configs.LAYER_NORM, row_class(residual.tokens.shape[-1]), residual.tokens.dtype)
         return native_tokens.materialize(updated(residual), config)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
+        """See Operators.attention. Our own kernel for few keys, as in cross-attentions, if it was measured to be
+        faster."""
         width = query.shape[3]
         few = key.shape[2] <= FEW_KEYS and query.dtype in native_tokens.ATTENTION_DTYPES and not upcast
         is_plain = mask is None and key.shape[1] == query.shape[1] and width in native_tokens.ATTENTION_WIDTHS
@@ -304,12 +319,14 @@ class NativeOperators:
         return self._attention(query, key, value, upcast, mask)
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:
+        """See Operators.gated."""
         numbers, gates = tokens.chunk(2, dim=-1)
         if unit.gate_first:
             numbers, gates = gates, numbers
         return self._gated(numbers, gates, unit.activation, consumer, GATED)
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: LayerWeights) -> Rows:
+        """See Operators.sigmoid_gated."""
         return self._gated(x, gate, Activation.SIGMOID, consumer, PLAIN_INPUT)
 
     def _gated(
@@ -325,6 +342,7 @@ class NativeOperators:
         return native_tokens.gated(numbers, gates, activation, config)
 
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
+        """See Operators.gated_linear. One kernel for product and GEGLU where it was measured to be faster."""
         if unit != GEGLU:
             return self.gated(self.linear(x, layer), unit, consumer)
         dtype = layer.weight.dtype
@@ -349,6 +367,7 @@ class NativeOperators:
         return self.gated(self.linear(x, layer), unit, consumer)
 
     def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, consumer: LayerWeights) -> Rows:
+        """See Operators.activated_linear."""
         product = self.linear(x, layer)
         if activation is not Activation.GELU:
             return self._rounded(torch_ops.activated(product, activation), consumer)
@@ -360,24 +379,29 @@ class NativeOperators:
         return rounding.rounded(product, kind, gelu=True, rule=rule_for(consumer))
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+        """See Operators.split_heads. With norms, one kernel writes to `projected`."""
         if native_tokens.has_heads_kernel(projected, parts):
             return native_tokens.normed_heads(projected, parts)
         return torch_ops.split_heads(projected, parts)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
+        """See Operators.residual_add. Measures the statistics for the next group norm in the same pass."""
         update = channels_last(update)
         output = torch.empty_like(update, memory_format=torch.channels_last)
         self._add(channels_last(image), update, bias, output)
         return output
 
     def concatenate(self, image: Tensor, skip: Tensor) -> VirtualConcatenation:
+        """See Operators.concatenate. Copies nothing."""
         return VirtualConcatenation(image, skip)
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
+        """See Operators.resize."""
         return native_images.resize(channels_last(image), height, width)
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
-        """Write image + update + bias to output, and measure its statistics for the group norm that follows."""
+        """Write image + update + bias to output; image and bias may be None. The output's statistics are measured in
+        the same pass and kept for the group norm that follows."""
         config = self._config(configs.ADDITION, output)
         # If a norm at this size has written eight bits, the next one may too, and needs the bounds.
         bounded = self._exact_norms < MOST_NORMS_AT_A_SIZE
@@ -386,12 +410,13 @@ class NativeOperators:
             self._measured[output] = measured
 
     def _config(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
+        """The launch config of a kernel over this image."""
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
 
     # --- in eight bits --------------------------------------------------------------------------------------------
 
     def _rounded(self, x: Rows, consumer: LayerWeights) -> Rows:
-        """Tokens in the format of the consumer's input."""
+        """Tokens in the format of the consumer's input; tokens that are in eight bits already as they are."""
         if isinstance(x, QuantizedTokens):
             return x
         kind = self._formats.of_tokens(x, consumer, PLAIN_INPUT)

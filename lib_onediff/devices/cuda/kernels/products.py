@@ -187,8 +187,9 @@ def launch_convolution(
 
 
 def of_card(kernel: Kernel, device: torch.device) -> Kernel:
-    """A kernel with only those candidates that can be fast on a device: those whose tiles the card copies by itself on
-    cards that can (compute capability 9.0), the others elsewhere, and LIBRARY."""
+    """A kernel with only those candidates that can be fast on a device. On cards that copy tiles by themselves (compute
+    capability 9.0), these are the candidates that use that (which begin with 1); on others, those that do not. LIBRARY
+    stays in any case."""
     if device.type != "cuda":
         return kernel
     copies = torch.cuda.get_device_capability(device) == HOPPER

@@ -15,7 +15,8 @@ def contiguous(residual: Residual) -> Residual:
 
 
 def updated(residual: Residual) -> Residual:
-    """The residual after its update, with scales, norm and gate, was added to its tokens. Adds in place."""
+    """The residual without an update: it was added to the tokens, after its scales, norm and gate were applied. Biases
+    stay deferred. Adds in place, so the given residual must not be used afterwards."""
     update = residual.update
     if update is None:
         return residual

@@ -252,7 +252,7 @@ def geglu(tokens: Tensor, kind: Kind, rule: Rule = Rule.OURS, is_plain_too: bool
 
 
 def rounded(tokens: Tensor, kind: Kind, gelu: bool = False, rule: Rule = Rule.OURS) -> QuantizedTokens:
-    """Tokens (..., n), or their GELU (erf form), in an 8-bit format."""
+    """Tokens (..., n), or with gelu their GELU (erf form), quantized to an 8-bit format."""
     output = empty_rows(tokens, tokens.shape[-1], kind)
     rows = tokens.contiguous().flatten(0, -2)
     launch_rows(rows, output.values, output.scales, output.unit, gelu=gelu, rule=rule)
@@ -272,7 +272,7 @@ def gelu_and_rounded(tokens: Tensor, rule: Rule) -> QuantizedTokens:
 
 
 def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
-    """A weight (out, in) in an 8-bit format."""
+    """A weight (out, in), quantized to an 8-bit format with the scales that empty_like gives it."""
     room = empty_like(weight, kind)
     rounded_rows(weight, room.values, room.scales)
     return room

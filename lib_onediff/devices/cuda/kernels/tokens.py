@@ -70,7 +70,8 @@ def materialize(residual: Residual, config: LaunchConfig = LAYER_NORM.candidates
 def gated(
     numbers: Tensor, gates: Tensor, activation: Activation, config: LaunchConfig = GEGLU.candidates[0]
 ) -> Tensor:
-    """numbers * activation(gates), both (..., n), as a contiguous tensor. activation: one of ACTIVATIONS."""
+    """numbers * activation(gates), both (..., n), as a contiguous tensor. activation: one of ACTIVATIONS. config:
+    (columns, warps) of a program."""
     width = numbers.shape[-1]
     block, warps = config
     output = numbers.new_empty(numbers.shape)
@@ -110,8 +111,8 @@ def gelu(numbers: Tensor) -> Tensor:
 
 
 def normed_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-    """Operators.split_heads, for inputs that has_heads_kernel accepts. Writes to projected, of which the result is
-    views."""
+    """Operators.split_heads, for inputs that has_heads_kernel accepts. Norms and rotates the heads in place: the result
+    is views of `projected`."""
     batch, tokens, _ = projected.shape
     normed = [part for part in parts if part.norm is not None]
     first, norm = normed[0].norm or (None, None)

@@ -35,7 +35,7 @@ from ..kernels import rounding
 from ..kernels.launch_config import Launches, random_on, tuned
 from ..kernels.operators import NativeOperators
 from ..tuning import product_trial
-from .float8 import float8_support, why_not
+from .float8 import float8_support, unmet_requirement
 from .timed_forwards import product_forward
 
 log = logging.getLogger("onediff")
@@ -52,10 +52,15 @@ WIDEST_OUTPUTS = 5
 
 
 class LowBit:
-    """Chooses the layers of a call that are computed in eight bits: those whose products were measured to be faster.
+    """Chooses the format of each layer of a call that may be computed in eight bits, and measures what the choice
+    depends on: the time of each product in the model's dtype and in the 8-bit formats.
 
-    quantizes_every_layer: choose eight bits for every layer, even if that is slower, so that measurements with small
-    models show the effect on images.
+    A layer gets a format if its product was measured to be faster in it. With lossy.only, which is for memory and not
+    for speed, every layer that can be in eight bits gets one.
+
+    tuning_cache: keeps the measured times. launches: the launch configs of our kernels.
+    quantizes_every_layer: choose eight bits for every layer, even if that is slower. So the effect of rounding on
+        images can be judged with small models, whose products gain nothing; see every_layer_quantized().
     """
 
     quantizes_every_layer = False
@@ -64,6 +69,7 @@ class LowBit:
         self.tuning_cache = tuning_cache
         self._launches = launches
         self._float8_support = functools.cache(float8_support)
+        # best(), by GPU and arguments.
         self._known = functools.cache(lambda card, *arguments: self._best(*arguments))
         # (inputs, result) by name; see _once.
         self._results: dict[str, tuple[object, Any]] = {}
@@ -78,40 +84,44 @@ class LowBit:
         """Why a device supports none of the option's formats for a model of this dtype, in one sentence; None if it
         supports one. option: see Settings.low_bit."""
         wanted = KINDS_OF[option]
-        # The reason for the last one: INT8 has the lowest requirements.
+        # If the option has several formats, the user reads the reason of the last one, INT8: its requirements are the
+        # lowest.
         return None if self.kinds(wanted, device, dtype) else self._lack(wanted[-1], device, dtype)
 
     def kinds(self, wanted: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
-        """Those of these formats that a device supports for a model of this dtype."""
+        """The formats in `wanted` that a device supports for a model of this dtype, in the same order."""
         return tuple(kind for kind in wanted if self._lack(kind, device, dtype) is None)
 
     def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why a device does not support a format; None if it does."""
-        return why_not(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
+        """Why a device does not support a format; None if it does. FP8 products are also tried once."""
+        return unmet_requirement(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
 
     def quantizer(self) -> Round:
-        """The function that quantizes weights."""
+        """The function that quantizes weights: quantizes rows into given tensors (rounding.rounded_rows)."""
         return rounding.rounded_rows
 
     def operators(
         self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any = None
     ) -> Operators:
-        """Our own operators, which compute layers with 8-bit weights in eight bits. choose: replaces best()."""
-        # Only called on devices with float8 products.
+        """Our own operators, which compute layers with 8-bit weights in eight bits. attention: computes attention.
+        choose: chooses the format of a product; None: best()."""
+        # The operators call this where an input is in float8, so the device has float8 products and result is a dtype;
+        # for INT8 alone they do not call it.
         result: Any = lambda device, dtype: self._float8_support(device, dtype).result  # noqa: E731
         return NativeOperators(self._launches, attention, result, choose or self.best)
 
     # --- the layers of a call -------------------------------------------------------------------------------------
 
     def classes(self, layout: Any) -> Mapping[str, str]:
-        """The class of every layer that can be in eight bits, by its name."""
+        """The class of every layer that can be in eight bits, such as that of feed-forward layers, by the layer's name;
+        users may leave out classes."""
         return self._once("classes", layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
     def wanted(self, lossy: Lossy, layout: Any, call: Call) -> WantedKinds:
-        """The format of each layer's weight, by the layer's name, without layers that gain nothing.
+        """The format of each layer's weight, by the layer's name. Layers that gain nothing are left out.
 
-        With lossy.only, every layer has one, also the keys and values of cross-attentions, whose weights are decoded
-        and multiplied in the model's dtype.
+        With lossy.only, no layer is left out. Even the keys and values of cross-attentions are stored in eight bits;
+        their weights are decoded, and multiplied in the model's dtype.
         """
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
@@ -129,7 +139,8 @@ class LowBit:
         return self._once("wanted, low-bit only" if lossy.only else "wanted", inputs, find)
 
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
-        """Why this call does not gain by 8-bit products, in one sentence; None if it does, or may."""
+        """Why this call does not gain by 8-bit products, in one sentence for the user; None if it does, or if its
+        products were not measured yet."""
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
         total = 0.0
@@ -150,11 +161,13 @@ class LowBit:
         return f"at this size the matrix products are not faster in {names} on this machine (measured)"
 
     def working_bytes(self, lossy: Lossy, layout: Any, call: Call) -> int:
-        """An estimate of the bytes that a call takes on the GPU besides weights."""
+        """An estimate of the bytes that a call takes on the GPU besides weights: a multiple of its widest product's
+        output."""
         widest = max((one.rows * one.out for one in self._products_of(lossy, layout, call).values()), default=0)
         return WIDEST_OUTPUTS * widest * call.latent.element_size()
 
     def _kinds_for(self, lossy: Lossy, call: Call) -> tuple[Kind, ...]:
+        """The formats of the settings (lossy.low_bit) that the call's device supports."""
         return self.kinds(KINDS_OF[lossy.low_bit], call.latent.device, call.latent.dtype)
 
     def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
@@ -169,8 +182,8 @@ class LowBit:
         return self._once(name, (inputs, self._changes), lambda: low_bit_products(*inputs))
 
     def _once(self, name: str, inputs: object, find: Callable[[], Found]) -> Found:
-        """The result of find(), reused while its inputs are equal. name: of the result; the last one of each name is
-        kept."""
+        """The result of find(), kept by name and returned again while `inputs` equals the inputs of the last time.
+        Choices are looked up at every call, and take too long to find. One result of each name is kept."""
         known = self._results.get(name)
         if known is None or known[0] != inputs:
             known = self._results[name] = inputs, find()
@@ -180,8 +193,8 @@ class LowBit:
     # --- measurements ---------------------------------------------------------------------------------------------
 
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
-        """The fastest of these formats for a product, by the measurements; None: the model's dtype. Safe in any thread.
-        """
+        """The fastest of these formats for a product, by the measurements; None: the model's dtype, which is also the
+        answer before any measurement. Safe in any thread."""
         return self._known(current_card(), product, dtype, tuple(kinds))
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
@@ -196,7 +209,8 @@ class LowBit:
         return min(takes, key=takes.__getitem__, default=None)
 
     def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
-        """The milliseconds that a product gains in a format; 0 if it gains too little; None if it was not measured."""
+        """The milliseconds that a product gains in a format; 0 if it gains less than WORTH_ROUNDING demands; None if it
+        was not measured."""
         times = self.measured(product, dtype, kind)
         if times is None:
             return None
@@ -204,19 +218,22 @@ class LowBit:
         return plain - rounded if rounded < WORTH_ROUNDING * plain else 0.0
 
     def measured(self, product: Product, dtype: torch.dtype, kind: Kind) -> tuple[float, float] | None:
-        """Milliseconds of a product in the model's dtype, and in this format; None if it was not measured."""
+        """(milliseconds in the model's dtype, milliseconds in this format) of a product; None if it was not measured,
+        or the stored value is damaged."""
         value = self.tuning_cache.get(times_name(product, dtype, kind))
         if not (isinstance(value, list) and len(value) == 2 and all(isinstance(ms, (int, float)) for ms in value)):
             return None
         return value[0], value[1]
 
     def note(self, product: Product, dtype: torch.dtype, kind: Kind, plain: float, rounded: float) -> None:
-        """Keep the milliseconds of a product in the model's dtype and in this format."""
+        """Store the measured milliseconds of a product in the model's dtype (plain) and in this format (rounded).
+        Earlier choices are made again."""
         self.tuning_cache.set(times_name(product, dtype, kind), [plain, rounded])
         self._forget_results()
 
     def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
         """Measure which of this call's products are faster in eight bits, if unknown. Returns whether any was measured.
+        A product that cannot be timed is logged, and stays in the model's dtype in this process.
 
         time_ms: returns the time of work as a graph. Raises torch.cuda.OutOfMemoryError.
         """
@@ -278,6 +295,7 @@ class LowBit:
             self._forget_results()
 
     def _forget_results(self) -> None:
+        """Make every choice again at the next call: the measurements have changed."""
         self._known.cache_clear()
         self._changes += 1
 

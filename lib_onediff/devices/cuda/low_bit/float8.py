@@ -49,8 +49,9 @@ def scaled_sums(
 
 
 def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
-    """The product of tokens and a weight in bfloat16, (rows, out), and the scales of its rows, (rows, 1), which the
-    consumer must apply; None if the product is scaled already, because the tokens have a single scale.
+    """The product of tokens and a weight in bfloat16, (rows, out), and the scales of its rows, float32 (rows, 1), which
+    the consumer of the product must apply. The scales are None if the product is scaled already, because the tokens
+    have a single scale.
 
     In bfloat16, because unscaled sums may overflow in float16.
     """
@@ -60,15 +61,19 @@ def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Te
 
 
 class Float8Support(NamedTuple):
-    """result: the dtype of products' outputs; None if there are no float8 products, with the reason in one sentence."""
+    """Whether float8 products work for a model of one dtype.
+
+    result: the dtype of their outputs; None if there are none.
+    reason: why there are none, in one sentence; None if there are.
+    """
 
     result: torch.dtype | None
     reason: str | None
 
 
-def why_not(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why a device cannot compute products of this format for a model of this dtype, in one sentence; None if it meets
-    all known requirements."""
+def unmet_requirement(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a device cannot compute products of this 8-bit format, FP8 or INT8, for a model of this dtype, in one
+    sentence; None if it meets all known requirements. Computes nothing; float8_support also tries a product."""
     name = kind.name.upper()
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{name} is for models in float16 or bfloat16, and this one is in {str(dtype).removeprefix('torch.')}"
@@ -90,8 +95,9 @@ def why_not(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def float8_support(device: torch.device, dtype: torch.dtype) -> Float8Support:
-    """Whether float8 products work for a model of this dtype: computes a small one. Call it once for each device."""
-    reason = why_not(FP8, device, dtype)
+    """Whether float8 products work for a model of this dtype: computes a small one and checks it. It takes a while, so
+    the caller keeps the result for each device. Raises torch.cuda.OutOfMemoryError."""
+    reason = unmet_requirement(FP8, device, dtype)
     if reason is not None:
         return Float8Support(None, reason)
     # Older libraries only support bfloat16 outputs.
