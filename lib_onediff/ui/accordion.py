@@ -40,11 +40,11 @@ StatusLines = Callable[[], tuple[str, str]]
 def build_accordion(
     tab: str, status_lines: StatusLines, settings_of: Callable[..., Settings],
 ) -> tuple[list[Any], tuple[Any, ...]]:
-    """Create the accordion of a tab ("txt2img" or "img2img"). Returns the components that are script arguments, and
-    those that `connect` takes.
+    """Create the accordion of a tab ("txt2img" or "img2img"). Returns the components that are script arguments, and a
+    tuple for `connect`.
 
     status_lines: called when the page loads and after each generation. settings_of: returns a run's settings, given the
-    values of the script arguments; raises ValueError with a sentence for the user.
+        values of the script arguments; raises ValueError with a sentence for the user.
 
     The WebUI's own InputAccordion cannot be used: closing it would switch OneDiff off.
     """
@@ -86,7 +86,8 @@ def build_accordion(
 
 
 def a_control(tab: str, name: str) -> Any:
-    """A slider or a list for the option, at its default value."""
+    """A slider for an option with bounds, a list for one with choices; at the option's default value. It holds no
+    setting: see the module."""
     option = options_of_a_run()[name]
     about: dict[str, Any] = {
         "label": option.metadata["label"], "info": option.metadata["explanation"], "elem_id": f"onediff_{tab}_{name}",
@@ -112,9 +113,10 @@ def connect_controls(
 ) -> Any:
     """Connect the controls with the text box, and show the resulting run as a sentence in `message`.
 
-    Returns a hidden button that renews the sentence; javascript/onediff_accordion.js clicks it. run: the components
-    whose values settings_of takes; the last two are the list of presets and the text box. set_here: a component of the
-    title that shows what this accordion sets.
+    Returns a hidden button that renews the sentence; javascript/onediff_accordion.js clicks it.
+    run: the components whose values settings_of takes; the last two are the list of presets and the text box.
+    controls: the sliders and lists.
+    set_here: a component of the title that shows what this accordion sets.
     """
     *choices, changes = run
     names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
@@ -163,7 +165,7 @@ def connect_controls(
 
 
 def of_control(value: Any) -> Any:
-    """An option's value in the form that its control takes: a number, or a word."""
+    """An option's value in the form that its control shows: a number, or a word."""
     return value if type(value) in (int, float) else format_value(value)
 
 
@@ -190,8 +192,9 @@ def run_html(settings: Settings) -> str:
 
 
 def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
-    """A note for the accordion's title: the preset and options set here, which override the settings tab even while the
-    accordion is closed. Also holds both for javascript/onediff.js, which sends them with a comparison."""
+    """A note for the accordion's title: the preset and options that are set in it, and override the settings tab even
+    while the accordion is closed. Also holds both for javascript/onediff.js, which sends them with a comparison. used:
+    the checkbox; if it is off, the note says so."""
     held = html.escape(json.dumps([preset, text or ""]))
     parts = "; ".join(filter(None, (preset if preset != AS_IN_SETTINGS else "", text)))
     words = html.escape(f"Set here: {parts}")
@@ -202,8 +205,9 @@ def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
 
 
 def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:
-    """Data for javascript/onediff_accordion.js: the run's options without the text box, the names of the options that
-    presets set, and the preset and text that the shown sentence describes."""
+    """Data for javascript/onediff_accordion.js, as hidden markup: the run's options without the text box (base), the
+    names of the options that presets set, the options' labels, and said_of: the preset and text that the shown sentence
+    describes."""
     known = {
         "base": {name: format_value(getattr(base, name)) for name in options_of_a_run() if name != SWITCH},
         "of_presets": list(preset_options()), "labels": names_by_label(), "said_of": said_of,

@@ -13,7 +13,7 @@ DAY = 86400
 
 
 def milliseconds(value: float | None) -> str:
-    """A duration to three digits, for example "12.3 ms"."""
+    """A duration in milliseconds as text with three digits, for example "12.3 ms"; NOTHING for None."""
     if value is None:
         return NOTHING
     return f"{value:.0f} ms" if value >= 100 else f"{value:.3g} ms"
@@ -30,7 +30,8 @@ def minutes(value: float) -> str:
 
 
 def times(ratio: float | None) -> str:
-    """How much faster something is, for example "1.6x faster"."""
+    """A ratio of times in words, for example "1.6x faster", "1.2x slower" for a ratio below 1, or "no measurable
+    difference"; NOTHING for None."""
     if ratio is None:
         return NOTHING
     if 0.95 < ratio < 1.05:
@@ -57,13 +58,14 @@ def ago(moment: float) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """A number with its noun, for example "1 size" or "3 sizes"."""
+    """A number with its noun, for example "1 size" or "3 sizes". one: the noun. more: its plural, if that is not one +
+    "s"."""
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def number_in(value: Any, name: str, least: float, most: float) -> float:
-    """The number that a user has typed or chosen. Raises ValueError, with a sentence that names the field, if it is
-    none or not between least and most."""
+    """The number that a user has typed or chosen. name: of the field. Raises ValueError, with a sentence that names the
+    field, if the value is not a number, or not between least and most."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -74,7 +76,7 @@ def number_in(value: Any, name: str, least: float, most: float) -> float:
 
 
 def whole_number(value: Any, name: str, least: int = 0, most: int = 2**32) -> int:
-    """The whole number that a user has typed or chosen; raises as number_in does."""
+    """The whole number that a user has typed or chosen. Raises ValueError, as number_in does, also for a fraction."""
     number = number_in(value, name, least, most)
     if number != int(number):
         raise ValueError(f"{name} must be a whole number, not {value!r}.")

@@ -13,13 +13,14 @@ log = logging.getLogger("onediff")
 
 
 class Chore:
-    """Work in a thread of its own, which starts at once, so that no request of the page waits for it.
+    """Work in a thread of its own, which starts when this object is made, so that no request of the page waits for it.
 
+    name: for users and the log, for example "Purging".
+    failed: whether the work has raised an exception.
     outcome: once it is over, what the work returned; if it failed, a sentence for the user.
     """
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
-        """name: for users, for example "Purging"."""
         self.name = name
         self.failed = False
         self.outcome: Any = None
@@ -33,6 +34,8 @@ class Chore:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        """Run the work, and keep its result or a sentence on its failure. A failure that is not a NotKept is logged,
+        too."""
         try:
             self.outcome = self._work()
         except NotKept as problem:

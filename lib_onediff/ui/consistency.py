@@ -29,8 +29,8 @@ TITLE = "OneDiff consistency report, format 1"
 
 
 def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
-    """Build the report, folded, inside the open gradio context. opened: registers a handler for the moment at which the
-    page is opened."""
+    """Build the report, folded, inside the open gradio context. facts: returns this machine's facts. opened: registers
+    a handler for the moment at which the page is opened."""
     lines: Any = {"lines": 12, "max_lines": 12}
     with gr.Accordion("Why does the same seed differ on another machine?", open=False, elem_id=ELEM_ID):
         gr.HTML(f'<p class="onediff-reason">{EXPLAINED}</p>')
@@ -89,7 +89,7 @@ def parse(text: str) -> Facts:
 
 
 def differences(mine: Facts, theirs: Facts) -> list[str]:
-    """A line for every fact that differs, in the order of `mine`."""
+    """A line for every fact that differs, also for one that is in one report only, in the order of `mine`."""
     lines = []
     for section in {**mine, **theirs}:
         here = mine.get(section, {})

@@ -36,8 +36,8 @@ def described(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def why_no_effect(option: str, value: Any) -> str | None:
-    """Why an option of core.settings.Settings has no effect here at this value; None if it has one, or if the value
-    means "off"."""
+    """Why an option of core.settings.Settings has no effect on this machine at this value, in words for the user; None
+    if it has one, or if the value means "off"."""
     check = CHECKS.get(option)
     return None if check is None else check(value)
 
@@ -119,7 +119,8 @@ def capability() -> tuple[int, int] | None:
 
 
 def too_old(least: tuple[int, int], what: str) -> str | None:
-    """A reason if the GPU's compute capability is below `least`, from which on `what` holds; None without a GPU."""
+    """Why the GPU lacks something, if its compute capability is below `least`; otherwise None, also without a GPU.
+    what: words for what GPUs can do from `least` on ("bfloat16 exists")."""
     has = capability()
     if has is None or has >= least:
         return None

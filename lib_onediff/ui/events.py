@@ -16,10 +16,12 @@ LIVE = "onediff-live"
 HIDDEN = "onediff-hidden"
 # a button that deletes something.
 DANGER = "onediff-danger"
+# Classes of a row of fields, and of a row of buttons.
 CONTROLS = ["onediff-controls"]
 ACTIONS = ["onediff-controls", "onediff-actions"]
 # No spinner over what is being renewed, and no entry in the page's API.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
+# What a handler returns for an output that stays as it is.
 UNCHANGED: Any = gr.update()
 GRADIO = int(gr.__version__.split(".")[0])
 # Without this, gradio raises for a choice that the list no longer has, for example on a page that was loaded before a
@@ -44,31 +46,35 @@ def in_the_browser(function: str) -> dict[str, Any]:
 
 
 def a_button(text: str, name: str, **more: Any) -> gr.Button:
+    """A button with the id onediff_<name>. more: further arguments of gr.Button."""
     return kept_out_of_defaults(gr.Button(text, elem_id=f"onediff_{name}", **{"scale": 0, "min_width": 110, **more}))
 
 
 def a_list(label: str, choices: list[str], value: str, name: str) -> gr.Dropdown:
-    """A drop-down list."""
+    """A drop-down list with the id onediff_<name>."""
     return kept_out_of_defaults(gr.Dropdown(
         choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140, **ANSWERED,
     ))
 
 
 def a_text(label: str, name: str, value: str = "", **more: Any) -> gr.Textbox:
+    """A text box with the id onediff_<name>. more: further arguments of gr.Textbox."""
     return kept_out_of_defaults(gr.Textbox(value, label=label, elem_id=f"onediff_{name}", **more))
 
 
 def live_html(name: str, *classes: str, **more: Any) -> gr.HTML:
-    """An HTML component whose markup is renewed while the page is open."""
+    """An HTML component, with the id onediff_<name>, whose markup handlers renew while the page is open. classes: of
+    style.css. more: further arguments of gr.HTML."""
     return gr.HTML(elem_id=f"onediff_{name}", elem_classes=[LIVE, *classes], **more)
 
 
 def nothing_seen() -> gr.Textbox:
-    """An invisible input whose value JavaScript gives when an event is sent."""
+    """An invisible text component, as an input of an event whose value comes from the event's JavaScript
+    (in_the_browser)."""
     return kept_out_of_defaults(gr.Textbox("", visible=False))
 
 
 def forget_when_changed(fields: list[Any], output: Any) -> None:
-    """Clear the message in `output` as soon as the user changes one of the fields that it is about."""
+    """Clear the message in `output` as soon as the user changes one of these fields, which the message is about."""
     for field in fields:
         field.input(None, inputs=[], outputs=[output], api_name=False, **in_the_browser("() => ''"))

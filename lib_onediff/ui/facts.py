@@ -70,7 +70,7 @@ OPTIONS = (
 
 
 def as_fact(value: Any) -> str:
-    """A value as one short line of a report; of a path, only the last part."""
+    """A value as one short line of a report. Of a path, only the last part is shown; NOTHING for None."""
     if isinstance(value, bool):
         return format_value(value)
     if isinstance(value, (list, tuple)):
@@ -118,7 +118,8 @@ def package_version(name: str) -> str:
 
 
 def switch(path: str) -> str:
-    """The value of a switch of torch; if it is a function, its result.
+    """The value of torch's attribute at this dotted path, as text; if it is a function, its result. UNREADABLE if this
+    torch does not have it.
 
     PyTorch raises for a name that it does not have (torch 2.1 asserts it), and for an old switch that newer ones
     contradict.
@@ -136,7 +137,7 @@ def switch(path: str) -> str:
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
     """Our settings, the backend and route of the last image, and the choices that were tuned on this machine.
 
-    status: runtime.status(). The tuned choices are shown as their number and a hash.
+    status: runtime.status(). tuned: the tuned choices by name, of which the report shows the number and a hash.
     """
     digest = hashlib.sha256(json.dumps(dict(tuned), sort_keys=True, default=str).encode()).hexdigest()
     return {
@@ -177,7 +178,7 @@ def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
 
 
 def attention() -> str:
-    """The name of the attention that the WebUI's own UNet uses."""
+    """The name of the attention that the WebUI's own UNet uses; NOTHING if it is unknown."""
     forge = sys.modules.get("backend.attention")
     a1111 = sys.modules.get("modules.sd_hijack")
     if forge is not None:
@@ -192,7 +193,7 @@ def checkpoint_name() -> str:
 
 
 def loaded() -> Any:
-    """The loaded model, or None. Reading shared.sd_model instead would load one."""
+    """The loaded model; None if there is none. Reading the WebUI's shared.sd_model instead would load one."""
     from modules import sd_models
 
     return sd_models.model_data.sd_model

@@ -60,8 +60,8 @@ def describe(
 
 
 def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
-    """The preset, or AS_IN_SETTINGS, from which the fewest options differ, and these options in words, without the
-    switch. standing: the settings tab's. wanted: those of the run."""
+    """The preset, or AS_IN_SETTINGS, from which the fewest options of a run differ, and these options in words, such as
+    "backend eager". The switch `enabled` is left out. wanted: the run's settings. standing: the settings tab's."""
     names = options_of_a_run().keys() - {SWITCH}
 
     def changes_from(base: Settings) -> list[str]:
@@ -89,9 +89,11 @@ def names_by_label() -> dict[str, str]:
 
 
 def words_in(text: str) -> dict[str, str]:
-    """The value of each option in a text, as a word, by the option's name. A preset adds all of its options.
+    """The value of each option in a text, as a word, by the option's name. A preset adds all of its options. Nothing is
+    checked: unknown names and wrong values are returned as they are.
 
-    An option may be written by its name or by its label: "DeepCache interval 3". Its last value counts.
+    An option may be written by its name or by its label: "DeepCache interval 3". If it is there twice, its last value
+    counts.
     """
     words: dict[str, str] = {}
     labels = names_by_label()
@@ -136,7 +138,8 @@ def read_changes(text: str) -> dict[str, Any]:
 
 
 def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
-    """The value that a word means for an option of a run. Raises ValueError with a sentence."""
+    """The value that a word means for an option of a run. name: the option's, as the user has written it. options:
+    those of a run, by name. Raises ValueError with a sentence for an unknown option or a wrong value."""
     if name == SPEED:
         # words_in has replaced the presets that exist: this raises, with the names of those.
         preset_of(word)
@@ -152,7 +155,8 @@ def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
 
 
 def parse(text: Any) -> dict[str, Any]:
-    """The values of the options in an infotext, by name; {} if the text has neither "on" nor "off".
+    """The values of the options in an infotext, by name; {} if the text has neither "on" nor "off", as for an image
+    that OneDiff did not serve.
 
     Unknown options and wrong values are left out, since another version of OneDiff may have written the text;
     problem_of names them.

@@ -18,11 +18,14 @@ LEAST_SECONDS_LEFT = 2.0
 
 
 class Clicks(NamedTuple):
-    """The clicks on a page since its last request, and the state that it keeps.
+    """The clicks on a page since its last request, and the state of the page, which it sends with each request.
 
-    cancelled: ids of jobs to cancel. clear: whether to remove finished jobs from the list. shown: the id of the
-    comparison to show; 0: the newest. sizes: to pre-warm. sort: the column that the table is sorted by, and whether the
-    largest value comes first. asked: the size in the txt2img tab.
+    cancelled: ids of jobs to cancel.
+    clear: whether to remove finished jobs from the list.
+    shown: the id of the comparison to show; 0: the newest.
+    sizes: those to pre-warm.
+    sort: the column that the table is sorted by, and whether the largest value comes first.
+    asked: the size that is set in the txt2img tab.
     """
 
     cancelled: Sequence[int] = ()
@@ -55,7 +58,8 @@ def values_of(kind: type, sent: Any) -> tuple[Any, ...]:
 
 
 def do(clicks: Clicks, queue: JobQueue) -> None:
-    """Cancel and clear jobs as clicked. Unknown and finished jobs are not cancelled."""
+    """Cancel the clicked jobs, and clear the finished ones if that was clicked. Unknown and finished jobs cannot be
+    cancelled; they are ignored."""
     for job in clicks.cancelled:
         queue.cancel(job)
     if clicks.clear:
@@ -79,7 +83,8 @@ def jobs_html(jobs: Sequence[Job]) -> str:
 
 
 def job_html(job: Job) -> str:
-    """A job's name, progress bar, state and buttons."""
+    """A job's name, progress bar, state and buttons: Show for a comparison with an image, Cancel where the job can be
+    cancelled."""
     name = html.escape(f"{KINDS[job.kind]} {job.title}".strip())
     bar = bar_html(100 * job.share, name) if job.state == RUNNING else ""
     buttons = ""
@@ -95,7 +100,8 @@ def job_html(job: Job) -> str:
 
 
 def small_button(what: str, job: int, text: str, label: str) -> str:
-    """A button for javascript/onediff.js. what: its action. label: escaped text for screen readers."""
+    """A button for javascript/onediff.js. what: its action, "show" or "job" (cancel). job: the job's id. label: escaped
+    text for screen readers."""
     return (
         f'<button type="button" class="onediff-small" data-onediff-{what}="{job}" aria-label="{label}">{text}</button>'
     )

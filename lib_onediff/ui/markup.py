@@ -6,13 +6,13 @@ from collections.abc import Iterable, Mapping
 
 
 def sentence(text: str, wrong: bool = False) -> str:
-    """A paragraph with a result, which screen readers announce; "" for no text."""
+    """A paragraph with a result, which screen readers announce; "" for no text. wrong: in the style of an error."""
     kind = "onediff-wrong" if wrong else "onediff-right"
     return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>' if text else ""
 
 
 def folded(summary: str, lines: Iterable[str]) -> str:
-    """Lines folded below a summary; a single line is shown without one."""
+    """Lines folded below a summary. A single line is shown openly and without the summary; "" for no lines."""
     shown = list(lines)
     if len(shown) < 2:
         return "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in shown)

@@ -26,9 +26,11 @@ def build_onediff_tab(
 ) -> gr.Blocks:
     """The tab's content, for the WebUI's on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
 
+    runtime, warmup, queue: the runtime, the pre-warming, and the list of jobs that the page shows. exclusively: the
+        adapter's WebUI.exclusively.
     make_script: our script's class. standing: returns the settings tab's settings. settings_of_run: returns the
-    settings of a run with these script arguments; raises ValueError with a sentence. release: the WebUI's name and
-    version.
+        settings of a run with these script arguments; raises ValueError with a sentence. release: the WebUI's name and
+        version.
     """
 
     def facts() -> Facts:

@@ -28,8 +28,9 @@ FASTER_LAYERS: Mapping[str, Any] = {
 class Preset:
     """Options that are set together.
 
-    what: how its images differ, for users. seconds: for an image of SDXL 1024x1024 on an H100, as measured in
-    .readme/measurements.md. values: the options that are not at their defaults.
+    name: for users. what: how its images differ, for users.
+    seconds: for an image of SDXL 1024x1024 on an H100, as measured in .readme/measurements.md.
+    values: the options that are not at their defaults.
     """
 
     name: str
@@ -79,5 +80,6 @@ def preset_of(name: str) -> Preset:
 
 
 def with_preset(settings: Settings, name: str) -> Settings:
-    """The settings with a preset's values. Raises ValueError with a sentence for an unknown name."""
+    """The settings with all options of a preset set to its values; options that presets do not set stay. Raises
+    ValueError with a sentence for an unknown name."""
     return replace(settings, **preset_of(name).all_values)

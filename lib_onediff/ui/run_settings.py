@@ -51,7 +51,8 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
 
 
 def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, standing: Settings) -> Settings:
-    """The settings by the three arguments of settings_of_run."""
+    """settings_of_run for its three arguments (used, preset, changes), checked for their types. OneDiff is on only if
+    it is on in the settings tab and none of the arguments switches it off."""
     settings = standing
     if not isinstance(preset, str | None):
         raise ValueError(f"OneDiff's second script argument is the name of a preset, not {preset!r}.")
@@ -67,7 +68,8 @@ def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, st
 
 
 def refusal_while_off(arguments: Sequence[Any]) -> str:
-    """A sentence for a run with options while OneDiff is switched off in the settings; "" if the run has none."""
+    """A sentence for a run that sets options while OneDiff is switched off in the settings; "" if the run sets none.
+    arguments: see settings_of_run."""
     used, preset, changes = filled(arguments)
     off = used is False or (isinstance(used, dict) and used.get("enabled") is False)
     nothing = used is True and preset in ("", None, AS_IN_SETTINGS) and not changes
@@ -102,7 +104,7 @@ def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | N
 
 
 def inactive_options(settings: Settings, image: ImageRecord) -> Iterator[str]:
-    """The names of options that had no effect on the images of this record."""
+    """The names of options that had no effect on the images of this record. settings: those of the run."""
     if PROMPT_ALONE not in image.steps:
         yield "skip_negative_after"
     if not image.cache_options:
@@ -131,13 +133,13 @@ def resolution_of(p: Any) -> str | None:
 
 
 def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Our three script arguments; missing ones have the values of a new accordion."""
+    """Our three script arguments. Missing ones have the values of a new accordion; more than three are cut off."""
     return (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
 
 
 def end_image(p: Any, checkpoint: str, is_whole: bool) -> None:
-    """Make the record of a generation's images at its end. checkpoint: the loaded one's name. is_whole: whether it was
-    not interrupted."""
+    """Make the record of a generation's images at its end; nothing if no generation of p began. checkpoint: the loaded
+    one's name. is_whole: False if the generation was interrupted."""
     generation = runtime.generations.end(p)
     if generation is None:
         return

@@ -40,6 +40,8 @@ log = logging.getLogger("onediff")
 def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[], None]) -> None:
     """Register every field of Settings as an option of the WebUI and use the values that the WebUI has stored.
 
+    If a user sets a wrong value, the option keeps its old value, and the user is told.
+
     opts: the WebUI's shared.opts; option_info: its OptionInfo; changed: called after every change of the settings.
     """
 
@@ -144,7 +146,8 @@ def option_for_the_browser(option: Field[Any]) -> dict[str, Any]:
 
 
 def notes(option: Field[Any]) -> dict[str, str]:
-    """Sentences by an option's value, as a word, for values that have no effect on this machine or need a note."""
+    """Sentences on those values of an option, each as a word, that have no effect on this machine or need an
+    explanation."""
     found = {}
     for word in words_of(option):
         note = described({option.name: parse_value(option, word)}).get(option.name)
@@ -175,7 +178,7 @@ def tell_of_trouble() -> None:
 
 
 def tell(text: str) -> None:
-    """Show a warning in the log and, if called for a request of a page, on that page."""
+    """Show a warning in the log and, if a handler of a page calls this, on that page."""
     log.warning(text)
     with warnings.catch_warnings():
         # Without a page, gradio turns it into a Python warning, which would repeat the log's line.
@@ -200,7 +203,7 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
 
 
 def settings_from(opts: Any) -> Settings:
-    """The settings in the WebUI's options, including the overrides of a generation in progress.
+    """The settings in the WebUI's options, with the overrides of a generation in progress.
 
     With --nowebui, the WebUI registers no options; the runtime's own settings are used then. Raises ValueError with a
     sentence for a wrong value.

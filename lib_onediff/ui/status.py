@@ -100,8 +100,8 @@ def beside_step(status: dict[str, Any]) -> str:
 
 
 def image_sentence(status: dict[str, Any], unit: str = "") -> str:
-    """The time of the last image, beside the WebUI's own: "0.9 s/image (WebUI 1.6 s)"; "" if unknown.
-    """
+    """The time of the last image, beside the WebUI's own: "0.9 s/image (WebUI 1.6 s)"; "" if unknown; words for an
+    image that failed or was interrupted. unit: follows our time, such as "/image"."""
     image = status.get("image") or {}
     took = image.get("seconds")
     if image.get("state") == FAILED:
@@ -165,7 +165,8 @@ def route_sentence(status: dict[str, Any]) -> str:
 
 
 def gain_of(status: dict[str, Any]) -> float | None:
-    """The speedup over the WebUI: of an image if a similar one was made without OneDiff, otherwise of a step."""
+    """The speedup over the WebUI: of an image if a similar one was made without OneDiff, otherwise of a step. None if
+    neither is known."""
     image = status.get("image") or {}
     took = image.get("seconds")
     alone = image.get("host_seconds")
@@ -212,10 +213,10 @@ def spent_html(status: dict[str, Any]) -> str:
 
 
 def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float) -> str:
-    """A bar, and below it the names and seconds of its parts, if there are several.
+    """A bar, and below it the names and seconds of its parts, if there are several. name: of the bar.
 
     parts: the style (a class of style.css) and the seconds of each part, by its name. longest: the seconds of a bar of
-    full width.
+        full width.
     """
     total = seconds(sum(took for _, took in parts.values()))
     pieces = "".join(
@@ -236,7 +237,8 @@ def reasons_of(status: dict[str, Any]) -> list[str]:
 
 
 def gpus_sentence(second: dict[str, Any]) -> str:
-    """How two GPUs shared the last call, or why only one computed it; "" if one GPU is wanted."""
+    """How two GPUs shared the last call, or why only one computed it; "" if the settings ask for one GPU. second: the
+    status of the second GPU."""
     if second.get("split"):
         return f"Two GPUs: {second['split']}; {second['bytes'] / 2**20:.0f} MiB of weights on the second."
     return f"One GPU: {second['reason']}." if second.get("reason") else ""
@@ -262,7 +264,7 @@ def described(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def backend_sentence(status: dict[str, Any]) -> str:
-    """For example "native, 8-bit (70 layers)"."""
+    """The backend and its lossy parts, for example "native, 8-bit (70 layers)"."""
     lossy = status.get("lossy", "")
     layers = status.get("low_bit_layers", 0)
     counted = f" ({layers} layers)" if layers and "8-bit" in lossy else ""

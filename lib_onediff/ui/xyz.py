@@ -61,8 +61,9 @@ def an_axis(
 ) -> Any:
     """An axis of the plot.
 
-    kind: the type of its values, for the plot's parser. words: the values to choose from; [] if it takes others. read:
-    returns the meaning of a value; raises ValueError with a sentence for a wrong one.
+    plot: the plot's module. name: of the option, or PRESET. label: for users.
+    kind: the type of its values, for the plot's parser. words: the values to choose from; [] if it takes others.
+    read: returns the meaning of a value; raises ValueError with a sentence for a wrong one. standing: see add_axes.
     """
 
     def confirm(p: Any, values: list[Any]) -> None:
@@ -108,8 +109,9 @@ def option_value(option: Field[Any], value: Any) -> Any:
 def settings_of_cell(p: Any, settings: Settings) -> Settings:
     """The settings changed by the values of a plot's cell; unchanged if the generation p belongs to no plot.
 
-    A preset is applied first and switches OneDiff on; then the single options, in any order of axes. Raises ValueError
-    with a sentence.
+    A preset is applied first and switches OneDiff on; then the single options, in any order of axes. If OneDiff is off
+    for the run, the values have no effect, which is noted below the images. Raises ValueError with a sentence for a
+    wrong value.
     """
     values = dict(getattr(p, CELL, {}))
     preset = values.pop(PRESET, None)

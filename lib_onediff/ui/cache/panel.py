@@ -75,7 +75,12 @@ Answer = tuple[Any, Any, Chore | None]
 
 
 class Panel:
-    """The handlers of the page. The last argument of each is the work that the page waits for, or None."""
+    """The handlers of the page. The last argument of each, `waiting`, is the work in progress that the page waits for,
+    or None; each returns it, or new work, in its Answer.
+
+    runtime, warmup, queue: the runtime, the pre-warming and the list of jobs. exclusively: the adapter's
+        WebUI.exclusively.
+    """
 
     def __init__(self, runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively) -> None:
         self.runtime = runtime
@@ -94,8 +99,8 @@ class Panel:
         return sentence(told), "", waiting
 
     def _queue_sizes(self, wanted: PrewarmList) -> str:
-        """Queue sizes. Returns sentences about those that were not queued or take minutes; raises ValueError with a
-        sentence if there are none."""
+        """Queue the sizes of a list. Returns sentences for the user about those that were in the queue already or take
+        minutes; "" if there is nothing to say. Raises ValueError with a sentence if the list has no size."""
         used = self.runtime.history.most_used(self.warmup.model, wanted.most_used) if wanted.most_used else []
         if not wanted.sizes and not used:
             raise ValueError(NONE_USED if wanted.most_used else "Type at least one size, for example 512x512.")
@@ -115,6 +120,7 @@ class Panel:
         return " ".join(said)
 
     def cancel_all(self, waiting: Chore | None) -> Answer:
+        """Cancel all pre-warming, running and waiting."""
         sizes = self.warmup.stop()
         message = f"{counted(sizes, 'size')} cancelled." if sizes else "Nothing is being pre-warmed."
         return sentence(message), "", waiting
@@ -122,7 +128,7 @@ class Panel:
     # --- the table ------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Any, waiting: Chore | None, pinned: bool = True) -> Answer:
-        """Pin the selected rows, or unpin them."""
+        """Pin the selected rows, or unpin them. keys: JSON of their keys (table.key_of), from the page."""
         chosen = read_list(keys, str)
         if not chosen:
             return "", sentence(SELECT_FIRST, wrong=True), waiting
@@ -136,6 +142,8 @@ class Panel:
         return "", sentence(f"{counted(known, 'resolution')} {'pinned' if pinned else 'unpinned'}."), waiting
 
     def purge_selected(self, keys: Any, waiting: Chore | None) -> Answer:
+        """Purge the selected rows. keys: JSON of their keys (table.key_of), from the page; no key if the user has not
+        confirmed."""
         chosen = set(read_list(keys, str))
         affected = [row for row in self.runtime.rows() if key_of(row) in chosen]
         if chosen and not affected:
@@ -154,9 +162,12 @@ class Panel:
         return self._purge(len(affected), free, waiting)
 
     def purge_all(self, confirmed: Any, waiting: Chore | None) -> Answer:
+        """Purge all sizes of all models. confirmed: "" if the user has not confirmed; then nothing is purged."""
         return self._purge(len(self.runtime.rows()) if confirmed else 0, self.runtime.purge, waiting)
 
     def purge_disk(self, confirmed: Any, waiting: Chore | None) -> Answer:
+        """Delete everything in the cache folder. confirmed: as in purge_all. Files of a newer version of OneDiff
+        stay."""
         if not confirmed:
             return "", sentence(NOTHING_PURGED), waiting
 
@@ -167,16 +178,19 @@ class Panel:
         return self._begin("Deleting", delete)
 
     def _purge(self, count: int, free: Callable[[], int], waiting: Chore | None) -> Answer:
-        """Purge `count` resolutions. free: does it, and returns the bytes of GPU memory that this has freed."""
+        """Purge `count` resolutions; nothing for 0. free: does it, and returns the bytes of GPU memory that this has
+        freed."""
         if not count:
             return "", sentence(NOTHING_PURGED), waiting
         return self._begin("Purging", lambda: f"{counted(count, 'resolution')} purged, {memory(free())} of VRAM freed.")
 
     def release(self, waiting: Chore | None) -> Answer:
+        """Release GPU memory that OneDiff holds; graphs are captured again when they are needed."""
         return self._begin("Releasing memory", lambda: f"{memory(self.runtime.release_memory())} of VRAM released.")
 
     def _begin(self, name: str, work: Callable[[], str]) -> Answer:
-        """Start work that must not run beside an image. name: for users; work: returns a sentence for them."""
+        """Start work that must not run beside an image, and wait for it a short time (SECONDS_FOR_A_CHORE). The Answer
+        has its outcome, or the work itself if it is not over. name: for users; work: returns a sentence for them."""
         chore = Chore(name, lambda: self.exclusively(work))
         if chore.over(SECONDS_FOR_A_CHORE):
             return "", sentence(chore.outcome, wrong=chore.failed), None
@@ -185,9 +199,11 @@ class Panel:
     # --- what the page shows --------------------------------------------------------------------------------------
 
     def view(self, clicks: Any, model: str, waiting: Chore | None) -> tuple[Any, ...]:
-        """The values of all components that show the current state; gradio redraws those that differ.
+        """Carry out the clicks, and return the values of all components that show the current state; gradio redraws
+        those that differ.
 
-        clicks: JSON, see read_clicks. model: the choice in the list of models.
+        clicks: JSON, see read_clicks. model: the choice in the list of models. waiting: see Panel; its outcome is shown
+            once it is over.
         """
         clicked = read_clicks(clicks)
         do(clicked, self.queue)

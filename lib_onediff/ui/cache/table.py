@@ -19,6 +19,7 @@ from ..jobs import small_button
 from ..markup import bar_html, fact_html
 from ..status import ROUTES
 
+# The most rows that the page shows.
 MOST_ROWS = 200
 ALL_MODELS = "All models"
 WEBUI_STEP = "WebUI step"
@@ -28,6 +29,7 @@ COLUMNS = ("Resolution", "State", "Step", WEBUI_STEP, "Speed", VRAM, "Model", "P
 SHAPE_COLUMNS = (
     "Batch", "Tokens", "Type", "Computed by", "State", "Step", WEBUI_STEP, "Speed", VRAM, "Calls", "Error",
 )
+# The columns that are aligned to the right.
 NUMBERS = {"Batch", "Tokens", "Step", WEBUI_STEP, "Speed", VRAM, "Pre-warming", "Images", "Calls", "Error"}
 # The value by which each column sorts; rows without one (None) come last.
 SORTED_BY: Mapping[str, Callable[[ResolutionRow], Any]] = {
@@ -53,6 +55,7 @@ STATES = {
     "queued": "waits in the pre-warm queue",
     "warming": "is being pre-warmed now",
 }
+# The meanings of the table's other words, for tooltips and the legend.
 MEANINGS = {
     "Computed by": "the backend and, where steps are cached, the kind of step: full or cached",
     "pinned": "its graphs stay when another model needs memory",
@@ -64,6 +67,7 @@ MEANINGS = {
     "Images": "made at this size since the WebUI was started, not counting interrupted ones",
     "Error": "relative difference from the WebUI's output when it was checked",
 }
+# The meanings of the totals above the table, for their tooltips.
 TOTALS = {
     "Graph memory": "GPU memory of all graphs, and its limit",
     "Low-bit weights": "GPU memory of the 8-bit weights",
@@ -75,17 +79,17 @@ TOTALS = {
 
 
 def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
-    """The choices of the filter: "All models", then each model's name. Rows of the VAE alone count for none."""
+    """The choices of the filter: "All models", then each model's name. Rows of the VAE alone add no model."""
     return [ALL_MODELS, *sorted({row.model for row in rows if row.model and not (row.shapes and row.is_decode)})]
 
 
 def selected(
     rows: Iterable[ResolutionRow], model: str | None, sort: tuple[str, bool] = ("", False),
 ) -> list[ResolutionRow]:
-    """The rows of a model, or of all models, sorted.
+    """The rows of a model, or of all models (None, "" or ALL_MODELS), sorted.
 
     sort: a column, and whether the largest comes first. Without a column, sizes that were never used come first (they
-    are in the pre-warm queue), then the most recently used ones.
+        are in the pre-warm queue), then the most recently used ones.
     """
     shown = [row for row in rows if model in (None, "", ALL_MODELS, row.model)]
     column, descending = sort
@@ -173,7 +177,8 @@ def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates:
 
 
 def size_html(kind: str, size: str, why: str, much: float) -> str:
-    """A button that pre-warms a size (javascript/onediff.js). much: its seconds if they are many, otherwise 0."""
+    """A button that pre-warms a size (javascript/onediff.js). kind: the row of buttons, for the button's id. why: why
+    the size is offered, for its tooltip. much: the seconds that pre-warming takes if they are many, otherwise 0."""
     slow = f"about {minutes(much)} or more on this machine" if much else ""
     title = ", ".join(filter(None, (why, slow)))
     mark = f" <small>{minutes(much)}</small>" if much else ""
@@ -307,7 +312,8 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
 
 
 def error_html(measured: LowBitErrors) -> str:
-    """The measured error of Low-bit over a whole step of a checkpoint. GET status has it for each class of layers."""
+    """The error of Low-bit over a whole step, as measured with a checkpoint. GET status has it for each class of
+    layers."""
     budget = f"{measured.budget:.1e}"
     error = f"no layer within {budget}" if measured.error is None else f"error {measured.error:.1e} of {budget}"
     return f'<p class="onediff-reason">Low-bit on this {html.escape(measured.model)} checkpoint: {error}</p>'

@@ -116,10 +116,12 @@ def request_of(txt2img: Any) -> Request:
 
 
 class TextToImage:
-    """Makes images by the WebUI's txt2img, one by one. make() must run inside the adapter's exclusively()."""
+    """Makes images by the WebUI's txt2img, one by one. make() must run inside the adapter's exclusively().
+
+    make_script: the class of our script. status: runtime.status.
+    """
 
     def __init__(self, make_script: Callable[[], Any], status: Callable[[], dict[str, Any]]) -> None:
-        """make_script: the class of our script. status: runtime.status."""
         self._make_script = make_script
         self._status = status
 
@@ -160,7 +162,7 @@ class TextToImage:
 
     @staticmethod
     def share_of_image() -> float:
-        """The share of the current image's steps that are done, from 0 to 1."""
+        """The share of the current image's steps that are done, from 0 to 1; 0 if unknown."""
         step, steps = step_of_host()
         return step / max(1, steps)
 
@@ -191,7 +193,10 @@ class Comparison(Job):
 
 
 class Comparisons:
-    """Queues comparisons and makes their images."""
+    """Queues comparisons and makes their images.
+
+    maker: makes one image. exclusively: the adapter's WebUI.exclusively. queue: the list of jobs.
+    """
 
     def __init__(self, maker: TextToImage, exclusively: Exclusively, queue: JobQueue) -> None:
         self._maker = maker
@@ -220,7 +225,8 @@ class Comparisons:
         return [job for job in self._queue.jobs() if isinstance(job, Comparison)]
 
     def _make_all(self, job: Comparison) -> str:
-        """The work of a job: fills its pairs. Returns no remark."""
+        """The work of a comparison's job: makes all images, and fills job.pairs. Returns "", because there is nothing
+        to remark."""
         for side in range(2):
             self._warm_up(job, side)
         for number in range(job.images):
@@ -235,7 +241,8 @@ class Comparisons:
         return ""
 
     def _warm_up(self, job: Comparison, side: int) -> None:
-        """Repeat a side's first image until its record counts nothing that happens once."""
+        """Repeat a side's first image until its record counts nothing that happens once (first uses), at most
+        MOST_WARM_UPS times. These images are not timed. side: 0 for the left, 1 for the right."""
         for number in range(MOST_WARM_UPS):
             if number:
                 job.wanted += 1

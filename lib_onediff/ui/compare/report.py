@@ -70,7 +70,8 @@ def speed_of_right(pairs: Sequence[Pair]) -> str:
 
 
 def facts_of(side: Side, pairs: Sequence[Pair], number: int) -> dict[str, str]:
-    """A column of the table of the sides, by the names of its rows. number: 0 for the left side, 1 for the right."""
+    """One side's column in the table of the sides: a text for each row, by the row's name; "" for a row without a
+    value. number: 0 for the left side, 1 for the right."""
     status = pairs[-1].images[number].status
     on = side.settings.enabled
     mean = f"{seconds(statistics.fmean(pair.images[number].seconds for pair in pairs))} an image"

@@ -59,14 +59,17 @@ READ_CLICKS = "(...values) => [window.onediff.clicks(), ...values.slice(1, 2)]"
 
 
 class ComparePanel:
-    """The handlers of the page. Results are kept in the list of jobs, so every page shows them, also after a reload."""
+    """The handlers of the page. Results are kept in the list of jobs, so every page shows them, also after a reload.
+
+    comparisons: queues comparisons. queue: the list of jobs.
+    tab_settings: returns the settings tab's settings. settings_of_run: returns those of an image by its script
+        arguments; raises ValueError with a sentence for the user.
+    """
 
     def __init__(
         self, comparisons: Comparisons, queue: JobQueue, tab_settings: Callable[[], Settings],
         settings_of_run: Callable[..., Settings],
     ) -> None:
-        """tab_settings: returns the settings tab's settings. settings_of_run: returns those of an image by its script
-        arguments; raises ValueError with a sentence for the user."""
         self.comparisons = comparisons
         self.queue = queue
         self.tab_settings = tab_settings
@@ -76,7 +79,11 @@ class ComparePanel:
         self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, txt2img: Any
     ) -> tuple[str, str, str]:
         """Queue a comparison. Returns three messages as markup: below the left side, below the right side, and above
-        the button; a side that is wrong queues nothing. txt2img: see fields_of."""
+        the button. If a side is wrong, nothing is queued.
+
+        left, right: each one of CHOICES. left_changes, right_changes: their extra options. images: the number of seeds.
+            txt2img: see fields_of.
+        """
         settings = self.tab_settings()
         if not settings.enabled:
             return "", "", sentence(OFF_IN_TAB, wrong=True)
@@ -115,9 +122,11 @@ class ComparePanel:
 
     def look(self, clicks: Any, seen: str) -> tuple[Any, ...]:
         """Do what was clicked in the list of jobs. Returns what the page shows: the list, the numbers and the images of
-        the comparison that was clicked, or else of the newest with an image, and a text that says which these are.
+        the comparison that was clicked, or else of the newest with an image, and a text that identifies these images
+        (`seen`).
 
-        clicks: see read_clicks. seen: the last value of the call before: what is the same is not sent again.
+        clicks: see read_clicks. seen: that text of the previous call: if it is the same, numbers and images are not
+            sent again.
         """
         clicked = read_clicks(clicks)
         do(clicked, self.queue)
