@@ -88,7 +88,8 @@ class Devices:
         return self.all[names.index(name):] if name in names else self.all
 
     def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
-        """As candidates(), for work that is launched operator by operator and never captured, such as a decode."""
+        """As candidates(), for work that is launched operator by operator and never captured, such as a decode. A
+        backend that can only run graphs is replaced by the reference."""
         found = self.candidates(settings, device, dtype, is_warm_up)
         launching = dict.fromkeys(one if one.traits.serves_ungraphed else self.reference for one in found.devices)
         # Without a GPU, the reason is about missing graphs, which do not matter here.

@@ -27,7 +27,7 @@ class HostLayers:
         self._classes: set[tuple[str, str]] = set()
 
     def take(self, package: str, *classes: str) -> None:
-        """Register classes of a host's package. classes: their qualified names."""
+        """Register classes. package: the host's, such as "backend". classes: their qualified names."""
         self._classes.update((package, name) for name in classes)
 
     def has(self, kind: type) -> bool:
@@ -188,7 +188,8 @@ class LeafReader:
 
     def parameter(self, module: Any, name: str) -> FreeParameter:
         """The description of a parameter that a module has besides its layers, such as a table or a learned token.
-        name: of the module's attribute. Raises Refusal if the module has no such parameter."""
+        name: of the module's attribute. Claims this parameter alone. Raises Refusal if the module has none of this
+        name."""
         tensor = module._parameters.get(name)
         if tensor is None:
             raise self.unknown(module, f"it has no {name}")

@@ -79,7 +79,7 @@ class DecoderLayout(Layout):
 
     @property
     def reduction(self) -> int:
-        """The factor by which the image's height and width are divided: 8 for most encoders, 1 for a decoder."""
+        """The factor by which an encoder divides the image's height and width: 8 for most encoders. 1 for a decoder."""
         return 1 << sum(isinstance(layer, Downsample) for layer in self.inner_layers)
 
 
@@ -214,6 +214,7 @@ class Autoencoders:
     readers = ((is_ldm, read_ldm),)
 
     def refuse_latent(self, layout: DecoderLayout, latent: Tensor) -> None:
+        """See DecoderFamily."""
         channels = layout.in_convolution.in_channels
         if latent.dim() != 4 or latent.shape[1] != channels:
             raise Refusal(f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels")
@@ -222,6 +223,7 @@ class Autoencoders:
         self, layout: DecoderLayout, weights: Weights, ops: Operators, latent: Tensor, upcast_attention: bool = False,
         fold_biases: bool = False,
     ) -> Tensor:
+        """See DecoderFamily."""
         return Decoding(weights, ops, upcast_attention, fold_biases).run(layout, latent)
 
 

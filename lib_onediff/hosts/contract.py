@@ -73,7 +73,8 @@ class WebUI:
         return HostTraits()
 
     def before_sampling(self, p: Any) -> None:
-        """Called before each sampling of the generation p, the WebUI's processing object."""
+        """Called before each sampling of the generation p, the WebUI's processing object. Adapters adopt its UNet and
+        VAE, and tell the runtime that a sampling begins."""
 
     def after_run(self, p: Any) -> None:
         """Called when the generation p is done."""
@@ -116,7 +117,8 @@ class WebUI:
         runtime.guard.attempt("restoring the UNets' weights", runtime.release_all)
 
     def hooks(self) -> int:
-        """The number of our hooks on each method: 1 after serve(), however often it was called, and 0 after stop()."""
+        """The number of our functions on each patched method, for the status: 1 after serve(), however often it was
+        called, and 0 after stop()."""
         return int(any(forwards.active for forwards in self.patches))
 
     def loads_at_start(self) -> bool:
@@ -175,7 +177,8 @@ class WebUI:
         return network if type(network) in self.network_classes else None
 
     def adopt(self, checkpoint: Any) -> Any:
-        """Hand this checkpoint's UNet over to the runtime, and return it; None if OneDiff does not serve it."""
+        """Make the runtime serve this checkpoint's UNet, and return the UNet; None if OneDiff does not serve its
+        class."""
         unet = self.unet_of(checkpoint)
         if unet is not None:
             runtime.adopt(unet, host_traits=self.host_traits(unet))
@@ -218,7 +221,7 @@ def name_of_model(kind: str) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """The words as a list in a sentence: "SD1, SD2 and SDXL"."""
+    """The words as a list in a sentence: "SD1, SD2 and SDXL"; a single word as it is."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
@@ -291,7 +294,7 @@ def takes(function: Any, parameter: str, module: str) -> bool:
 
 
 def first_missing(holder: Any, paths: Iterable[str]) -> str | None:
-    """The first of these dotted attribute paths that does not exist in holder; None if all exist."""
+    """The first of these dotted attribute paths that `holder` does not have; None if it has all."""
     for path in paths:
         try:
             attrgetter(path)(holder)

@@ -52,6 +52,7 @@ class Link:
     """
 
     def __init__(self, patch: ClassPatch, original: Callable[..., Any]) -> None:
+        """patch: decides, by look_up(), who serves a call. original: see Link."""
         self.original = original
         self.active = True
         self.is_in_chain = True
@@ -82,9 +83,9 @@ class ClassPatch:
     function stays below its patch, and after undo() passes all calls on.
 
     owner, method: the class, and the name of the method.
+    replacement: see Replacement. declined: see Declined.
+    guard: catches faults of the replacement. guarded: its serve(), through which every call goes.
     hook: words for the method, for users ("the UNet's forward").
-    declined: see Declined.
-    guarded: the guard's serve(), through which every call goes.
     """
 
     def __init__(
@@ -126,7 +127,8 @@ class ClassPatch:
         return self._replacement, original
 
     def apply(self) -> None:
-        """Set the replacement on the class. Safe to call twice."""
+        """Set the replacement on the class, or on top of another extension's patch that does not call ours. Safe to
+        call twice."""
         with self._lock:
             top = self._remove_inactive_links()
             link = self._link
@@ -154,7 +156,8 @@ class ClassPatch:
         return link
 
     def undo(self) -> None:
-        """Remove the replacement. Safe to call twice."""
+        """Make the replacement inactive, and remove it from the class; below another extension's patch it stays, and
+        passes all calls on. Safe to call twice."""
         with self._lock:
             if self._link is not None:
                 self._link.active = False
@@ -272,8 +275,11 @@ def never_called(*given: Any, **named: Any) -> Any:
 
 
 class ForwardPatches:
-    """Replaces the forwards of several classes by the same function, for all objects of these classes. replacement,
-    hook, declined: see ClassPatch."""
+    """Replaces the forwards of several classes by the same function, for all objects of these classes.
+
+    classes: at least one. replacement, hook, declined: see ClassPatch.
+    patches: the ClassPatch of each class.
+    """
 
     def __init__(
         self, classes: Iterable[type], replacement: Replacement, hook: str, declined: Declined = note_host
@@ -330,7 +336,8 @@ class UNetHooks(ForwardPatches):
     """Replaces UNets' forwards. If no call of a sampling has reached our forward, tells the user why."""
 
     def __init__(self, classes: Iterable[type], forward: Replacement, why_bypassed: Callable[[], str]) -> None:
-        """why_bypassed: returns why a sampling's calls did not reach our forward, in one line for the user."""
+        """classes: those of the UNets. forward: serves a call; see Replacement. why_bypassed: returns why a sampling's
+        calls did not reach our forward, in one line for the user."""
         super().__init__(classes, forward, "the UNet's forward")
         self._why_bypassed = why_bypassed
         self._announced: AnnouncedSampling | None = None

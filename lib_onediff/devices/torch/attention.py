@@ -105,8 +105,8 @@ class Attention:
         self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs,
         is_filled: bool = False,
     ) -> bool:
-        """Time every implementation for shapes of this class, and choose the fastest. Returns False, and does nothing,
-        if that was done before.
+        """Time every implementation for shapes of this class, and choose the fastest. Returns True; False if that was
+        done before, and then does nothing.
 
         Takes tens of milliseconds and three times the memory of the attention itself. Does not change the user's random
         generators. Raises torch.cuda.OutOfMemoryError.
@@ -210,8 +210,8 @@ def flash_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, 
 
 
 def filled_trial(shape_class: str, query: Tensor, key: Tensor, value: Tensor) -> Trial:
-    """The measurement of attention of rows that are filled up. An implementation agrees if its output is correct both
-    when all tokens count and when NOT_USED tokens of each row do not."""
+    """The measurement of attention of rows that are filled up. shape_class: see class_of. An implementation agrees if
+    its output is correct both when all tokens are used and when NOT_USED tokens of each row are padding."""
     tokens = query.shape[2]
     counts = [tokens, max(1, tokens - NOT_USED)]
     used = [torch.full((len(query),), count, dtype=torch.int64, device=query.device) for count in counts]

@@ -164,7 +164,7 @@ def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
 
 
 def wide_rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
-    """The RMS norm computed in float32, in float32. torch has no RMS norm before 2.4."""
+    """The RMS norm, computed and returned in float32. torch has no RMS norm before 2.4."""
     wide = x.float()
     weight = layer.weight.float() + 1 if norm.plus_one else layer.weight
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * weight
@@ -269,7 +269,7 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 def shares_key_heads(query: Tensor, mask: Tensor | None) -> bool:
     """Whether to use torch's enable_gqa for fewer heads of keys than of queries. On a GPU, only flash attention and
-    cuDNN support it, in half precision and without a mask; with it, torch would otherwise repeat the heads itself, and
+    cuDNN support it, in half precision and without a mask. In all other cases, torch would repeat the heads itself, and
     store all scores."""
     if not HAS_GQA:
         return False
@@ -345,7 +345,7 @@ def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def bias_or_zeros(norm: LayerWeights) -> Tensor:
-    """A norm's bias, or zeros if it has none."""
+    """A norm's bias; zeros of its width if it has none."""
     return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
 

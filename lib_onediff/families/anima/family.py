@@ -33,6 +33,7 @@ class Animas:
     usual_sizes = (UsualSizes("Anima", ("Anima",), MEGAPIXEL_SIZES),)
 
     def refuse_call(self, layout: AnimaLayout, call: AnimaCall) -> None:
+        """See Family."""
         latent = call.latent
         context = call.context
         if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):
@@ -47,23 +48,28 @@ class Animas:
     def example(
         self, layout: AnimaLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> AnimaCall:
+        """See Family. The prompt has at least FEWEST_TOKENS tokens."""
         latent = noise(batch, layout.in_channels, 1, *size)
         context = noise(batch, max(tokens, FEWEST_TOKENS), layout.context_width)
         timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
         return AnimaCall(latent, timestep, context)
 
     def output(self, layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCall) -> Tensor:
+        """See Family."""
         return forward.output(layout, weights, ops, call)
 
     def units(self, layout: AnimaLayout, call: AnimaCall) -> list[tuple[str, ...]]:
+        """See Family. In the order of forward.output."""
         last = ("blocks", "out")
         first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in last))
         return [first, *map(names_of, blocks_read(layout.blocks, call.cut)), names_of(layout.out)]
 
     def deepest(self, layout: AnimaLayout) -> int:
+        """See Family."""
         return deepest_cut(layout.blocks)
 
     def attentions(self, layout: AnimaLayout, call: AnimaCall) -> list[AttentionShapes]:
+        """See Family: over the image, and from the image to the prompt."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
         rows, columns = patch_grid(height, width, layout.patch)

@@ -30,6 +30,7 @@ class Krea2s:
     usual_sizes = (UsualSizes("Krea 2", ("Krea 2",), MEGAPIXEL_SIZES),)
 
     def refuse_call(self, layout: Krea2Layout, call: Krea2Call) -> None:
+        """See Family."""
         latent = call.latent
         context = call.context
         batch, *others = latent.shape
@@ -52,6 +53,7 @@ class Krea2s:
     def example(
         self, layout: Krea2Layout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> Krea2Call:
+        """See Family. The prompt is padded, as in most calls."""
         latent = noise(batch, layout.channels, 1, *size)
         # tokens counts chunks of 77, as of CLIP. A usual prompt fits into one chunk, and into MULTIPLE tokens here.
         length = max(1, tokens // TOKENS) * MULTIPLE
@@ -60,9 +62,11 @@ class Krea2s:
         return Krea2Call(latent, timestep, context, mask)
 
     def output(self, layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Call) -> Tensor:
+        """See Family."""
         return forward.output(layout, weights, ops, call)
 
     def units(self, layout: Krea2Layout, call: Krea2Call) -> list[tuple[str, ...]]:
+        """See Family. In the order of forward.output."""
         text = layout.text
         blocks = blocks_read(layout.blocks, call.cut)
         tables = tuple(block.table for block in blocks)
@@ -72,9 +76,11 @@ class Krea2s:
         return [first, *map(names_of, parts)]
 
     def deepest(self, layout: Krea2Layout) -> int:
+        """See Family."""
         return deepest_cut(layout.blocks)
 
     def attentions(self, layout: Krea2Layout, call: Krea2Call) -> list[AttentionShapes]:
+        """See Family: over image and prompt, over the prompt, and over the text encoder's layers of one token."""
         batch, tokens = call.context.shape[:2]
         height, width = call.latent.shape[-2:]
         together = tokens + layout.patches_over(height, width)

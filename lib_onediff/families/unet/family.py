@@ -40,6 +40,7 @@ class UNets:
     )
 
     def refuse_call(self, layout: UNetLayout, call: UNetCall) -> None:
+        """See Family."""
         latent = call.latent
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
@@ -89,10 +90,12 @@ class UNets:
         return output
 
     def units(self, layout: UNetLayout, call: UNetCall) -> list[tuple[str, ...]]:
+        """See Family. Fewer for a cached pass of DeepCache."""
         cut = call.cut if call.patches is None else None
         return layout.units(min(cut.depth, self.deepest(layout)) if cut is not None and cut.reads else None)
 
     def deepest(self, layout: UNetLayout) -> int:
+        """See Family. A cached step leaves out at least one input stage."""
         return len(layout.input_stages) - 1
 
     def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:

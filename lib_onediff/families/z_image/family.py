@@ -30,6 +30,7 @@ class ZImages:
     usual_sizes = tuple(UsualSizes(model, (model,), MEGAPIXEL_SIZES) for model in ("Z-Image", "Lumina 2"))
 
     def refuse_call(self, layout: ZImageLayout, call: ZImageCall) -> None:
+        """See Family."""
         latent = call.latent
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
@@ -44,6 +45,7 @@ class ZImages:
     def example(
         self, layout: ZImageLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> ZImageCall:
+        """See Family. All prompts have `tokens` tokens."""
         latent = noise(batch, layout.in_channels, *size)
         context = noise(batch, tokens + -tokens % layout.multiple, layout.context_width)
         timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
@@ -51,18 +53,22 @@ class ZImages:
         return ZImageCall(latent, timestep, context, lengths)
 
     def output(self, layout: ZImageLayout, weights: Weights, ops: Operators, call: ZImageCall) -> Tensor:
+        """See Family."""
         return forward.output(layout, weights, ops, call)
 
     def units(self, layout: ZImageLayout, call: ZImageCall) -> list[tuple[str, ...]]:
+        """See Family. In the order of forward.output."""
         blocks = (*layout.image_refiner, *layout.text_refiner, *blocks_read(layout.blocks, call.cut))
         later = ("image_refiner", "text_refiner", "blocks", "out_modulation", "out")
         first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in later))
         return [first, *map(names_of, blocks), names_of((layout.out_modulation, layout.out))]
 
     def deepest(self, layout: ZImageLayout) -> int:
+        """See Family."""
         return deepest_cut(layout.blocks)
 
     def attentions(self, layout: ZImageLayout, call: ZImageCall) -> list[AttentionShapes]:
+        """See Family: over the image, over the prompt, and over both."""
         height, width = call.latent.shape[-2:]
         image = layout.image_tokens(height, width)
         attention = layout.blocks[0].attention

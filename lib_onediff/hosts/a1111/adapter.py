@@ -59,7 +59,7 @@ def release() -> str:
 
 
 class A1111(WebUI):
-    """The adapter of AUTOMATIC1111's WebUI. contract.WebUI describes the methods that have no docstring here."""
+    """The adapter of AUTOMATIC1111's WebUI. contract.WebUI describes the methods of that class."""
 
     name = "a1111"
     # Checkpoints of SD3 and others have these too; network_classes decides.
@@ -90,17 +90,21 @@ class A1111(WebUI):
         self._step: Callable[[], Any] = no_object
 
     def loads_at_start(self) -> bool:
+        """See WebUI."""
         from modules import shared
 
         return not getattr(shared.cmd_opts, "skip_load_model_at_start", False)
 
     def network(self, checkpoint: Any) -> Any:
+        """See WebUI."""
         return getattr(getattr(checkpoint, "model", None), "diffusion_model", None)
 
     def host_traits(self, unet: Any) -> HostTraits:
+        """See WebUI. The same for all networks."""
         return self._host_traits
 
     def before_sampling(self, p: Any) -> None:
+        """See WebUI."""
         self._vae.begin_run(getattr(getattr(p.sd_model, "first_stage_model", None), "decoder", None))
         unet = self.adopt(p.sd_model)
         self._unets.begin_sampling(p, unet)
@@ -114,10 +118,12 @@ class A1111(WebUI):
         self._unet = weakref.ref(unet)
 
     def before_step(self, params: Any) -> None:
+        """See WebUI. Only a weak reference to params is kept."""
         self._step = weakref.ref(params)
 
     def _why_bypassed(self) -> str:
-        """See UNetHooks."""
+        """Why the calls of a sampling did not reach our forward; see UNetHooks. Names the extension that calls the UNet
+        itself, if it can be found."""
         checkpoint = self.checkpoint()
         unet = self.unet_of(checkpoint)
         if unet is None:
@@ -202,6 +208,7 @@ class A1111(WebUI):
     # --- calls between images -------------------------------------------------------------------------------------
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        """See WebUI. Calls the checkpoint's apply_model."""
         from modules import devices
 
         autocast = devices.without_autocast if devices.unet_needs_upcast else devices.autocast
@@ -218,6 +225,7 @@ class A1111(WebUI):
             self.checkpoint().apply_model(latent, call.timestep, {**prompt, "c_concat": [masked]})
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
+        """See WebUI. Decodes one image, whatever `images` is, because the WebUI decodes one after the other."""
         from modules import devices, sd_samplers_common
 
         with random_state_kept(), torch.no_grad():
@@ -241,7 +249,7 @@ class A1111(WebUI):
 
 
 def upcasts_attention() -> bool:
-    """Whether the WebUI computes attention scores in float32."""
+    """Whether the WebUI's option to compute attention scores in float32 (upcast_attn) is on."""
     from modules import shared
 
     return bool(shared.opts.upcast_attn)

@@ -48,7 +48,8 @@ def networks(on_the_fly: bool) -> Sequence[Any]:
 
 
 def wanted_networks() -> Networks:
-    """The LoRAs that apply_wanted_networks merges, as in network_current_names; () if LoRAs are computed on the fly."""
+    """The LoRAs that apply_wanted_networks merges, in the form that the WebUI notes at a layer (network_current_names);
+    () if LoRAs are computed on the fly. Used as HostTraits.wanted_lora."""
     return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in networks(on_the_fly=False))
 
 
@@ -134,8 +135,8 @@ def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
 
 
 def cast_to_computed(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which layers with float8 weights compute now; None if no weight is in float8. Call it with the
-    host's autocast."""
+    """The dtype in which layers with float8 weights compute now: autocast's. None if no weight is in float8. Used as
+    Casts.to. Call it inside the host's autocast."""
     first: Any = layers[0]
     if not any(layer.weight.dtype in FLOAT8 for layer in layers):
         return None

@@ -50,27 +50,32 @@ class ModulePatches(PatchPoints):
             self.functions = [*self.functions, concatenation]
 
     def has_function(self, point: str, *arguments: Any) -> bool:
+        """See Points."""
         if point == "concatenate":
             return self._concatenation is not None
         return point == "whole_block" and "" in self._here or point == "whole_attention" and arguments[0] in self._here
 
     def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
+        """See PatchPoints."""
         if self._concatenation is None:
             return None
         joined = self._concatenation([hidden_states.contiguous(), skip.contiguous()], dim=1)
         return joined.to(hidden_states.dtype).detach()
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
+        """See PatchPoints."""
         self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
         return bool(self._here)
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
+        """See PatchPoints. Calls a changed block."""
         module = self._here.get("")
         return None if module is None else module(tokens.contiguous(), context=context).to(tokens.dtype)
 
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
+        """See PatchPoints. Calls a changed attention."""
         module = self._here.get(attention)
         if module is None:
             return None

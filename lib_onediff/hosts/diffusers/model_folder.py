@@ -37,7 +37,8 @@ LARGEST_SAMPLE = 100_000
 
 
 def load_folder(folder: Path, dtype: torch.dtype) -> Any:
-    """The pipeline of a folder, with its weights in dtype on the CPU. Raises Refusal, and the libraries' exceptions."""
+    """The pipeline of a folder, with its weights in dtype on the CPU. Raises Refusal if the folder is not a Stable
+    Diffusion model, or not safe to load; also raises the exceptions of diffusers and transformers."""
     import diffusers
     import transformers
 
@@ -75,7 +76,7 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Any:
 
 def load_unet(path: Path) -> Any:
     """The UNet of a model folder in diffusers' layout, of its unet folder, or of a .safetensors checkpoint, in float32
-    on the CPU. Raises Refusal, and the libraries' exceptions."""
+    on the CPU. Raises as load_folder."""
     from diffusers import UNet2DConditionModel
 
     if not path.is_dir():
@@ -195,7 +196,8 @@ def load_scheduler(folder: Path) -> Any:
 
 
 def check_schedule(config: dict[str, Any]) -> None:
-    """Raise Refusal for numbers with which a scheduler would take all memory, or make useless images."""
+    """Raise Refusal for numbers in a scheduler's configuration with which it would take all memory, or make useless
+    images."""
     steps = config.get("num_train_timesteps", 1000)
     if not is_whole(steps) or not 0 < steps <= MOST_TRAIN_STEPS:
         raise Refusal(readable(f"The model's scheduler has num_train_timesteps = {steps!r}, which is not valid."))

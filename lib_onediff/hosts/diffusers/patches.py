@@ -65,11 +65,13 @@ class UNetPatches(PatchPoints):
         return kind in self._known or is_plain(kind)
 
     def has_function(self, point: str, *arguments: Any) -> bool:
+        """See Points."""
         if point == "join":
             return arguments[0] in self._freeu
         return point == "whole_attention" and not self._is_ours(type(self._attentions[arguments[0]].processor))
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        """See PatchPoints. Applies FreeU by diffusers' own function."""
         if index not in self._freeu:
             return hidden_states, skip
         from diffusers.utils.torch_utils import apply_freeu
@@ -82,6 +84,7 @@ class UNetPatches(PatchPoints):
         return joined
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
+        """See PatchPoints."""
         unet: Any = self._unet()
         paths = block.self_attention.out.path, block.cross_attention.out.path
         modules = (unet.get_submodule(path.removesuffix(OUT)) for path in paths)
@@ -91,6 +94,7 @@ class UNetPatches(PatchPoints):
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
+        """See PatchPoints. Runs the host's attention module if our forward does not compute its processor."""
         module = self._attentions[attention]
         if self._is_ours(type(module.processor)):
             return None
@@ -142,8 +146,12 @@ def additions_of(
 def image_prompts(
     processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None
 ) -> tuple[ImagePrompt, ...]:
-    """One image prompt for each IP-Adapter of these processors. image_tokens: see UNetPatches. Raises Refusal if
-    diffusers must run the processors itself, or raise its own error for their inputs."""
+    """One image prompt for each IP-Adapter of these processors. Raises Refusal if diffusers must run the processors
+    itself, or must raise its own error for their inputs.
+
+    processors: those of IP-Adapters, by the path of their attention. latent: of the call. image_tokens: see
+        UNetPatches.
+    """
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
         raise Refusal("they are not at an image prompt's layers")
     counts = {len(parts) for one in processors.values() for parts in (one.to_k_ip, one.to_v_ip, one.scale)}
@@ -154,7 +162,10 @@ def image_prompts(
 
 def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens: Tensor) -> ImagePrompt:
     """The image prompt of one adapter, with the tokens of all its images, for each attention where its scale is not 0.
-    tokens: (batch, images, tokens, width)."""
+    Raises Refusal for tokens, scales or layers that our forward does not take.
+
+    index: the adapter's, in the lists that each processor has. tokens: (batch, images, tokens, width).
+    """
     if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
         raise Refusal(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")
     tokens = tokens.flatten(1, 2)

@@ -35,7 +35,8 @@ def is_krea2(network: nn.Module) -> bool:
 
 
 def read_krea2(network: Any) -> Krea2Layout:
-    """The layout of a Krea2Transformer2DModel, whose latents are packed in patches. Raises Refusal with the reason."""
+    """The layout of a Krea2Transformer2DModel, whose latents are packed in patches. Raises Refusal if the module is
+    built in another way."""
     leaves = LeafReader(network, reads_loras=True)
     time = network.time_embed
     fusion = network.text_fusion
@@ -74,7 +75,8 @@ def read_krea2(network: Any) -> Krea2Layout:
 
 
 def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
-    """The attention and feed-forward layers of a block of the transformer or of the text fusion."""
+    """The attention and feed-forward layers of a block of the transformer or of the text fusion. Raises Refusal for a
+    block that computes anything else."""
     attention = block.attn
     for kind, *modules in (
         ("Krea2RMSNorm", block.norm1, block.norm2, attention.norm_q, attention.norm_k), ("Krea2Attention", attention),

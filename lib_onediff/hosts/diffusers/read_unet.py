@@ -44,7 +44,7 @@ def is_diffusers_unet(unet: nn.Module) -> bool:
 
 
 def read_diffusers(unet: Any) -> UNetLayout:
-    """The layout of a UNet2DConditionModel. Raises Refusal with the reason."""
+    """The layout of a UNet2DConditionModel. Raises Refusal if the module is built in another way."""
     leaves = LeafReader(unet, reads_loras=True)
     refuse_diffusers_variants(unet, leaves)
     processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
@@ -76,7 +76,8 @@ def read_diffusers(unet: Any) -> UNetLayout:
 
 
 def attentions_of(unet: nn.Module) -> dict[str, Any]:
-    """The attention modules of a UNet, by path. Each has a processor, which computes the attention."""
+    """The attention modules of a UNet, by path. Each has a processor, an object that computes the attention and that
+    users can replace."""
     found = unet.named_modules()
     return {path: module for path, module in found if hasattr(module, "processor") and hasattr(module, "to_q")}
 
@@ -98,8 +99,8 @@ def has_freeu(block: Any) -> bool:
 
 
 def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
-    """What a UNet computes besides its own layers, in words for the user, each once. kinds: the classes of its
-    attention processors."""
+    """What a UNet computes besides its own layers, in words for the user, each once; () if nothing. kinds: the classes
+    of its attention processors."""
     found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
     found += sorted(f"attention processor {kind.__name__}" for kind in kinds if not is_plain(kind))
     return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)

@@ -28,7 +28,7 @@ def is_diffusers(half: nn.Module) -> bool:
 
 
 def read_diffusers(half: Any) -> DecoderLayout:
-    """The layout of an AutoencoderKL's Decoder or Encoder. Raises Refusal with the reason."""
+    """The layout of an AutoencoderKL's Decoder or Encoder. Raises Refusal if the module is built in another way."""
     leaves = LeafReader(half)
     require_silu(half.conv_act, "the output's activation", leaves)
     if hasattr(half, "up_blocks"):

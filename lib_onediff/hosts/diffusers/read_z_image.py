@@ -27,7 +27,7 @@ def is_z_image(network: nn.Module) -> bool:
 
 
 def read_z_image(network: Any) -> ZImageLayout:
-    """The layout of a ZImageTransformer2DModel. Raises Refusal with the reason."""
+    """The layout of a ZImageTransformer2DModel. Raises Refusal if the module is built in another way."""
     if network.siglip_embedder is not None:
         raise Refusal("it takes other images besides the prompt (omni)")
     if list(network.all_x_embedder) != [LAYERS]:

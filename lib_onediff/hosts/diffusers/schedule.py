@@ -117,8 +117,8 @@ def reference_to(pipe: Any) -> Callable[[], Any]:
 
 
 def guidance_scale_of(pipe: Any) -> float | None:
-    """The guidance scale of the image that a pipeline is making, at most 1 if the guidance is built into the UNet, as
-    in LCM; None if unknown."""
+    """The guidance scale of the image that a pipeline is making; None if unknown. If the guidance is built into the
+    UNet, as in LCM, it is at most 1: each step then has one prediction, as at a scale of 1."""
     scale = getattr(pipe, "_guidance_scale", None)
     if not isinstance(scale, (int, float)):
         return None
@@ -126,8 +126,8 @@ def guidance_scale_of(pipe: Any) -> float | None:
 
 
 def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = None) -> Sampling:
-    """The Sampling of a diffusers scheduler, which has set its timesteps by the first UNet call. scheduler: returns the
-    scheduler, or None if there is none."""
+    """The Sampling of a diffusers scheduler. The scheduler must have set its timesteps when the UNet is first called,
+    and not before. scheduler: returns the scheduler, or None if there is none."""
     clock = Clock(scheduler)
     return Sampling(
         times=clock.times, read=clock.read, guidance_scale=guidance_scale,

@@ -53,7 +53,8 @@ def load_tokenizer(folder: Path, kind: Any) -> Any:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Write the checked files of the tokenizer in source into target, an empty folder. Raises Refusal."""
+    """Write the checked files of the tokenizer in source into target, an empty folder. Raises Refusal if a file is
+    missing or invalid."""
     added = write_words(source, target)
     config = read_json(source / CONFIG) if (source / CONFIG).exists() else {}
     special = read_json(source / SPECIAL) if (source / SPECIAL).exists() else {}
@@ -73,7 +74,7 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def write_words(source: Path, target: Path) -> dict[str, Any]:
     """Write the checked vocab.json and merges.txt of the tokenizer in source into target. Returns its added tokens, by
-    number. Raises Refusal."""
+    number. Raises Refusal if a file is missing or invalid."""
     words, merges, added = read_words(source)
     (target / VOCABULARY).write_text(json.dumps(words), encoding="utf-8")
     (target / MERGES).write_text("\n".join([VERSION_LINE, *merges, ""]), encoding="utf-8")
@@ -81,8 +82,8 @@ def write_words(source: Path, target: Path) -> dict[str, Any]:
 
 
 def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]:
-    """A tokenizer's vocabulary, {word: number}; its merges, each as "a b"; and its added tokens, by number.
-    Raises Refusal."""
+    """A tokenizer's vocabulary, {word: number}; its merges, each as "a b"; and its added tokens, by number. They come
+    from vocab.json and merges.txt, or else from tokenizer.json. Raises Refusal if a file is missing or invalid."""
     added: dict[str, Any] = {}
     if (folder / VOCABULARY).exists() and (folder / MERGES).exists():
         words: Any = read_json(folder / VOCABULARY)
@@ -133,7 +134,8 @@ def tokens_in(content: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The added tokens, by number, as tokenizer_config.json has them (added_tokens_decoder). Raises Refusal."""
+    """The added tokens, by number, in the form of tokenizer_config.json (added_tokens_decoder). given: the same,
+    unchecked. Raises Refusal for an invalid one."""
     if len(given) > MOST_WORDS or not all(str(number).isdecimal() and is_number(int(number)) for number in given):
         raise Refusal(f"The added tokens in {folder.name} have invalid numbers.")
     found = {}

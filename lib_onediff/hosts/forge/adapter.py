@@ -52,7 +52,7 @@ def version_and_release() -> tuple[str, str]:
 
 
 class Forge(WebUI):
-    """The adapter of Forge and Forge Neo. contract.WebUI describes the methods that have no docstring here. Adapters of
+    """The adapter of Forge and Forge Neo. contract.WebUI describes the methods of that class. Adapters of
     other WebUIs of the family override the attributes, selected_checkpoint and vae_attention.
 
     networks: the networks that OneDiff serves. A release without the first one is refused; of the others, those that it
@@ -127,29 +127,34 @@ class Forge(WebUI):
     # --- patching the classes -------------------------------------------------------------------------------------
 
     def serve(self) -> None:
+        """See WebUI. Also adopts the checkpoint that is loaded already."""
         with self._lock:
             super().serve()
             if self.checkpoint() is not None:
                 self.model_loaded(self.checkpoint())
 
     def stop(self) -> None:
+        """See WebUI. Also gives the WebUI's backups memory of their own (unshare_backups)."""
         with self._lock:
             super().stop()
             unshare_backups(patcher_of(self.checkpoint()))
             self._refusals.clear()
 
     def checkpoint(self) -> Any:
+        """See WebUI."""
         # Before the WebUI loads its first checkpoint, it has a placeholder without forge_objects. Classic deletes a
         # checkpoint before it loads the next one.
         found = super().checkpoint()
         return None if getattr(found, "forge_objects", None) is None else found
 
     def network(self, checkpoint: Any) -> Any:
+        """See WebUI."""
         return getattr(getattr(patcher_of(checkpoint), "model", None), "diffusion_model", None)
 
     # --- a generation ---------------------------------------------------------------------------------------------
 
     def before_sampling(self, p: Any) -> None:
+        """See WebUI. Does nothing while our hooks are not in place."""
         if not self.hooks():
             return
         vae = getattr(getattr(p.sd_model, "forge_objects", None), "vae", None)
@@ -161,7 +166,7 @@ class Forge(WebUI):
         self._begin_sampling(sampling_of(p))
 
     def _begin_sampling(self, sampling: Sampling) -> None:
-        """Note that this sampling begins. Each UNet is checked again at its first call in it."""
+        """Note that this sampling begins. Each UNet is checked again at its first call in it (_check)."""
         self._refusals.clear()
         self._sampling = sampling
 
@@ -232,6 +237,7 @@ class Forge(WebUI):
         self._host_network(unet).check()
 
     def host_traits(self, unet: Any) -> HostTraits:
+        """See WebUI. One for each class of networks."""
         return self._traits[self._host_network(unet).kind]
 
     def _make_room(self, unet: nn.Module, size: int) -> int:
@@ -243,9 +249,12 @@ class Forge(WebUI):
         return int(unload(patcher.offload_device, size))
 
     def _reserve_memory(self, p: Any, unet: nn.Module) -> None:
-        """Have the WebUI leave as much GPU memory free, when it loads the weights for this sampling, as steps of this
-        size have lacked before: moving weights off the GPU between two steps takes a second. Like ControlNets, this
-        replaces the patcher by a clone, which only this sampling uses."""
+        """Make the WebUI leave more GPU memory free when it loads the weights for this sampling: as much as steps of
+        this size have lacked before. Without it, weights are moved off the GPU between two steps, which takes a second.
+        Does nothing if none was lacking.
+
+        Like ControlNets, this replaces the patcher by a clone, which only this sampling uses.
+        """
         size = tuple(getattr(p, name, None) for name in ("width", "height", "batch_size", "is_hr_pass"))
         lacking = runtime.room_lacked(unet, size)
         patcher = patcher_of(p.sd_model)
@@ -262,6 +271,7 @@ class Forge(WebUI):
     # --- notes, pre-warming ---------------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
+        """See WebUI. Options of the WebUI that have no effect where OneDiff computes."""
         if not self.hooks():
             return []
         found = []
@@ -279,6 +289,8 @@ class Forge(WebUI):
         return found
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        """See WebUI. Loads the selected checkpoint if it is not loaded yet. Also raises Refusal if the call did not
+        reach our forward."""
         if not self.hooks():
             raise Refusal(NOT_IN_USE)
         try:
@@ -313,6 +325,7 @@ class Forge(WebUI):
             raise Refusal(self._why_bypassed())
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
+        """See WebUI. Does nothing if GPU memory is short."""
         checkpoint = self.checkpoint()
         memory = importlib.import_module(self.memory)
         vae = checkpoint.forge_objects.vae
@@ -328,6 +341,8 @@ class Forge(WebUI):
                 checkpoint.decode_first_stage(latent)
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
+        """See WebUI. The WebUI makes images in its main thread. Called there, this raises Refusal instead of
+        waiting."""
         from modules.call_queue import queue_lock
         from modules_forge import main_thread
 

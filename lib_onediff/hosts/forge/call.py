@@ -78,8 +78,8 @@ class HostCall(NamedTuple):
         )
 
     def of_rows(self, rows: slice) -> HostCall:
-        """The call of these rows alone, the prompt's, with the options that the host passes if it skips the
-        negative prompt."""
+        """The call of these rows alone, the prompt's, with the options that the host passes if it skips the negative
+        prompt. rows: see prompt_rows."""
         batch = self.x.shape[0]
         options = {**self.options, "cond_or_uncond": [COND]}
         if isinstance(options.get("cond_mark"), Tensor):
@@ -143,8 +143,8 @@ def transformer_call(
     kind: Callable[..., Call], network: nn.Module, given: HostCall, upcast_attention: bool,
     names_read: Collection[str], image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> Call:
-    """The Call for a call of a host's transformer; see unet_call. kind: creates its family's Call from latent, timestep
-    and context."""
+    """The Call for a call of a host's transformer; see unet_call. kind: a function that makes the family's Call of
+    latent, timestep, context, upcast_attention and patches. Raises Refusal also for inputs that only UNets take."""
     if given.context.dim() != PROMPT_DIMENSIONS:
         raise Refusal(f"the prompt is {tuple(given.context.shape)}, not (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
@@ -189,7 +189,8 @@ def is_plain(value: Any) -> bool:
 
 
 def describe(name: str, part: Any, value: Any) -> str:
-    """Words for an entry of transformer_options, with the author of the first function in it."""
+    """Words for the user for an entry of transformer_options, with the author of the first function in it. name, part:
+    the option's name, and the key in it; "" if it has none."""
     label = f"{name}[{part}]" if part != "" else name
     while isinstance(value, (Mapping, list, tuple)) and value:
         value = next(iter(value.values() if isinstance(value, Mapping) else value))

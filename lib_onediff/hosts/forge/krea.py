@@ -73,7 +73,8 @@ def read_krea2(network: Any) -> Krea2Layout:
 
 
 def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
-    """The attention and feed-forward layers of a block of the transformer or of the text fusion."""
+    """The attention and feed-forward layers of a block of the transformer or of the text fusion. Raises Refusal for a
+    block that computes anything else."""
     for kind, *modules in (
         ("RMSNorm", block.prenorm, block.postnorm, block.attn.qknorm.qnorm, block.attn.qknorm.knorm),
         ("Attention", block.attn), ("QKNorm", block.attn.qknorm), ("SwiGLU", block.mlp),

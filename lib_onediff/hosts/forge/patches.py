@@ -120,27 +120,33 @@ class OptionPatches(PatchPoints):
         return point == "norm" or POINTS.get(point) in self._lists
 
     def begin(self, latent: Tensor) -> None:
+        """See Points. Notes in the options what the host's forward notes."""
         self._options["original_shape"] = list(latent.shape)
         self._options["transformer_index"] = 0
 
     def embedding(self, embedding: Tensor) -> Tensor:
+        """See PatchPoints."""
         channels = getattr(self._unet(), "model_channels", None)
         return self._apply_list("emb_patch", embedding, channels, self._options)
 
     def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
+        """See PatchPoints. Notes the stage in the options."""
         self._options["block"] = (part, index)
         return self._modified(hidden_states, "before")
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
+        """See PatchPoints."""
         hidden_states = self._modified(hidden_states, "after")
         if part != INPUT:
             return hidden_states
         return self._apply_list("input_block_patch", hidden_states, self._options)
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
+        """See PatchPoints."""
         return self._apply_list("input_block_patch_after_skip", hidden_states, self._options)
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
+        """See PatchPoints. Notes the stage in the options."""
         self._options["block"] = ("output", index)
         functions = self._lists.get("output_block_patch", ())
         if functions:
@@ -161,6 +167,7 @@ class OptionPatches(PatchPoints):
         return unet.get_submodule(path)
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
+        """See PatchPoints. Notes the block in the options."""
         self._block = place
         self._options["block_index"] = place[2]
         self._here = self._changed_modules.get(block.self_norm.path.removesuffix(SELF_NORM), {})
@@ -175,9 +182,11 @@ class OptionPatches(PatchPoints):
         return True
 
     def end_transformer(self) -> None:
+        """See PatchPoints. Counts transformers in the options, as the host's forward does."""
         self._options["transformer_index"] += 1
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
+        """See PatchPoints. Calls a changed block."""
         module = self._here.get("")
         if module is None:
             return None
@@ -186,6 +195,8 @@ class OptionPatches(PatchPoints):
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
+        """See PatchPoints. Calls a changed attention, with the lists of functions around it that the host's block
+        calls."""
         module = self._module_of(attention)
         if module is None:
             return None
@@ -206,9 +217,11 @@ class OptionPatches(PatchPoints):
         return None if self._replacement(attention) is not None else self._here.get(attention)
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See PatchPoints."""
         return self._attention_inputs("attn1_patch", normed, normed)
 
     def cross_attention_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See PatchPoints."""
         return self._attention_inputs("attn2_patch", normed, context)
 
     def _attention_inputs(self, name: str, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,6 +232,7 @@ class OptionPatches(PatchPoints):
         return query, key, value
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """See PatchPoints. Calls the function in patches_replace, if there is one."""
         replacement = self._replacement(attention)
         if replacement is None:
             return None
@@ -232,9 +246,11 @@ class OptionPatches(PatchPoints):
         return by_place.get(self._block) or by_place.get(self._block[:2])
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
+        """See PatchPoints."""
         return self._apply_list(OUTPUT_OF.format(attention), tokens, self._extra)
 
     def between_attentions(self, tokens: Tensor) -> Tensor:
+        """See PatchPoints."""
         return self._apply_list("middle_patch", tokens, self._extra)
 
     def _modified(self, hidden_states: Tensor, when: str) -> Tensor:
