@@ -93,6 +93,7 @@ class Job:
 
     @property
     def pending(self) -> bool:
+        """Whether it waits or runs."""
         return self.state in PENDING
 
     @property
@@ -109,7 +110,8 @@ class Job:
 
 
 class JobQueue:
-    """The list of jobs, and the thread that runs those of OneDiff one after the other. Safe to use from any thread."""
+    """The list of jobs, and the thread that runs those of OneDiff one after the other. The WebUI's images are listed,
+    but run by the WebUI itself. Safe to use from any thread."""
 
     def __init__(self, images: Callable[[], list[Job]] = list) -> None:
         """images: returns the WebUI's own jobs, of kind IMAGE, that run or wait. The same image must have the same Job
@@ -281,7 +283,8 @@ class JobQueue:
             return self._running
 
     def _end(self, job: Job, state: str, reason: str = "") -> None:
-        """Set the final state of a job. Does nothing if it was cancelled meanwhile."""
+        """Set the final state of a job, and drop the oldest finished ones beyond FINISHED_KEPT. Does nothing if it was
+        cancelled meanwhile."""
         with self._lock:
             if not job.pending:
                 return

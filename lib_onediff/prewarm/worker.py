@@ -69,8 +69,8 @@ class WorkTimes:
         self._measured[what] = seconds / pixels
 
     def estimate(self, what: str, pixels: int, plain: float = 1.0) -> float:
-        """Seconds that a piece of work will take. plain: seconds of a plain call for one pixel, used before anything
-        was measured."""
+        """Seconds that a piece of work will take. what: a key of WEIGHTS. pixels: of all its latents, in pixels of the
+        image. plain: seconds of a plain call for one pixel, used before anything was measured."""
         known = self._measured.get(what)
         if known is not None:
             return known * pixels
@@ -119,7 +119,8 @@ def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[SizeJob], model
 
 
 def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
-    """A row with the seconds of its pre-warming, and those of them that the first image is spared."""
+    """A row with the seconds of its pre-warming, and with saved_s, how much longer the first image would take without
+    it. job: the last one done at the row's resolution; None: the row as it is."""
     if job is None:
         return row
     steps = None if row.step_ms is None else job.made * row.step_ms / 1e3
@@ -139,7 +140,7 @@ def plain_seconds(rows: Iterable[ResolutionRow], model: str | None) -> tuple[flo
 
 
 def is_meant(row: ResolutionRow, model: str | None) -> bool:
-    """Whether jobs for this model make this row ready."""
+    """Whether jobs for this model (None: unknown) make this row ready. The VAE's own rows are never meant."""
     return not row.is_decode and model in (None, row.model)
 
 
@@ -184,8 +185,8 @@ class WarmUp:
         return job
 
     def seconds_for(self, sizes: Iterable[Size]) -> dict[Size, float]:
-        """An estimate for pre-warming each size, from what was measured of others; of none where nothing was. Attention
-        takes longer than in proportion, so it may be low for a larger size."""
+        """Estimated seconds of pre-warming each size, from measurements of other sizes; {} if there are none yet. The
+        estimate may be low for a larger size, whose attention takes longer than in proportion."""
         known = plain_seconds(self._runtime.rows(), self.model)
         if known is None and not self._times.is_known:
             return {}
@@ -214,7 +215,8 @@ class WarmUp:
     # --- whether this process is ready ----------------------------------------------------------------------------
 
     def look_around(self) -> None:
-        """Look for a checkpoint that was loaded before the scripts: after a reload, the WebUI does not announce it."""
+        """Note whether a checkpoint is loaded already, when the script starts: after a reload of the scripts, the WebUI
+        does not announce it again."""
         self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
 
     def checkpoint_loaded(self) -> None:
@@ -245,7 +247,8 @@ class WarmUp:
     # --- the work of a job ----------------------------------------------------------------------------------------
 
     def _share(self, job: SizeJob) -> float:
-        """The share of a job's work that is done: its seconds until now, of these and the estimate for the rest."""
+        """The share of a job's work that is done, by time: the seconds until now, divided by these plus the estimated
+        ones of the rest."""
         pixels = job.size.width * job.size.height
         left = 0.0
         for number in range(job.done, job.total):

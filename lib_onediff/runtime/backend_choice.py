@@ -150,7 +150,7 @@ class BackendChoice:
 
 class LowBitRoute:
     """Chooses the layers of a network to compute in eight bits, measures their errors, and quantizes their weights.
-    Callers hold the runtime's lock (Services.computing)."""
+    Callers hold the runtime's lock (Services.computing). "8-bit weights" are Network.low_bit."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -159,7 +159,8 @@ class LowBitRoute:
         self._families = services.families
 
     def tune(self, network: Network, lossy: Lossy, call: Call) -> bool:
-        """Measure which products are faster in eight bits, if unknown. Returns whether anything was measured."""
+        """Measure which products of a call are faster in eight bits, if that is unknown. Returns whether anything was
+        measured."""
         return self._devices.lossy.low_bit.tune(lossy, network.bound.layout, call, self._services.time_ms(call))
 
     def fit(
@@ -169,9 +170,11 @@ class LowBitRoute:
         with lossy.only, of all layers whose 8-bit weights fit on the GPU.
 
         is_first: this is the shape's first call, which is compared with the host. Measure first which products are
-        faster, so that later calls compute the same layers in eight bits. Raises Refusal if there are none.
+        faster, so that later calls compute the same layers in eight bits.
+        Raises Refusal if no layer may be in eight bits, if the errors cannot be measured in this call, or if the GPU is
+        full: then 8-bit weights are dropped, and not tried again in this sampling.
         """
-        fitted = attempted(lambda: self._fit_first(network, lossy, call, settings, is_first))
+        fitted = attempted(lambda: self._fit_or_raise(network, lossy, call, settings, is_first))
         if fitted.outcome is Outcome.OUT_OF_MEMORY:
             network.no_room_for_low_bit = True
         if fitted.fault is not None or fitted.outcome is Outcome.OUT_OF_MEMORY:
@@ -180,13 +183,13 @@ class LowBitRoute:
             raise Refusal(NO_ROOM)
         fitted.given()
 
-    def _fit_first(
+    def _fit_or_raise(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool
     ) -> None:
-        """fit() without its handling of errors. Raises Refusal and torch.cuda.OutOfMemoryError."""
+        """fit() without its handling of a full GPU and of faults. Raises Refusal and torch.cuda.OutOfMemoryError."""
         if network.no_room_for_low_bit:
             raise Refusal(NO_ROOM)
-        fitting = self._that_fit(network, lossy, call, is_first) if lossy.only else None
+        fitting = self._fitting_layers(network, lossy, call, is_first) if lossy.only else None
         if is_first:
             self.tune(network, lossy, call)
         self._fit(network, lossy, call, settings, fitting)
@@ -219,7 +222,7 @@ class LowBitRoute:
                 f"of {budget:g} (measured)"
             )
 
-    def _that_fit(self, network: Network, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
+    def _fitting_layers(self, network: Network, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
         """Names of the layers in main memory whose 8-bit weights fit on the GPU, in the order of low_bit.wanted, with
         those that have theirs there already.
 
@@ -244,7 +247,7 @@ class LowBitRoute:
         # A 16-bit weight that is moved off frees two bytes per value, and its own 8-bit copy takes one of them.
         if lacking > 0 and network.make_room(2 * lacking):
             bound.refresh(call, bound.channels_last)
-            return self._that_fit(network, lossy, call, is_first)
+            return self._fitting_layers(network, lossy, call, is_first)
         fitting = set(there)
         for name, size in sizes.items():
             if size <= room:

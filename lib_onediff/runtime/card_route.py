@@ -166,7 +166,7 @@ class OneCard:
 
     def _prepare(self, call: Call, served: Served, captures: bool) -> None:
         """Prepare later calls like this one: capture their graph, or, if this call has replayed one, keep a plan.
-        captures: False right after the first comparison with the host."""
+        captures: whether a graph may be captured; False right after the first comparison with the host."""
         entry = served.entry
         network = self.network
         device = call.latent.device

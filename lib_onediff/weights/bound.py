@@ -444,7 +444,7 @@ class BoundUNet:
         unet = self.module
         try:
             refuse_foreign_code(unet, self.host_traits)
-            self._refuse_stand_ins(tree)
+            self._check_replaced_functions(tree)
         except Refusal:
             self.undo_channels_last()
             raise
@@ -457,7 +457,7 @@ class BoundUNet:
             self._drop_binding()
             self._binding = Binding(unet, layout, self.host_traits.stored)
 
-    def _refuse_stand_ins(self, tree: Tree) -> None:
+    def _check_replaced_functions(self, tree: Tree) -> None:
         """Note which functions that the network calls were replaced, and by whom. Raises Refusal if one may depend on
         state that cannot be seen, so that a check of one call proves nothing for the next."""
         reached = tree.reached

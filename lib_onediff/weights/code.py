@@ -93,7 +93,7 @@ class Code:
         # The values that were followed, by id, to keep them alive.
         self._seen: dict[int, Any] = {}
         self._waiting: list[Any] = list(TENSORS)
-        self._name(CALLED_BY_PYTHON)
+        self._note_names(CALLED_BY_PYTHON)
         self._read_ours()
         self._follow_all()
         self.named_by_ours = list(self.named.values())
@@ -106,6 +106,7 @@ class Code:
         self._follow_all()
 
     def _follow_all(self) -> None:
+        """Follow every value that waits, and those found on the way."""
         while self._waiting:
             self._follow(self._waiting.pop())
 
@@ -153,7 +154,7 @@ class Code:
             return
         names = names_in(function.__code__)
         if package(owner) != TORCH:
-            self._name(names)
+            self._note_names(names)
         self._look_up(space, owner, names)
 
     def _look_up(self, space: Space, owner: str, names: frozenset[str]) -> None:
@@ -213,7 +214,7 @@ class Code:
             else:
                 self._unnamed.setdefault(name, []).append(value)
 
-    def _name(self, names: Collection[str]) -> None:
+    def _note_names(self, names: Collection[str]) -> None:
         """Note that these names are in some code, and follow every known member with one of them."""
         for name in frozenset(names) - self.names:
             self.names.add(name)

@@ -48,7 +48,7 @@ class GraphCache:
         operators_of: Callable[[str, bool], Operators],
     ) -> None:
         """operators_of: returns the operators of a backend by its name; see Device.operators for the bool."""
-        self._now = holdings
+        self._holdings = holdings
         self._table = table
         self._networks = networks
         self._operators_of = operators_of
@@ -62,11 +62,11 @@ class GraphCache:
         if entry.needs:
             return work()
         device = entry.key.device
-        before = self._now.applied_bytes(device)
-        result, peak = self._now.made.peak(device, work)
+        before = self._holdings.applied_bytes(device)
+        result, peak = self._holdings.made.peak(device, work)
         # work() may have allocated buffers for streamed weights. A graph uses the same buffers.
-        peak -= self._now.applied_bytes(device) - before
-        entry.needs = needs_of(peak, self._now.made.in_one_piece(device))
+        peak -= self._holdings.applied_bytes(device) - before
+        entry.needs = needs_of(peak, self._holdings.made.in_one_piece(device))
         return result
 
     def capture(self, network: Network, entry: Entry, budget: int, call: Call) -> int:
@@ -78,7 +78,7 @@ class GraphCache:
         Raises torch.cuda.OutOfMemoryError, and RuntimeError if the forward cannot be captured.
         """
         device = entry.key.device
-        allowed = self._now.allowed(budget, entry.key.device)
+        allowed = self._holdings.allowed(budget, entry.key.device)
         if not fits(memory_of(entry.needs), allowed):
             entry.no_graph = too_large(memory_of(entry.needs), allowed)
             return 0
@@ -86,7 +86,7 @@ class GraphCache:
         if entry.waits:
             return lacking
         self._make(network, entry, call)
-        if fits(self._now.held(device), allowed):
+        if fits(self._holdings.held(device), allowed):
             return lacking
         # In a new pool made for this graph alone, it takes less. The other graphs are captured again at their next use.
         pool = PoolKey.of(entry.key)
@@ -96,8 +96,8 @@ class GraphCache:
             entry.no_graph = NO_ROOM_BESIDE
             return lacking
         self._make(network, entry, call)
-        if not fits(self._now.held(device), allowed):
-            needed = self._now.held_by(pool)
+        if not fits(self._holdings.held(device), allowed):
+            needed = self._holdings.held_by(pool)
             self._drop({entry.key})
             entry.needs = needed
             entry.no_graph = too_large(needed, allowed)
@@ -108,11 +108,12 @@ class GraphCache:
         bytes that capture returns."""
         pool = PoolKey.of(entry.key)
         device = entry.key.device
-        growth = max(0, memory_of(entry.needs) - self._now.made.bytes(*pool))
-        others = self._now.others(pool)
-        while others and not fits(self._now.held(device) + growth, allowed):
+        growth = max(0, memory_of(entry.needs) - self._holdings.made.bytes(*pool))
+        others = self._holdings.others(pool)
+        while others and not fits(self._holdings.held(device) + growth, allowed):
             self.drop(others.pop(0))
-        if not fits(self._now.held(device) + growth, allowed) and self._now.held(device) - self._now.held_by(pool) > 0:
+        held = self._holdings.held(device)
+        if not fits(held + growth, allowed) and held - self._holdings.held_by(pool) > 0:
             return PINNED_TAKE_IT, 0
         if not growth:
             return "", 0
@@ -122,47 +123,47 @@ class GraphCache:
             lacking = self._lacking(growth, device)
         if lacking > 0:
             return CARD_IS_FULL, lacking
-        if growth > self._now.card.free(device):
+        if growth > self._holdings.card.free(device):
             # A capture cannot use memory that torch has reserved outside of the graphs' pool.
-            self._now.card.empty_cache()
+            self._holdings.card.empty_cache()
         return "", lacking
 
     def _lacking(self, growth: int, device: torch.device) -> int:
         """Bytes that are missing on the card before graphs may grow by `growth` and leave spare() free; negative: left
         over."""
-        return growth + self._now.card.spare(device) - self._now.left(device)
+        return growth + self._holdings.card.spare(device) - self._holdings.left(device)
 
     def _make(self, network: Network, entry: Entry, call: Call) -> None:
         """Capture the graph: the entry becomes READY, and its `needs` are measured. Raises what GraphMaker.prepare
         raises."""
         key = entry.key
-        before = self._now.made.bytes(key.device, key.architecture)
+        before = self._holdings.made.bytes(key.device, key.architecture)
         operators = self._operators_of(key.backend, network.has_wide_norms)
-        runner = self._now.made.prepare(
+        runner = self._holdings.made.prepare(
             key.architecture, network.source(key.lossy, call), operators, cloned_inputs(call), entry.needs
         )
         log.debug("captured %s", key)
         grown = max(0, runner.memory.bytes - before)
         if grown:
             # Memory that the calls without a graph have left in torch's cache is not needed any more.
-            self._now.card.empty_cache()
+            self._holdings.card.empty_cache()
         # A capture into a new pool shows exactly how much the graph needs.
         entry.needs = max(entry.needs, 0 if before else grown - SMALL_THINGS) or grown
         entry.state = State.READY
         entry.waits = ""
         network.keep(key, runner)
-        self._shared_noticed = self._now.shared()
+        self._shared_noticed = self._holdings.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
         """Drop graphs of a device until they are within a budget in MiB, which may have been lowered since they were
         made. pool: that of the network in use; the graphs of other pools are dropped first."""
         device = pool.device
-        allowed = self._now.allowed(budget, pool.device)
-        others = self._now.others(pool)
-        while others and not fits(self._now.held(device), allowed):
+        allowed = self._holdings.allowed(budget, pool.device)
+        others = self._holdings.others(pool)
+        while others and not fits(self._holdings.held(device), allowed):
             self.drop(others.pop(0))
-        for one in {PoolKey.of(key) for key in self._now.keys() if key.device == device}:
-            if not fits(self._now.held(device), allowed):
+        for one in {PoolKey.of(key) for key in self._holdings.keys() if key.device == device}:
+            if not fits(self._holdings.held(device), allowed):
                 self._drop_pool(one)
 
     # --- dropping graphs ------------------------------------------------------------------------------------------
@@ -170,37 +171,38 @@ class GraphCache:
     def drop(self, keys: Collection[ShapeKey]) -> None:
         """Drop the graphs of these shapes and free their memory. If that shrinks their pool enough, all graphs of the
         pool are dropped; the remaining shapes are captured again, into less memory, at their next call."""
-        self._drop({*keys, *self._now.memory().beside(keys)})
+        self._drop({*keys, *self._holdings.memory().beside(keys)})
 
     def _drop_pool(self, pool: PoolKey) -> None:
         """Drop all graphs of a pool, and free it."""
-        self._drop({key for key in self._now.keys() if PoolKey.of(key) == pool})
+        self._drop({key for key in self._holdings.keys() if PoolKey.of(key) == pool})
 
     def forget(self, keys: Collection[ShapeKey]) -> int:
         """Drop the graphs and the entries of these shapes. Returns the number of bytes that this frees."""
         # Free torch's unused memory first, so that it is not counted below.
-        self._now.card.empty_cache()
-        reserved = self._now.card.reserved()
+        self._holdings.card.empty_cache()
+        reserved = self._holdings.card.reserved()
         self.drop(keys)
         self._table.forget(keys)
-        return max(0, reserved - self._now.card.reserved())
+        return max(0, reserved - self._holdings.card.reserved())
 
     def free(self) -> int:
         """Drop all graphs, and copies of weights, and return unused memory to the driver. The next call of a shape
         captures its graph again. Returns the number of bytes that this frees."""
-        reserved = self._now.card.reserved()
+        reserved = self._holdings.card.reserved()
         for network in self._networks.values():
             network.step_memories.clear()
             self._drop_low_bit_weights(network)
             network.bound.drop_applied()
-        self._drop({*self._now.keys(), *(entry.key for entry in self._table.entries() if entry.state is State.READY)})
-        return max(0, reserved - self._now.card.reserved())
+        ready = {entry.key for entry in self._table.entries() if entry.state is State.READY}
+        self._drop(self._holdings.keys() | ready)
+        return max(0, reserved - self._holdings.card.reserved())
 
     def drop_low_bit(self, network: Network) -> None:
         """Drop a network's 8-bit weights and the graphs that read them, and free their memory."""
         if network.low_bit is not None:
             self._drop_low_bit_weights(network)
-            self._now.card.empty_cache()
+            self._holdings.card.empty_cache()
 
     def shrink_low_bit(self, network: Network, size: int) -> None:
         """Drop at least `size` bytes of the 8-bit weights that replace weights in main memory, and the graphs that read
@@ -221,27 +223,27 @@ class GraphCache:
         graphs are gone or useless."""
         for network in self._networks.values():
             network.let_go_if_moved()
-        with_graph = self._now.keys()
+        with_graph = self._holdings.keys()
         for entry in self._table.entries():
             if entry.state is State.READY and entry.key not in with_graph:
                 entry.state = State.PROVED
-        if self._now.shared() < self._shared_noticed:
-            self._now.card.empty_cache()
-        self._shared_noticed = self._now.shared()
+        if self._holdings.shared() < self._shared_noticed:
+            self._holdings.card.empty_cache()
+        self._shared_noticed = self._holdings.shared()
 
     def _drop(self, keys: Collection[ShapeKey]) -> None:
         """Drop the graphs of exactly these shapes, after the GPU has finished; READY entries become PROVED. A pool
         stays allocated while it has other graphs."""
-        for device in self._now.made.devices():
+        for device in self._holdings.made.devices():
             # The last replay may still run in the memory that is freed now.
-            self._now.card.wait(device)
+            self._holdings.card.wait(device)
         for network in self._networks.values():
             network.drop_runners(keys)
         for key, entry in self._table.by_key().items():
             if key in keys and entry.state is State.READY:
                 entry.state = State.PROVED
-        self._now.card.empty_cache()
-        self._shared_noticed = self._now.shared()
+        self._holdings.card.empty_cache()
+        self._shared_noticed = self._holdings.shared()
 
 
 class MemoryPressure:
@@ -252,7 +254,7 @@ class MemoryPressure:
         self, holdings: Holdings, graphs: GraphCache, lock: threading.RLock, guard: Guard, is_busy: Callable[[], bool]
     ) -> None:
         """is_busy: whether the host is making an image."""
-        self._now = holdings
+        self._holdings = holdings
         self._graphs = graphs
         self._lock = lock
         self._guard = guard
@@ -263,7 +265,7 @@ class MemoryPressure:
     def before_sampling(self, architecture: str | None, budget: int) -> None:
         """Free memory before a sampling. architecture: of the network; None if unknown. budget: for graphs, in MiB; 0:
         a quarter of the card."""
-        for device in self._now.made.devices():
+        for device in self._holdings.made.devices():
             self._relieve(PoolKey(device, architecture))
             with self._lock:
                 self._graphs.keep_within(budget, PoolKey(device, architecture))
@@ -271,7 +273,7 @@ class MemoryPressure:
     def before_decode(self, latent: torch.Tensor) -> None:
         """Free memory before a decode of a latent, (batch, channels, ..., h, w): the host may need several GiB for it.
         """
-        if latent.device in self._now.made.devices():
+        if latent.device in self._holdings.made.devices():
             batch = latent.shape[0]
             height, width = latent.shape[-2:]
             pixels = batch * height * width * LATENT_PIXEL**2
@@ -283,7 +285,7 @@ class MemoryPressure:
 
         make_room: asks the host to move weights off the GPU as well; see Network.make_room.
         """
-        devices = self._now.made.devices()
+        devices = self._holdings.made.devices()
         may_retry = bool(devices) or make_room is not None
         rewinds = [rewinder_of_all(device) for device in devices or {torch.device("cpu")}] if may_retry else []
         try:
@@ -291,7 +293,7 @@ class MemoryPressure:
         except (torch.cuda.OutOfMemoryError, HostError) as error:
             if isinstance(error, HostError) and not error.is_out_of_memory:
                 raise
-            given = [GRAPHS] if self._now.made.devices() else []
+            given = [GRAPHS] if self._holdings.made.devices() else []
             given += [WEIGHTS] if make_room is not None and make_room() else []
             if not given:
                 raise
@@ -307,7 +309,7 @@ class MemoryPressure:
     def watch(self) -> None:
         """While there are graphs, let a thread look whether the host has unloaded their network or moved it off the GPU
         between images. Hosts do that for the memory, and do not announce it."""
-        if not self._now.made.devices():
+        if not self._holdings.made.devices():
             return
         with self._starting:
             if self._watcher is None or not self._watcher.is_alive():
@@ -316,7 +318,7 @@ class MemoryPressure:
 
     def _watch(self) -> None:
         """The thread's function: look every SECONDS_BETWEEN_LOOKS until there are no graphs."""
-        while self._now.made.devices():
+        while self._holdings.made.devices():
             time.sleep(SECONDS_BETWEEN_LOOKS)
             self._guard.attempt("watching the GPU's memory", self._note_lost)
 
@@ -331,9 +333,9 @@ class MemoryPressure:
     def _relieve(self, pool: PoolKey, wanted: int = 0) -> None:
         """Drop graphs until `wanted` bytes and the card's spare() are free: first those of other pools, then all that
         are not pinned, then the pinned ones. Takes about 100 microseconds if enough is free."""
-        now = self._now
+        now = self._holdings
         graphs = self._graphs
-        enough = wanted + self._now.card.spare(pool.device)
+        enough = wanted + self._holdings.card.spare(pool.device)
         with self._lock:
             graphs.note_lost()
             here = {key for key in now.keys() if key.device == pool.device}

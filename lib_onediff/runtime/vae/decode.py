@@ -120,7 +120,7 @@ class Decode:
         services.pressure.before_decode(self._small.to(dtype))
         return first_to_serve(
             (
-                Candidate(partial(self._entry, dtype, device.name), partial(self._by, device, use, latent))
+                Candidate(partial(self._entry, dtype, device.name), partial(self._by_backend, device, use, latent))
                 for device in devices
             ),
             reason,
@@ -188,7 +188,7 @@ class Decode:
         self.notice(entry)
         return entry
 
-    def _by(self, device: Device, use: KernelUse, latent: Tensor, entry: Entry, reason: str) -> Decoded:
+    def _by_backend(self, device: Device, use: KernelUse, latent: Tensor, entry: Entry, reason: str) -> Decoded:
         """The image by one backend, which loads its kernels first. reason: why the backend before did not serve. Raises
         Refusal."""
         if entry.state is State.FAILED:
