@@ -30,7 +30,7 @@ class Points:
         return True
 
     def begin(self, latent: Tensor) -> None:
-        """Called when a forward of this latent begins."""
+        """Called when a forward of this latent begins, before the first point. Does nothing here."""
 
     def unchanged(self, point: str, *arguments: Any) -> Any:
         """The result of the method of this name when no function is set at its point."""

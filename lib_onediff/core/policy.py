@@ -26,9 +26,10 @@ class Served(NamedTuple):
     """A call that OneDiff has computed.
 
     output: (batch, channels, height, width). entry: that of its shape. epoch: that of the network.
-    route: by a graph or not (see call_stats). reason: why it did not take a faster route.
+    route: GRAPH or PLAIN of core.image. reason: why it did not take a faster route, for users; "" if there is none.
     call: the call as it was computed.
-    rewind: resets random numbers, so that functions of other extensions draw the same ones again.
+    rewind: restores the random states and functions' state of before the call, so that a capture may call the functions
+        of other extensions again; None without such functions, or if no graph is to be captured.
     """
 
     output: Tensor
@@ -159,4 +160,5 @@ class StepPolicy(Protocol):
         """A function that returns the answer to this call, given the next Compute. It raises what that raises.
 
         Raises Refusal if the call is to be computed as without this policy; the caller shows its reason in the status.
+        With the reason "", the policy counts as off for this call, and nothing is shown.
         """

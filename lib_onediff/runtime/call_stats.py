@@ -105,7 +105,8 @@ class CallStats:
 
     @property
     def image(self) -> ImageRecord:
-        """The record of the last image; of the one in progress, from its first step on."""
+        """The record of the last image; of the one in progress, from its first step on. A generation that has ended
+        without end_image() has FAILED: the host raised an exception in it."""
         generation = self.generations.innermost
         latest = self._latest
         if generation is not None and generation.log.steps:
@@ -132,8 +133,10 @@ class CallStats:
     ) -> ImageRecord:
         """End the images of a generation, which are done or were interrupted. Returns their record.
 
-        like: a key that is equal for images whose seconds can be compared. images: the number of images. is_whole:
-        False if the user interrupted them. seconds: for each image; by default measured.
+        like: a key that is equal for images whose seconds can be compared. With OneDiff off, the shortest seconds are
+        kept by this key, and become ImageRecord.host_seconds of later images.
+        images: the number of images. is_whole: False if the user interrupted them. seconds: for each image; by default
+        measured.
         """
         self._close()
         done = generation.log
@@ -283,8 +286,8 @@ class CallStats:
 
     @contextlib.contextmanager
     def timing(self, network: str, device: torch.device) -> Iterator[None]:
-        """A context whose time is added to the image in progress. Inside of another one it does nothing. network: UNET
-        or VAE."""
+        """A context whose time is added to the image in progress. Inside of another such context, and in a warm-up, it
+        does nothing. network: UNET or VAE."""
         timing = self._timing
         current = self._log()
         if timing.is_on or current is None:
@@ -359,7 +362,7 @@ class CallStats:
             self._logged[str(route), reason] = now
 
     def explain(self, reason: str) -> None:
-        """Replace the reason of the last call."""
+        """Replace the reason of the last call, after more is known about it. reason: for users."""
         self.last_call = self.last_call._replace(reason=reason)
         if self._latest is not None:
             self._latest.reason = reason

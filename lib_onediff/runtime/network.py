@@ -36,14 +36,14 @@ class Network:
     """A module that OneDiff serves, with everything derived from it.
 
     bound: its layout, weights and epoch, and the search for changes.
-    settings: override the runtime's; None: the runtime's apply.
+    settings: of the host's caller, in place of the runtime's; None: the runtime's apply.
     plans: plan.Plan by Call.signature, for calls like earlier ones of this sampling.
     runners: CachedRunner by shape; see runner.
     step_memories: the memories of step policies, by their names.
     sampling: the sampling in progress that was announced for this network alone; None if there is none.
     samplings: the number of samplings that its host has announced.
-    in_sampling: whether one is in progress.
-    weights: the digest of the weights of the last call; see identity.
+    in_sampling: whether an announced sampling is in progress.
+    weights: the result of the last identity(); "" before.
     low_bit: its 8-bit weights; None if none are in use.
     low_bit_choice: the classes of layers that use them, once their errors were measured.
     served_last: whether we have served the last call of this sampling; outside of samplings, the last call.

@@ -124,6 +124,8 @@ class RoundingNoise:
         return self._precision
 
     def _noisy(self, found: Any, precision: float) -> Any:
+        """An operator's result with noise on every tensor: a tensor, a tuple or list of these, or a Residual, of which
+        only the tokens get noise."""
         if isinstance(found, Residual):
             return found._replace(tokens=self._noisy(found.tokens, precision))
         if isinstance(found, (tuple, list)):

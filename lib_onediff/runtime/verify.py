@@ -141,8 +141,9 @@ def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], T
     """Compare a cached pass with a full pass of the same call, which has just written the memory that the cached pass
     reads, so that the two outputs must be equal.
 
-    Returns the difference in words for the user, or None. The entry becomes PROVED if they are equal. If the output is
-    not finite, the entry stays as it is. output: of the full pass. cached: computes the cached pass.
+    Returns the difference in words for the user; None if they are equal, when the entry becomes PROVED, and also if the
+    full pass's output is not finite, when the entry stays as it is. output: of the full pass. cached: computes the
+    cached pass.
     """
     again = cached()
     if not bool(torch.isfinite(output).all()):

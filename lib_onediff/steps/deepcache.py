@@ -88,6 +88,7 @@ class CachedFeature:
 class CacheSlot:
     """The memory of the deep feature of one shape. All prompts share it, because a CUDA graph has fixed addresses.
 
+    memory: that of the cut, which passes write and read.
     current: the feature that is in it now. features: the features of all prompts, by the prompt's number.
     """
 
@@ -215,8 +216,8 @@ class DeepCache:
 class Passes:
     """The full and the cached pass of one call.
 
-    memory: what DeepCache keeps for the network. depth: see Cut. feature: that of the call's prompt, in the slot's
-    features. slope: see Schedule.
+    memory: what DeepCache keeps for the network. depth: see Cut. slot: of the call's shape. feature: that of the call's
+    prompt, one of the slot's. slope: see Schedule; 0 reuses the last feature.
     """
 
     step_context: StepContext

@@ -75,11 +75,13 @@ class HostLayers:
         return list(self.by_path().values())
 
     def casting(self) -> list[nn.Module]:
-        """The layers that may cast their parameters by themselves. The network's own forward casts single ones."""
+        """The layers, without the modules that have single parameters: a layer may cast its parameters by itself, but a
+        single parameter is cast by the forward of the network."""
         return [self.module(path) for path in self._modules if path not in self._names]
 
     def called(self) -> list[nn.Module]:
-        """The modules that the host calls for each of paths(): the layer, or the LoRA layer around it."""
+        """The module that the host calls for each of paths(): the layer, or the LoRA layer around it; for a single
+        parameter, the module that has it."""
         pairs = zip(self._called, self._modules.values(), strict=True)
         return all_alive(called() or layer() for called, layer in pairs)
 

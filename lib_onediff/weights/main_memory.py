@@ -17,7 +17,7 @@ SPARE_BYTES = 1 << 30
 
 
 class MainMemory:
-    """Allocates tensors in main memory, inside of large chunks."""
+    """Allocates tensors in main memory, inside of large chunks; see CHUNK_BYTES."""
 
     def __init__(self) -> None:
         self._chunk: Tensor | None = None

@@ -455,8 +455,8 @@ class Baseline:
 
 
 def with_surroundings(root: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
-    """The ids of these layers, of the modules above them, and of all without parameters below those. A module that
-    lies at several places has all modules above it."""
+    """The ids of the root, of these layers, of all modules that contain them, and of everything without parameters in
+    such a module (an activation, for example). A module may be contained in several others."""
     parents: dict[int, list[nn.Module]] = {}
     for module in root.modules():
         for child in module.children():

@@ -159,7 +159,7 @@ class Reached:
     """The code that some classes and functions run, with everything that it reaches by name and the state of torch that
     it reads, to find out later whether any of it has changed.
 
-    sources: the classes it was made from.
+    sources: the classes that it was made from, besides functions.
     names: all names in the code outside of torch.
     """
 

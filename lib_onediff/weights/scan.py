@@ -293,7 +293,8 @@ def reason_of(replaced: Named) -> str:
 def refuse_replaced(
     kind: type, method: str = "forward", trusted: Collection[str] = (), below: object = None
 ) -> None:
-    """Raise Refusal if a method of a class was replaced by code of a Python module that is not trusted.
+    """Raise Refusal if a method of a class was replaced by code of another Python package than the class's, which is
+    not in trusted either. Does nothing if the class has no such method.
 
     below: the function to judge; by default the class's, below our own patch. A hook of ours passes the function that
     it calls as the host's.

@@ -114,8 +114,8 @@ class MemorySnapshot:
         return sum(graph.own_bytes for _, graph in graphs) + sum(one.shrinks(keys) for one in memories_of(graphs))
 
     def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
-        """The graphs that share a pool which shrinks if the graphs of these shapes are dropped. They must be dropped
-        too, and captured again later."""
+        """The shapes of all graphs in those pools that shrink if the graphs of these shapes are dropped. A pool shrinks
+        only if all of its graphs are dropped; the others are captured again later."""
         graphs = [one for key in keys for one in self._where.get(key, ())]
         return {graph.key for one in memories_of(graphs) if one.shrinks(keys) for graph in one.by_need}
 
@@ -142,6 +142,7 @@ class PoolKey(NamedTuple):
 
     @classmethod
     def of(cls, key: ShapeKey) -> PoolKey:
+        """The pool of a shape's graph."""
         return cls(key.device, key.architecture)
 
 
