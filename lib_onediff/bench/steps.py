@@ -55,8 +55,8 @@ class Variant:
     options: dict[str, Any] | None = None
 
     def prepare(self, unet: nn.Module, arguments: Arguments) -> Call:
-        """A function that runs the UNet with these arguments. Raises RuntimeError if this machine does not support the
-        variant."""
+        """A function that runs the UNet with these arguments. With options, OneDiff serves this UNet from now on.
+        Raises RuntimeError if this machine does not support the variant."""
         if self.options is not None:
             compile_unet(unet, **self.options)
             return lambda: unet(**arguments, return_dict=False)[0]

@@ -86,7 +86,7 @@ class Stopwatch:
     """The latest MOST_TIMES times of one kind of work. Never waits for the GPU: reads CUDA events once they are over.
 
     route: how the work is done; changing it drops all times, which do not describe the new route.
-    add: adds a time.
+    add: adds a time; the events of a GPU may still be ahead.
     remembered: the median in milliseconds that an earlier process measured; used until this one has times.
     """
 

@@ -61,7 +61,7 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def accounts(text: str) -> str:
-    """The text itself, if it lists accounts as "user:password,user:password"."""
+    """The text itself, if it lists accounts as "user:password,user:password". Raises ArgumentTypeError otherwise."""
     if not all(user and colon for user, colon, _ in (account.partition(":") for account in text.split(","))):
         raise argparse.ArgumentTypeError("give accounts as user:password,user:password")
     return text

@@ -84,7 +84,8 @@ class Connection(H11Protocol):
         self._look()
 
     def _look(self) -> None:
-        """Start the time limit for what the connection waits for now, if that has changed."""
+        """Start the time limit for what the connection waits for now (a request's head, or the next part of its body),
+        if that has changed since the last call."""
         phase = self.conn.their_state, self._requests
         if phase == self._phase:
             return
@@ -116,7 +117,7 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _make_room(self) -> None:
-        """Close one connection if there are too many."""
+        """Close one of the other connections if there are too many; see the class for the choice."""
         present = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
         if len(present) <= self.most:
             return

@@ -188,7 +188,8 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
     """A handler for the Generate button, which yields values for (progress line, gallery, infotext, the hidden text box
     whose change tells scripts of new images).
 
-    names: the fields of the first values that it gets; the other values are arguments of the scripts.
+    names: the fields of the first values that it gets; the other values are arguments of the scripts. runner: the
+    ScriptRunner with these scripts.
     """
 
     def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
@@ -222,12 +223,13 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
 
 
 def page_of(request: gr.Request) -> str:
-    """How the names of a page's tasks begin."""
+    """The prefix of the names of a page's tasks, by which stop_image finds them."""
     return f"{request.session_hash}/"
 
 
 def stop_image(request: gr.Request) -> None:
-    """Stop the image in progress. While this page's own waits for others, it is taken back, and they go on."""
+    """The handler of the Interrupt button: stop the image in progress. If only images of this page are waiting, and
+    another page's is in progress, those of this page are withdrawn instead."""
     own = page_of(request)
     waiting = [task for task in list(progress.pending_tasks) if task.startswith(own)]
     if not waiting or progress.current_task.startswith(own):
@@ -238,8 +240,9 @@ def stop_image(request: gr.Request) -> None:
 
 
 def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> Processed:
-    """The images of a generation, made when it is its turn. task: a unique name for progress_bar(). Raises Refusal, for
-    users, for any error."""
+    """The images of a generation, made when it is its turn. p: its parameters; closed afterwards. script_args: the
+    values of the scripts' components. task: a unique name for progress_bar(). Raises Refusal, for users, for any error.
+    """
     progress.add_task_to_queue(task)
     try:
         with queue_lock, contextlib.closing(p):

@@ -159,7 +159,8 @@ class Store:
         return []
 
     def delete(self) -> None:
-        """Delete damaged files and those of earlier versions. Files that cannot be deleted stay."""
+        """Delete damaged files and those of earlier versions; not the file in use, whose rows History deletes. Files
+        that cannot be deleted stay."""
         # The list comes before the current name: a file that another process begins in between is not in the list.
         files = self._files(ALL_STORES)
         current = self.path.name
@@ -186,10 +187,12 @@ class Store:
 
     @property
     def _busy_seconds(self) -> float:
+        """How long to wait for another program's lock now."""
         return BUSY_SECONDS_IN_TROUBLE if self._cause else BUSY_SECONDS
 
     def _set_aside(self, path: Path) -> None:
-        """Continue in the file with the next number. The damaged file stays, so that every process finds the same."""
+        """Continue in the file with the next number, and tell the user by `trouble`. The damaged file stays, so that
+        every process finds the same number."""
         self._number = int(path.name[len(NAME):-len(ENDING)]) + 1
         self._damage = (
             "OneDiff's file of checked and pinned resolutions was damaged, so a new one was begun; the old one is kept "
@@ -197,6 +200,7 @@ class Store:
         )
 
     def _files(self, pattern: str) -> list[Path]:
+        """The files of the folder that match a pattern; none if it cannot be read."""
         with contextlib.suppress(OSError):
             return list(self.folder.glob(pattern))
         return []
