@@ -25,7 +25,7 @@ class Card:
         return [torch.device("cuda", index) for index in range(count)]
 
     def using(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context in which this GPU is torch's current one, so that kernels are launched there."""
+        """A context in which this GPU is torch's current one, as card.on_card(); tests replace it."""
         return torch.cuda.device(device)
 
     def total(self, device: torch.device | None = None) -> int:

@@ -188,7 +188,8 @@ class JobQueue:
                 job.what = "" if before is None else f"waits for {before.name}"
 
     def cancel(self, job_id: int) -> bool:
-        """Cancel a job. Its work in progress ends soon after. Returns False if the job is finished or unknown."""
+        """Cancel a job, or stop an image of the WebUI. Its work in progress ends soon after. Returns False if the job
+        is finished or unknown."""
         images = self._images()
         with self._lock:
             job = next((job for job in (*images, *self._jobs) if job.id == job_id and job.pending), None)

@@ -34,7 +34,7 @@ class OneLineFormatter(logging.Formatter):
 
 
 def debug_wanted() -> bool:
-    """Whether the environment variable ONEDIFF_DEBUG is set to anything but a word of FALSE_VALUES."""
+    """Whether the environment variable ONEDIFF_DEBUG is set, and not to one of FALSE_VALUES."""
     return os.environ.get(DEBUG_VARIABLE, "").strip().lower() not in FALSE_VALUES
 
 

@@ -51,7 +51,7 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """The digest that identifies the machine in the store."""
+        """The digest of all fields, by which the store tells apart the data of different machines and versions."""
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
 
     @classmethod

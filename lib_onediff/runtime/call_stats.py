@@ -208,7 +208,7 @@ class CallStats:
 
     @contextlib.contextmanager
     def checking(self, device: torch.device) -> Iterator[None]:
-        """A context that times the check of a decode, which later decodes at its size do not need."""
+        """A context that times the check of a decode by itself, because later decodes at this size have no check."""
         self.note_first_use()
         stop = start_timing(device)
         try:

@@ -133,8 +133,12 @@ class OneCard:
             return self._with_overflow_retry(candidates, call, functions)
 
     def _check(self, call: Call, served: Served, functions: FunctionCalls | None, host: Host | None) -> bool:
-        """Compare an output with the host's, unless that was done before. Returns whether it was compared now. Raises
-        Refusal if the output cannot be used."""
+        """Compare an output with the host's, unless that was done before. Returns whether it was compared now.
+
+        functions: the call's patch points; rewound first, because the host calls the same functions again. host: None
+        if the host cannot compute this call. Raises Refusal if the output cannot be used: it differs, or there is no
+        host to compare with. Raises HostError if the host fails.
+        """
         services = self._services
         bound = self.network.bound
         entry = served.entry

@@ -104,7 +104,7 @@ class Runtime:
 
     @property
     def settings(self) -> Settings:
-        """The settings of calls that belong to no generation, of networks without settings of their own."""
+        """The settings of a call that belongs to no generation and whose network has no settings of its own."""
         return self.services.settings
 
     def configure(self, settings: Settings) -> None:

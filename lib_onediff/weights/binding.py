@@ -175,7 +175,8 @@ class Binding:
 
     def decoded_layers(self) -> list[nn.Module]:
         """The layers that the host multiplies in eight bits and our forward decodes, because layers over the same input
-        are stored in another way. Drop the result after the call. Raises Refusal if one is gone."""
+        are stored in another way. The comparison with the host makes it decode them as well (HostTraits.yardstick).
+        Drop the result after the call. Raises Refusal if a layer was unloaded."""
         found: list[nn.Module] = []
         for paths in self.products().values():
             formats = {path: self.layers.formats[path][0] for path in paths if path in self.layers.formats}

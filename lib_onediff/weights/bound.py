@@ -185,7 +185,8 @@ class BoundUNet:
     # --- the search for changes -----------------------------------------------------------------------------------
 
     def values_now(self) -> int:
-        """epoch.values, after a look for edits. If the weights have moved, a version that no earlier call has had."""
+        """epoch.values, after a look for edits. If the weights have moved, a version that no earlier call has had, so
+        that nothing kept from earlier calls is used."""
         return self.epoch.values if self.baseline.look_for_edits() else self.epoch.values + 1
 
     def watch_contents(self, whole: bool) -> None:
@@ -360,7 +361,8 @@ class BoundUNet:
         self.streaming = None
 
     def _note_moved(self) -> None:
-        """Note that some weights have moved."""
+        """Note that some weights have moved: graphs over the old addresses, and everything derived from the values, are
+        invalid."""
         self.baseline.advance(addresses=1, values=1)
 
     def part_of(self, call: Call) -> Part | None:

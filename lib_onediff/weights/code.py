@@ -207,7 +207,8 @@ class Code:
             self._add_members({name: vars(base)[name] for name in MAKERS & vars(base).keys()})
 
     def _add_members(self, space: Space) -> None:
-        """Follow the members of a class or object whose names are in some code; keep the others until theirs are."""
+        """Follow those members of a class or object whose names are in some code. The others wait until code with their
+        name is found."""
         for name, value in space.copy().items():
             if name in self.names:
                 self._waiting.append(value)

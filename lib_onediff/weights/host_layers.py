@@ -162,7 +162,7 @@ class HostLayers:
         return found
 
     def stored(self, path: str) -> StoredWeight | None:
-        """The weight of a layer that is in few bits; None if it is a plain tensor."""
+        """The weight of a layer as the host stores it in few bits; None for a layer whose weight is not in few bits."""
         return self._read(path) if path in self.formats else None
 
     def _read(self, path: str) -> StoredWeight | None:

@@ -232,7 +232,8 @@ def replaced_names(
     """The names in a network's code whose values an extension has replaced: values that have changed since the network
     was first read; functions in torch that are not torch's; and functions of extensions in the host's files.
 
-    hosts: the packages of the network's classes. before: Reached.facts when the network was first read.
+    hosts: the packages of the network's classes. before: Reached.facts when the network was first read. trusted: see
+    HostTraits.
     """
     found = {named.label: named for named in reached.changed(before)}
     for named in reached.named():

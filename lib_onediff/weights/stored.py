@@ -68,8 +68,8 @@ class StoredReader(Protocol):
     """Reads the weights that one host stores in few bits."""
 
     def weight(self, layer: nn.Module, path: str) -> StoredWeight | None:
-        """The weight of a layer; None if it is a plain tensor. path: of the layer in its network. Raises Refusal if the
-        format is unknown or incomplete."""
+        """The weight of a layer; None if it is not in few bits, but an ordinary parameter. path: of the layer in its
+        network. Raises Refusal if the format is unknown or incomplete."""
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
         """All tensors that these layers compute with, as plain tensors, in the order of the layers. This runs at every

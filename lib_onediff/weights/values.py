@@ -91,7 +91,7 @@ class Digests:
 
     def of(self, value: Any) -> str:
         """A digest that is equal for equal values: of plain values, of code, and of values that consist of these. Any
-        other value gets its token."""
+        other value gets its token, which differs in every process, and is added to `unseen`."""
         if isinstance(value, SAME_IN_ANY_PROCESS):
             return f"{type(value).__name__} {value!r}"
         known = self._known.get(id(value))

@@ -194,7 +194,7 @@ class Holdings:
         return min(self.allowed(budget, device) - self.held(device), self.left(device) - self.card.spare(device))
 
     def held_by(self, pool: PoolKey) -> int:
-        """Bytes of the graphs of one pool, with those of each graph alone."""
+        """Bytes of one pool, and those that each of its graphs takes outside of the pool."""
         if pool.architecture is None:
             return 0
         own = sum(held.runner.own_bytes for held in self.graphs() if PoolKey.of(held.key) == pool)

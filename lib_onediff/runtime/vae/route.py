@@ -169,7 +169,8 @@ class DecoderRoute:
         return known[0], settings
 
     def _ours(self, host_decode: HostDecode) -> WiderType:
-        """The decode by our forward. Raises Refusal if it does not support the decoder or the latent."""
+        """An object that decodes by our forward, with the weights as they are now. Raises Refusal if our forward does
+        not support the decoder or the latent."""
         bound, settings = self._admitted(host_decode)
         # on_card, because the kernels that read the weights' contents are loaded on torch's current GPU.
         with self._lock, on_card(host_decode.latent.device):
