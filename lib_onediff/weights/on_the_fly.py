@@ -316,8 +316,8 @@ class AppliedFunctions:
         return dict(zip(ups, placed.split([len(up) for up in ups.values()]), strict=True))
 
     def _place_apart(self, ups: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As _place_ups, but each copy is a tensor of its own: for ranks that differ from layer to layer, and for groups
-        with LoRAs on some of their layers only."""
+        """As _place_ups, but each copy is a tensor of its own: for ranks that differ from layer to layer, and for
+        groups with LoRAs on some of their layers only."""
         return {path: self._place("up", path, up).copy_(up) for path, up in ups.items()}
 
     def _is_narrow(self, update: LowRankUpdate) -> bool:
