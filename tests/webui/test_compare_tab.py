@@ -117,7 +117,7 @@ def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: We
     reloaded shows the running comparison from its first image on."""
     page = compare.page
     compare.made(seed=5)
-    compare.start(width=256, height=256, steps=40, seed=6)
+    compare.start(width=256, height=256, steps=120, seed=6)
     page.click("onediff_compare_start")
     compare.told("The same comparison runs or waits already", "compare_told")
     compare.start(steps=4, seed=7, images=2)
@@ -125,13 +125,13 @@ def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: We
     (waits,) = compare.comparisons("queued")
     assert "queued, waits for the comparison Off and Current settings" in waits
     (runs,) = compare.comparisons("running")
-    # Four images of 40 steps, and more where a side is warmed up again.
-    assert re.search(r"of (160|200|240)\b", runs) and "100 %" not in runs
-    page.wait(lambda: "256x256, 40 steps" in compare.text("compare_numbers"), "the first image", 120)
+    # Four images of 120 steps, and more where a side is warmed up again.
+    assert re.search(r"of (480|600|720)\b", runs) and "100 %" not in runs
+    page.wait(lambda: "256x256, 120 steps" in compare.text("compare_numbers"), "the first image", 120)
     assert len(compare.images()) in (1, 3)
     page.refresh()
     compare.show()
-    page.wait(lambda: "256x256, 40 steps" in compare.text("compare_numbers"), "it on another page", 20)
+    page.wait(lambda: "256x256, 120 steps" in compare.text("compare_numbers"), "it on another page", 20)
     compare.click_job("Compare Off and Current settings")
     page.wait(lambda: compare.comparisons("cancelled"), "the end of the first", 60)
     compare.wait_for_end()
