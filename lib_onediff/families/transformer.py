@@ -57,8 +57,8 @@ def padded_to_patches(latent: Tensor, patch: int) -> Tensor:
 
 
 def first_residual(tokens: Tensor) -> Residual:
-    """Tokens as the residual that enters the first block. In float16 it is widened to float32: it would overflow, or be
-    rounded too much."""
+    """Tokens as the residual that enters the first block. Tokens in float16 are widened to float32: the sums of many
+    layers would overflow in float16, or be rounded too much."""
     return Residual(tokens.float() if tokens.dtype == torch.float16 else tokens)
 
 
@@ -68,7 +68,8 @@ def deepest_cut(blocks: Sequence[object]) -> int:
 
 
 def blocks_read(blocks: Sequence[Block], cut: Cut | None) -> Sequence[Block]:
-    """The blocks that a call computes: all of them, or the first cut.depth if cut.reads."""
+    """The blocks that a call computes: all of them; or only the first cut.depth if the call reads the others' sum from
+    an earlier call (cut.reads)."""
     if cut is None or not cut.reads:
         return blocks
     return blocks[:min(cut.depth, deepest_cut(blocks))]
@@ -108,7 +109,8 @@ def through_blocks(
 class TransformerLayers:
     """Computes the layers of a transformer from their descriptions (core.leaves).
 
-    weights, ops: of the call. upcast_attention: compute attention scores in float32.
+    weights, ops: the network's weights and the backend's operators. upcast_attention: compute attention scores in
+        float32.
 
     Tokens are (batch, tokens, width). Rows are the same tokens as one operator leaves them for the next: a tensor, or
     already quantized for the linear layer that reads them, which is then an argument (consumer).
@@ -182,7 +184,8 @@ class TransformerLayers:
     def cross_attention(
         self, attention: CrossAttention, normed: Rows, context: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """As self_attention, with keys and values computed from the context, (batch, tokens, context width)."""
+        """As self_attention, with keys and values computed from the context, (batch, tokens, context width), and
+        without rotation. normed: the tokens of the queries."""
         query_norm, key_norm = self._head_norms(attention)
         projected = self.linear(normed, attention.query)
         [query] = self.ops.split_heads(projected, (Heads(attention.heads, query_norm),))

@@ -52,7 +52,7 @@ FAULTS = {
     "checking the WebUI's state": Fault(lambda host: (host.adapter, "_check_state"), ("a1111",), UNET, ALL),
     "adopting a network": Fault(lambda host: (runtime, "adopt"), HOSTS, BEGINNING, ALL),
     "serving a call": Fault(lambda host: (OursOrHosts, "_ours"), HOSTS, UNET, LATENT),
-    "merging a LoRA": Fault(lambda host: (layers, "wanted_networks"), ("a1111",), UNET, LATENT),
+    "merging a LoRA": Fault(lambda host: (layers, "wanted_loras"), ("a1111",), UNET, LATENT),
     "checking a decode": Fault(lambda host: (hooks, "refuse_replaced"), HOSTS, VAE, IMAGES),
     "serving a decode": Fault(lambda host: (runtime.vae, "_serve"), HOSTS, VAE, IMAGES),
     "finding the schedule": Fault(lambda host: (host.adapter_module, "sampling_of"), HOSTS, BEGINNING, ALL),

@@ -61,7 +61,7 @@ def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | No
     caller must know that their memory exists. None if the kernel does not support them: they are on several devices, or
     not whole words.
 
-    part: see MemorySpan.stride, of which only every stride-th piece is read.
+    part: of a large matrix, only every part-th piece is summed; see MemorySpan.stride.
     """
     device = spans[0].device
     if any(span.device != device or span.nbytes % WORD or span.address % WORD for span in spans):
@@ -91,8 +91,7 @@ def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | No
 
 
 class Native(Device):
-    """The backend with our own kernels, for NVIDIA GPUs. core.device.Device describes the methods that have no
-    docstring here.
+    """The backend with our own kernels, for NVIDIA GPUs; see core.device.Device.
 
     tuning_cache: measurements of kernels on this machine.
     attention: computes attention; low_bit: chooses 8-bit formats.
@@ -123,7 +122,8 @@ class Native(Device):
             raise Refusal(lack)
 
     def why_not_lossy(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why a value of Settings.low_bit has no effect for a model of this dtype on a device; None if it has."""
+        """Why a value of Settings.low_bit (option) has no effect for a model of this dtype on a device, in one sentence
+        for the user; None if it has one."""
         return self.why_not(device) or self.low_bit.why_not(option, device, dtype)
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:

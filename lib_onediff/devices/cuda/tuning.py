@@ -99,7 +99,7 @@ def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[tuple[Sha
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
-    """Attention by our kernel with this launch config; by torch for configs.LIBRARY."""
+    """Attention by our kernel with this launch config; by torch if config is configs.LIBRARY."""
     if config == configs.LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
     return native_tokens.attention(query, key, value, config)
@@ -206,7 +206,7 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
 def gated_trial(
     make: Callable[..., Tensor], rows: int, width: int, device: torch.device, shape_class: str = ""
 ) -> Trial:
-    """The measurement of tune_gated."""
+    """The measurement of tune_gated. shape_class: "" if the trial is only run, to load its kernels."""
     tokens = make(rows, width)
     weight = make(2 * configs.FEED_FORWARD * width, width)
     bias = make(8 * width)

@@ -65,12 +65,13 @@ class OneFlowGate:
         return self._verdicts.get(pair, TRYING)
 
     def _try(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Set the verdict for a device and a dtype."""
+        """Find out whether OneFlow works for a device and a dtype, and keep the verdict. Runs in a thread of its
+        own."""
         lack = why_not_for(device, dtype) or why_no_package()
         self._verdicts[device, dtype] = lack or self._in_a_process(device, dtype)
 
     def _in_a_process(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Run this file as another process; why OneFlow cannot be used, or None."""
+        """Why OneFlow cannot be used, as found by running this file as another process; None if it can."""
         where = f"cuda:{device.index or 0}" if device.type == "cuda" else device.type
         command = [sys.executable, "-m", f"{__package__}.gate", where, str(dtype).removeprefix("torch.")]
         try:

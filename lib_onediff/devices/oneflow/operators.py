@@ -24,8 +24,8 @@ from ..torch import operators as torch_ops
 LOWEST = -60000.0
 
 class OneFlowOperators:
-    """The operators of core.operators.Operators, which describes them, for OneFlow's tensors: those that UNets need.
-    Images are contiguous."""
+    """Operators for OneFlow's tensors, those that UNets need; core.operators.Operators describes them. Images are
+    contiguous."""
 
     # These only use methods that tensors of both libraries have.
     materialize = staticmethod(torch_ops.materialize)
@@ -34,6 +34,7 @@ class OneFlowOperators:
     silu = staticmethod(functional.silu)
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
+        """See Operators.sinusoids."""
         # torch's frequencies, because a timestep of 1000 multiplies a difference between the two libraries by 1000.
         frequencies = from_torch(torch_ops.frequencies(time, torch.device("cpu"))).to(timestep.device)
         angles = timestep.unsqueeze(1).to(flow.float32) * frequencies.unsqueeze(0) * time.scale
@@ -41,18 +42,22 @@ class OneFlowOperators:
         return flow.cat(waves if time.cosine_first else waves[::-1], dim=-1)
 
     def join(self, vectors: Sequence[Tensor]) -> Tensor:
+        """See Operators.join."""
         return flow.cat(list(vectors), dim=0)
 
     def linear(self, x: Tensor, layer: LayerWeights) -> Tensor:
+        """See Operators.linear."""
         weight = layer.weight
         return functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, layer.bias)
 
     def pointwise(self, image: Tensor, layer: LayerWeights) -> Tensor:
+        """See Operators.pointwise."""
         weight = layer.weight
         weight = weight if weight.dim() == 4 else weight.reshape(*weight.shape, 1, 1)
         return functional.conv2d(image, weight, layer.bias)
 
     def convolution(self, image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
+        """See Operators.convolution."""
         if shape.circular:
             image = wrap(wrap(image, shape.padding, 3), shape.padding, 2)
             return functional.conv2d(image, layer.weight, layer.bias, shape.stride)
@@ -62,6 +67,7 @@ class OneFlowOperators:
         self, image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
         consumer: LayerWeights | None = None,
     ) -> Tensor:
+        """See Operators.group_norm. On the CPU, by a layer norm."""
         if shift is not None:
             image = image + shift.reshape(*shift.shape, 1, 1)
         if image.is_cuda:
@@ -78,11 +84,13 @@ class OneFlowOperators:
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights,
         modulation: Modulation | None = None,
     ) -> tuple[Residual, Tensor]:
+        """See Operators.residual_norm. Only layer norms without modulation."""
         assert modulation is None, "no norm of a UNet is modulated"
         tokens = self.materialize(residual)
         return Residual(tokens), functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
+        """See Operators.split_heads. Only heads without norm and rotation."""
         pieces = projected.chunk(len(parts), dim=-1)
         heads = []
         for piece, part in zip(pieces, parts, strict=True):
@@ -94,12 +102,14 @@ class OneFlowOperators:
         self, residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
+        """See Operators.add_linear. Only without gate and norm."""
         assert gate is None and norm is None, "no UNet adds layers with a gate or a norm"
         return residual._replace(tokens=residual.tokens + self.linear(x, layer))
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
+        """See Operators.attention. By two products and a softmax."""
         assert not isinstance(mask, Filled), "no UNet has rows that are filled up"
         dtype, (batch, heads, queries, width) = query.dtype, query.shape
         if upcast:
@@ -119,23 +129,28 @@ class OneFlowOperators:
         return mixed if key_heads == heads else mixed.reshape(batch, heads, queries, -1)
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
+        """See Operators.gated."""
         value, gate = tokens.chunk(2, dim=-1)
         if unit.gate_first:
             value, gate = gate, value
         return value * activated(gate, unit.activation)
 
     def gated_linear(self, x: Tensor, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
+        """See Operators.gated_linear."""
         return self.gated(self.linear(x, layer), unit, consumer)
 
     def activated_linear(
         self, x: Tensor, layer: LayerWeights, activation: Activation, consumer: LayerWeights
     ) -> Tensor:
+        """See Operators.activated_linear."""
         return activated(self.linear(x, layer), activation)
 
     def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
+        """See Operators.concatenate."""
         return flow.cat([image, skip], dim=1)
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
+        """See Operators.resize."""
         scales = height / image.shape[2], width / image.shape[3]
         # What functional.interpolate calls, which warns of its module in every graph.
         return flow._C.upsample_nearest_2d(
@@ -144,6 +159,7 @@ class OneFlowOperators:
         )
 
     def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
+        """See Operators.tokens_to_image. A copy."""
         return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, height, width)
 
 

@@ -131,8 +131,8 @@ class OneFlow(Device):
             raise Refusal("OneFlow supports only UNets")
 
     def allowed_error(self, dtype: torch.dtype) -> float:
-        """The error of float16 sums: a graph that was checked without them also serves with them, because an
-        environment variable switches them at each run."""
+        """See Device.allowed_error. It is the error of float16 sums: a graph that was checked without them also serves
+        with them, because an environment variable switches them at each run."""
         return ROUNDING_HALF_SUMS if dtype == torch.float16 else 0.0
 
     def operators(self, wide_norms: bool = False) -> Operators:

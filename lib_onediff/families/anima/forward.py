@@ -131,9 +131,10 @@ def modulations_of(
 
 
 def raised(ops: Operators, down: Tensor, ups: LayerWeights) -> Tensor:
-    """The second products of low-rank pairs: (layers, batch, rank) -> (layers, batch, 3 * width).
+    """The second products of low-rank pairs of linear layers: (layers, batch, rank) -> (layers, batch, 3 * width).
+    down: the outputs of the first layers.
 
-    ups: the weights of all layers, one after the other: (layers * 3 * width, rank). LoRAs on them are added.
+    ups: the weights of all second layers, one after the other: (layers * 3 * width, rank). LoRAs on them are added.
     """
     # A weight that exists in 8 bits alone has no values to multiply in a batch.
     if ups.weight.is_meta:
@@ -155,8 +156,8 @@ def raised(ops: Operators, down: Tensor, ups: LayerWeights) -> Tensor:
 
 
 def rows_of(layer: LayerWeights, first: int, count: int) -> LayerWeights:
-    """The layer that makes `count` of a layer's outputs, from output `first` on: its rows of the weight, in 8 bits too,
-    and the LoRAs on them. Without bias."""
+    """A layer that computes `count` of the outputs of a layer, from output `first` on: it has these rows of the weight,
+    also of the 8-bit weights, and of the LoRAs. Without bias."""
     low_bit = []
     for whole in layer.low_bit:
         scales = whole.scales if whole.scales.numel() == 1 else whole.scales.narrow(1, first, count)

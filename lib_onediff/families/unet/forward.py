@@ -47,8 +47,8 @@ def full_pass(
 def cached_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
 ) -> Tensor:
-    """The output (see Pass.finish) of the first and last `depth` stages, with the deep feature of an earlier step in
-    the place of what lies between them."""
+    """The output (see Pass.finish) of the first and last `depth` stages. deep: the deep feature of an earlier step
+    (full_pass), which replaces what the stages between them would compute."""
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     _, skips = running.encode(depth)
@@ -57,7 +57,8 @@ def cached_pass(
 
 
 class Pass:
-    """One forward pass of a call, in parts: encode, middle, decode and finish, in this order.
+    """One forward pass of a call, in parts: encode, middle, decode and finish, in this order. A cached pass leaves out
+    middle.
 
     hidden_states are (batch, channels, height, width), in the weights' dtype.
     """
@@ -106,8 +107,8 @@ class Pass:
     ) -> Tensor:
         """The hidden states after the output stages of these indices.
 
-        skips: each stage removes the last one. remaining: the skip of the stage that follows them, whose size the
-            result must have; None if no stage follows.
+        skips: each stage removes the last one, and takes it. remaining: the skip that the next stage after these takes,
+            to whose size the last of these may have to enlarge its result; None if no stage follows.
         """
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
@@ -158,8 +159,8 @@ def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: U
 
 
 def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
-    """For each residual block what it adds after its first convolution, (batch, channels): the projection of the
-    embedding (batch, width), plus the convolution's bias. The keys are the paths of the projections."""
+    """What each residual block adds after its first convolution, (batch, channels), by the path of the block's
+    projection of the time embedding: that projection of `embedding` (batch, width), plus the convolution's bias."""
     projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
     blocks = layout.residual_blocks
     biases = [bias_of(weights, block.in_convolution.path) for block in blocks]

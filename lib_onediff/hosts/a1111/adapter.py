@@ -24,7 +24,7 @@ from ..changed_modules import ChangedModules, foreign_forward, forward_above, is
 from ..contract import BYPASSED, Need, WebUI, check_needs, random_state_kept
 from ..hooks import ForwardPatches, UNetHooks, VaeHooks, serve_call
 from ..sampler_schedule import sampling_of
-from .layers import CASTS, NOTED, SYNCED, WRITTEN, LorasOnTheFly, apply_wanted_networks, check_layers, wanted_networks
+from .layers import CASTS, NOTED, SYNCED, WRITTEN, LorasOnTheFly, check_layers, merge_wanted_loras, wanted_loras
 from .patches import TRUSTED, does_nothing_now, patches_of, replaced_concatenation
 
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
@@ -59,7 +59,7 @@ def release() -> str:
 
 
 class A1111(WebUI):
-    """The adapter of AUTOMATIC1111's WebUI. contract.WebUI describes the methods of that class."""
+    """The adapter of AUTOMATIC1111's WebUI; see contract.WebUI."""
 
     name = "a1111"
     # Checkpoints of SD3 and others have these too; network_classes decides.
@@ -78,7 +78,7 @@ class A1111(WebUI):
         # The UNet of the sampling in progress.
         self._unet: Callable[[], Any] = no_object
         self._host_traits = HostTraits(
-            TRUSTED, does_nothing_now, apply_wanted_networks, wanted_networks, brought=is_brought, casts=CASTS,
+            TRUSTED, does_nothing_now, merge_wanted_loras, wanted_loras, brought=is_brought, casts=CASTS,
             functions=LorasOnTheFly(), movers=("modules.lowvram",), written=WRITTEN,
             placed=NOTED, synced=SYNCED,
         )

@@ -19,7 +19,7 @@ from ...weights.scan import Casts, LowRankUpdate, Parts, WeightFunctions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PLAIN_LORA = "NetworkModuleLora"
-# See HostTraits.synced: the list of LoRAs that the patched forwards merge. apply_wanted_networks does that before each
+# See HostTraits.synced: the list of LoRAs that the patched forwards merge. merge_wanted_loras does that before each
 # call. Every loaded LoRA adds new objects to the list.
 SYNCED = frozenset({"networks.loaded_networks"})
 # Attributes of a layer in which the WebUI keeps the names of merged LoRAs, and backups of the weights.
@@ -29,35 +29,36 @@ WRITTEN = frozenset({"_tome_info"})
 # The module of a1111-sd-webui-lycoris that patches the classes of torch's layers.
 LYCORIS = "lyco_patches"
 # A layer's network_current_names: a tuple for each merged LoRA.
-Networks = tuple[tuple[Any, ...], ...]
+MergedLoras = tuple[tuple[Any, ...], ...]
 
 
-def loras() -> Any:
-    """The module of the built-in LoRA extension; None if it is disabled."""
+def lora_extension() -> Any:
+    """The Python module of the WebUI's built-in LoRA extension; None if it is disabled."""
     extension = sys.modules.get("networks")
     return extension if hasattr(extension, "network_apply_weights") else None
 
 
-def networks(on_the_fly: bool) -> Sequence[Any]:
+def loaded_loras(on_the_fly: bool) -> Sequence[Any]:
     """The loaded LoRAs, if the WebUI now applies them in this way; otherwise none. on_the_fly: True for computing them
     beside each layer (option lora_functional), False for merging them."""
     from modules import shared
 
     is_now = bool(getattr(shared.opts, "lora_functional", False))
-    return getattr(loras(), "loaded_networks", ()) if is_now is on_the_fly else ()
+    return getattr(lora_extension(), "loaded_networks", ()) if is_now is on_the_fly else ()
 
 
-def wanted_networks() -> Networks:
-    """The LoRAs that apply_wanted_networks merges, in the form that the WebUI notes at a layer (network_current_names);
-    () if LoRAs are computed on the fly. Used as HostTraits.wanted_lora."""
-    return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in networks(on_the_fly=False))
+def wanted_loras() -> MergedLoras:
+    """The LoRAs that merge_wanted_loras merges, in the form that the WebUI notes at a layer (network_current_names); ()
+    if LoRAs are computed on the fly. Used as HostTraits.wanted_lora."""
+    merged = loaded_loras(on_the_fly=False)
+    return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in merged)
 
 
-def apply_wanted_networks(layers: Iterable[nn.Module]) -> None:
+def merge_wanted_loras(layers: Iterable[nn.Module]) -> None:
     """Merge the wanted LoRAs into every one of these layers that does not have them yet, and remove others, as the
     WebUI's forward of each layer would. Used as HostTraits.sync_lora."""
-    extension = loras()
-    wanted = wanted_networks()
+    extension = lora_extension()
+    wanted = wanted_loras()
     for layer in () if extension is None else layers:
         state = layer.__dict__
         if "network_layer_name" in state and state.get("network_current_names", ()) != wanted:
@@ -89,12 +90,12 @@ class LorasOnTheFly:
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
         """See FunctionReader. A change of the option or of the list of LoRAs is not announced."""
-        return loras() is not None
+        return lora_extension() is not None
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
         """See FunctionReader."""
         parts = Parts()
-        wanted = networks(on_the_fly=True)
+        wanted = loaded_loras(on_the_fly=True)
         for index, layer in enumerate(layers) if wanted else ():
             modules = modules_of(layer, wanted)
             if modules:
@@ -107,7 +108,7 @@ class LorasOnTheFly:
 
     def of(self, layer: nn.Module) -> WeightFunctions:
         """See FunctionReader. Raises Refusal for a LoRA that is not a plain one."""
-        wanted = networks(on_the_fly=True)
+        wanted = loaded_loras(on_the_fly=True)
         return WeightFunctions(tuple(low_rank_update(layer, module) for module in modules_of(layer, wanted)))
 
 

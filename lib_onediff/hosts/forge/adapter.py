@@ -52,8 +52,8 @@ def version_and_release() -> tuple[str, str]:
 
 
 class Forge(WebUI):
-    """The adapter of Forge and Forge Neo. contract.WebUI describes the methods of that class. Adapters of
-    other WebUIs of the family override the attributes, selected_checkpoint and vae_attention.
+    """The adapter of Forge and Forge Neo; see contract.WebUI. Adapters of other WebUIs of the family override the
+    attributes, selected_checkpoint and vae_attention.
 
     networks: the networks that OneDiff serves. A release without the first one is refused; of the others, those that it
         lacks are left out.

@@ -142,7 +142,7 @@ def number(architecture: str) -> int:
 
 @functools.cache
 def manifest() -> Manifest:
-    """The archive's manifest. Raises Refusal if it cannot be read."""
+    """The archive's manifest, read once. Raises Refusal if it cannot be read."""
     with opened() as archive:
         content = json.loads(archive.read(MANIFEST))
         sizes = {member.filename: member.file_size for member in archive.infolist()}

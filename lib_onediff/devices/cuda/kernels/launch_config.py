@@ -145,13 +145,14 @@ class Launches:
         self._known = {}
 
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
-        """Choose a launch config and store the choice. Graphs that were captured before are not affected."""
+        """Choose a launch config and store the choice. Graphs that were captured before keep the config that they were
+        captured with."""
         self._known.pop((kernel.name, shape_class, dtype, current_card()), None)
         self._tuning_cache.set(choice_name(kernel, shape_class, dtype), list(config))
 
 
 def image_class(pixels: int) -> str:
-    """The class of shapes of images with so many pixels."""
+    """SMALL or LARGE: the class of shapes of images with so many pixels."""
     return LARGE if pixels >= LARGE_IMAGE_PIXELS else SMALL
 
 
@@ -167,7 +168,7 @@ def row_class(width: int) -> str:
 
 
 def choice_name(kernel: Kernel, shape_class: str, dtype: torch.dtype) -> str:
-    """The name of a choice in the tuning cache."""
+    """The name of a choice in the tuning cache: it depends on the GPU's model."""
     return named(f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}")
 
 

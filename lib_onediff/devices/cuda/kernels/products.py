@@ -130,8 +130,8 @@ def exact_gated_product(tokens: Tensor, weight: Tensor, bias: Tensor, config: La
 def launch_gated(
     tokens: Tensor, weight: Tensor, output: Tensor, bias: Tensor, scales: tuple[Tensor, ...], config: LaunchConfig
 ) -> None:
-    """Launch the gated product, which writes to output. scales: of the tokens, the weight and the output; () in half
-    precision."""
+    """Launch the gated product, which writes to output. scales: those of the tokens, of the weight and of the output;
+    () in half precision. config: see configs.GATED_PRODUCT."""
     copied, m, n, k, group, warps, stages = config
     rows, width = tokens.shape
     half = output.shape[1]

@@ -113,8 +113,8 @@ class LowBit:
     # --- the layers of a call -------------------------------------------------------------------------------------
 
     def classes(self, layout: Any) -> Mapping[str, str]:
-        """The class of every layer that can be in eight bits, such as that of feed-forward layers, by the layer's name;
-        users may leave out classes."""
+        """The class of every layer that can be in eight bits, such as that of feed-forward layers, by the layer's name.
+        A class whose error is too large stays in 16 bits."""
         return self._once("classes", layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
     def wanted(self, lossy: Lossy, layout: Any, call: Call) -> WantedKinds:
