@@ -136,7 +136,8 @@ def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: We
     page.wait(lambda: compare.comparisons("cancelled"), "the end of the first", 60)
     compare.wait_for_end()
     compare.told("seed 7, ", "compare_numbers", 20)
-    assert [row[0] for row in compare.rows()] == ["7", "8"] and len(compare.images()) == 6
+    page.wait(lambda: [row[0] for row in compare.rows()] == ["7", "8"], "both seeds", 20)
+    page.wait(lambda: len(compare.images()) == 6, "their images", 20)
     calls = webui.calls()
     jobs = webui.get("/onediff/v1/jobs")["jobs"]
     made = [job for job in jobs if job["kind"] == "comparison"][-3:]
