@@ -64,7 +64,7 @@ class HostImages:
 
 
 def step_of_host() -> tuple[int, int]:
-    """(step, number of steps) of the batch that the WebUI makes now; (0, 0) if unknown."""
+    """(step, number of steps) of the batch that the WebUI makes now, from its own state; (0, 0) if unknown."""
     state = getattr(module_of_host("shared"), "state", None)
     steps = number_of(state, "sampling_steps")
     return min(steps, number_of(state, "sampling_step")), steps

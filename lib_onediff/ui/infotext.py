@@ -43,8 +43,8 @@ def describe(
 ) -> str:
     """The infotext of a generation that was made with these settings.
 
-    inactive: options without effect; pasting sets their defaults.
-    is_served: whether its model is one that OneDiff serves; pasting from another one sets nothing.
+    inactive: options that had no effect; they are left out, so that pasting sets their defaults.
+    is_served: whether OneDiff serves the generation's model. If not, pasting its infotext sets nothing.
     has_our_vae: whether OneDiff has decoded its images.
     of_other_models: options without effect on its model. They are not named, and a preset may set them: pasted for the
         same model, they have no effect again.

@@ -94,7 +94,8 @@ class Krea2s:
 
 
 def shapes_of(attention: SelfAttention, rows: int, tokens: int, is_filled: bool) -> AttentionShapes:
-    """The shapes of a self attention over so many rows of so many tokens. is_filled: whether the rows are padded."""
+    """The AttentionShapes of a self attention over `rows` rows of `tokens` tokens each. is_filled: whether the rows are
+    padded."""
     width = attention.head_width
     queries = rows, attention.heads, tokens, width
     return AttentionShapes(queries, (rows, attention.key_heads, tokens, width), is_filled)

@@ -86,7 +86,10 @@ class Krea2Layout(Layout):
 
     patches: the linear layer over the values of a patch. patch: its side in latent pixels.
     text_layers, text_width: how many layers of the text encoder the context has, and their width.
-    time: the embedding of the timestep. modulation: makes the modulation vector that all blocks share from it.
+    text: makes the prompt's tokens from these.
+    time: the embedding of the timestep. modulation: makes the modulation vector that all blocks share from this
+        embedding.
+    axes: the rotary embedding. blocks: the main stream, over the tokens of prompt and image.
     out_table: (2 * width) values, scale and shift of the norm before the last layer (out), added to the time embedding.
     """
 
@@ -136,13 +139,15 @@ class Krea2Layout(Layout):
 def gated_layers(
     leaves: LeafReader, norms: tuple[Any, ...], attention: tuple[Any, ...], feed_forward: tuple[Any, ...], weight: str
 ) -> GatedLayers:
-    """The description of a block's layers, of modules of the host.
+    """The description of the layers of a host's block, given as modules.
 
     norms: those before the attention and before the feed-forward layer.
     attention: the linear layers of queries, keys, values and gate; the norms of queries and of keys; the linear layer
         of the output; and the numbers of heads of queries and of keys.
     feed_forward: the linear layers of gate, value and output.
     weight: the name of the parameter in the host's norms.
+
+    Raises Refusal if the number of heads of keys does not follow from the layers' sizes.
     """
     *projections, query_norm, key_norm, out, heads, key_heads = attention
     gate, up, down = feed_forward

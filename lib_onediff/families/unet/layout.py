@@ -97,9 +97,9 @@ class Downsample:
 class Upsample:
     """Nearest-neighbour upsampling by 2, and a convolution.
 
-    resize_before: an odd size is halved up (45 -> 23), so upsampling (46) misses the size of the skip (45). Forge and
-        diffusers upsample to 45 before the convolution (True). A1111 upsamples to 46, convolves, and resizes the result
-        to 45 when it is concatenated with the skip (False).
+    resize_before: whether the image is resized to the size of the next skip before the convolution, as in Forge and
+        diffusers. The sizes differ after a halving of an odd size: 45 becomes 23, and upsampling makes 46 of it. False:
+        the convolution gets 46, and its result is resized to 45 when it is concatenated with the skip, as in A1111.
     """
 
     convolution: Convolution
@@ -120,10 +120,11 @@ class LabelEmbedding:
 
 @dataclass(frozen=True)
 class UNetLayout(Layout):
-    """A UNet. Each input stage makes a skip; output stages take them in reverse order.
+    """A UNet. Each input stage makes a skip; output stages take the skips in reverse order.
 
-    label: None if the UNet takes no y.
+    time: the embedding of the timestep. label: the embedding of y; None if the UNet takes no y.
     embeddings: the projections of the time embedding in all residual blocks, as one layer.
+    context_width: the width of the prompt's tokens.
     foreign: see Layout; two layouts that differ only in it are equal.
     """
 
@@ -161,10 +162,8 @@ class UNetLayout(Layout):
             object.__setattr__(self, name, value)
 
     def sized_layers(self, height: int, width: int, tokens: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
-        """Every layer of the stages in the order of a forward pass, with the height and width of its input.
-
-        height, width: of the latent. tokens: of the prompt; ignored.
-        """
+        """See core.family.Layout. Every layer of the stages in the order of a forward pass, with the height and width
+        of its input. tokens: ignored."""
         size = (height, width)
         skips: list[tuple[int, int]] = []
         for stage in self.input_stages:

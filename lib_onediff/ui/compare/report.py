@@ -57,8 +57,8 @@ def verdict(pairs: Sequence[Pair]) -> str:
 
 
 def speed_of_right(pairs: Sequence[Pair]) -> str:
-    """How much faster the right side is, for example "1.6x faster": by the median over the seeds of the left image's
-    seconds / the right one's. "" for fewer than ENOUGH seeds."""
+    """How much faster the right side is than the left, for example "1.6x faster": the median, over the seeds, of the
+    left image's seconds divided by the right image's. "" for fewer than ENOUGH seeds."""
     ratios = []
     for pair in pairs:
         left, right = pair.images
