@@ -181,7 +181,7 @@ class Routes:
         ready."""
         job = self._job(id)
         if not self._queue.cancel(id):
-            raise HTTPException(409, f"Job {id} is over: {self._job(id).state}.")
+            raise HTTPException(409, f"Job {id} has already ended ({self._job(id).state}).")
         # If many jobs have finished, a cancelled one leaves the list at once; so does an image.
         return json_answer(job_values(next((now for now in self._queue.jobs() if now.id == id), job)))
 
@@ -189,7 +189,7 @@ class Routes:
         """The job of this id. Raises HTTPException 404 if there is none."""
         found = next((job for job in self._queue.jobs() if job.id == job_id), None)
         if found is None:
-            raise HTTPException(404, f"There is no job {job_id}; GET {PREFIX}/jobs names all.")
+            raise HTTPException(404, f"There is no job {job_id}; GET {PREFIX}/jobs lists all jobs.")
         return found
 
     def purge(self, body: bodies.PurgeBody) -> Response:

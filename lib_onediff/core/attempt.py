@@ -18,7 +18,7 @@ import torch
 from .refusal import Refusal
 
 Result = TypeVar("Result")
-OUT_OF_MEMORY = "out of GPU memory: the graphs were freed"
+OUT_OF_MEMORY = "out of GPU memory: OneDiff freed its CUDA graphs"
 
 
 class Outcome(enum.Enum):

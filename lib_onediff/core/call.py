@@ -17,7 +17,7 @@ FULL = "full"
 CACHED = "cached"
 # Reasons, for users, why it is unknown which rows of a call are the prompt's.
 APART = "prompt and negative prompt come in separate calls, or there is no negative prompt"
-OTHER_ROWS = "the call has rows besides those of prompt and negative prompt (tiles?)"
+OTHER_ROWS = "the call also computes latents of neither prompt nor negative prompt (tiles?)"
 # The reason, for users, why some rows of a call cannot be computed without the others.
 PATCHED = "other extensions compute within the network"
 

@@ -256,7 +256,7 @@ class LeafReader:
             place, kind = replaced
             # An extension's Python module may be missing from sys.modules, but a function of it knows its file.
             owner = author(vars(kind).get("forward", kind))
-            return Refusal(f"{owner} has put a {kind.__qualname__} in the place of {place}")
+            return Refusal(f"{owner} has replaced {place} by its own {kind.__qualname__}")
         kind = type(module)
         reason = f": {why}" if why else ", which OneDiff does not know"
         return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}{reason}")

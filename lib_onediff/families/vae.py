@@ -217,7 +217,9 @@ class Autoencoders:
         """See DecoderFamily."""
         channels = layout.in_convolution.in_channels
         if latent.dim() != 4 or latent.shape[1] != channels:
-            raise Refusal(f"the latent is {tuple(latent.shape)}, but this VAE takes {channels} channels")
+            raise Refusal(
+                f"the latent (shape {tuple(latent.shape)}) does not fit this VAE, which takes {channels} channels"
+            )
 
     def output(
         self, layout: DecoderLayout, weights: Weights, ops: Operators, latent: Tensor, upcast_attention: bool = False,

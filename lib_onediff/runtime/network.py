@@ -125,9 +125,9 @@ class Network:
         # If the host casts its weights at each use, autocast casts inputs of any dtype to the same one.
         casts_inputs = binding.cast_to is not None and autocast == binding.cast_to
         if call.latent.dtype != binding.dtype and not casts_inputs:
-            raise Refusal(f"the UNet's weights are {binding.dtype}, the latent is {call.latent.dtype}")
+            raise Refusal(f"the UNet's weights are in {binding.dtype}, but the latent is in {call.latent.dtype}")
         if autocast not in (None, binding.dtype):
-            raise Refusal(f"autocast to {autocast} is on, but the UNet's weights are {binding.dtype}")
+            raise Refusal(f"PyTorch's autocast computes in {autocast}, but the UNet's weights are in {binding.dtype}")
 
     def fit_low_bit(
         self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset(), are_alone: bool = False

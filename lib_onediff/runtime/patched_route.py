@@ -55,7 +55,7 @@ class PatchedRoute:
         # Graphs of parts do not support streamed weights: a graph's copies cannot continue during the next graph.
         streams = network.bound.streaming is not None
         if streams and not traits.launches_patched:
-            raise Refusal("weights in main memory and functions of other extensions do not go together here")
+            raise Refusal("an extension runs functions inside the UNet, and a part of its weights is in main memory")
         if entry.state is State.COLD:
             output = self._first(entry, guarded, functions, plainly, names)
             return Served(output, entry, network.bound.refreshed, PLAIN, reason, call)

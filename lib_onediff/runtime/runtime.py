@@ -420,7 +420,7 @@ class OursOrHosts:
 
     def check(self, call: Call, served: Served) -> None:
         """Refuses: only policies for each GPU compute cached passes, which need a check."""
-        raise Refusal("policies for whole batches compare nothing")
+        raise Refusal("cached steps are checked on each GPU, not for the whole batch")
 
 
 # The one runtime object of the process.

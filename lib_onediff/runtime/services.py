@@ -28,7 +28,7 @@ from .network import Network
 
 # Reasons why the host computes, in one line for the user.
 SWITCHED_OFF = "OneDiff is switched off"
-TRAINING = "gradients are being recorded (training?)"
+TRAINING = "PyTorch records gradients, as for training (use torch.inference_mode())"
 
 
 class Services:

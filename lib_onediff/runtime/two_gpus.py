@@ -36,7 +36,7 @@ from .stepping import Stepping
 
 log = logging.getLogger("onediff")
 NO_SECOND = "PyTorch sees only one GPU"
-ONE_ROW = "the call has one row"
+ONE_ROW = "the step computes a single latent, which cannot be split"
 CAPTURES = "the caller captures a CUDA graph of its own"
 FULL = "out of memory on {}: one GPU computes until the weights or the settings change"
 

@@ -92,7 +92,7 @@ class Queue:
         if self.ending:
             raise HTTPException(503, "The service is shutting down.")
         if self.waiting >= self._limits.waiting:
-            raise HTTPException(429, f"{self.waiting} requests wait already; try again later.")
+            raise HTTPException(429, f"{self.waiting} requests are already waiting; try again later.")
         self.waiting += 1
         try:
             await self._lanes.acquire()

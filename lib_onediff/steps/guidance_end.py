@@ -20,7 +20,7 @@ from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Stopwatch
 
-UNKNOWN_ROWS = "the caller does not say which rows are the negative prompt's"
+UNKNOWN_ROWS = "the caller does not say which latents belong to the negative prompt"
 SEVERAL_CALLS = "a step has other calls besides those of prompt and negative prompt"
 UNLIKE_HALVES = "prompt and negative prompt are not computed for the same latents"
 # The tolerance in comparing the part of the sampling that is done with the setting.

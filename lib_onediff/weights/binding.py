@@ -297,14 +297,16 @@ class Binding:
                     self._refuse_elsewhere(path, parameter)
                     continue
                 if not isinstance(parameter, nn.Parameter):
-                    raise Refusal(f"{path} holds a tensor that is none of its parameters (functional_call?)")
+                    raise Refusal(
+                        f"another tensor takes the place of a parameter of {path} (torch.func.functional_call?)"
+                    )
                 kind = type(parameter.data)
                 if kind is not Tensor or parameter.dtype not in known:
                     found = str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
                     raise Refusal(f"{path} is stored as {found}, which OneDiff does not run")
                 self._refuse_elsewhere(path, parameter)
                 if self.cast_to is None and parameter.dtype != stored and path not in self.layers.as_stored:
-                    raise Refusal(f"its parameters are mixed: {stored}, but {path} is {parameter.dtype}")
+                    raise Refusal(f"its weights are of mixed types: {stored}, but {path} is {parameter.dtype}")
         for fusion in self._every_fusion:
             members = [layer_weights[member.path] for member in fusion.members]
             biases = [layer.bias for layer in members if layer.bias is not None]
@@ -317,6 +319,6 @@ class Binding:
     def _refuse_elsewhere(self, path: str, parameter: Tensor) -> None:
         """Raise Refusal for a parameter that is neither on the device that computes nor in main memory."""
         if parameter.is_meta:
-            raise Refusal("its parameters are not loaded (they are on the meta device)")
+            raise Refusal("its weights are not loaded (they are on the meta device)")
         if parameter.device not in (self.device, MAIN_MEMORY):
             raise Refusal(f"the network computes on {self.device}, and {path} is on {parameter.device}")

@@ -134,7 +134,7 @@ class BoundUNet:
         """The binding to the module's present layers. Raises Refusal before the first refresh, and after the layers
         were replaced."""
         if self._binding is None:
-            raise Refusal("this UNet has not been bound yet")
+            raise Refusal("OneDiff has not read this UNet's weights yet")
         return self._binding
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
@@ -146,7 +146,7 @@ class BoundUNet:
         """The Streaming of this network; None if all weights are on the device that computes. Raises Refusal if weights
         are in main memory and the buffers for their copies were freed."""
         if self.binding.away and self.streaming is None:
-            raise Refusal("the buffers for copied weights were freed with the graphs' memory")
+            raise Refusal("OneDiff freed its buffers for copied weights, to make room on the GPU")
         return self.streaming
 
     def units(self, call: Call) -> Units:

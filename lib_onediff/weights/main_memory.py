@@ -34,8 +34,8 @@ class MainMemory:
         except (RuntimeError, MemoryError) as full:
             said = str(full).partition("\n")[0]
             raise Refusal(
-                "a part of the weights is in main memory, and there is too little of it to pin them for copies to the "
-                f"GPU: {said}"
+                "a part of the weights is in main memory, and the system gave no pinned memory for their copies to "
+                f"the GPU: {said}"
             ) from None
         start = self._used
         self._used += size

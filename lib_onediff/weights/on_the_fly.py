@@ -86,7 +86,7 @@ class OnTheFly:
         if are_unedited and self._was_made_of(parts, binding):
             return None
         if any(tensor.is_meta for tensor in parts.tensors):
-            raise Refusal("a LoRA's numbers are not there (they are on the meta device)")
+            raise Refusal("a LoRA's weights are not loaded (they are on the meta device)")
         paths = binding.layers.paths()
         functions = {} if reader is None else {paths[index]: reader.of(layers[index]) for index in parts.indices}
         casts_norms = self._casts is None or self._casts.norms
@@ -166,7 +166,7 @@ class OnTheFly:
     def applied_now(self) -> AppliedFunctions | None:
         """`applied`. Raises Refusal between drop and refresh, when it is needed and was freed."""
         if self.applied is None and self._is_needed:
-            raise Refusal("the changes of weights that are applied at each call were freed with the graphs' memory")
+            raise Refusal("OneDiff freed its copies of LoRAs, to make room on the GPU")
         return self.applied
 
     def marks(self, binding: Binding) -> tuple[str, ...]:
@@ -271,8 +271,8 @@ class AppliedFunctions:
         written_over = sum(tensor.nbytes for tensor in self._before.values())
         if needed > left + written_over:
             raise Refusal(
-                f"what is applied to the weights on the fly needs copies of {needed / MEBIBYTE:.0f} MiB, and the "
-                f"memory budget has {max(0, left) / MEBIBYTE:.0f} MiB"
+                f"LoRAs or functions on the fly need {needed / MEBIBYTE:.0f} MiB for copies of weights, and 'Graph "
+                f"memory in MiB' has {max(0, left) / MEBIBYTE:.0f} MiB left"
             )
 
     def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], weights: Weights) -> None:
@@ -382,7 +382,7 @@ class AppliedFunctions:
             if change is not None:
                 changed = change(parameter.detach().to(self._device, self.dtype, copy=True))
                 if changed.shape != parameter.shape:
-                    raise Refusal(f"what is applied to {path} on the fly changes its size")
+                    raise Refusal(f"a LoRA or function applied on the fly changes the size of {path}")
             found[path] = piece.copy_(changed)
 
     def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

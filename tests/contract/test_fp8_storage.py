@@ -116,4 +116,4 @@ def test_the_host_serves_while_it_casts_in_every_layer(host: A1111Host, fp8: boo
     host.start()
     made, calls = calls_of(host.generate)
     assert calls == BY_HOST and torch.equal(made.latent, expected.latent)
-    assert "the WebUI casts inputs and weights of every layer itself" in runtime.status()["reason"]
+    assert "the WebUI converts the types of every layer itself" in runtime.status()["reason"]

@@ -38,11 +38,11 @@ def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
     for given in (call, replace(call, mask=None, positions=positions), replace(call, latent=call.latent[:, :, 0])):
         family.refuse_call(layout, given)
     for change, reason in (
-        ({"latent": call.latent[:, :2]}, "the latent is"), ({"latent": call.latent[0]}, "the latent is"),
+        ({"latent": call.latent[:, :2]}, "latent .*fit"), ({"latent": call.latent[0]}, "latent .*fit"),
         ({"latent": call.latent.expand(-1, -1, 2, -1, -1)}, "one image"),
-        ({"context": call.context[..., :5]}, "the prompt is"), ({"context": call.context[:1]}, "different batch sizes"),
-        ({"mask": mask[:, :5]}, "mask is"), ({"mask": mask.float()}, "mask is"),
-        ({"positions": positions[:, 1:]}, "there are 80 tokens"),
+        ({"context": call.context[..., :5]}, "prompt .*fit"), ({"context": call.context[:1]}, "different batch sizes"),
+        ({"mask": mask[:, :5]}, "mask has"), ({"mask": mask.float()}, "mask has"),
+        ({"positions": positions[:, 1:]}, "80 tokens"),
     ):
         with pytest.raises(Refusal, match=reason):
             family.refuse_call(layout, replace(call, **change))

@@ -420,7 +420,7 @@ UNKNOWN = {
     "layout": ("INT8", in_unknown_layout, "stored as int8_tensorwise (OfTomorrowLayout), which"),
     "a name in the file": ("INT8", of_tomorrows_file, "stored as convrot_w4a4 (OfTomorrowLayout), which OneDiff"),
     "nf4": ("INT8", in_four_bits, "stored in nf4 (bitsandbytes), which OneDiff does not support"),
-    "older operations": ("INT8", by_older_operations, "stored in the INT8 format of an earlier Forge Neo"),
+    "older operations": ("INT8", by_older_operations, "INT8 weights were loaded by a Forge Neo before 2.26"),
     "transposed": ("INT8", transposed, "stored as TensorWiseINT8Layout and transposed"),
     "another package": (
         "INT8", of_another_package, "somebodys.tensors.QuantizedTensor, which OneDiff does not support"
@@ -436,7 +436,7 @@ UNKNOWN = {
     "no power of four": (
         "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=32), "a ConvRot group of 32"
     ),
-    "not baked": ("GGUF Q8_0", unbaked, "GGUF Q8_0 was not prepared"),
+    "not baked": ("GGUF Q8_0", unbaked, "stored as GGUF Q8_0 (it is not baked)"),
 }
 
 

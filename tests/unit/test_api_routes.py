@@ -253,7 +253,7 @@ def test_a_job_that_fails_says_why(api: Api) -> None:
     (job,) = api.post("prewarm", {"sizes": "64x64"}, 202)["jobs"]
     wait_until(lambda: api.get(f"jobs/{job['id']}")["state"] == "failed")
     assert api.get(f"jobs/{job['id']}")["reason"] == "no model is loaded"
-    assert api.ask("DELETE", f"jobs/{job['id']}", 409) == {"detail": f"Job {job['id']} is over: failed."}
+    assert api.ask("DELETE", f"jobs/{job['id']}", 409) == {"detail": f"Job {job['id']} has already ended (failed)."}
 
 
 @pytest.mark.parametrize("job", ["0", "-1", "1.5", "x", "9" * 5000, "%00", "1e3", "99999999999999999999"])

@@ -62,7 +62,7 @@ def test_without_knowing_the_prompts_rows_every_call_is_whole() -> None:
     with torch.no_grad():
         call = ours.call(1.0)
         ours.runtime.run(ours.unet, call, lambda: ours.host(call))
-    assert ours.reason.endswith("the caller does not say which rows are the negative prompt's")
+    assert ours.reason.endswith("the caller does not say which latents belong to the negative prompt")
 
 
 def test_steps_with_other_calls_besides_prompt_and_negative_prompt_are_whole() -> None:

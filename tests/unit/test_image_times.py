@@ -230,16 +230,16 @@ def test_why_the_host_computed_some_steps_is_told_after_later_ones_are_ours() ->
 
     def second_pass() -> None:
         for _ in theirs:
-            images.runtime.note_host("an extension has put a Scaler in the place of input_blocks.2", images.unet)
+            images.runtime.note_host("an extension has replaced input_blocks.2 by its own Scaler", images.unet)
         images.sample(steps=STEPS[:2])
 
     images.make(second_pass=second_pass)
     status = images.status()
     total = sum(images.status()["image"]["steps"].values())
     assert status["route"] != "host" and status["image"]["by_host"] == {
-        "an extension has put a Scaler in the place of input_blocks.2": 4
+        "an extension has replaced input_blocks.2 by its own Scaler": 4
     }
-    told = f"4 of {total} steps by the WebUI: an extension has put a Scaler in the place of input_blocks.2"
+    told = f"4 of {total} steps by the WebUI: an extension has replaced input_blocks.2 by its own Scaler"
     assert status["reason"].startswith(told) and status["reason"].count("Scaler") == 1
     images.make()
     assert "Scaler" not in images.status()["reason"] and images.status()["image"]["by_host"] == {}

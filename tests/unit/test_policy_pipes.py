@@ -119,7 +119,10 @@ def test_in_other_kinds_of_pipelines_the_rows_are_unknown() -> None:
     pipe.__class__ = OwnPipeline
     lib_onediff.compile_pipe(pipe, ignores=("vae",), skip_negative_after=50)
     generate(pipe)
-    assert told()[1] == "Skipping the negative prompt is inactive: OwnPipeline may order its rows in another way"
+    assert told()[1] == (
+        "Skipping the negative prompt is inactive: in which order OwnPipeline computes prompt and negative prompt is "
+        "unknown"
+    )
 
 
 def test_without_a_pipeline_the_rows_are_unknown() -> None:

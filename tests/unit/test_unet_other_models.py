@@ -52,7 +52,7 @@ def with_image_prompt() -> tuple[nn.Module, dict[str, Any]]:
 
 MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = {
     "Flux": (flux, "FluxTransformer2DModel"), "unconditional": (unconditional, "UNet2DModel"),
-    "image prompt": (with_image_prompt, "projection of the context is loaded"),
+    "image prompt": (with_image_prompt, "its prompt passes through a projection"),
 }
 
 

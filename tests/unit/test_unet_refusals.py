@@ -86,11 +86,11 @@ def test_a_changed_unet_is_left_to_the_host(change: Callable[[Any], object], rea
 
 
 @pytest.mark.parametrize(("config", "change", "reason"), [
-    (SMALL_XL, lambda call: {"y": None}, "y is missing"),
-    (SMALL_XL, lambda call: {"y": call.y[:, :5]}, r"y is \(2, 5\)"),
-    (SMALL, lambda call: {"y": call.timestep}, "y is given"),
+    (SMALL_XL, lambda call: {"y": None}, "input y .pooled prompt. is missing"),
+    (SMALL_XL, lambda call: {"y": call.y[:, :5]}, r"input y \(shape \(2, 5\)\) does not fit"),
+    (SMALL, lambda call: {"y": call.timestep}, "takes no input y"),
     (SMALL, lambda call: {"timestep_condition": call.timestep}, "a guidance embedding"),
-    (SMALL, lambda call: {"context": call.context[..., :5]}, "the context is"),
+    (SMALL, lambda call: {"context": call.context[..., :5]}, "the prompt .* does not fit"),
     (SMALL, lambda call: {"context": call.context[:1]}, "different batch sizes"),
     (SMALL, lambda call: {"latent": call.latent[:, :3]}, "takes 4 channels"),
     (SMALL, lambda call: {"latent": call.latent[..., :0]}, "empty"),
@@ -185,7 +185,7 @@ class Scaler(nn.Module):
 def test_the_reason_names_the_module_around_a_block_and_its_author() -> None:
     unet = ldm_structure({})
     unet.input_blocks[2] = Scaler(unet.input_blocks[2])
-    with pytest.raises(Refusal, match=f"^{__name__} has put a Scaler in the place of input_blocks.2$"):
+    with pytest.raises(Refusal, match=f"^{__name__} has replaced input_blocks.2 by its own Scaler$"):
         FAMILIES.read(unet)
     unet.input_blocks[2] = unet.input_blocks[2].block
     FAMILIES.read(unet)

@@ -85,7 +85,7 @@ def test_a_vae_that_overflows_gives_the_float32_image_and_a_message(
     assert picture.dtype == torch.float16 and picture.std() > 0
     assert (shown(picture) - shown(in_float32(decoder, latent))).abs().max() <= STEP
     assert last() == ("ours", OVERFLOWED) and host.calls == 0
-    assert caplog.messages == [f"VAE: {OVERFLOWED}. From now on, it is not decoded in float16."]
+    assert caplog.messages == [f"VAE: {OVERFLOWED}. From now on, nothing is decoded in float16 by this VAE."]
     assert untouched(decoder, before), "the host's VAE is as it was"
 
 
@@ -191,7 +191,10 @@ def test_weights_not_finite_in_any_dtype(caplog: pytest.LogCaptureFixture, monke
     assert types == [torch.float16, torch.float32] and host.calls == 1
     reason = "this VAE overflows in float16, and its image in float32 is not finite too"
     assert last() == ("host", reason)
-    assert caplog.messages == [f"VAE: the image is not finite, and OneDiff could not help: {reason}."]
+    assert caplog.messages == [
+        "VAE: the image is not finite, so the picture may be black, and OneDiff could not make a better one: "
+        f"{reason}."
+    ]
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")], "no verdict on float16"
 
 

@@ -84,7 +84,7 @@ PARAMETER = "1 parameters that OneDiff does not know, such as conv_out.adapter"
     (ldm_decoder, three_by_three, "3x3 convolution in its shortcut"),
     (ldm_decoder, other_attention, "mid.attn_1 is a .*Sequential, which OneDiff does not know"),
     (of_diffusers, processor, "the attention processor LoudProcessor is set"),
-    (of_diffusers, mixed, "its parameters are mixed: torch.bfloat16"),
+    (of_diffusers, mixed, "its weights are of mixed types: torch.bfloat16"),
     (of_diffusers, lambda decoder: decoder.double(), "float64"),
 ], ids=name_of)
 def test_a_changed_decoder_is_left_to_the_host(
@@ -151,10 +151,10 @@ def test_a_latent_of_another_dtype_or_shape_is_refused() -> None:
     decoder = diffusers_vae().decoder
     with pytest.raises(RuntimeError):
         our_picture(decoder, a_latent(decoder).half())
-    assert last() == ("host", "the VAE's weights are float32, the latent is float16")
+    assert last() == ("host", "the VAE's weights are in float32, but the latent is in float16")
     with pytest.raises(RuntimeError):
         our_picture(decoder, a_latent(decoder)[:, :3])
-    assert last()[1] == "the latent is (1, 3, 6, 6), but this VAE takes 4 channels"
+    assert last()[1] == "the latent (shape (1, 3, 6, 6)) does not fit this VAE, which takes 4 channels"
 
 
 def test_autocast_to_another_dtype_is_refused() -> None:
@@ -164,4 +164,4 @@ def test_autocast_to_another_dtype_is_refused() -> None:
         expected = own_forward(decoder)(latent)
         ours = our_picture(decoder, latent)
     assert torch.equal(ours, expected)
-    assert last() == ("host", "autocast to bfloat16 is on, but the latent is float32")
+    assert last() == ("host", "PyTorch's autocast computes in bfloat16, but the latent is in float32")

@@ -124,7 +124,7 @@ class OneFlow(Device):
         if call.patches is not None:
             raise Refusal("OneFlow does not support functions of other extensions")
         if call.cut is not None:
-            raise Refusal("OneFlow computes only whole UNets, no cached passes")
+            raise Refusal("OneFlow computes whole steps only, not the steps of DeepCache between them")
         if call.additions:
             raise Refusal(f"OneFlow does not support {', '.join(call.additions)}")
         if call.latent.dim() != IMAGE_DIMENSIONS:

@@ -38,12 +38,16 @@ class Animas:
         context = call.context
         if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):
             taken = f"{layout.in_channels} channels, one image"
-            raise Refusal(f"the latent is {tuple(latent.shape)}, but {layout.model_name} takes {taken}")
+            raise Refusal(
+                f"the latent (shape {tuple(latent.shape)}) does not fit {layout.model_name}, which takes {taken}"
+            )
         if context.dim() != 3 or context.shape[-1] != layout.context_width:
             taken = f"{layout.context_width} values a token"
-            raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
+            raise Refusal(
+                f"the prompt (shape {tuple(context.shape)}) does not fit {layout.model_name}, which takes {taken}"
+            )
         if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
-            raise Refusal("latent, timestep and prompt have different batch sizes")
+            raise Refusal("the latent, the timestep and the prompt have different batch sizes")
 
     def example(
         self, layout: AnimaLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]

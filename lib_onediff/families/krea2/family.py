@@ -37,18 +37,24 @@ class Krea2s:
         height, width = others[-2:]
         if tuple(others) not in ((layout.channels, height, width), (layout.channels, 1, height, width)):
             taken = f"{layout.channels} channels, one image"
-            raise Refusal(f"the latent is {tuple(latent.shape)}, but {layout.model_name} takes {taken}")
+            raise Refusal(
+                f"the latent (shape {tuple(latent.shape)}) does not fit {layout.model_name}, which takes {taken}"
+            )
         values = layout.text_layers * layout.text_width
         if context.dim() != 3 or context.shape[2] != values:
             taken = f"{values} values a token"
-            raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
+            raise Refusal(
+                f"the prompt (shape {tuple(context.shape)}) does not fit {layout.model_name}, which takes {taken}"
+            )
         if context.shape[0] != batch or call.timestep.shape != (batch,):
-            raise Refusal("latent, timestep and prompt have different batch sizes")
+            raise Refusal("the latent, the timestep and the prompt have different batch sizes")
         if call.mask is not None and (call.mask.shape != context.shape[:2] or call.mask.dtype != torch.bool):
-            raise Refusal(f"the prompt's mask is {tuple(call.mask.shape)} of {call.mask.dtype}")
+            raise Refusal(f"the prompt's mask has the shape {tuple(call.mask.shape)} and the type {call.mask.dtype}")
         tokens = context.shape[1] + layout.patches_over(height, width)
         if call.positions is not None and call.positions.shape != (1, tokens, len(layout.axes.widths)):
-            raise Refusal(f"the positions are {tuple(call.positions.shape)}, but there are {tokens} tokens")
+            raise Refusal(
+                f"the positions (shape {tuple(call.positions.shape)}) do not fit a sequence of {tokens} tokens"
+            )
 
     def example(
         self, layout: Krea2Layout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]

@@ -44,18 +44,24 @@ class UNets:
         latent = call.latent
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
-            raise Refusal(f"the latent is {tuple(latent.shape)}, but this UNet takes {layout.in_channels} channels")
+            raise Refusal(
+                f"the latent (shape {tuple(latent.shape)}) does not fit this UNet, which takes {layout.in_channels} "
+                "channels"
+            )
         if not latent.numel():
             raise Refusal("the latent is empty")
         if context.dim() != 3 or context.shape[2] != layout.context_width:
             taken = f"a width of {layout.context_width}"
-            raise Refusal(f"the context is {tuple(context.shape)}, but this UNet takes {taken}")
+            raise Refusal(f"the prompt (shape {tuple(context.shape)}) does not fit this UNet, which takes {taken}")
         if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
-            raise Refusal("latent, timestep and context have different batch sizes")
+            raise Refusal("the latent, the timestep and the prompt have different batch sizes")
         if (call.y is None) != (layout.label is None):
-            raise Refusal("y is missing" if call.y is None else "y is given, but this UNet takes none")
+            raise Refusal("the input y (pooled prompt) is missing" if call.y is None else "this UNet takes no input y")
         if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
-            raise Refusal(f"y is {tuple(call.y.shape)}, but this UNet takes a width of {layout.y_width}")
+            raise Refusal(
+                f"the input y (shape {tuple(call.y.shape)}) does not fit this UNet, which takes a width of "
+                f"{layout.y_width}"
+            )
         if call.timestep_condition is not None:
             self._refuse_condition(layout, call.timestep_condition, latent.shape[0])
 
@@ -66,7 +72,9 @@ class UNets:
             raise Refusal("a guidance embedding is given, but this UNet takes none")
         width = layout.time.condition.in_features
         if tuple(condition.shape) != (batch, width):
-            raise Refusal(f"the guidance embedding is {tuple(condition.shape)}, but this UNet takes a width of {width}")
+            raise Refusal(
+                f"the guidance embedding (shape {tuple(condition.shape)}) does not have this UNet's width of {width}"
+            )
 
     def example(
         self, layout: UNetLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]

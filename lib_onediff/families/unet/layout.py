@@ -146,7 +146,7 @@ class UNetLayout(Layout):
         """
         first = self.input_stages[0][0]
         if not isinstance(first, Convolution):
-            raise Refusal("its first layer is no convolution")
+            raise Refusal("its first layer is not a convolution")
         if len(self.input_stages) != len(self.output_stages):
             raise Refusal("its skip connections do not match its output blocks")
         attention = next(descriptions((self.middle_stage, self.input_stages), CrossAttention), None)

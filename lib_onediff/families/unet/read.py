@@ -51,7 +51,7 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     cross = block.attn2
     layers = block.ff.net
     if leaves.kind(layers[0]) != "GEGLU":
-        raise Refusal(f"{path} has a feed-forward layer without GEGLU")
+        raise Refusal(f"{path} has a feed-forward layer without GEGLU, which OneDiff does not support")
     return TransformerBlock(
         self_norm=leaves.layer_norm(block.norm1),
         self_attention=SelfAttention(
@@ -171,5 +171,5 @@ def ldm_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     if not is_block(type(block)):
         raise leaves.unknown(block)
     if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
-        raise Refusal(f"{path} is a transformer block of another kind")
+        raise Refusal(f"{path} is a transformer block that OneDiff does not support")
     return read_block(block, leaves)

@@ -35,12 +35,16 @@ class ZImages:
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
             taken = f"{layout.in_channels} channels"
-            raise Refusal(f"the latent is {tuple(latent.shape)}, but {layout.model_name} takes {taken}")
+            raise Refusal(
+                f"the latent (shape {tuple(latent.shape)}) does not fit {layout.model_name}, which takes {taken}"
+            )
         if context.dim() != 3 or context.shape[-1] != layout.context_width or context.shape[1] % layout.multiple:
             taken = f"{layout.context_width} values a token, and a multiple of {layout.multiple} tokens"
-            raise Refusal(f"the prompt is {tuple(context.shape)}, but {layout.model_name} takes {taken}")
+            raise Refusal(
+                f"the prompt (shape {tuple(context.shape)}) does not fit {layout.model_name}, which takes {taken}"
+            )
         if not len(latent) == len(context) == len(call.lengths) == len(call.timestep):
-            raise Refusal("latent, timestep and prompt have different batch sizes")
+            raise Refusal("the latent, the timestep and the prompt have different batch sizes")
 
     def example(
         self, layout: ZImageLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]

@@ -153,7 +153,7 @@ class A1111(WebUI):
         def read() -> Call:
             tensors = (x, timesteps, context) if y is None else (x, timesteps, context, y)
             if not all(isinstance(one, Tensor) for one in tensors):
-                raise Refusal("the latent, the timestep, the context or y is not a tensor")
+                raise Refusal("the latent, the timestep, the prompt or y is not a tensor")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
                 raise Refusal(f"the UNet is called with arguments that OneDiff does not know ({names})")

@@ -75,8 +75,8 @@ def check_layers() -> None:
     # The WebUI's manual cast sets this attribute on the classes of torch's layers while it is on.
     if hasattr(nn.Linear, "org_forward"):
         raise Refusal(
-            "the WebUI casts inputs and weights of every layer itself (this kind of GPU, --precision, or fp8 with "
-            "--no-half)"
+            "the WebUI converts the types of every layer itself (--precision half, fp8 with --no-half, or this kind "
+            "of GPU)"
         )
     patched = getattr(sys.modules.get("modules.patches"), "originals", {})
     if patched.get(LYCORIS):

@@ -22,14 +22,14 @@ def cosmos_call(
     """
     passed = [name for name, value in others.items() if value is not None]
     if passed:
-        raise Refusal(f"the pipeline passes {', '.join(passed)}, which OneDiff does not support")
+        raise Refusal(f"the diffusers pipeline passes {', '.join(passed)}, which OneDiff does not support")
     if isinstance(encoder_hidden_states, (tuple, list)):
-        raise Refusal("the context has several parts")
+        raise Refusal("the prompt's embedding has several parts, which OneDiff does not support")
     if not all(isinstance(one, Tensor) for one in (hidden_states, timestep, encoder_hidden_states)):
-        raise Refusal("the latent, the timestep or the context is not a tensor")
+        raise Refusal("the latent, the timestep or the prompt is not a tensor")
     batch, _, frames, *size = hidden_states.shape
     if timestep.dim() != 1:
-        raise Refusal(f"the timestep is {tuple(timestep.shape)}, not one for each image")
+        raise Refusal(f"the timestep (shape {tuple(timestep.shape)}) is not one number for each image")
     patch = network.config.patch_size[-1]
     most = max(network.rope.max_size)
     if any(side % patch or side > patch * most for side in size):

@@ -41,13 +41,13 @@ class Krea2Calls:
         if (attention_kwargs or {}) not in UNSCALED:
             passed.append("attention_kwargs")
         if passed:
-            raise Refusal(f"the pipeline passes {', '.join(passed)}, which OneDiff does not support")
+            raise Refusal(f"the diffusers pipeline passes {', '.join(passed)}, which OneDiff does not support")
         given = hidden_states, encoder_hidden_states, timestep, position_ids
         if not all(isinstance(one, Tensor) for one in given):
-            raise Refusal("the latent, the timestep, the context or the positions are not a tensor")
+            raise Refusal("the latent, the timestep, the prompt or the positions are not a tensor")
         if hidden_states.dim() != 3 or encoder_hidden_states.dim() != 4 or position_ids.dim() != 2:
             shapes = [tuple(one.shape) for one in given]
-            raise Refusal(f"latent, context, timestep and positions are {', '.join(map(str, shapes))}")
+            raise Refusal(f"latent, prompt, timestep and positions have the wrong shapes {', '.join(map(str, shapes))}")
         rows, columns = self._grid_of(position_ids, hidden_states.shape[1])
         return Krea2Call(
             image_of(hidden_states, rows, columns), timestep, encoder_hidden_states.flatten(2), encoder_attention_mask,

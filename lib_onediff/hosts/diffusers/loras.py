@@ -57,7 +57,10 @@ class LoraReader:
         for index in lora_indices(layers):
             layer: Any = layers[index]
             if layer._disable_adapters and layer.merged_adapters:
-                raise Refusal("a merged LoRA is disabled, and peft removes it from the weights during this call")
+                raise Refusal(
+                    "a LoRA fused into the weights is disabled, and peft takes it out during this call: call "
+                    "unfuse_lora()"
+                )
             factors = active_factors(layer)
             if factors:
                 parts.indices.append(index)

@@ -123,7 +123,7 @@ def additions_of(
     unknown = sorted(set(arguments) - {MASKS})
     if unknown:
         names = ", ".join(unknown)
-        raise Refusal(f"the pipeline passes cross_attention_kwargs that OneDiff does not support ({names})")
+        raise Refusal(f"the diffusers pipeline passes cross_attention_kwargs that OneDiff does not support ({names})")
     # For each IP-Adapter, (batch, images, tokens, width).
     tokens = unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
     kinds = {
@@ -179,7 +179,7 @@ def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens:
         if not isinstance(scale, (int, float)):
             raise Refusal(f"a scale is {scale!r}")
         if type(keys) is not nn.Linear or type(values) is not nn.Linear:
-            raise Refusal(f"{path} has another layer than a linear one")
+            raise Refusal(f"{path} has a layer that is not linear")
         if scale != 0:
             projected += keys(tokens), values(tokens) * scale
             parts[path + QUERY] = width, keys.out_features + values.out_features

@@ -112,20 +112,20 @@ def refuse_diffusers_variants(unet: Any, leaves: LeafReader) -> None:
     text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
     if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
         kind = type(unet.encoder_hid_proj).__name__
-        raise Refusal(f"another projection of the context is loaded ({kind})")
+        raise Refusal(f"its prompt passes through a projection that OneDiff does not support ({kind})")
     if unet.class_embedding is not None or config.center_input_sample or unet.time_embed_act is not None:
-        raise Refusal("it has class labels or another way to prepare its inputs")
+        raise Refusal("it has class labels or prepares its inputs in a way that OneDiff does not support")
     if config.addition_embed_type not in (None, "text_time"):
-        raise Refusal(f"its extra embedding is of type {config.addition_embed_type}")
+        raise Refusal(f"its extra embedding is of type {config.addition_embed_type}, which OneDiff does not support")
     if leaves.kind(unet.time_proj) != "Timesteps" or not isinstance(unet.conv_norm_out, nn.GroupNorm):
-        raise Refusal("its time projection or output norm is of another kind")
+        raise Refusal("its time projection or output norm is of a kind that OneDiff does not support")
     require_silu(unet.conv_act, "the output's activation", leaves)
 
 
 def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
     """Raise Refusal if an activation is not SiLU. where: words for it, for the user."""
     if leaves.kind(activation) != "SiLU":
-        raise Refusal(f"{where} is {leaves.kind(activation)}, not SiLU")
+        raise Refusal(f"{where} is {leaves.kind(activation)}; OneDiff supports SiLU only")
 
 
 def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:

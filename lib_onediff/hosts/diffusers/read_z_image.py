@@ -29,7 +29,7 @@ def is_z_image(network: nn.Module) -> bool:
 def read_z_image(network: Any) -> ZImageLayout:
     """The layout of a ZImageTransformer2DModel. Raises Refusal if the module is built in another way."""
     if network.siglip_embedder is not None:
-        raise Refusal("it takes other images besides the prompt (omni)")
+        raise Refusal("it also takes images as prompts (omni), which OneDiff does not support")
     if list(network.all_x_embedder) != [LAYERS]:
         raise Refusal(f"its patches are {', '.join(network.all_x_embedder)}, not {LAYERS}")
     leaves = LeafReader(network, reads_loras=True)

@@ -54,7 +54,7 @@ TWO_HALVES = frozenset({
 })
 NO_PIPELINE = "the UNet was compiled without its pipeline (use compile_pipe instead of compile_unet)"
 NO_GUIDANCE = "the pipeline computes no negative prompt (its guidance scale is 1 or less)"
-ODD_BATCH = "the call does not have one row of the prompt and one of the negative prompt for each image"
+ODD_BATCH = "the call does not have one latent for the prompt and one for the negative prompt of each image"
 # Arguments that are the same for all rows of a call.
 FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
@@ -200,20 +200,20 @@ class DiffusersForward(ModuleForward):
         """Our Call for these arguments of UNet2DConditionModel.forward. Raises Refusal if only the host can compute
         them."""
         if isinstance(encoder_hidden_states, (tuple, list)):
-            raise Refusal("the context has several parts")
+            raise Refusal("the prompt's embedding has several parts, which OneDiff does not support")
         for name, value in others.items():
             if value is not None and value != {}:
-                raise Refusal(f"the pipeline passes {name}, which OneDiff does not support")
+                raise Refusal(f"the diffusers pipeline passes {name}, which OneDiff does not support")
         tensors: list[Any] = [sample, encoder_hidden_states]
         if timestep_cond is not None:
             tensors.append(timestep_cond)
         if not all(isinstance(one, Tensor) for one in tensors):
-            raise Refusal("the sample, the context or timestep_cond is not a tensor")
+            raise Refusal("the latent, the prompt or timestep_cond is not a tensor")
         first: Any = unet.conv_in
         weights = first.weight.device
         if weights != sample.device and not (first._forward_pre_hooks or only_moves(unet)):
             # No hook moves the weights there during the call, so the host raises its own error.
-            raise Refusal(f"the sample is on {sample.device}, and the weights are on {weights}")
+            raise Refusal(f"the latent is on {sample.device}, but the UNet's weights are on {weights}")
         parts = self._processors_of(unet)
         arguments = dict(cross_attention_kwargs or {})
         scale = arguments.pop("scale", 1.0)
@@ -223,7 +223,9 @@ class DiffusersForward(ModuleForward):
             additions = additions_of(unet, by_path, sample, added_cond_kwargs or {}, arguments)
         elif arguments:
             names = ", ".join(sorted(arguments))
-            raise Refusal(f"the pipeline passes cross_attention_kwargs that OneDiff does not support ({names})")
+            raise Refusal(
+                f"the diffusers pipeline passes cross_attention_kwargs that OneDiff does not support ({names})"
+            )
         if scale != 1.0 or self.loras.scale != 1.0:
             self.loras.use_scale(unet, scale, whole=additions.patches is None)
         residuals = (
@@ -315,7 +317,7 @@ def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
         timestep = timestep[None].to(sample.device)
     batch = sample.shape[0]
     if timestep.shape not in ((1,), (batch,)):
-        raise Refusal(f"the timestep is {tuple(timestep.shape)}, and the batch {batch}")
+        raise Refusal(f"the timestep (shape {tuple(timestep.shape)}) is not one number for each of {batch} latents")
     return timestep.expand(batch)
 
 
@@ -327,7 +329,10 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
         return None
     given = set(added or ()) - {"image_embeds"}
     if added is None or given != {"text_embeds", "time_ids"}:
-        raise Refusal(f"added_cond_kwargs has {', '.join(sorted(added or {})) or 'nothing'}")
+        raise Refusal(
+            f"the pipeline passes {', '.join(sorted(added or {})) or 'nothing'} in added_cond_kwargs, not what this "
+            "UNet takes"
+        )
     text = added["text_embeds"]
     sizes = added["time_ids"]
     waves = unet.add_time_proj(sizes.flatten()).reshape(text.shape[0], -1)
@@ -350,7 +355,7 @@ def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
         raise Refusal(NO_PIPELINE)
     kind = type(pipe)
     if kind.__name__ not in TWO_HALVES or kind.__module__.partition(".")[0] != "diffusers":
-        raise Refusal(f"{kind.__name__} may order its rows in another way")
+        raise Refusal(f"in which order {kind.__name__} computes prompt and negative prompt is unknown")
     # A pipeline has this attribute from its first image on.
     if not hasattr(pipe, "_guidance_scale") or not getattr(pipe, "do_classifier_free_guidance", False):
         raise Refusal(NO_GUIDANCE)

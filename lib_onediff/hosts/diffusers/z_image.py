@@ -23,9 +23,9 @@ def z_image_call(
     """
     passed = [name for name, value in others.items() if value is not None and value != {}]
     if passed:
-        raise Refusal(f"the pipeline passes {', '.join(passed)}, which OneDiff does not support")
+        raise Refusal(f"the diffusers pipeline passes {', '.join(passed)}, which OneDiff does not support")
     if (patch_size, f_patch_size) != (PATCH, 1):
-        raise Refusal(f"the pipeline passes patches of {f_patch_size} frames and {patch_size} a side")
+        raise Refusal(f"the diffusers pipeline passes patches of {f_patch_size} frames and {patch_size} a side")
     for inputs in (x, cap_feats):
         if not (isinstance(inputs, list) and inputs and all(isinstance(one, Tensor) for one in inputs)):
             raise Refusal("the latents or the prompts are not a list of tensors (omni?)")

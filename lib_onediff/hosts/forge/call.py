@@ -32,7 +32,7 @@ PROMPT_DIMENSIONS = 3
 # The values in the option cond_or_uncond, which has one for each part of a batch.
 COND = 0
 UNCOND = 1
-NO_MARKS = "the call does not say which rows are the negative prompt's"
+NO_MARKS = "the call does not say which latents belong to the negative prompt"
 SEVERAL_PROMPTS = "several prompts, areas or other predictions share the call"
 
 
@@ -64,7 +64,7 @@ class HostCall(NamedTuple):
         """Raise Refusal if an input is not a tensor."""
         given = self.x, self.timesteps, self.context
         if not all(isinstance(one, Tensor) for one in (given if self.y is None else (*given, self.y))):
-            raise Refusal("the latent, the timestep, the context or y is not a tensor")
+            raise Refusal("the latent, the timestep, the prompt or y is not a tensor")
 
     def run(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
         """The output of the host's forward (forward) for these arguments. The forward gets copies of the lists in
@@ -146,7 +146,7 @@ def transformer_call(
     """The Call for a call of a host's transformer; see unet_call. kind: a function that makes the family's Call of
     latent, timestep, context, upcast_attention and patches. Raises Refusal also for inputs that only UNets take."""
     if given.context.dim() != PROMPT_DIMENSIONS:
-        raise Refusal(f"the prompt is {tuple(given.context.shape)}, not (batch, tokens, width)")
+        raise Refusal(f"the prompt has the shape {tuple(given.context.shape)} instead of (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
     if call.y is not None or call.control is not None or call.image_prompts:
         raise Refusal("this network takes no label, ControlNet or image prompt")

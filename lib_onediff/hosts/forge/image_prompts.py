@@ -90,7 +90,7 @@ def image_prompt(
     # The WebUI's own page sets no other weight type than "original".
     is_plain = first.weight_type[index].startswith("original") and not first.unfold_batch[index]
     if not same or not is_plain or first.masks[index] is not None:
-        raise Refusal("an adapter has settings that our forward does not compute")
+        raise Refusal("an adapter has settings that OneDiff does not support")
     if cond.shape[0] != 1 or uncond.shape != cond.shape:
         raise Refusal(f"image tokens are {tuple(cond.shape)} and {tuple(uncond.shape)}")
     tokens = torch.cat([cond, uncond])

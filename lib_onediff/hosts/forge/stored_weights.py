@@ -205,7 +205,7 @@ def refuse_unsupported(layer: nn.Module, weight: Any) -> None:
     if type(weight).__name__ in FOUR_BITS:
         raise Refusal(f"its weights are stored in {getattr(weight, 'quant_type', 'nf4')} (bitsandbytes), {UNSUPPORTED}")
     if vars(layer).get("_is_quantized") and getattr(weight, "dtype", None) == torch.int8:
-        raise Refusal(f"its weights are stored in the INT8 format of an earlier Forge Neo, {UNSUPPORTED}")
+        raise Refusal(f"its INT8 weights were loaded by a Forge Neo before 2.26, {UNSUPPORTED}: update the WebUI")
 
 
 def is_quantized(parameter: Any) -> bool:
@@ -242,14 +242,16 @@ def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> S
         raise Refusal(f"its weights are stored as {layout} and transposed, {UNSUPPORTED}")
     scales = tuple(getattr(params, name) for name in names)
     if not all(isinstance(scale, Tensor) for scale in scales):
-        raise Refusal(f"a weight stored as {layout} has no scale")
+        raise Refusal(f"the checkpoint file seems damaged: a weight stored as {layout} has no scale")
     values: Tensor = weight._qdata
     name, kind, rotation = described(layout, values.dtype, params)
     if kind == FP8 and (layer.__dict__.get(DECODES_FIRST) or not rounds_to_float8):
         kind = None
     shape = tuple(params.orig_shape)
     if kind is not None and scales[0].numel() not in (1, shape[0]):
-        raise Refusal(f"a weight stored as {name} has {scales[0].numel()} scales for {shape[0]} rows")
+        raise Refusal(
+            f"the checkpoint file seems damaged: a layer in {name} has {scales[0].numel()} scales for {shape[0]} rows"
+        )
     format = Format(name, (layout, *plain_fields(params)), kind, rotation, is_by_rows=layout not in NAMES)
     return StoredWeight(format, shape, values, scales, decoder(weight.layout_cls, params, names), values)
 
@@ -284,7 +286,7 @@ def gguf_weight(weight: Any) -> StoredWeight:
     does when it loads the file."""
     name = f"GGUF {weight.gguf_cls.__name__}"
     if not getattr(weight, "baked", False):
-        raise Refusal(f"a weight stored as {name} was not prepared by the WebUI (baked)")
+        raise Refusal(f"the WebUI has not finished loading a weight stored as {name} (it is not baked)")
 
     def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         decoded: Tensor = weight.gguf_cls.dequantize_pytorch(weight.copy_with_data(values))

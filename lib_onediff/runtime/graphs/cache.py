@@ -35,7 +35,7 @@ PINNED_TAKE_IT = "pinned resolutions of another model use all of the setting 'Gr
 VALUES_PER_DECODED_PIXEL = 1024
 SECONDS_BETWEEN_LOOKS = 2.0
 # How room is made when the host runs out of GPU memory, in words for the user.
-GRAPHS = "OneDiff drops its CUDA graphs"
+GRAPHS = "OneDiff frees its CUDA graphs"
 WEIGHTS = "the WebUI moves some weights off the GPU"
 
 
@@ -347,7 +347,8 @@ class MemoryPressure:
                     return
                 if doomed:
                     log.info(
-                        "%d MiB of GPU memory are left, so %d CUDA graphs are dropped.", left // 2**20, len(doomed)
+                        "GPU memory is short (%d MiB free): OneDiff frees %d CUDA graphs. Images stay the same.",
+                        left // 2**20, len(doomed),
                     )
                     graphs.drop(doomed)
             if wanted and now.left(pool.device) < enough:

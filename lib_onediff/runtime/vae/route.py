@@ -227,9 +227,11 @@ class DecoderRoute:
             why = tried.reason
             if tried.fault is not None:
                 why = self._services.guard.note("the VAE's forward", tried.fault)
-            self._note(HOST, f"{reason}; its {found}, and OneDiff could not help: {why}")
+            self._note(HOST, f"{reason}; its {found}, and OneDiff could not make a better one: {why}")
             reason = why
-        log.warning("VAE: the %s, and OneDiff could not help: %s.", found, reason)
+        log.warning(
+            "VAE: the %s, so the picture may be black, and OneDiff could not make a better one: %s.", found, reason
+        )
         return image
 
     # --- statistics -----------------------------------------------------------------------------------------------
@@ -265,9 +267,11 @@ class DecoderRoute:
 def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
     """Raise Refusal if the latent's device or dtype is not that of the decoder's weights."""
     if latent.device != binding.device:
-        raise Refusal(f"the VAE's weights are on {binding.device}, the latent is on {latent.device}")
+        raise Refusal(f"the VAE's weights are on {binding.device}, but the latent is on {latent.device}")
     if latent.dtype != binding.dtype:
-        raise Refusal(f"the VAE's weights are {short_name(binding.dtype)}, the latent is {short_name(latent.dtype)}")
+        raise Refusal(
+            f"the VAE's weights are in {short_name(binding.dtype)}, but the latent is in {short_name(latent.dtype)}"
+        )
 
 
 def refuse_surroundings(latent: Tensor) -> None:
@@ -278,7 +282,9 @@ def refuse_surroundings(latent: Tensor) -> None:
     refuse_global_hooks()
     autocast = autocast_dtype(latent.device.type)
     if autocast not in (None, latent.dtype):
-        raise Refusal(f"autocast to {short_name(autocast)} is on, but the latent is {short_name(latent.dtype)}")
+        raise Refusal(
+            f"PyTorch's autocast computes in {short_name(autocast)}, but the latent is in {short_name(latent.dtype)}"
+        )
 
 
 def image_or_latent(tensor: Tensor) -> str:

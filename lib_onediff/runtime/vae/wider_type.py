@@ -56,7 +56,7 @@ class WiderType:
         wider = self._wider(f"{self._done} again", overflows)
         self.decode.services.guard.attempt("remembering a VAE", self._remember)
         log.warning(
-            "VAE: %s. From now on, it is not %s in %s.", wider.reason, self._done, short_name(self.wanted)
+            "VAE: %s. From now on, nothing is %s in %s by this VAE.", wider.reason, self._done, short_name(self.wanted)
         )
         return wider
 
