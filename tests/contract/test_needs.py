@@ -91,8 +91,8 @@ def test_the_host_serves_while_a_checkpoint_lacks_an_attribute(host: Host) -> No
 
 
 @pytest.mark.parametrize("host", ["classic"], indirect=True)
-def test_no_checkpoint_is_loaded(host: Host) -> None:
-    """Classic deletes the old checkpoint before it loads the new one, which may fail."""
+def test_without_a_checkpoint_the_status_works_and_the_next_one_is_served(host: Host) -> None:
+    """Forge Classic deletes the old checkpoint before it loads the next one, which may fail."""
     expected = host.generate()
     adapter = host.start()
     data = host.module("modules.sd_models").model_data

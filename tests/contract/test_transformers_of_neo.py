@@ -123,7 +123,7 @@ def test_a_prompt_with_a_dimension_too_many_fails_as_in_the_host(host: Transform
     with pytest.raises(theirs.type) as ours:
         host.output(context=context)
     assert str(ours.value) == str(theirs.value)
-    assert "the prompt is (2, 2, 10" in runtime.status()["reason"]
+    assert "(2, 2, 10" in runtime.status()["reason"]
 
 
 def test_a_unet_after_a_transformer_and_back(host: TransformerHost) -> None:

@@ -44,7 +44,7 @@ def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
     ("first", "second", "height", "width"),
     [(1920, 640, 64, 64), (640, 320, 128, 128), (320, 320, 90, 120), (1280, 1280, 8, 8), (1280, 640, 15, 11)], ids=str,
 )
-def test_group_norm_of_two_concatenated_images(
+def test_group_norm_of_two_concatenated_feature_maps_is_as_accurate_as_torchs(
     first: int, second: int, height: int, width: int, dtype: torch.dtype
 ) -> None:
     image = random(2, first, height, width, dtype=dtype)

@@ -20,7 +20,7 @@ from lib_onediff.families.unet.call import Control
 
 
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
-def test_two_shapes_and_back(layout: str) -> None:
+def test_returning_to_an_earlier_shape_compiles_no_new_graph(layout: str) -> None:
     unet = diffusers_unet(**getattr(builders, layout))
     ours = Ours(unet)
     before = GRAPHS.count

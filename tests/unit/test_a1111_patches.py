@@ -131,7 +131,7 @@ def route() -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_within_ours_and_off_again_between_two_calls(unet: Any, case: str) -> None:
+def test_a_patch_runs_inside_our_forward_until_it_is_removed(unet: Any, case: str) -> None:
     changed = ChangedModules(does_nothing_now)
     plain = ours(unet, changed)
     undo = CASES[case](unet)
@@ -158,7 +158,7 @@ FREEU = functools.partial(boosted, original_function=builders.ResizingTorch().ca
 
 
 @pytest.mark.parametrize(("size", "triton"), [((16, 16), False), ((12, 21), False), ((4, 5), True)])
-def test_what_joins_skips_is_called_as_the_host_calls_it(
+def test_functions_that_join_skips_get_the_arguments_of_the_webuis_call(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], triton: bool
 ) -> None:
     """Odd sizes make skips of another size than the hidden states."""
@@ -180,7 +180,7 @@ def test_what_joins_skips_is_called_as_the_host_calls_it(
         assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 
 
-def test_what_a_reference_leaves_counts_while_it_has_recorded_something(unet: Any) -> None:
+def test_attention_of_reference_is_a_patch_only_while_it_has_recorded_features(unet: Any) -> None:
     """sd-webui-controlnet removes its forward of the UNet after use, but none of those that it has set on inner
     modules."""
 
@@ -204,7 +204,7 @@ def test_what_a_reference_leaves_counts_while_it_has_recorded_something(unet: An
     assert "block by test_a1111_patches" in runtime.status()["reason"]
 
 
-def test_what_hypertile_leaves_counts_while_it_is_switched_on(unet: Any) -> None:
+def test_attention_of_hypertile_is_a_patch_only_while_it_is_switched_on(unet: Any) -> None:
     attention = blocks_of(unet)[0].attn1
     switch = types.SimpleNamespace(enabled=True, forward=attention.forward)
     attention.__dict__["__webui_hypertile_params"] = switch

@@ -94,7 +94,7 @@ def logged_in_client(app: Any, account: dict[str, str]) -> TestClient:
     return client
 
 
-def test_who_is_not_let_in_is_told_of_options_that_there_are() -> None:
+def test_refused_clients_are_told_only_of_options_that_exist() -> None:
     """The demo has no --api-auth, and --gradio-auth."""
     options = SimpleNamespace(api=True, gradio_auth="ann:one")
     client = TestClient(Api().add_to(page_of_a_host([("ann", "one")]), options))

@@ -47,7 +47,7 @@ def refused(api: Api, path: str, body: bytes, content_type: str | None = "applic
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/plain", None])
-def test_what_is_no_request(api: Api, content_type: str | None) -> None:
+def test_invalid_requests_are_refused_in_one_sentence(api: Api, content_type: str | None) -> None:
     for body in WHOLE_BODIES:
         for path in ("prewarm", "purge", "pin"):
             refused(api, path, body, content_type)
@@ -56,14 +56,14 @@ def test_what_is_no_request(api: Api, content_type: str | None) -> None:
 
 
 @pytest.mark.parametrize("body", [b'{"sizes": "\xff"}', b"\xc3"])
-def test_what_is_no_text_is_told_as_such(api: Api, body: bytes) -> None:
+def test_a_body_that_is_not_utf_8_gets_a_sentence(api: Api, body: bytes) -> None:
     for path in ("prewarm", "purge", "pin", "release"):
         answer = api.client.post(f"/onediff/v1/{path}", content=body, headers={"Content-Type": "application/json"})
         told = {"detail": "The request body is not usable: it is no UTF-8 text."}
         assert (answer.status_code, answer.json()) == (400, told)
 
 
-def test_what_is_no_json_becomes_null(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_that_json_lacks_are_answered_as_null(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     """Numbers that JSON lacks, and halves of surrogate pairs, in what the runtime itself says."""
     odd = {"ratio": float("inf"), "reason": "half \ud800", 3: [float("nan"), (1.5, None, True)]}
     monkeypatch.setattr(api_builders, "STATUS", odd)
@@ -71,7 +71,7 @@ def test_what_is_no_json_becomes_null(api: Api, monkeypatch: pytest.MonkeyPatch)
     assert api.get("status") == {**said, "ready": True, "ready_reason": ""}
 
 
-def test_a_fault_of_ours_is_one_sentence_and_in_the_log(
+def test_an_internal_error_is_answered_in_one_sentence_and_logged(
     api: Api, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> list[Any]:

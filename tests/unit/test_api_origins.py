@@ -22,7 +22,7 @@ OWN = "http://127.0.0.1:7860"
     {}, {"origin": OWN}, {"origin": "https://127.0.0.1:7860"}, {"sec-fetch-site": "same-origin"},
     {"sec-fetch-site": "none"}, {"sec-fetch-site": "same-origin", "origin": "https://behind.a.proxy.example"},
 ])
-def test_own_pages_and_programs(headers: dict[str, str]) -> None:
+def test_the_servers_own_pages_and_programs_are_allowed(headers: dict[str, str]) -> None:
     for origins in (Origins(), Origins(strict_host=True)):
         assert not origins.is_foreign({"host": "127.0.0.1:7860", **headers})
 
@@ -33,12 +33,12 @@ def test_own_pages_and_programs(headers: dict[str, str]) -> None:
     {"sec-fetch-site": "same-site"}, {"sec-fetch-site": "cross-site"}, {"sec-fetch-site": ""},
     {"sec-fetch-site": "cross-site", "origin": OWN},
 ])
-def test_other_pages(headers: dict[str, str]) -> None:
+def test_pages_of_other_sites_are_refused(headers: dict[str, str]) -> None:
     for origins in (Origins(), Origins(strict_host=True), Origins(("https://friend.example",), r"https://.*\.friends")):
         assert origins.is_foreign({"host": "127.0.0.1:7860", **headers})
 
 
-def test_a_page_under_another_name_for_this_machine() -> None:
+def test_pages_under_local_names_of_this_machine_are_allowed() -> None:
     rebound = {"host": "evil.example:7860", "origin": "http://evil.example:7860"}
     assert Origins(strict_host=True).is_foreign(rebound)
     assert not Origins(strict_host=True, names=["evil.example"]).is_foreign(rebound)

@@ -58,7 +58,7 @@ def test_api_is_there_only_where_the_hosts_own_is() -> None:
 
 
 @pytest.mark.parametrize("has_page", [False, True])
-def test_a_wrong_method_is_told_what_is_right(api: Api, has_page: bool) -> None:
+def test_a_wrong_method_gets_the_right_ones(api: Api, has_page: bool) -> None:
     """Also where a page behind it takes every remaining path, as the demo's does; and the docs name no more for it."""
     if has_page:
         api.app.mount("/", FastAPI())
@@ -155,7 +155,7 @@ def test_shapes_are_the_runtimes_rows_and_totals(api: Api, folder: Path) -> None
     ({"disk": True}, set()),
     ({"all": True}, set()),
 ])
-def test_purge_forgets_what_was_named(api: Api, folder: Path, body: dict[str, Any], left: set[Any]) -> None:
+def test_purge_deletes_only_the_named_entries(api: Api, folder: Path, body: dict[str, Any], left: set[Any]) -> None:
     before = known(api)
     answer = api.post("purge", body)
     assert known(api) == left
@@ -169,7 +169,7 @@ def test_purge_forgets_what_was_named(api: Api, folder: Path, body: dict[str, An
     {"all": True, "disk": True}, {"disk": True, "resolutions": ["512x512"]}, {"model": ""}, {"everything": True},
     {"all": 1}, {"wait": 5}, None, [],
 ])
-def test_purge_wants_to_know_what(api: Api, folder: Path, body: Any) -> None:
+def test_purge_without_a_target_is_refused(api: Api, folder: Path, body: Any) -> None:
     api.post("purge", body, 422)
     api.post("purge", {"resolutions": ["768x512"], "model": "SDXL"}, 404)
     assert known(api) == set(ROWS)
@@ -196,7 +196,7 @@ def on_the_disk(folder: Path) -> tuple[set[str], set[tuple[str, str]]]:
     return {row.resolution for row in history.rows()}, set(history.pins())
 
 
-def test_what_is_answered_with_200_survives_a_kill(api: Api, folder: Path) -> None:
+def test_changes_answered_with_200_survive_a_kill(api: Api, folder: Path) -> None:
     runtime.open_cache(folder)
     for body, status in (({"resolution": "8x8", "model": "SD1"}, 404), ({"resolution": "512x512"}, 422)):
         api.post("pin", body, status)
@@ -212,7 +212,9 @@ def test_what_is_answered_with_200_survives_a_kill(api: Api, folder: Path) -> No
     assert on_the_disk(folder)[1] == set()
 
 
-def test_what_the_disk_does_not_keep_is_told(api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_that_the_disk_refuses_are_answered_with_507(
+    api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runtime.open_cache(folder)
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.05)
     pin = {"resolution": "512x512", "model": "SD1"}
@@ -257,7 +259,7 @@ def test_a_job_that_fails_says_why(api: Api) -> None:
 
 
 @pytest.mark.parametrize("job", ["0", "-1", "1.5", "x", "9" * 5000, "%00", "1e3", "99999999999999999999"])
-def test_no_such_job(api: Api, job: str) -> None:
+def test_an_unknown_job_is_answered_with_404(api: Api, job: str) -> None:
     for method in ("GET", "DELETE"):
         api.ask(method, f"jobs/{job}", 422)
         api.ask(method, "jobs/7", 404)

@@ -49,7 +49,7 @@ def test_an_exception_is_one_of_three_outcomes(error: Exception, outcome: Outcom
 @pytest.mark.parametrize(("error", "again"), [
     (Refusal("not here"), Refusal), (OUT_OF_MEMORY, torch.cuda.OutOfMemoryError), (KeyError("ours"), RuntimeError),
 ], ids=repr)
-def test_what_stands_in_the_way_is_said_each_time(error: Exception, again: type[Exception]) -> None:
+def test_every_refusal_has_its_reason(error: Exception, again: type[Exception]) -> None:
     """The exception object itself is not kept after it was raised."""
     tried = attempted(raises(error))
     with pytest.raises(type(error)):
@@ -61,7 +61,7 @@ def test_what_stands_in_the_way_is_said_each_time(error: Exception, again: type[
 
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), OUT_OF_MEMORY, KeyboardInterrupt()], ids=repr)
-def test_the_hosts_own_exception_is_none_of_them(error: BaseException) -> None:
+def test_the_webuis_own_exception_is_raised_unchanged(error: BaseException) -> None:
     host = HostFunction(raises(error))
     with pytest.raises(HostError) as passing:
         attempted(host)
@@ -70,7 +70,7 @@ def test_the_hosts_own_exception_is_none_of_them(error: BaseException) -> None:
         assert attempted(host, host_oom_is_ours=True).outcome is Outcome.OUT_OF_MEMORY
 
 
-def test_what_was_computed_before_a_fault_is_freed() -> None:
+def test_tensors_computed_before_a_fault_are_freed() -> None:
     """The host needs the memory next."""
     tensors: list[Any] = []
 
@@ -89,7 +89,7 @@ def test_what_was_computed_before_a_fault_is_freed() -> None:
     assert tried.fault.__traceback__ is not None, "it can still be logged"
 
 
-def test_what_the_host_was_handling_meanwhile_keeps_its_frames() -> None:
+def test_an_exception_that_the_webui_is_handling_keeps_its_frames() -> None:
     def host() -> None:
         frames.append("kept")
         raise ValueError("the host's")
@@ -109,7 +109,9 @@ POLICIES: dict[str, dict[str, Any]] = {**ON, "deepcache": {"deepcache_interval":
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_the_host_raises_is_no_policys(policy: str, error: BaseException, caplog: Any) -> None:
+def test_an_exception_of_the_webui_inside_a_policy_is_not_a_fault_of_the_policy(
+    policy: str, error: BaseException, caplog: Any
+) -> None:
     """And nothing is computed again."""
     rig = Rig(**{"deepcache_interval": 1, **POLICIES[policy]})
     rig.begin()
@@ -176,7 +178,7 @@ def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(mo
 
 @pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("what", ["call_stats.note_served", "call_stats.count"])
-def test_a_note_that_fails_costs_the_note(
+def test_a_failure_to_log_a_fault_loses_only_the_log_line(
     unet: nn.Module, replays: bool, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = diffusers_arguments(a_call(unet))
@@ -191,7 +193,7 @@ def test_a_note_that_fails_costs_the_note(
     assert runtime.guard.faults == ["a fault of OneDiff in counting a call, please report it: no statistics"]
 
 
-def test_what_fails_after_the_answer_costs_the_graph(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_after_the_output_drops_the_graph_only(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(runtime.services.holdings.made, "prepare", raises(torch.cuda.OutOfMemoryError("full")))
     monkeypatch.setattr("lib_onediff.runtime.network.Network.make_room", raises(IndexError("no room")))
@@ -218,7 +220,9 @@ def test_a_fault_while_a_call_is_read_is_a_fault(
     assert sum(record.exc_info is not None for record in caplog.records) == 1, "once"
 
 
-def test_what_the_host_refuses_too_is_its_own(unet: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
+def test_inputs_that_the_webui_refuses_too_raise_its_exception(
+    unet: nn.Module, caplog: pytest.LogCaptureFixture
+) -> None:
     given: dict[str, Any] = diffusers_arguments(a_call(unet))
     for wrong in (
         {name: value for name, value in given.items() if name != "timestep"}, {**given, "nonsense": 1},
@@ -233,7 +237,7 @@ def test_what_the_host_refuses_too_is_its_own(unet: nn.Module, caplog: pytest.Lo
     assert not [record for record in caplog.records if record.exc_info and record.levelname != "DEBUG"]
 
 
-def test_arguments_that_fit_no_forward_are_the_hosts_to_refuse() -> None:
+def test_invalid_arguments_raise_the_webuis_exception() -> None:
     """Neither our forward nor the host's accepts them."""
     class Owner:
         def forward(self, x: int) -> int:

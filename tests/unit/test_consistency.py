@@ -60,7 +60,7 @@ def test_differences_are_lines_for_people() -> None:
 
 
 @pytest.mark.parametrize("text", ["hello", "[Machine]\nGPU: A", "OneDiff consistency report, format 2\n[Machine]"])
-def test_another_text_gets_a_sentence(text: str) -> None:
+def test_a_text_that_is_not_a_report_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(ValueError, match="not a consistency report of this version"):
         parse(text)
 

@@ -90,12 +90,14 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
     (IN_BLOCK, {"ff.net.0.approximate": "tanh"}, "tanh"), (IN_BLOCK, {"norm2.norm.eps": 0.1}, "its norms differ"),
     (IN_CALL, {"block_controlnet_hidden_states": []}, "passes block_controlnet"), (IN_CALL, {"fps": 16}, "passes fps"),
     (IN_CALL, {"attention_mask": torch.arange(20).expand(2, -1) < 9}, "passes attention_mask"),
-    (IN_CALL, {"timestep": torch.ones(2, 1, 1, 1, 1)}, "not one for each"), (IN_CALL, call(frames=2), "one image"),
+    (IN_CALL, {"timestep": torch.ones(2, 1, 1, 1, 1)}, "not one number"), (IN_CALL, call(frames=2), "one image"),
     (IN_CALL, call(7, 10), "20 whole patches of 2"), (IN_CALL, call(6, 42), "20 whole patches of 2"),
     (IN_CALL, {"encoder_hidden_states": (None,)}, "several"), (IN_CALL, {"padding_mask": None}, "not understood"),
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
-def test_what_ours_does_not_compute_is_left_to_the_host(where: str, change: dict[str, Any], reason: str) -> None:
+def test_unsupported_calls_are_computed_by_the_original_forward(
+    where: str, change: dict[str, Any], reason: str
+) -> None:
     check_left_to_the_host(network, "transformer_blocks.1", call(), where, change, reason)
 
 

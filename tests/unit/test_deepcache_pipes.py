@@ -39,7 +39,9 @@ def depths() -> set[int]:
     (SD1, {}, 2), (SD1, {"cache_layer_id": 1}, 5), (SD1, {"deepcache_depth": 7}, 7),
     (ONE_LAYER_A_BLOCK, {"cache_layer_id": 1}, 4),
 ])
-def test_onediffs_arguments(config: dict[str, Any], arguments: dict[str, int], depth: int) -> None:
+def test_arguments_of_the_earlier_onediff_are_accepted(
+    config: dict[str, Any], arguments: dict[str, int], depth: int
+) -> None:
     pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **arguments)
     picture(pipe)
     assert counted() == (3, 4) and depths() == {depth}

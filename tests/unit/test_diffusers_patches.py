@@ -93,7 +93,7 @@ def within(reason: str) -> bool:
 
 @pytest.mark.parametrize("kinds", [("plain",), ("plus",), ("plain", "plus")], ids="+".join)
 @pytest.mark.parametrize("config", [SMALL, SD1, SMALL_XL], ids=["small", "SD1", "XL"])
-def test_ip_adapters(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
+def test_an_ip_adapters_output_equals_diffusers(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
     plain = served(unet, a_call(unet))
     load_ip_adapters(unet, *kinds)
@@ -108,7 +108,7 @@ def test_ip_adapters(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("config", [SD1, SMALL_XL], ids=["SD1", "XL"])
-def test_freeu(config: dict[str, Any]) -> None:
+def test_freeus_output_equals_diffusers(config: dict[str, Any]) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
     call = a_call(unet, 16, 16)
     plain = served(unet, call)

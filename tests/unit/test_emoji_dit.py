@@ -35,7 +35,7 @@ def compiled(model: LoadedModel) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("size", [(256, 256), (192, 128)])
-def test_it_draws_what_the_prompt_says(model: LoadedModel, judge: Judge, size: tuple[int, int]) -> None:  # noqa: F811
+def test_images_show_the_emoji_of_the_prompt(model: LoadedModel, judge: Judge, size: tuple[int, int]) -> None:  # noqa: F811
     width, height = size
     made = generate(model, prompt="a red apple on a blue background", seed=1, width=width, height=height, **HOW)
     assert seen(judge, made.images) == [("red apple", "blue")]

@@ -25,7 +25,7 @@ def steps(whole: Iterable[int] = WHOLE_OF_20, count: int = 20) -> list[str]:
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
-def test_the_other_steps_extrapolate_the_last_two_outputs(config: dict[str, Any]) -> None:
+def test_skipped_steps_extrapolate_the_last_two_outputs(config: dict[str, Any]) -> None:
     ours = Samplings("forecast", config)
     plain = Samplings("forecast", config, deepcache_interval=1)
     ours.begin()

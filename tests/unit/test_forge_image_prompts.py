@@ -112,7 +112,7 @@ def error(options: dict[str, Any], **changes: Any) -> float:
     lambda: adapters(sigma_start=9.0, sigma_end=5.0), lambda: adapters(sigma_start=4.0, sigma_end=0.0),
     lambda: {**adapters(), "cond_or_uncond": [0]},
 ], ids=["one", "two", "in its steps", "past its steps", "one prompt"])
-def test_they_are_part_of_our_forward(options: Any) -> None:
+def test_ip_adapters_are_computed_inside_our_forward(options: Any) -> None:
     options = options()
     ours = made(options)
     assert ours.patches is None and ours.image_prompts
@@ -124,7 +124,7 @@ def test_they_are_part_of_our_forward(options: Any) -> None:
     assert (plain < CLOSE) == bool(past_its_steps)
 
 
-def test_what_is_changed_in_place_counts_at_the_next_call() -> None:
+def test_edits_in_place_take_effect_at_the_next_call() -> None:
     options = adapters()
     assert error(options) < CLOSE
     for one in options[REPLACED]["attn2"].values():
@@ -139,6 +139,6 @@ def test_what_is_changed_in_place_counts_at_the_next_call() -> None:
     lambda: {**adapters(), "cond_or_uncond": [1, 0, 0]},
     lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}},
 ], ids=["another source", "another way", "frames", "a mask", "AnimateDiff", "no such batch", "a function"])
-def test_what_is_used_otherwise_runs_as_the_function_that_it_is(options: Any) -> None:
+def test_ip_adapters_used_in_other_ways_run_as_functions_of_extensions(options: Any) -> None:
     ours = made(options())
     assert ours.patches is not None and not ours.image_prompts

@@ -62,7 +62,7 @@ def addresses(tensors: list[Tensor]) -> list[int]:
     return sorted(tensor.data_ptr() for tensor in tensors)
 
 
-def test_each_is_bound_once_and_an_edit_is_seen() -> None:
+def test_free_parameters_are_bound_once_and_edits_are_seen() -> None:
     network = Network()
     binding = Binding(network, layout_of(network))
     binding.bind()
@@ -76,7 +76,7 @@ def test_each_is_bound_once_and_an_edit_is_seen() -> None:
     assert binding.follow(network, layout_of(network))
 
 
-def test_a_copy_on_another_device_has_all_of_them() -> None:
+def test_an_empty_copy_has_every_free_parameter() -> None:
     network = Network()
     layout = layout_of(network)
     copy = empty_copy(Binding(network, layout), torch.device("cpu"))

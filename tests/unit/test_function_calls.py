@@ -135,7 +135,7 @@ def scene(pretended: Any) -> Scene:
 
 @pytest.mark.parametrize("number", range(PLACES))
 @pytest.mark.parametrize("most_kept", [segments.MOST_KEPT, 0])
-def test_a_shape_that_does_not_fit_half_way_is_the_hosts_image(
+def test_after_an_unexpected_shape_inside_a_replay_output_and_random_numbers_are_right(
     scene: Scene, number: int, most_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If their results took too much memory to keep, the functions are called again, with the same random numbers."""
@@ -161,7 +161,7 @@ def test_a_misfit_is_captured_anew_and_replayed(scene: Scene) -> None:
         assert scene.extension.calls == PLACES or route == "plain"
 
 
-def test_what_a_function_writes_into_its_memory_later_was_kept(scene: Scene) -> None:
+def test_outputs_are_kept_when_a_function_overwrites_its_memory_later(scene: Scene) -> None:
     """The function returns the same buffer at every point with the same shape."""
     kept: dict[torch.Size, Tensor] = {}
 
@@ -175,7 +175,7 @@ def test_what_a_function_writes_into_its_memory_later_was_kept(scene: Scene) -> 
     assert relative_error(scene.ours(), expected) < CLOSE and entry_of_patched().misfits == 1
 
 
-def test_what_functions_hand_each_other_survives_a_misfit() -> None:
+def test_values_passed_between_functions_survive_an_unexpected_shape() -> None:
     """In Forge, the options of a block are made when the block begins; one patch may write to them, and the next one
     reads that."""
     unet = shared_ldm_unet()
@@ -224,7 +224,7 @@ def raising(*errors: BaseException) -> Callable[[Tensor], Tensor]:
 
 @pytest.mark.parametrize("error", [ValueError("the extension's own"), Interrupted(), KeyboardInterrupt()], ids=repr)
 @pytest.mark.parametrize("replays", [True, False])
-def test_an_exception_of_a_function_is_its_own(
+def test_an_exception_of_a_function_is_raised_unchanged(
     scene: Scene, error: BaseException, replays: bool, tracebacks: Callable[[], int]
 ) -> None:
     """It is raised unchanged, nothing is computed again, and the next call is not affected."""
@@ -264,7 +264,7 @@ def test_a_kernel_that_fails_after_functions_leaves_the_next_backend_their_rando
     assert relative_error(output, expected) < CLOSE and numbers() == then
 
 
-def test_a_function_that_fails_within_our_forward_alone_is_the_hosts(pretended: Any) -> None:
+def test_functions_that_fail_only_in_our_forward_run_in_the_webuis(pretended: Any) -> None:
     scene = Scene()
     with torch.no_grad():
         runtime.run(scene.unet, scene.call, lambda: our_output(scene.unet, scene.call))
@@ -281,7 +281,7 @@ def test_a_function_that_fails_within_our_forward_alone_is_the_hosts(pretended: 
     assert now()[1] == "host" and "failed inside of OneDiff's UNet: no such thing (somebody)" in reason()
 
 
-def test_what_fails_while_its_graph_is_captured_costs_the_graph_alone(pretended: Any) -> None:
+def test_a_failed_capture_costs_only_the_graph(pretended: Any) -> None:
     scene = Scene()
     with torch.no_grad():
         runtime.run(scene.unet, scene.call, lambda: our_output(scene.unet, scene.call))

@@ -19,7 +19,7 @@ def on(generations: Generations) -> bool:
     return innermost is None or innermost.settings.enabled
 
 
-def test_one_inside_has_its_own_settings_and_gives_them_back() -> None:
+def test_a_nested_image_has_its_own_settings_and_restores_the_outer_ones() -> None:
     generations = Generations()
     outer = P()
     inner = P()
@@ -33,7 +33,7 @@ def test_one_inside_has_its_own_settings_and_gives_them_back() -> None:
     assert on(generations) and not outer.__dict__
 
 
-def test_a_copy_neither_ends_it_nor_begins_another_until_it_is_over() -> None:
+def test_copying_a_running_image_neither_ends_it_nor_begins_a_second() -> None:
     """ADetailer begins and ends copies of a generation for the images that it makes inside of it."""
     generations = Generations()
     p = P()
@@ -51,7 +51,7 @@ def test_a_copy_neither_ends_it_nor_begins_another_until_it_is_over() -> None:
     assert on(generations)
 
 
-def test_one_that_failed_is_over_when_the_host_lets_go_of_it() -> None:
+def test_a_failed_image_ends_when_the_webui_releases_it() -> None:
     generations = Generations()
     outer = P()
     inner = P()

@@ -44,7 +44,7 @@ def entry(resolution: str) -> Entry:
     return found
 
 
-def test_a_row_says_what_its_purge_gives_back(unet: nn.Module, pretended: PretendedGraphs) -> None:
+def test_a_row_shows_the_memory_that_its_purge_frees(unet: nn.Module, pretended: PretendedGraphs) -> None:
     make_ready(unet, LARGE, SMALL, MIDDLE)
     for resolution in ("128x128", "96x96"):
         said = row(resolution).bytes
@@ -100,7 +100,7 @@ def test_a_graph_that_does_not_fit_alone_is_not_tried(unet: nn.Module, pretended
     assert pretended.captured == [] and runtime.totals().budget == MEBIBYTE
 
 
-def test_another_architecture_goes_first(unet: nn.Module, pretended: PretendedGraphs) -> None:
+def test_graphs_of_other_architectures_are_removed_first(unet: nn.Module, pretended: PretendedGraphs) -> None:
     other = attached()
     make_ready(other, MIDDLE)
     make_ready(unet, SMALL)

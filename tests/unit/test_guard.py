@@ -34,7 +34,7 @@ def broken(original: Any, module: Any, x: int) -> int:
     raise IndexError("first line\nsecond line")
 
 
-def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() -> None:
+def test_an_exception_of_ours_after_a_caught_one_is_not_taken_for_the_webuis() -> None:
     guard = Guard()
     told = []
 
@@ -47,7 +47,7 @@ def test_what_an_error_left_behind_that_was_caught_is_not_taken_for_the_hosts() 
     assert patched(fails_after_the_host_has_recovered, guard, told).owner().forward(1) == 2 and told == guard.faults
 
 
-def test_what_the_host_raises_is_its_own(caplog: pytest.LogCaptureFixture) -> None:
+def test_exceptions_of_the_webui_are_raised_and_not_logged_as_faults(caplog: pytest.LogCaptureFixture) -> None:
     guard = Guard()
     told = []
     module = patched(lambda original, module, x: original(module, x), guard, told).owner()
@@ -58,7 +58,7 @@ def test_what_the_host_raises_is_its_own(caplog: pytest.LogCaptureFixture) -> No
     assert told == [] and guard.faults == [] and not guard.suspended and caplog.records == []
 
 
-def test_hooks_return_what_the_host_can_go_on_with(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_hook_that_fails_returns_its_fallback(caplog: pytest.LogCaptureFixture) -> None:
     guard = Guard()
 
     @guard.hook("the page", otherwise=[])
@@ -79,7 +79,9 @@ def test_hooks_return_what_the_host_can_go_on_with(caplog: pytest.LogCaptureFixt
     assert len(caplog.records) == 3, "the same fault is logged once"
 
 
-def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_a_fault_that_a_hook_handled_the_webui_computes_the_rest_of_the_image(
+    caplog: pytest.LogCaptureFixture
+) -> None:
     """After a fault, the runtime runs the host and returns its output; the VAE's decode that follows is the host's
     too."""
     guard = Guard()
@@ -102,7 +104,7 @@ def test_a_fault_that_a_hook_has_answered_itself_leaves_the_rest_to_the_host(cap
     assert vae.owner().forward(1) == -1
 
 
-def test_a_fault_outside_of_any_hook_leaves_nothing_to_the_host(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fault_outside_of_hooks_does_not_stop_onediff_for_the_image(caplog: pytest.LogCaptureFixture) -> None:
     """A fault in a call that is made without hooks does not end a generation, and the next hook serves."""
     guard = Guard()
     told = []
@@ -113,7 +115,7 @@ def test_a_fault_outside_of_any_hook_leaves_nothing_to_the_host(caplog: pytest.L
     assert guard.faults == [sentence] and not guard.suspended and told == []
 
 
-def test_somebody_elses_later_patch_survives_and_ours_sleeps_below_it() -> None:
+def test_undoing_our_patch_keeps_a_later_one_of_other_code() -> None:
     class Owner:
         def forward(self, x: int) -> int:
             """Adds one."""
@@ -137,7 +139,7 @@ def test_somebody_elses_later_patch_survives_and_ours_sleeps_below_it() -> None:
     assert Owner().forward(3) == 108
 
 
-def test_what_stands_beneath_a_hook_of_ours_is_judged_by_its_own_code() -> None:
+def test_the_author_of_a_patched_method_is_read_from_its_code_not_from_its_wrapped_name() -> None:
     class Owner:
         def forward(self, x: int) -> int:
             return x + 1

@@ -43,7 +43,7 @@ def used(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("host_timed_often")
-def test_the_next_process_has_the_rows(used: Path) -> None:
+def test_rows_are_read_by_the_next_process(used: Path) -> None:
     now = {found.resolution: found for found in runtime.rows()}
     runtime.keep_history()  # Uses that were counted are not counted again.
     assert uses(opened(used)) == {"64x64": 4, "88x72": 1}
@@ -57,7 +57,7 @@ def test_the_next_process_has_the_rows(used: Path) -> None:
     assert remembered["64x64"].shapes[0].dtype == "float32"
 
 
-def test_without_a_folder_it_holds_in_this_process() -> None:
+def test_without_a_folder_history_lasts_for_the_process() -> None:
     history = History()
     history.keep([])
     history.keep_verdict(checked(KEY))
@@ -90,7 +90,7 @@ def test_another_machine_or_version_measures_for_itself(tmp_path: Path) -> None:
     assert opened(tmp_path).rows(every_machine=True) == [] == before.rows(), "a purge is of every machine"
 
 
-def test_what_0_2_0_has_written_is_taken_over(tmp_path: Path) -> None:
+def test_entries_written_by_0_2_0_are_read(tmp_path: Path) -> None:
     """OneDiff 0.2.0 had the same tables, and one list of pins."""
     history = opened(tmp_path)
     history.record(row())

@@ -162,7 +162,7 @@ def test_nan_and_infinity_stay_visible(rule: Rule, strange: float) -> None:
 
 @pytest.mark.parametrize("rotation", [0, 256])
 @pytest.mark.parametrize("one_scale", [True, False])
-def test_the_product_with_a_stored_weight_is_the_hosts(rotation: int, one_scale: bool) -> None:
+def test_the_product_with_a_stored_weight_equals_forge_neos(rotation: int, one_scale: bool) -> None:
     rows, width, out = 20, 512, 48
     values = torch.randint(-128, 128, (out, width), device=DEVICE).to(torch.int8)
     scales = torch.rand(1, 1 if one_scale else out, device=DEVICE) / 1000

@@ -123,7 +123,7 @@ def test_every_step_counts_where_times_are_shown_and_stored(
     assert facts["Image"] == "2.0 s" and " ms" in facts["Step"]
 
 
-def test_what_the_host_made_is_compared_with_nothing_and_its_seconds_stand_beside_ours() -> None:
+def test_images_by_the_webui_have_no_speedup_and_are_the_baseline_of_ours() -> None:
     images = Images()
     images.make(settings=Settings(enabled=False), seconds=5.0)
     status = images.status()
@@ -175,7 +175,7 @@ def test_an_image_that_the_host_makes_alone_shows_and_counts_nothing_at_the_size
     assert (after.step_ms, after.ratio, after.images) == (before.step_ms, before.ratio, before.images + 1)
 
 
-def test_a_call_that_nobody_could_read_is_at_no_other_calls_size() -> None:
+def test_an_unreadable_call_is_not_counted_at_another_size() -> None:
     images = Images()
     images.make()
     before = images.row("64x64")
@@ -223,7 +223,7 @@ def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.Mon
     assert images.row("72x72").step_ms == WHOLE_MS
 
 
-def test_why_the_host_computed_some_steps_is_told_after_later_ones_are_ours() -> None:
+def test_the_reason_for_steps_by_the_webui_is_kept_after_later_steps_of_ours() -> None:
     images = Images()
     images.make()
     theirs = iter(range(4))
@@ -294,7 +294,7 @@ def test_a_record_is_not_changed_by_what_comes_after_it() -> None:
     assert images.runtime.call_stats.image == before and before.step_ms == WHOLE_MS
 
 
-def test_what_steps_do_not_explain_is_explained() -> None:
+def test_time_outside_of_the_steps_is_split_into_first_uses_and_the_rest() -> None:
     images = Images()
     p = SimpleNamespace()
     generation = images.runtime.generations.begin(p, images.settings)
@@ -341,7 +341,7 @@ def test_the_row_of_a_size_says_of_its_last_image_what_the_status_says() -> None
 # --- the table's bound ------------------------------------------------------------------------------------------------
 
 
-def test_what_the_table_forgets_is_forgotten_with_all_that_was_counted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forgetting_a_row_deletes_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("MOST_SHAPES", 4), ("FORGOTTEN_AT_ONCE", 2), ("LEAST_RECENT", 1)):
         monkeypatch.setattr(table, name, value)
     images = Images()

@@ -33,7 +33,7 @@ def every_setting() -> list[Settings]:
     ]
 
 
-def test_webuis_need_not_quote_it() -> None:
+def test_infotext_needs_no_quotes() -> None:
     for settings in every_setting():
         text = infotext.describe(settings)
         assert processing.quote(text) == text
@@ -115,7 +115,7 @@ def test_an_option_that_the_images_model_does_not_follow_is_not_named(
     ("on; from_the_future 3; low_bit fp8", Settings(), [True, AS_IN_SETTINGS, "low_bit fp8"]),
     ("on; deepcache_interval 99", Settings(), [True, AS_IN_SETTINGS, ""]),
 ])
-def test_what_pasting_shows(text: str, standing: Settings, arguments: list[Any]) -> None:
+def test_pasting_infotext_sets_the_accordion(text: str, standing: Settings, arguments: list[Any]) -> None:
     assert read_by_the_accordion({infotext.KEY: text}, standing) == arguments
 
 

@@ -242,7 +242,7 @@ def test_nothing_that_users_bring_has_an_upper_bound():
         assert all(lows[pin.name].contains(bound.version) for bound in pin.specifier), pin
 
 
-def test_what_is_tested_is_documented():
+def test_tested_versions_are_documented():
     assert install.tested("newest")[0] == f"torch<={NEWEST_TORCH}"
     releases = (REPOSITORY / ".readme" / "hosts.md").read_text(encoding="utf-8")
     (row,) = re.findall(r"^\| diffusers \|.*$", releases, re.MULTILINE)
@@ -264,7 +264,7 @@ def test_arguments_folder_and_exit_code_reach_pytest_and_the_users_arguments_cou
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a console's Ctrl-C cannot be sent to one process on Windows")
-def test_ctrl_c_is_the_hosts_own(installed):
+def test_ctrl_c_is_handled_by_the_started_program(installed):
     checkout, environment = installed
     host = checkout / "lib_onediff" / "demo" / "__main__.py"
     host.write_text(WAIT_FOR_INTERRUPT)
@@ -286,7 +286,7 @@ def test_ctrl_c_is_the_hosts_own(installed):
         host.write_text(SAY_ARGUMENTS)
 
 
-def test_two_at_once_do_not_meet(installed, monkeypatch):
+def test_a_second_installer_is_refused_while_one_runs(installed, monkeypatch):
     checkout, environment = installed
     for name in ("STAMPS", "LOCK", "VENV"):
         monkeypatch.setattr(install, name, checkout / getattr(install, name).relative_to(REPOSITORY))
@@ -297,7 +297,7 @@ def test_two_at_once_do_not_meet(installed, monkeypatch):
     assert answer.stderr == "Another install.py is installing into .venv. Wait until it has finished.\n"
 
 
-def test_what_pip_says_in_another_encoding_is_read(tmp_path, monkeypatch):
+def test_output_of_pip_in_any_encoding_is_read(tmp_path, monkeypatch):
     said = rb"import sys; sys.stderr.buffer.write(b'\x81\xff No matching distribution found for tiny'); sys.exit(1)"
     (tmp_path / "pip.py").write_bytes(said)
     monkeypatch.chdir(tmp_path)
@@ -306,7 +306,7 @@ def test_what_pip_says_in_another_encoding_is_read(tmp_path, monkeypatch):
         install.run_pip(["tiny"])
 
 
-def test_only_what_is_missing_is_announced(installed, monkeypatch):
+def test_only_missing_packages_are_announced(installed, monkeypatch):
     checkout, _ = installed
     monkeypatch.setattr(install, "VENV", checkout / ".venv")
     first = install.what_it_installs("demo", ["tiny_torch>=2", "torch>=2"])

@@ -101,7 +101,7 @@ def test_in_its_turn_a_job_makes_the_webuis_images_and_before_it_waits_for_them(
     assert turns.over() == [("A", "done", "")]
 
 
-def test_one_that_is_cancelled_while_it_waits_waits_for_nothing(turns: Turns) -> None:
+def test_a_job_cancelled_while_it_waits_ends_at_once(turns: Turns) -> None:
     lock = threading.Lock()
     turns.images = [Job(IMAGE, "512x512", state="running")]
 

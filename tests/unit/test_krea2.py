@@ -151,12 +151,14 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
     (IN_BLOCK, {"norm2": nn.LayerNorm(128)}, "expected Krea2RMSNorm"),
     (IN_BLOCK, {"attn.num_kv_heads": 4}, "heads of keys"),
     (IN_CALL, {"attention_kwargs": {"scale": 0.5}}, "passes attention_kwargs"),
-    (IN_CALL, {"encoder_attention_mask": torch.ones(2, 7)}, "mask is"),
+    (IN_CALL, {"encoder_attention_mask": torch.ones(2, 7)}, "mask has"),
     (IN_CALL, {"timestep": torch.ones(1)}, "different batch sizes"),
-    (IN_CALL, {"position_ids": torch.zeros(3, 22, 3)}, "positions are"),
+    (IN_CALL, {"position_ids": torch.zeros(3, 22, 3)}, "positions have"),
     (IN_CALL, {"position_ids": torch.zeros(21, 3)}, "22 tokens"),
     (IN_CALL, {"hidden_states": None}, "not a tensor"),
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
-def test_what_ours_does_not_compute_is_left_to_the_host(where: str, change: dict[str, Any], reason: str) -> None:
+def test_unsupported_calls_are_computed_by_the_original_forward(
+    where: str, change: dict[str, Any], reason: str
+) -> None:
     check_left_to_the_host(network, "transformer_blocks.1", call(), where, change, reason)

@@ -149,7 +149,7 @@ def test_kernels_are_loaded_beside_the_model(weather: Weather, monkeypatch: pyte
     assert prepared == [(unet.dtype, False)]
 
 
-def test_what_does_not_load_is_served_by_the_next_backend_and_keeps_no_unet_alive(
+def test_if_a_backend_does_not_load_the_next_one_serves_and_the_unet_can_be_freed(
     weather: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*given: Any, **more: Any) -> None:
@@ -194,7 +194,7 @@ def test_backends_may_take_turns_between_calls(weather: Weather) -> None:
         assert torch.equal(value, before[name]) and value.is_contiguous(), name
 
 
-def test_weights_do_not_move_where_we_and_the_host_take_turns_in_a_sampling(weather: Weather) -> None:
+def test_weights_keep_their_addresses_if_onediff_and_the_webui_alternate(weather: Weather) -> None:
     unet = small_xl()
     call = a_call(unet)
     given = call.latent, call.timestep, call.context

@@ -132,7 +132,7 @@ def test_each_half_of_an_image_is_measured_once_at_its_first_step(on_a_gpu: Weat
     assert len(passes) == 16
 
 
-def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
+def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_again(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unet = compiled(half_unet(), budget=0.1)
@@ -162,7 +162,7 @@ def test_what_the_middle_tells_leaves_more_out_and_graphs_are_made_anew(
 # --- when they are measured again -------------------------------------------------------------------------------------
 
 
-def test_another_checkpoint_is_measured_a_lora_is_not(on_a_gpu: Weather, passes: list[int]) -> None:
+def test_a_new_checkpoint_is_measured_and_a_new_lora_is_not(on_a_gpu: Weather, passes: list[int]) -> None:
     unet = compiled(half_unet(), budget=0.1)
     served(unet, half_call(unet))
     first = found()
@@ -184,7 +184,7 @@ def test_another_checkpoint_is_measured_a_lora_is_not(on_a_gpu: Weather, passes:
     assert (len(passes), found()) == (count, first), "known from before"
 
 
-def test_the_next_process_knows(on_a_gpu: Weather, passes: list[int], tmp_path: Any) -> None:
+def test_measured_errors_are_read_by_the_next_process(on_a_gpu: Weather, passes: list[int], tmp_path: Any) -> None:
     runtime.open_cache(tmp_path)
     before = compiled(half_unet(), budget=0.1)
     call = half_call(before)
@@ -217,7 +217,7 @@ def a_choice(budget: float, found: Any = None, classes: str = "abc", **errors: f
     return choice
 
 
-def test_what_is_not_measured_together_is_estimated() -> None:
+def test_errors_not_measured_together_are_estimated() -> None:
     known = {"a": 0.03, "b": 0.04, "c": 0.001}
     assert a_choice(0.051, **known).chosen == ("a", "b", "c") and a_choice(0.049, **known).chosen == ("a", "c")
     assert a_choice(0.02, **known).chosen == ("c",) and a_choice(0.0005, **known).chosen == ()
@@ -230,7 +230,7 @@ def test_what_is_not_measured_together_is_estimated() -> None:
     "nonsense", 7, [], {"a": 0.1}, {"a": [0.1]}, {"a": ["x", {}]}, {"a": [float("nan"), {}]}, {"a": [0.1, {"b": "c"}]},
     {"a": [-1, {}]}, {"a": [2, {}]}, {"a": [0.1, {"b": 1.5}]},
 ])
-def test_a_store_that_anybody_has_written(value: Any) -> None:
+def test_invalid_stored_errors_are_measured_again(value: Any) -> None:
     choice = a_choice(0.1, value, "a")
     assert choice.error is None and choice.awaits == BOTH and choice.chosen == ("a",)
     choice = choice.measured(("a",), FIRST_HALF, 0.5)

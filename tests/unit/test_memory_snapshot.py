@@ -40,7 +40,7 @@ def comes_back(memories: list[tuple[int, list[HeldGraph]]], gone: set[ShapeKey])
     return total
 
 
-def test_what_comes_back_is_as_defined() -> None:
+def test_the_memory_that_removed_graphs_free_is_counted_once() -> None:
     drawn = random.Random(0)
     shapes = keys(12)
     for _ in range(200):

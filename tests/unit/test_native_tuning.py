@@ -62,7 +62,7 @@ def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])
-def test_another_launch_config_must_be_clearly_faster(other_ms: float, place: int) -> None:
+def test_a_launch_config_is_replaced_only_by_a_clearly_faster_one(other_ms: float, place: int) -> None:
     clock = Clock(**{str(ADDITION.candidates[1]): other_ms})
     assert best_config(Trial(ADDITION, SMALL, lambda config: None), clock) == ADDITION.candidates[place]
 

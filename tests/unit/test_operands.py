@@ -168,7 +168,7 @@ def test_scales_of_one_and_of_every_row_stand_side_by_side() -> None:
 
 
 @pytest.mark.parametrize("kinds", APART, ids=str)
-def test_what_cannot_lie_together_is_put_together_when_it_is_read(kinds: Any) -> None:
+def test_weights_that_are_not_adjacent_are_joined_when_they_are_read(kinds: Any) -> None:
     """A graph captures the reading. A fused copy made before would be freed, and edits of the weights would not be
     seen."""
     root = network(*kinds)
@@ -319,7 +319,7 @@ def applied_to(dtype: torch.dtype = HALF, **found: dict[str, Tensor]) -> Applied
     return applied
 
 
-def test_what_the_hosts_functions_made_is_not_cast_anew() -> None:
+def test_weights_changed_by_the_webuis_functions_are_not_cast_again() -> None:
     changed, bias = torch.full((2, 3), 7, dtype=HALF), torch.zeros(2, dtype=HALF)
     before = plain(torch.ones(2, 3))
     applied = applied_to(weights={"layer": changed}, biases={"layer": bias})

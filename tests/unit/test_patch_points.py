@@ -103,7 +103,7 @@ def copied(options: Options) -> Options:
 
 
 @grid(case=list(CASES), size=[(16, 16), (16, 32)])
-def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int, int]) -> None:
+def test_our_forward_calls_functions_at_the_same_points_as_the_webuis(case: str, size: tuple[int, int]) -> None:
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
     options = CASES[case]
@@ -117,7 +117,7 @@ def test_our_forward_calls_them_where_the_hosts_does(case: str, size: tuple[int,
 
 
 @pytest.mark.parametrize("case", first(3, ["FreeU", "token merging", "norms", "another context", "block modifiers"]))
-def test_our_forward_with_kernels_calls_them_too(case: str) -> None:
+def test_our_forward_with_kernels_calls_functions_at_the_same_points(case: str) -> None:
     """Native operators pass more than tensors to each other: hidden states and skip that are not yet concatenated, and
     statistics of an image."""
     pytest.importorskip("triton", reason="needs Triton")

@@ -137,7 +137,7 @@ def test_threads_take_turns() -> None:
 # --- the switches for each setting ------------------------------------------------------------------------------------
 
 
-def test_full_is_what_the_host_has_set_and_half_all_that_is_faster() -> None:
+def test_full_keeps_the_webuis_switches_and_half_sets_all_faster_ones() -> None:
     flags = lambda **values: dict(flags_for(Settings(**values), torch.float32, GPU))  # noqa: E731
     for value in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = value

@@ -66,7 +66,7 @@ def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     ("second_gpu", "off", NONE, None), ("second_gpu", "auto", NONE, "no GPU"),
     ("second_gpu", "auto", NVIDIA, "one GPU"),
 ], ids=str)
-def test_what_changes_nothing_on_a_machine_is_said(
+def test_options_without_effect_on_a_machine_have_a_note(
     option: str, value: Any, gpu: str, part: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_gpu(monkeypatch, gpu)

@@ -72,7 +72,7 @@ def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> Non
 
 
 @pytest.mark.usefixtures("fresh_route")
-def test_a_decode_has_them_too(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_of_precision_also_holds_inside_a_decode(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
     stood: list[bool] = []
     resize = torch_ops.resize
 

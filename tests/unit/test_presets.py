@@ -65,7 +65,7 @@ def test_sizes_that_no_user_can_choose_are_left_out(tmp_path: Path) -> None:
     ("512x512, 768x512, 512x512, 512x512 x2", [Size(512, 512), Size(768, 512), Size(512, 512, 2)]),
     (f"512x512 x{LARGEST_BATCH}", [Size(512, 512, LARGEST_BATCH)]),
 ])
-def test_sizes_that_can_be(text: str, expected: list[Size]) -> None:
+def test_possible_sizes_are_read(text: str, expected: list[Size]) -> None:
     assert parse_sizes(text) == expected
 
 
@@ -79,7 +79,7 @@ def test_sizes_that_can_be(text: str, expected: list[Size]) -> None:
     ("4104x512", "the width must be a multiple of 8 from 64 to 4096 pixels."),
     (f"512x512 x{LARGEST_BATCH + 1}", "a batch has 1 to"),
 ])
-def test_sizes_that_cannot_be(text: str, part: str) -> None:
+def test_impossible_sizes_are_refused(text: str, part: str) -> None:
     for wrong in (text, f"512x512, {text}, 768x512"):
         with pytest.raises(ValueError) as caught:
             parse_sizes(wrong)
@@ -87,7 +87,7 @@ def test_sizes_that_cannot_be(text: str, part: str) -> None:
         assert str(caught.value).endswith(".")
 
 
-def test_too_many_sizes() -> None:
+def test_too_many_sizes_are_refused() -> None:
     assert len(parse_sizes(", ".join(f"512x512 x{batch}" for batch in range(1, 65)))) == 64
     many = [f"{64 + 8 * step}x64" for step in range(MOST_SIZES + 1)]
     assert len(parse_sizes(", ".join(many[:-1]))) == MOST_SIZES

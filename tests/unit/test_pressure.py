@@ -43,7 +43,7 @@ def fill_after(card: PretendedCard, size: int) -> None:
     leave(card, card.spare(torch.device("cpu")) - size)
 
 
-def test_the_pinned_go_last(unet: nn.Module, card: PretendedCard) -> None:
+def test_pinned_graphs_are_removed_last(unet: nn.Module, card: PretendedCard) -> None:
     make_ready(unet, (16, 16), (8, 8))
     pinned = attached()
     make_ready(pinned, (9, 9))
@@ -125,7 +125,7 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
         runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
 
 
-def test_out_of_memory_in_a_capture_frees_the_others(unet: nn.Module, card: PretendedCard) -> None:
+def test_out_of_memory_in_a_capture_frees_the_other_graphs(unet: nn.Module, card: PretendedCard) -> None:
     make_ready(unet, (8, 8))
     for _ in range(2):
         served(unet, a_call(unet, 8, 10))

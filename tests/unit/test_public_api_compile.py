@@ -71,7 +71,7 @@ NO_PIPE = SimpleNamespace(unet=nn.Linear(1, 1))
     ("compile_pipe", "path/to/sdxl", {}, "takes a pipeline of diffusers"),
     ("uncompile_pipe", nn.Linear(1, 1), {}, "not a Linear; for a UNet there is uncompile_unet."),
 ], ids=str)
-def test_what_is_wrong_gets_a_sentence_and_nothing_is_compiled(
+def test_wrong_arguments_get_a_sentence_and_nothing_is_compiled(
     function: str, given: Any, options: dict[str, Any], said: str
 ) -> None:
     """given: None for what is right."""

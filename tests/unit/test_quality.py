@@ -48,7 +48,7 @@ def test_the_same_image_in_every_form() -> None:
     (torch.zeros(128, 160), "An image is"), (torch.zeros(128, 160, 3), "of uint8, not"),
     (torch.zeros(128, 152, 3, dtype=torch.uint8), "of the same size"),
 ])
-def test_what_cannot_be_compared_gets_a_sentence(other: Tensor, part: str) -> None:
+def test_images_that_cannot_be_compared_get_a_sentence(other: Tensor, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         compare(bytes_of(painted()), other)
 
@@ -93,7 +93,7 @@ def test_a_paler_image_is_told(image: Tensor) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=IDS)
-def test_what_is_not_paler(image: Tensor) -> None:
+def test_colour_changes_that_are_not_paler_have_no_paler_verdict(image: Tensor) -> None:
     for changed in (noisy(image, 2), noisy(image, 16), noisy(image, 32), image * 0.8, image * 1.1,
                     desaturated(image, 1.2), image.roll((3, 5), (0, 1)), image.flip(0), painted(10)):
         assert verdict(image, changed) != PALER

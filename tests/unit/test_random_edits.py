@@ -49,7 +49,7 @@ def test_a_host_that_serves_everything_shows_nothing(monkeypatch: pytest.MonkeyP
     assert not random_edits.report(tallies, 0, told.append) and "too few calls" in told[-1], told
 
 
-def test_a_plan_is_read_as_it_was_written_and_shortened_to_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edit_plan_survives_text_and_is_shortened_to_its_failing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = random_plan(random.Random(0), random_edits.KINDS, 40)
     assert plan_of(text_of(plan)) == plan and len({step.edit.kind for step in plan if isinstance(step, Make)}) > 8
     culprit = [step for step in plan if isinstance(step, Make)][17]

@@ -106,7 +106,7 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_what_is_replaced_after_a_proof_counts_and_what_has_gone_is_forgotten(unet: Any, name: str) -> None:
+def test_a_function_replaced_after_the_check_is_noticed_and_a_freed_one_is_forgotten(unet: Any, name: str) -> None:
     assert [route_of(unet) for _ in range(2)] == ["plain"] * 2
     with pytest.MonkeyPatch.context() as patch:
         REPLACED[name](patch)
@@ -152,7 +152,7 @@ def test_a_replacement_that_computes_the_same_is_checked_once_however_often_it_i
     assert route_of(unet) == "plain" and len(found) == 1
 
 
-def test_what_changes_at_every_call_is_soon_the_hosts(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_changes_at_every_call_is_soon_left_to_the_webui(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert route_of(unet) == "plain"
     found = checks(unet, monkeypatch)
     real = torch.cat

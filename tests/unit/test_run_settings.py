@@ -30,7 +30,7 @@ def test_clients_that_know_one_argument(argument: Any, standing: Settings, expec
 @pytest.mark.parametrize("argument", [None, "yes", 1, [], {"speed": 9}, {"enabled": "x"}, {"backend": "warp"},
                                       {"prewarm": "512x512"}, {"memory_budget": 1}, {"fp8": True},
                                       {"deepcache_interval": 0}, {"skip_negative_after": float("nan")}])
-def test_wrong_first_arguments(argument: Any) -> None:
+def test_a_wrong_first_argument_is_refused_in_one_sentence(argument: Any) -> None:
     with pytest.raises(ValueError, match="OneDiff"):
         settings_of_run([argument], Settings())
 
@@ -44,7 +44,7 @@ def test_wrong_first_arguments(argument: Any) -> None:
     ("Quality first", "", "no preset 'Quality first'"), (BALANCED, "verify off", "no option 'verify'"),
     (BALANCED, "deepcache_interval 99", "it takes 1 to 20"), (BALANCED, "memory_budget 9", "no option"),
 ])
-def test_other_wrong_arguments(preset: Any, changes: Any, says: str) -> None:
+def test_wrong_options_of_a_run_are_refused_in_one_sentence(preset: Any, changes: Any, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         settings_of_run([True, preset, changes], Settings())
 
@@ -54,7 +54,7 @@ def test_a_run_that_is_off_ignores_wrong_options() -> None:
         assert not settings_of_run([False, preset, changes], Settings()).enabled
 
 
-def test_the_order_in_which_they_count() -> None:
+def test_extra_options_override_the_preset_and_the_preset_the_settings() -> None:
     standing = Settings(deepcache_interval=9, low_bit="fp8", vae_precision="bf16", backend="eager")
     balanced = with_preset(Settings(backend="eager"), BALANCED)
     assert settings_of_run([True, BALANCED, ""], standing) == balanced

@@ -70,7 +70,7 @@ def test_a_unet_that_nobody_handed_over_or_that_was_released_is_the_hosts(own: R
 
 
 @pytest.mark.usefixtures("host_timed_often")
-def test_status_tells_what_the_last_call_was(own: Runtime, adopted: Any) -> None:
+def test_the_status_describes_the_last_call(own: Runtime, adopted: Any) -> None:
     status = own.status()
     assert (status["route"], status["model"], status["resolution"], status["step_ms"]) == (None, None, None, None)
     assert status["reason"] == "no image has been made yet" and set(status["calls"].values()) == {0}
@@ -91,7 +91,7 @@ def test_status_tells_what_the_last_call_was(own: Runtime, adopted: Any) -> None
     assert own.status()["reason"] == "", "what was chosen by name needs no excuse"
 
 
-def test_the_line_at_the_start_says_what_serves_and_why(own: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_log_line_names_the_backend_and_the_reason(own: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
     here = f"on cpu with torch {torch.__version__}"
     reason = "CUDA graphs need an NVIDIA or AMD GPU, and this is the CPU"
     assert own.devices.start_line(Settings()) == f"eager is used {here}: {reason}"
@@ -103,7 +103,7 @@ def test_the_line_at_the_start_says_what_serves_and_why(own: Runtime, monkeypatc
 
 
 @pytest.mark.parametrize("how", ["configured", "its own", "for the run"])
-def test_switched_off_is_the_hosts_image(own: Runtime, how: str) -> None:
+def test_switched_off_the_webuis_output_is_returned(own: Runtime, how: str) -> None:
     unet = diffusers_unet()
     off = Settings(enabled=False)
     own.adopt(unet, off if how == "its own" else None)

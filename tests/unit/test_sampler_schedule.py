@@ -115,7 +115,7 @@ def test_the_sampler_is_unchanged_after_its_schedule_was_recorded() -> None:
     assert "get_sigmas" not in sampler.__dict__
 
 
-def test_another_extensions_method_of_a_sampler_stays() -> None:
+def test_a_sampler_method_set_by_another_extension_is_kept() -> None:
     sampler = BySigmas(euler)
     theirs = vars(sampler)["get_sigmas"] = partial(BySigmas.get_sigmas, sampler)
     sampling = sampling_of(Generation(sampler))

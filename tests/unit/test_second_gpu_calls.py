@@ -99,7 +99,7 @@ def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
         two_gpus.ONE_ROW,
     ),
 ])
-def test_what_tells_rows_apart_or_is_foreign_has_one_card(more: dict[str, Any], reason: str) -> None:
+def test_calls_that_cannot_be_split_by_rows_run_on_one_card(more: dict[str, Any], reason: str) -> None:
     image = Image.of()
     image.begin()
     image.run(image.call())
@@ -170,7 +170,7 @@ def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
     assert all(tensor.untyped_storage().data_ptr() not in theirs for tensor in copy.parameters())
 
 
-def test_another_checkpoint_has_a_copy_of_its_own_and_a_gone_one_leaves_none() -> None:
+def test_each_checkpoint_has_its_own_copy_on_the_second_card_until_it_is_freed() -> None:
     image = Image.of()
     image.begin()
     image.run(image.call())

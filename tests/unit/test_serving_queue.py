@@ -88,7 +88,7 @@ async def test_every_request_gets_its_own_image_in_its_turn() -> None:
     {"negative_prompt": "x" * 2000},
 ])
 @in_a_loop
-async def test_what_is_too_much_is_refused_with_a_sentence(changes: dict[str, Any]) -> None:
+async def test_requests_above_the_limits_are_refused_with_a_sentence(changes: dict[str, Any]) -> None:
     replicas = Replicas()
     (refusal,) = await answers(Queue(replicas.make, Limits(), lanes=1), [replace(request(), **changes)])
     assert refusal.status_code == 422 and refusal.detail.endswith(".")
@@ -117,7 +117,7 @@ async def test_a_full_queue_refuses_and_who_hangs_up_leaves_it() -> None:
 
 
 @in_a_loop
-async def test_what_a_replica_leaves_is_made_by_another_and_what_ends_every_replica_is_given_up() -> None:
+async def test_a_failed_replicas_image_is_retried_and_given_up_after_some_tries() -> None:
     replicas = Replicas(ends_at={2: 99, 3: 1})
     queue = Queue(replicas.make, Limits(tries=3), lanes=2)
     got = await answers(queue, [request(seed) for seed in range(8)])

@@ -75,7 +75,7 @@ def unet() -> Any:
     return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
 
 
-def test_so_are_those_of_a_host_that_hands_over_new_tensors(unet: Any, found_out: list[UNetCall]) -> None:
+def test_prompts_in_new_tensors_are_replayed_within_a_sampling(unet: Any, found_out: list[UNetCall]) -> None:
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call, copied)
@@ -123,7 +123,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_what_changes_between_two_calls_is_found_out(
+def test_changes_between_two_calls_are_noticed(
     unet: Any, found_out: list[UNetCall], change: Callable[[nn.Module, UNetCall], UNetCall]
 ) -> None:
     call = a_call(unet)
@@ -260,7 +260,7 @@ def test_a_sampling_begins_without_plans(unet: Any, found_out: list[UNetCall]) -
     assert run(unet, call, 4)[0] == "graph" and len(found_out) == 4
 
 
-def test_why_a_policy_rested_is_no_news_of_another_unets_replay(unet: Any, found_out: list[UNetCall]) -> None:
+def test_a_replay_keeps_the_reason_of_an_inactive_policy_of_its_own_unet(unet: Any, found_out: list[UNetCall]) -> None:
     call = a_call(unet)
     other = lib_onediff.compile_unet(diffusers_unet(seed=1), deepcache_interval=3)
     ready(unet, call)

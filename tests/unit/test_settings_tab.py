@@ -116,7 +116,7 @@ def test_invalid_values_give_a_sentence_and_the_old_value_stays(
     assert part in record.message and record.message.endswith("The setting stays as it was.")
 
 
-def test_a_whole_number_as_a_client_of_the_api_reads_it() -> None:
+def test_a_whole_number_sent_as_a_float_is_stored_as_an_integer() -> None:
     """A1111's API returns 1 as 1.0, so a client may send 1.0."""
     opts, _ = the_options()
     opts.set("onediff_deepcache_depth", 3)

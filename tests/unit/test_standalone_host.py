@@ -177,7 +177,7 @@ def test_first_free_port_is_taken() -> None:
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "a" * 5000, "a..b", "\0"])
-def test_a_host_name_that_none_can_be(host: str) -> None:
+def test_an_impossible_host_name_is_refused(host: str) -> None:
     with pytest.raises(Refusal, match="There is no address for the host name") as caught:
         command_line.listen(host, None)
     assert len(str(caught.value)) < 400

@@ -80,7 +80,7 @@ def test_few_passwords_can_be_tried_in_an_hour(door: Any, clock: Clock) -> None:
     assert guesses < 140
 
 
-def test_other_addresses_and_accounts_do_not_wait(door: Any, clock: Clock) -> None:
+def test_wrong_passwords_delay_only_their_account_at_their_address(door: Any, clock: Clock) -> None:
     for name in ("ann", *map(str, range(50))):
         for _ in range(10):
             door(name, "wrong")
@@ -105,7 +105,7 @@ def test_the_number_of_kept_counts_is_limited(door: Any) -> None:
     assert len(door.logins._failures) == logins.MOST_COUNTS
 
 
-def test_gradio_awaits_it_and_the_client_is_known() -> None:
+def test_the_login_check_is_awaited_by_gradio_and_gets_the_clients_address() -> None:
     """gradio awaits a check that is a coroutine function, and passes on its exceptions."""
     assert inspect.iscoroutinefunction(Logins(ACCOUNTS).check)
     app = FastAPI()

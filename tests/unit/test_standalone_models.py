@@ -58,7 +58,7 @@ def test_a_models_name_has_no_line_breaks_or_control_characters(model_folder: Pa
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 7, b"\xff" * 4096, b'\x08\x00\x00\x00\x00\x00\x00\x00{"a":{}}'])
-def test_corrupt_checkpoint(tmp_path: Path, content: bytes) -> None:
+def test_a_corrupt_checkpoint_is_refused_in_one_sentence(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "broken.safetensors").write_bytes(content)
     assert_refused(tmp_path / "broken.safetensors", "broken.safetensors")
 
@@ -81,7 +81,7 @@ def test_checkpoint_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
     assert not witness.exists()
 
 
-def test_folder_of_another_architecture(tmp_path: Path) -> None:
+def test_a_folder_of_an_unsupported_architecture_is_refused(tmp_path: Path) -> None:
     (tmp_path / "transformer").mkdir()
     assert_refused(tmp_path, "not a Stable Diffusion 1.x, 2.x or XL model", "it has no unet/, vae/, scheduler/.")
 
@@ -369,7 +369,7 @@ def test_a_pickle_beside_the_weights_is_not_unpickled(damaged_folder: Path, unpi
     "Adapter_Config.json", "ADAPTER_CONFIG.JSON", "adapter_config.json.", "adapter_config.j\u017fon",
     "\uff41dapter_config.json",
 ])
-def test_an_adapter_under_any_name_that_a_file_system_takes_for_it(damaged_folder: Path, name: str) -> None:
+def test_an_adapter_is_refused_under_any_spelling_of_its_file_name(damaged_folder: Path, name: str) -> None:
     (damaged_folder / "text_encoder" / name).write_text('{"base_model_name_or_path": "/other"}')
     assert_refused(damaged_folder, "contains an adapter")
 

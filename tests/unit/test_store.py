@@ -27,7 +27,7 @@ FORK = multiprocessing.get_context("fork") if hasattr(os, "fork") else multiproc
 forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="starts its processes by fork")
 
 
-def test_uses_add_up_and_what_is_known_later_wins(tmp_path: Path) -> None:
+def test_uses_are_summed_and_later_values_replace_earlier_ones(tmp_path: Path) -> None:
     history = opened(tmp_path)
     history.record(row(last_used=10.0, step_ms=5.0, relative_error=1e-3))
     history.commit()
@@ -39,7 +39,7 @@ def test_uses_add_up_and_what_is_known_later_wins(tmp_path: Path) -> None:
     ]
 
 
-def test_only_the_newest_stay(tmp_path: Path) -> None:
+def test_only_the_newest_entries_are_kept(tmp_path: Path) -> None:
     most = LIMITS[0][-1]
     history = opened(tmp_path)
     for number in range(most + 50):
@@ -183,8 +183,9 @@ def test_a_purge_leaves_what_a_newer_version_keeps(tmp_path: Path) -> None:
     assert not opened(tmp_path / "another").is_shared_with_newer
 
 
-def test_two_threads_note_a_finding_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an earlier version, a second thread started another writer while the first was being made."""
+def test_concurrent_threads_start_one_writer_and_lose_no_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight threads record measured choices at once: one timer writes all of them. In an earlier version, a second
+    thread started another timer while the first was being made."""
     made: list[threading.Timer] = []
 
     class SlowTimer(threading.Timer):

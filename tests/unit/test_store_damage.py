@@ -93,7 +93,7 @@ def test_a_damaged_file_is_set_aside_and_begun_anew(tmp_path: Path, healthy: Pat
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_file_that_is_damaged_while_it_is_used(tmp_path: Path, healthy: Path, kind: str) -> None:
+def test_a_file_damaged_while_in_use_is_replaced(tmp_path: Path, healthy: Path, kind: str) -> None:
     path = Path(shutil.copy(healthy, tmp_path / FILE))
     history = opened(tmp_path)
     assert len(history.rows()) == 200
@@ -107,7 +107,7 @@ def test_a_file_that_is_damaged_while_it_is_used(tmp_path: Path, healthy: Path, 
     assert ("SD1", "8x8") in again.pins() and again.tuned()["tile"] == 64
 
 
-def test_what_others_add_beside_our_tables_is_left_alone(tmp_path: Path, healthy: Path) -> None:
+def test_tables_of_other_programs_are_left_alone(tmp_path: Path, healthy: Path) -> None:
     path = Path(shutil.copy(healthy, tmp_path / FILE))
     run_in(path, "CREATE TABLE notes (text)", "ANALYZE", "INSERT INTO notes VALUES ('mine')")
     history = opened(tmp_path)

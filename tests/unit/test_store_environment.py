@@ -24,7 +24,9 @@ def record(history: History, name: str) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_page_count = 1", "query_only = ON"], ids=["full", "read-only"])
-def test_a_disk_that_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+def test_a_full_or_read_only_disk_is_reported_and_its_rows_are_written_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
     """SQLite raises as on a full disk and on a read-only one."""
     history = opened(tmp_path / "cache")
     connect = sqlite3.connect
@@ -139,7 +141,7 @@ def test_only_the_first_access_waits_long_for_another_programs_lock(
     assert history.trouble is None and opened(tmp_path).rows() == [row()]
 
 
-def test_a_folder_that_is_deleted_while_it_is_used(tmp_path: Path) -> None:
+def test_a_folder_deleted_while_in_use_is_made_again(tmp_path: Path) -> None:
     history = opened(tmp_path / "cache")
     history.record(row("64x64"))
     history.commit()

@@ -97,7 +97,7 @@ def is_right(unet: Any, call: Any) -> bool:
 
 @pytest.mark.parametrize("lane", [Early, Late])
 @pytest.mark.parametrize("which", AWAY)
-def test_it_computes_what_the_host_does(computer: Computer, lane: type[Early], which: str) -> None:
+def test_streamed_weights_give_the_webuis_output(computer: Computer, lane: type[Early], which: str) -> None:
     computer.lane = lane
     computer.is_away = AWAY[which]
     unet = in_our_care(computer)
@@ -120,7 +120,7 @@ def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(c
 
 
 @pytest.mark.parametrize("lane", [Early, Late])
-def test_deepcache_copies_what_a_cached_pass_reads_alone(computer: Computer, lane: type[Early]) -> None:
+def test_a_cached_pass_copies_only_the_weights_that_it_reads(computer: Computer, lane: type[Early]) -> None:
     computer.lane = lane
     unet = in_our_care(computer)
     plain = copy.deepcopy(unet)
@@ -161,7 +161,7 @@ def test_no_stale_weight_is_computed_with(computer: Computer, lane: type[Early])
     assert computer.alone == 0
 
 
-def test_what_the_host_brings_to_the_gpu_is_not_copied_and_what_it_takes_from_there_is(computer: Computer) -> None:
+def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(computer: Computer) -> None:
     unet = in_our_care(computer)
     call = a_call(unet)
     for is_away in (lambda name: True, half, lambda name: False, half):
@@ -191,7 +191,7 @@ def test_a_forward_that_fails_leaves_nothing_for_the_next_one(
         assert is_right(unet, call)
 
 
-def test_a_graph_needs_no_other_memory_to_copy_weights_to(
+def test_buffers_for_copied_weights_are_not_counted_as_a_graphs_memory(
     computer: Computer, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     unet = in_our_care(computer)
@@ -217,7 +217,7 @@ def test_a_graph_needs_no_other_memory_to_copy_weights_to(
     assert whole[0] == 0 < whole[1] and peaks[0] == peaks[1]
 
 
-def test_functions_of_other_extensions_run_within_it(computer: Computer) -> None:
+def test_functions_of_other_extensions_run_with_streamed_weights(computer: Computer) -> None:
     unet = in_our_care(computer)
     call = a_call(unet)
     for _ in range(3):
@@ -277,7 +277,7 @@ def is_near(unet: Any, call: Any) -> bool:
     return 1e-4 < error < 0.05
 
 
-def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
+def test_weights_kept_in_eight_bits_are_not_copied(eight: Any) -> None:
     from low_bit_builders import half_call
 
     call = half_call(eight)
@@ -297,7 +297,7 @@ def test_what_is_kept_in_eight_bits_is_not_copied(eight: Any) -> None:
         assert is_near(eight, call)
 
 
-def test_a_host_hears_what_a_size_has_lacked_before_its_next_sampling(
+def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
     computer: Computer, pretended: PretendedGraphs
 ) -> None:
     """So that it does not have to move weights off the GPU between two steps again."""

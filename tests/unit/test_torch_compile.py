@@ -60,7 +60,9 @@ def within_a_function(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("compiled", [wrapped_first, in_place_first, wrapped_later, within_a_function])
 @torch.no_grad()
-def test_nothing_of_ours_is_traced(compiled: Callable[..., Any], traced: Traced) -> None:
+def test_torch_compile_traces_the_original_forward_without_our_operators(
+    compiled: Callable[..., Any], traced: Traced
+) -> None:
     unet = diffusers_unet(**SMALL)
     call = compiled(unet, traced)
     for side in (8, 8, 10):
@@ -72,7 +74,7 @@ def test_nothing_of_ours_is_traced(compiled: Callable[..., Any], traced: Traced)
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @torch.no_grad()
-def test_another_unet_of_the_class_is_compiled_as_ever(fullgraph: bool, traced: Traced) -> None:
+def test_torch_compile_works_for_another_unet_of_the_class(fullgraph: bool, traced: Traced) -> None:
     ours = compile_unet(diffusers_unet(**SMALL))
     other = diffusers_unet(**SMALL)
     calls = status()["calls"]
@@ -84,7 +86,7 @@ def test_another_unet_of_the_class_is_compiled_as_ever(fullgraph: bool, traced: 
 
 
 @torch.no_grad()
-def test_a_whole_graph_is_the_hosts_own(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_fullgraph_the_original_forward_is_compiled(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
     """With fullgraph=True the compiler may not step over anything, and raises where it would have to."""
     pipe = pipeline("StableDiffusionPipeline", SMALL, "DDIMScheduler")
     decoder = pipe.vae.decoder

@@ -62,7 +62,7 @@ def test_calls_are_served_and_an_edit_takes_effect_at_the_next_call() -> None:
     served.check(served.call())
 
 
-def test_a_field_of_the_familys_own_call_is_an_input_like_any_other() -> None:
+def test_a_field_that_a_family_adds_to_its_call_is_an_input() -> None:
     served = Served()
     call = served.call()
     masked = replace(call, mask=some_of(call.mask))

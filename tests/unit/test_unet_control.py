@@ -179,7 +179,7 @@ def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
     assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
 
 
-def test_one_more_residual_is_another_shape() -> None:
+def test_one_more_residual_changes_the_key_of_the_call() -> None:
     """A residual that only the host adds must not be served by a shape that was checked without it."""
     scene = Scene(SDXL)
     residuals = scene.adapter()

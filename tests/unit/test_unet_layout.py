@@ -63,7 +63,7 @@ LDM_REFUSALS = [
     *((diffusers_structure, config, reason) for config, reason in DIFFUSERS_REFUSALS),
     *((ldm_structure, config, reason) for config, reason in LDM_REFUSALS),
 ], ids=name_of)
-def test_other_architectures_are_refused_in_one_line(structure: Any, config: dict[str, Any], reason: str) -> None:
+def test_unsupported_architectures_are_refused_in_one_line(structure: Any, config: dict[str, Any], reason: str) -> None:
     unet = structure({**SD1, **config} if structure is diffusers_structure else config)
     with pytest.raises(Refusal, match=reason) as refusal:
         FAMILIES.read(unet)

@@ -58,7 +58,7 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = 
 
 @pytest.mark.parametrize(("build", "reason"), MODELS.values(), ids=MODELS)
 @torch.no_grad()
-def test_it_answers_as_if_it_had_not_been_compiled(
+def test_unsupported_unets_give_their_own_output(
     build: Callable, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, given = build()

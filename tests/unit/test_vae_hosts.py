@@ -71,7 +71,7 @@ def called(decoder: Any, latent: Tensor) -> Tensor:
     return decoder(latent)
 
 
-def test_an_extension_that_decodes_in_tiles_calls_ours(decoder: Any, patches: VaeHooks) -> None:
+def test_tiles_of_an_extension_are_decoded_by_onediff(decoder: Any, patches: VaeHooks) -> None:
     """It sets a forward on the instance, and calls the previous one for small images."""
     original, latent = decoder.forward, a_latent(decoder, 4, 8)
 

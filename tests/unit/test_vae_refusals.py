@@ -126,7 +126,7 @@ def test_options_of_ldms_decoder_are_noticed_at_the_next_decode(switch: str, rea
     ("VQModel", {"block_out_channels": (32, 64), "norm_num_groups": 4, "norm_type": "spatial",
                  "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}),
 ])
-def test_other_autoencoders_are_refused(kind: str, config: dict[str, Any]) -> None:
+def test_unsupported_autoencoders_are_refused(kind: str, config: dict[str, Any]) -> None:
     import diffusers
 
     with pytest.raises(Refusal) as refusal:
@@ -139,7 +139,7 @@ def test_other_autoencoders_are_refused(kind: str, config: dict[str, Any]) -> No
     lambda encoder: setattr(encoder.down[0].downsample, "conv", nn.Conv2d(32, 32, 3, 2, 1)),
     lambda encoder: setattr(encoder.down[1], "block", encoder.down[1].block[:1]),
 ])
-def test_other_encoders_are_refused(change: Callable[[Any], None]) -> None:
+def test_unsupported_encoders_are_refused(change: Callable[[Any], None]) -> None:
     encoder = ldm_decoder(kind="Encoder")
     change(encoder)
     with pytest.raises(Refusal) as refusal:

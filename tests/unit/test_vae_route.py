@@ -64,7 +64,7 @@ def test_if_our_first_image_differs_the_hosts_is_returned(change: Any, reason: s
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, TypeError])
-def test_an_error_of_ours_loses_no_image(host: Host, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+def test_an_internal_error_loses_no_image(host: Host, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
     def broken(*given: Any, **named: Any) -> Tensor:
         raise kind("first line\nsecond line")
 
@@ -122,7 +122,7 @@ def test_two_threads_decode_at_once(host: Host) -> None:
     assert decodes() == {"ours": 20, "host": 0}
 
 
-def test_nothing_of_ours_keeps_a_decoder_alive(host: Host) -> None:
+def test_onediff_keeps_no_decoder_alive(host: Host) -> None:
     decode(host, a_latent(host.decoder))
     gone = weakref.ref(host.decoder)
     host.decoder = None

@@ -25,14 +25,14 @@ def test_the_verdicts_of_so_many_weights_are_kept_and_the_oldest_goes_first(entr
         assert entry.of_weights(name).state is state, name
 
 
-def test_who_comes_back_finds_the_verdict_but_no_graph(entry: Entry) -> None:
+def test_weights_that_return_keep_their_verdict_but_not_their_graph(entry: Entry) -> None:
     entry.of_weights("one").state = State.READY
     assert entry.of_weights("one").state is State.READY
     assert entry.of_weights("two").state is State.COLD
     assert entry.of_weights("one").state is State.PROVED
 
 
-def test_what_failed_once_is_tried_in_another_sampling_and_what_failed_twice_is_not(entry: Entry) -> None:
+def test_a_failure_is_retried_once_in_another_sampling(entry: Entry) -> None:
     entry.of_weights("one", "first").blame("it fell", "first", is_final=False)
     assert entry.of_weights("one", "first").state is State.FAILED
     assert entry.of_weights("one", "second").state is State.COLD
@@ -40,6 +40,6 @@ def test_what_failed_once_is_tried_in_another_sampling_and_what_failed_twice_is_
     assert entry.of_weights("one", "third").state is State.FAILED and "it fell" in entry.reason
 
 
-def test_what_failed_outside_of_any_sampling_is_tried_at_the_next_call(entry: Entry) -> None:
+def test_a_failure_outside_of_samplings_is_retried_at_the_next_call(entry: Entry) -> None:
     entry.of_weights("one").blame("it fell", None, is_final=False)
     assert entry.of_weights("one").state is State.COLD

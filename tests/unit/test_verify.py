@@ -72,7 +72,7 @@ def test_nothing_is_measured_where_an_error_is_usual_or_far_too_large() -> None:
 
 
 @pytest.mark.parametrize("worst", [float("nan"), float("inf")])
-def test_an_output_that_is_not_finite_fails_and_a_host_that_is_not_is_no_yardstick(worst: float) -> None:
+def test_a_check_fails_if_either_output_is_not_finite(worst: float) -> None:
     assert "rounding explains" in why_it_differs(an_entry(), torch.full((64,), worst), lambda: torch.ones(64))
     assert why_it_differs(an_entry(), torch.ones(64), lambda: torch.full((64,), worst)) == HOST_NOT_FINITE
 
@@ -91,7 +91,7 @@ def next_numbers() -> tuple[float, ...]:
     return float(torch.rand(())), random.random(), float(numpy.random.rand()), OWN.random()
 
 
-def test_what_is_computed_twice_or_compared_in_vain_leaves_the_host_its_random_numbers() -> None:
+def test_checks_leave_the_random_numbers_as_they_were() -> None:
     def compute() -> Tensor:
         return torch.randn(8) + random.random() + numpy.random.rand()
 

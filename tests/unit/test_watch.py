@@ -191,7 +191,7 @@ def test_a_function_in_a_table_on_the_module_is_part_of_the_digest() -> None:
     assert not tree.is_unchanged(network) and Tree(network, frozenset(), frozenset()).digest != digest
 
 
-def test_what_our_own_operators_call_is_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_called_by_our_operators_is_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     network = Block()
     tree = Tree(network, frozenset(), frozenset())
     digest = tree.digest
@@ -251,7 +251,7 @@ def test_another_body_of_a_function_of_the_standard_library_is_part_of_the_diges
     assert tree.is_unchanged(network)
 
 
-def test_what_reads_files_is_no_part_of_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replacing_torch_load_or_save_keeps_the_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forge Neo replaces torch.load; OneDiff's own code has methods of that name."""
     network = Block()
     tree = Tree(network, frozenset(), frozenset())

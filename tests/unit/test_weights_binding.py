@@ -144,7 +144,7 @@ def test_a_lora_merged_into_some_of_the_layers_in_inference_mode() -> None:
     (lambda unet: unet.mid_block.resnets[0].conv1.to(torch.float8_e4m3fn),
      "mid_block.resnets.0.conv1 is stored as float8_e4m3fn, which OneDiff does not run"),
 ], ids=["mixed", "partly meta", "meta", "float8"])
-def test_what_we_cannot_run_is_refused_in_one_line_and_left_alone(spoil: Callable, reason: str) -> None:
+def test_unsupported_weights_are_refused_in_one_line_and_left_alone(spoil: Callable, reason: str) -> None:
     unet = diffusers_unet()
     spoil(unet)
     binding = Binding(unet, FAMILIES.read(unet))
@@ -155,7 +155,7 @@ def test_what_we_cannot_run_is_refused_in_one_line_and_left_alone(spoil: Callabl
     assert addresses_of(binding) == addresses
 
 
-def test_what_the_host_casts_to_one_type_may_be_stored_in_several() -> None:
+def test_layers_that_are_cast_may_be_stored_in_other_types_unless_fused_layers_differ() -> None:
     unet = diffusers_unet()
     for layer in unet.modules():
         if isinstance(layer, (nn.Linear, nn.Conv2d)):

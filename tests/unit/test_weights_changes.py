@@ -81,7 +81,7 @@ def replaced(layer: Any) -> None:
 
 
 @grid(path=LAYERS, change=[in_place, behind_autograds_back, pointed_elsewhere, replaced])
-def test_a_change_counts_at_the_next_call_and_what_moved_is_bound_again(path: str, change: Any) -> None:
+def test_a_change_takes_effect_at_the_next_call_and_moved_weights_are_bound_again(path: str, change: Any) -> None:
     compiled = Compiled()
     change(compiled.unet.get_submodule(path))
     compiled.answers_with_changed_weights(moved=change in (pointed_elsewhere, replaced))

@@ -114,7 +114,7 @@ def test_every_option_of_a_run_has_an_axis_and_its_choices_can_all_be_drawn() ->
 
 
 @pytest.mark.parametrize(("word", "meant"), [("True", True), ("On", True), ("False", False), ("OFF", False)])
-def test_a_switch_may_be_written_as_others_write_it(word: str, meant: bool) -> None:
+def test_switches_accept_the_usual_words_for_on_and_off(word: str, meant: bool) -> None:
     assert settings_with(low_bit_only=word).low_bit_only is meant
 
 
@@ -134,7 +134,7 @@ def test_a_value_holds_for_its_cell_alone() -> None:
     assert xyz.settings_of_cell(p, OWN) == OWN
 
 
-def test_axes_win_over_what_the_run_was_given() -> None:
+def test_axes_override_the_options_of_the_run() -> None:
     of_the_run = replace(OWN, enabled=False, deepcache_interval=7, low_bit="fp8")
     assert settings_with(of_the_run, enabled="on", deepcache_interval="2") == replace(
         of_the_run, enabled=True, deepcache_interval=2

@@ -41,7 +41,9 @@ def check(webui: WebUI, request: dict[str, Any], plain: Run, least_calls: int | 
 
 
 @pytest.mark.parametrize(("role", "checkpoint"), [("t2i-adapter", "sd15"), ("controlnet-sdxl", "sdxl")])
-def test_other_kinds(webui: WebUI, sd15: Models, role: str, checkpoint: str) -> None:
+def test_t2i_adapters_and_sdxl_controlnets_give_the_webuis_images(
+    webui: WebUI, sd15: Models, role: str, checkpoint: str
+) -> None:
     need(webui, "ControlNet")
     request = controlled(webui, sd15.need(role))
     sd15.use(checkpoint)

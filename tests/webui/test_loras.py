@@ -74,7 +74,9 @@ def test_another_lora_in_the_hires_pass(webui: WebUI, lora_a: str, lora_b: str, 
 
 
 @pytest.mark.parametrize(("role", "checkpoint"), [("locon", "sd15"), ("sdxl-lora", "sdxl")])
-def test_other_kinds(webui: WebUI, sd15: Models, role: str, checkpoint: str) -> None:
+def test_other_kinds_of_loras_give_the_webuis_images_and_leave_nothing_behind(
+    webui: WebUI, sd15: Models, role: str, checkpoint: str
+) -> None:
     need(webui, "LoRA")
     name = sd15.need(role)
     sd15.use(checkpoint)
