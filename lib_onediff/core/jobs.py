@@ -68,7 +68,7 @@ class Job:
     reason: why it failed, or a remark about its result, for users.
     waits: whether it is RUNNING but waits until the WebUI makes no image; see JobQueue.in_turn.
     key: equal for jobs with the same work, of which only one is queued; None: unlike any other.
-    work: does the work, and returns the reason.
+    work: does the work, and returns the value of `reason`. Raises Stopped if it was cancelled.
     cancel: called when the job is cancelled; stops work in progress.
     refresh: called before the job is listed; updates its numbers.
     """

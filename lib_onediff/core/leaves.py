@@ -221,7 +221,7 @@ class Block:
 def feed_forward_layers(
     into: Linear | FusedLinear, out: Linear, source: str, norm: str = ""
 ) -> tuple[TokenLinear, ...]:
-    """The two linear layers of a feed-forward layer. source: GATED if a gated unit is between them, else PLAIN_INPUT.
+    """The two linear layers of a feed-forward layer. source: of the second one's input, GATED or PLAIN_INPUT.
     norm: see TokenLinear, of the first."""
     return TokenLinear(into, NORMED, FEED_FORWARD_IN, norm), TokenLinear(out, source, FEED_FORWARD_OUT)
 

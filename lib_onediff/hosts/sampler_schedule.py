@@ -106,8 +106,8 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
     hires fix.
 
     The Forge family has a separate scale for the second pass (hr_cfg, 1 by default). It only counts if the second pass
-    has a checkpoint of its own: step policies recognise few-step models by a scale of 1, and the default would make any
-    model one.
+    has a checkpoint of its own: step policies take a model for a few-step model if the scale is 1, and the
+    default would make them take every model for one.
     """
     own = second_pass and getattr(p, "hr_checkpoint_info", None) is not None
     scale = getattr(p, "hr_cfg", None) if own else None

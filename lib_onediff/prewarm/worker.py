@@ -43,7 +43,7 @@ NO_CHECKPOINT = "Sizes wait to be pre-warmed, but no checkpoint is loaded yet: a
 class SizeJob(Job):
     """The job of pre-warming one size.
 
-    done, total: numbers of UNet calls; a call that finds its shape ready counts for the calls that it saves.
+    done, total: numbers of UNet calls. Where a call finds its shape ready, the calls that this saves count as done.
     tokens: the length of the context.
     shapes: (rows of the call, tokens) of each UNet call that the WebUI makes for an image of this size.
     made: the number of calls that were made.
@@ -128,8 +128,9 @@ def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
 
 
 def plain_seconds(rows: Iterable[ResolutionRow], model: str | None) -> tuple[float, int] | None:
-    """Seconds of a model's UNet call for one pixel of one latent, from its last image with guidance, and the number of
-    pixels of that image; None before."""
+    """Seconds of a model's UNet call for one pixel of one latent, and the number of pixels of the image that they were
+    measured with: the row used last, which is taken to have two latents a call (prompt and negative prompt). None if
+    no row has a time."""
     timed = [row for row in rows if is_meant(row, model) and row.step_ms is not None]
     if not timed:
         return None

@@ -388,8 +388,9 @@ def history_row(entry: Entry, uses: int) -> HistoryRow:
     """The row of an entry, with this number of new uses. Times are means over all steps of its last image; before the
     first image, the medians of the entry's stopwatches.
 
-    A reader divides the two times of a row. So the host's time is set only if both were measured often enough, and ours
-    is left out until then if an earlier host time is stored already. Our time alone shows how long a call takes.
+    Readers divide the two times of a row, so both must be of one measurement: the host's time is set only if both were
+    measured often enough. Until then our time is set alone, to show how long a call takes; but not if the store has a
+    host's time from an earlier session, by which it would be divided.
     """
     key = entry.key
     step_ms, host_ms, ratio = entry.in_image or (entry.own.median_ms, entry.host.median_ms, entry.ratio)

@@ -217,8 +217,9 @@ class BoundUNet:
     def checkpoint(self, sampling: Hashable = None) -> str:
         """The key of measured errors: a digest that identifies the checkpoint, and is the same under LoRAs.
 
-        It only reads biases and norms, which few LoRAs change. If the weights may have changed since the last call of
-        this method, it copies them to the CPU (3 MB of SDXL's) and waits for the device. sampling: see identity.
+        It only reads biases and norms, which few LoRAs change: it copies them to the CPU (3 MB of SDXL's), and waits
+        for the device. sampling: the number of the sampling in progress, in which the digest is computed once,
+        whatever is edited; None: outside of samplings, where it is computed after every change.
         """
         state = self._holds_for(sampling)
         if self._checkpoint[0] != state:

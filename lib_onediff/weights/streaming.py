@@ -367,7 +367,8 @@ def staged(spans: Sequence[MemorySpan], room: Tensor, start: int, copies: list[C
 
 
 def tensor_at(span: MemorySpan) -> Tensor:
-    """The tensor that a span was made of. Raises ReferenceError if its memory was freed."""
+    """A new tensor object over the memory of a span, with the layout of the tensor that it was made of. Raises
+    ReferenceError if the memory was freed."""
     shape, stride, dtype, _ = span.layout
     return span.bytes().view(dtype).as_strided(shape, stride)
 

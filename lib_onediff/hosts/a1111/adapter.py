@@ -118,7 +118,8 @@ class A1111(WebUI):
         self._unet = weakref.ref(unet)
 
     def before_step(self, params: Any) -> None:
-        """See WebUI. Only a weak reference to params is kept."""
+        """Keep a weak reference to the step's params: their text_cond and text_uncond tell which rows of a call are
+        prompts and which negative prompts."""
         self._step = weakref.ref(params)
 
     def _why_bypassed(self) -> str:

@@ -24,7 +24,8 @@ def is_lumina(network: nn.Module) -> bool:
 
 
 def read_lumina(network: Any) -> ZImageLayout:
-    """The layout of a NextDiT module. Raises Refusal if the module is built in another way."""
+    """The layout of a NextDiT module, which is Z-Image or, without padding tokens, Lumina 2. Raises Refusal if the
+    module is built in another way."""
     if network.clip_text_pooled_proj is not None:
         raise Refusal("it takes a pooled prompt")
     leaves = LeafReader(network)
@@ -51,8 +52,8 @@ def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
 
 
 def z_image_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """The Call for a call of the host's network. how: the arguments of transformer_call after `given`. All prompts of a
-    host's call have the same length."""
+    """The Call for a call of the host's network, Z-Image or Lumina 2. how: what transformer_call takes after `given`.
+    All prompts of a host's call have the same length."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> ZImageCall:
         context, lengths, _ = joined_prompts(list(context), network.pad_tokens_multiple or 1)

@@ -83,7 +83,8 @@ class StoredWeights:
         return None
 
     def _rounds(self, layer: nn.Module, path: str) -> bool:
-        """Whether the host rounds the inputs of this layer if its weight is in FP8 and the GPU multiplies in FP8."""
+        """Whether the host rounds the inputs of this layer, which is taken to have its weight in FP8, on a GPU that
+        multiplies in FP8."""
         if not any(part in path for part in self._unrounded):
             return True
         kind = type(layer)
@@ -92,7 +93,7 @@ class StoredWeights:
         return self._rounds_all[kind]
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
-        """See StoredReader."""
+        """All tensors that these layers compute with, as plain tensors, in the order of the layers."""
         found: list[Tensor] = []
         for layer in layers:
             parameters: Any = layer._parameters
@@ -158,7 +159,8 @@ def decoding_first(
 
 
 def unchanged(weight: Tensor) -> Tensor:
-    """The weight itself: a function for a layer's weight_function that changes nothing."""
+    """The weight itself. In a layer's weight_function, it makes the host decode an INT8 weight before it multiplies:
+    see decoding_first."""
     return weight
 
 

@@ -70,10 +70,11 @@ class GraphCache:
         return result
 
     def capture(self, network: Network, entry: Entry, budget: int, call: Call) -> int:
-        """Capture the graph of a shape, for a call that was just served without one.
+        """Capture the graph of a shape, for a call that was just served without one. Drops other graphs, least recently
+        used first, if they must make room.
 
-        budget: in MiB, for all graphs of the device; 0: a quarter of the card. Returns the bytes of GPU memory that are
-        lacking for the graph, or that are left over (negative); 0 if the card's memory did not decide. If the graph is
+        budget: in MiB, for all graphs of the device; 0: a quarter of the card. Returns how many bytes of the card's
+        free memory the graph lacks (negative: how many are left over); 0 if the budget alone decided. If the graph is
         not made, sets entry.no_graph to the reason, or entry.waits if it may be made later.
         Raises torch.cuda.OutOfMemoryError, and RuntimeError if the forward cannot be captured.
         """
@@ -317,7 +318,8 @@ class MemoryPressure:
                 self._watcher.start()
 
     def _watch(self) -> None:
-        """The thread's function: look every SECONDS_BETWEEN_LOOKS until there are no graphs."""
+        """The thread's function: find out every SECONDS_BETWEEN_LOOKS whether the host has unloaded or moved a network,
+        and free the memory of its graphs. Ends when there are no graphs."""
         while self._holdings.made.devices():
             time.sleep(SECONDS_BETWEEN_LOOKS)
             self._guard.attempt("watching the GPU's memory", self._note_lost)
