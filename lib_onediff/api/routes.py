@@ -138,7 +138,8 @@ class Routes:
         self, model: str | None = Query(None, min_length=1, max_length=bodies.LONGEST_NAME,
                                         description="Only resolutions of this model, as rows name it."),
     ) -> Response:
-        """One row for each resolution of each model, the most recently used first, with its kinds of UNet calls.
+        """One row for each resolution of each model, the most recently used first, with its kinds of UNet calls; and
+        the totals of all models.
 
         Sizes in the pre-warm queue are "queued" or "warming 33 %"; those that only earlier processes used are "on
         disk".

@@ -26,7 +26,7 @@ A_FAULT_IN = "a fault of OneDiff in "
 
 
 class Here(threading.local):
-    """State of one thread. hooks: the number of our hooks that it is inside of."""
+    """State of one thread. hooks: the number of nested calls of Guard.serve() that it is inside of."""
 
     hooks = 0
 

@@ -32,7 +32,7 @@ MOST_SHAPES = 1000
 # They are forgotten in groups, because finding the least recently used ones sorts the whole table.
 FORGOTTEN_AT_ONCE = 100
 # The number of most recently used shapes that are never forgotten: the image in progress may use them.
-LEAST_RECENT = 100
+NEVER_FORGOTTEN = 100
 
 
 def median_of(ordered: list[float]) -> float:
@@ -303,7 +303,8 @@ class Entry:
 
 class ShapeTable:
     """The entries of all shapes by ShapeKey; checkpoints of one architecture share them. Beyond MOST_SHAPES, the least
-    recently used entries are forgotten, except those that must stay (see kept)."""
+    recently used entries are forgotten. READY entries, the NEVER_FORGOTTEN that were used last, and entries that `kept`
+    names stay, so there may be more than MOST_SHAPES."""
 
     def __init__(
         self, kept: Callable[[], Callable[[Entry], bool]] = lambda: lambda entry: False,
@@ -348,6 +349,6 @@ class ShapeTable:
         """Forget the least recently used entries that need not stay."""
         is_kept = self._kept()
         old = [
-            entry for entry in self.entries()[LEAST_RECENT:] if entry.state is not State.READY and not is_kept(entry)
+            entry for entry in self.entries()[NEVER_FORGOTTEN:] if entry.state is not State.READY and not is_kept(entry)
         ]
         self.forget({entry.key for entry in old[-FORGOTTEN_AT_ONCE:]})

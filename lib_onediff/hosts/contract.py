@@ -117,8 +117,8 @@ class WebUI:
         runtime.guard.attempt("restoring the UNets' weights", runtime.release_all)
 
     def hooks(self) -> int:
-        """The number of our functions on each patched method, for the status: 1 after serve(), however often it was
-        called, and 0 after stop()."""
+        """1 while any of our functions replaces a method of the WebUI, else 0; for the status. So 1 after serve(),
+        however often it was called, and 0 after stop()."""
         return int(any(forwards.active for forwards in self.patches))
 
     def loads_at_start(self) -> bool:
@@ -190,8 +190,8 @@ class WebUI:
         return name_of_model(type(checkpoint).__name__.removesuffix("Inferencer"))
 
     def why_not_served(self, checkpoint: Any = None) -> str | None:
-        """Why OneDiff does not serve a checkpoint, by default the loaded one, in one line for the user; None if it
-        does, or none is loaded."""
+        """Why OneDiff does not serve a checkpoint, by default the loaded one, in one line for the user. `unmet` comes
+        first, whatever is loaded. None if OneDiff serves it, or no checkpoint is loaded."""
         checkpoint = self.checkpoint() if checkpoint is None and self.unmet is None else checkpoint
         if self.unmet is not None or checkpoint is None or self.unet_of(checkpoint) is not None:
             return self.unmet

@@ -69,8 +69,9 @@ class WorkTimes:
         self._measured[what] = seconds / pixels
 
     def estimate(self, what: str, pixels: int, plain: float = 1.0) -> float:
-        """Seconds that a piece of work will take. what: a key of WEIGHTS. pixels: of all its latents, in pixels of the
-        image. plain: seconds of a plain call for one pixel, used before anything was measured."""
+        """Seconds that a piece of work will take: from earlier work of its kind; else from work of other kinds, by
+        WEIGHTS; else from plain. what: a key of WEIGHTS. pixels: the image's, times the number of latents. plain:
+        seconds of a call without a graph for one pixel."""
         known = self._measured.get(what)
         if known is not None:
             return known * pixels

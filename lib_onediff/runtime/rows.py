@@ -107,15 +107,16 @@ class ShapeRow:
 class ResolutionRow:
     """All shapes of one model at one resolution ("512x512", in pixels).
 
-    state, reason: of the best shape.
+    state: of the best shape.
+    reason: of the most recently used shape that has one, even if another shape is ready.
     images: the number of images that this process has made here.
     uses: the number of calls, also by earlier processes if this one made none.
     prewarm_s: seconds of its last pre-warm.
-    saved_s: seconds that this saved in the first image.
+    saved_s: seconds by which pre-warming has shortened the first image.
     step_ms, host_ms, ratio: means over all steps of the last image that OneDiff has made here, with cached and
         extrapolated ones; before the first image, those of the most used shape.
     bytes: GPU memory that purging this row would free. It is not the sum over the shapes, and rows do not add up,
-        because graphs overlap in one memory pool that shrinks only without its largest graph.
+        because graphs overlap in one memory pool, which shrinks only when its largest graph is removed.
     needs: bytes that its largest graph takes of that pool.
     shapes: the most recently used first. The VAE's shapes come last, in the row of each model with their resolution,
         and do not count in the other fields.

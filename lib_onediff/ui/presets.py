@@ -40,7 +40,8 @@ class Preset:
 
     @property
     def explanation(self) -> str:
-        """A sentence on its measured speed and how its images differ."""
+        """A sentence: how many times faster than Exact it was measured to be, on which card, and how its images
+        differ."""
         if self.name == EXACT:
             return f"{self.what}."
         return f"{PRESETS[EXACT].seconds / self.seconds:.1f}x as fast as Exact with SDXL on an H100; {self.what}."

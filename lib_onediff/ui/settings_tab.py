@@ -75,8 +75,8 @@ def in_groups() -> list[Field]:
 
 
 def for_the_browser() -> str:
-    """Data for javascript/onediff_settings.js: the options in the order of the page, and the values that each Speed
-    button sets."""
+    """A hidden HTML element with data for javascript/onediff_settings.js, as JSON: what option_for_the_browser says of
+    each option, in the order of the page, and of each Speed button the values that it sets and its explanation."""
     known = {host_key(option.name): option_for_the_browser(option) for option in in_groups()}
     speeds = {}
     for name, preset in PRESETS.items():

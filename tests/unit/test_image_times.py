@@ -342,7 +342,7 @@ def test_the_row_of_a_size_says_of_its_last_image_what_the_status_says() -> None
 
 
 def test_forgetting_a_row_deletes_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("MOST_SHAPES", 4), ("FORGOTTEN_AT_ONCE", 2), ("LEAST_RECENT", 1)):
+    for name, value in (("MOST_SHAPES", 4), ("FORGOTTEN_AT_ONCE", 2), ("NEVER_FORGOTTEN", 1)):
         monkeypatch.setattr(table, name, value)
     images = Images()
     images.make(size=8, steps=STEPS[:2])

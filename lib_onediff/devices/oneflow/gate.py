@@ -110,7 +110,7 @@ def why_no_package() -> str | None:
 
 def verdict_of(output: str, code: int) -> str | None:
     """Why OneFlow cannot be used; None if it can. output, code: the other process's output, which has a line of JSON
-    from main() among OneFlow's own lines, and its exit code."""
+    from the end of this file among OneFlow's own lines, and its exit code."""
     words: dict[str, Any] = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):
@@ -128,8 +128,8 @@ def brief(message: str) -> str:
 
 
 def main(device: str, dtype: torch.dtype) -> None:
-    """Test OneFlow in this process. Raises what OneFlow raises, and RuntimeError if it computes something else than
-    torch."""
+    """Test OneFlow in this process, which only runs this file; its last lines print the outcome as JSON. Raises what
+    OneFlow raises, and RuntimeError if it computes something else than torch."""
     # Write no core dump after a crash. Windows writes none, and does not have this module.
     with contextlib.suppress(ImportError):
         import resource

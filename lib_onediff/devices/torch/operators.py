@@ -282,7 +282,8 @@ def repeated(heads: Tensor, count: int) -> Tensor:
 
 
 def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None) -> Tensor:
-    """See Operators.gated."""
+    """The value half of tokens times its activated gate half; the projection to both halves is done. See
+    Operators.gated."""
     value, gate = tokens.chunk(2, dim=-1)
     if unit.gate_first:
         value, gate = gate, value
@@ -356,7 +357,7 @@ def channels_last(image: Tensor) -> Tensor:
 
 class WideNorms:
     """These operators for a host that computes group norms in float32, as under torch.autocast: the norm and the SiLU
-    after it are computed in float32, and only the SiLU's output is rounded. All other operators are this module's."""
+    after it are computed in float32, and rounded once, behind the SiLU. All other operators are this module's."""
 
     def __getattr__(self, name: str) -> Any:
         """The operator of this name of this module."""

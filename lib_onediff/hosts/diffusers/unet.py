@@ -126,11 +126,11 @@ class Processors(NamedTuple):
 
 
 class DiffusersForward(ModuleForward):
-    """Serves the calls of one network of a class in NETWORKS, and keeps what its calls depend on besides their
-    arguments.
+    """Serves the calls of one network of a class in NETWORKS, UNets and transformers, and keeps what its calls depend
+    on besides their arguments.
 
-    loras: reads the network's LoRAs that are not merged. pipeline: returns the pipeline that calls the network; None if
-        unknown (note_pipeline).
+    kind: the network's class. Attributes: loras reads the network's LoRAs that are not merged. pipeline() returns the
+    pipeline that calls the network; None if unknown (note_pipeline).
     """
 
     hook = "the UNet's forward"

@@ -216,7 +216,8 @@ class Decode:
         return Operands(self.weights, [Cast(dtype, vectors=True)])
 
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
-        """The image by a backend whose kernels are loaded, in the host's dtype. latent: in the dtype to compute in."""
+        """The image by a backend whose kernels are loaded, in the host's dtype. latent: in the dtype to compute in.
+        reason: of the result, see Decoded."""
         key = entry.key
         device = latent.device
         stored = self._latent.dtype

@@ -277,7 +277,8 @@ def times_html(row: Any) -> dict[str, str]:
 
 
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], folder: Path | None) -> str:
-    """Memory and disk space in use, the number of queued sizes, and counts of resolutions and calls.
+    """HTML of the head of the page: memory and disk space in use, the number of queued sizes, counts of resolutions and
+    calls, the share of calls by graphs, and what Low-bit and weights in main memory do.
 
     jobs: those that pre-warm. folder: the cache folder.
     """
