@@ -48,11 +48,12 @@ def let_nobody_in() -> None:
 
 
 def login_check(asked_for: bool, other_way: str = "") -> Callable[[Request], Awaitable[None]]:
-    """A dependency that admits the users of the page: everybody, or with --gradio-auth those who have logged in. It
-    raises HTTPException 401 for others.
+    """A function for fastapi's Depends that admits the users of the page: everybody, or with --gradio-auth those who
+    have logged in. It raises HTTPException 401 for others.
 
-    asked_for: whether the command line requires a login. A WebUI without a page (--nowebui) then refuses everybody,
-    because nobody can log in. other_way: another way to log in, as the end of the sentence for users.
+    With a page, gradio's own check of logins decides. asked_for: whether the command line requires a login; it counts
+    only in a WebUI without a page (--nowebui), which then refuses everybody, because nobody can log in. other_way:
+    another way to log in, as the end of the sentence for users.
     """
 
     async def check(request: Request) -> None:

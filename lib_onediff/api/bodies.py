@@ -51,7 +51,7 @@ class PrewarmBody(Body):
 
 
 class PurgeBody(Body):
-    """What to purge: one of resolutions (of all models, or of one), a model, the disk, and all."""
+    """What to purge, exactly one of: resolutions (of all models, or of one), a model, the disk, or all."""
 
     resolutions: list[Resolution] | None = Field(None, description='Such as ["512x512"], as GET shapes names them.')
     model: ModelName | None = Field(None, description="As GET shapes names it; without resolutions: all of them.")

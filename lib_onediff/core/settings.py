@@ -89,8 +89,8 @@ def format_value(value: Any) -> str:
 
 
 def parse_value(option_field: Field[Any], word: str) -> Any:
-    """The value of an option for a word (see format_value). Raises ValueError, with a sentence for the user, if it does
-    not fit the option."""
+    """The value of an option for a word (see format_value). Raises ValueError if it does not fit the option: with a
+    sentence for the user, or with Python's own message for a word that is no number, to which callers add the name."""
     kind: type[Any] = type(option_field.default)
     if kind is bool:
         # X/Y/Z plots pass Python's True, and users type On.
@@ -203,7 +203,8 @@ class Settings:
         return self.transformer_interval > 1 or (self.deepcache_interval > 1 and self.deepcache_depth > 0)
 
     def cache_options(self, is_transformer: bool) -> frozenset[str]:
-        """The names of DeepCache's options that have an effect: on transformers if is_transformer, else on UNets."""
+        """The names of the options that set DeepCache's interval and depth (see cache), also while it is off: on
+        transformers if is_transformer, else on UNets."""
         return TRANSFORMER_OPTIONS if is_transformer and self.transformer_interval else DEEPCACHE_OPTIONS
 
     def cache(self, is_transformer: bool) -> tuple[int, int]:

@@ -73,7 +73,7 @@ def absolute(text: str) -> str:
 
 
 def model_location(model: str) -> Path:
-    """The path of a model that a user has named. Raises Refusal if nothing is there."""
+    """The absolute path of the model file or folder that a user gave as a path. Raises Refusal if nothing is there."""
     try:
         location = Path(model).expanduser()
         location.stat()

@@ -165,7 +165,8 @@ class TransformerLayers:
         """The attention's output before its last linear layer (attention.out): Rows of (batch, tokens, heads * head
         width).
 
-        rotary: rotates queries and keys after their head norms. mask: see Operators.attention.
+        rotary: rotates queries and keys after their head norms. mask: see Operators.attention. If attention.gated,
+        query_key_value computes a gate too, whose sigmoid multiplies the output here.
         """
         projected = self.linear(normed, attention.query_key_value)
         gate: Tensor | None = None

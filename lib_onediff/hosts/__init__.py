@@ -37,8 +37,8 @@ def this_webui() -> WebUI:
 
 
 def adapter_of_host() -> WebUI:
-    """A new adapter for the WebUI in this process. The kind of WebUI is recognised by a Python module that only it has
-    (HOSTS), not by the name of its folder.
+    """A new adapter for the WebUI in this process. The kind of WebUI is the first one in HOSTS whose Python module is
+    there; the name of its folder does not count.
 
     For a WebUI of no known kind, or of a release that lacks something, returns a WebUI that does nothing; its `unmet`
     is the reason, which is also logged.

@@ -70,9 +70,10 @@ def report(facts: Facts) -> str:
 
 
 def parse(text: str) -> Facts:
-    """The facts in a report. Other text may surround it, and its lines may be indented or quoted with ">".
+    """The facts in a report. Other text may come before it, and its lines may be indented or quoted with ">". Lines
+    behind it that look like facts are read as facts.
 
-    Raises ValueError with a sentence if the text has no report.
+    Raises ValueError with a sentence if the text has no report of this format version.
     """
     lines = iter([line.strip().lstrip("> \t") for line in str(text).splitlines()])
     if TITLE not in lines:

@@ -155,8 +155,8 @@ def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
 
 
 def parse(text: Any) -> dict[str, Any]:
-    """The values of the options in an infotext, by name; {} if the text has neither "on" nor "off", as for an image
-    that OneDiff did not serve.
+    """The values of the options in the entry OneDiff of an infotext, by name, with a preset's options in place of its
+    name; {} if the text has neither "on" nor "off", as for an image that OneDiff did not serve.
 
     Unknown options and wrong values are left out, since another version of OneDiff may have written the text;
     problem_of names them.

@@ -240,7 +240,7 @@ def objects_in(container: Any) -> list[Any]:
 
 
 def our_functions() -> Iterator[types.FunctionType]:
-    """All functions in OneDiff's files that compute. These files are all imported before a network is served."""
+    """All functions in those files of OneDiff that compute. These files are all imported before a network is served."""
     # sys.modules may contain any object, and other threads import meanwhile.
     files = [
         module for name, module in sorted(sys.modules.copy().items())
@@ -265,7 +265,8 @@ def found_elsewhere(module: types.ModuleType, names: Collection[str]) -> set[str
 
 
 def computes(module: str) -> bool:
-    """Whether names are looked up in the module of this name: in all except torch's internals."""
+    """Whether names are looked up in the module of this name: in every module outside of torch, and in those of torch
+    whose functions compute (OF_TORCH, torch.nn.*, torch._C.*)."""
     if package(module) != TORCH:
         return True
     return module in OF_TORCH or module.startswith(("torch.nn.", "torch._C."))

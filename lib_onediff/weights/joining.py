@@ -73,8 +73,9 @@ def joined(parameters: list[Tensor]) -> Tensor | None:
 
 
 def in_memory_format(weight: Tensor, memory_format: torch.memory_format) -> Tensor:
-    """A convolution's weight, (out, in, height, width), in a memory format: a new tensor. Where the card is full, the
-    values are rewritten within the storage that they have, by way of main memory."""
+    """A convolution's weight, (out, in, height, width), in a memory format: a new tensor with memory of its own. Where
+    the card is full, it is a view of the weight's own storage, in which the values are rewritten by way of main memory:
+    the given tensor is then wrong, and only the returned one may be used."""
     try:
         return copy_of(weight, memory_format)
     except torch.cuda.OutOfMemoryError:

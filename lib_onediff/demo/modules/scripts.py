@@ -47,8 +47,8 @@ class ScriptRunner:
         self.inputs: list[Any] = [None]
 
     def setup_ui(self) -> None:
-        """Create the components of all scripts inside the open gradio context, and assign each script its range of the
-        script arguments (args_from, args_to)."""
+        """Create the components of all scripts inside the open gradio context, assign each script its range of the
+        script arguments (args_from, args_to), and collect their inputs and infotext_fields."""
         import gradio as gr
 
         for script in self.alwayson_scripts:

@@ -141,7 +141,9 @@ class OneFlow(Device):
 
     def runner(self, network: Any, key: ShapeKey, call: Call, is_warm_up: bool) -> OneFlowRunner:
         """The graph for a call. A new shape, or a moved weight, needs a new graph, which another thread compiles for
-        seconds; until then, raises Refusal. is_warm_up: wait for it instead."""
+        seconds. While any graph is compiled, raises Refusal, also for a call whose graph is ready, because OneFlow runs
+        nothing meanwhile. is_warm_up: waits for this call's graph instead. Raises Refusal also if no further graph may
+        be compiled, or if this one has failed."""
         binding = network.bound.binding
         weights = binding.weights()
         # Without the switches for precision, which environment variables set at each run.

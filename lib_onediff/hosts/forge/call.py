@@ -144,7 +144,8 @@ def transformer_call(
     names_read: Collection[str], image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> Call:
     """The Call for a call of a host's transformer; see unet_call. kind: a function that makes the family's Call of
-    latent, timestep, context, upcast_attention and patches. Raises Refusal also for inputs that only UNets take."""
+    latent, timestep, context, upcast_attention and patches. Raises Refusal also for y, control and image prompts, which
+    only UNets take, and for a prompt that is not (batch, tokens, width)."""
     if given.context.dim() != PROMPT_DIMENSIONS:
         raise Refusal(f"the prompt has the shape {tuple(given.context.shape)} instead of (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
@@ -173,7 +174,7 @@ def unknown_options(options: Mapping[str, Any], names_read: Collection[str], run
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is None, or a string or container without content."""
+    """Whether a value is None, an empty string, list, tuple or set, or a mapping whose values are all empty."""
     if isinstance(value, Mapping):
         return all(is_empty(inside) for inside in value.values())
     return value is None or (isinstance(value, (list, tuple, set, frozenset, str)) and len(value) == 0)

@@ -116,7 +116,8 @@ def resolutions_html(
 ) -> str:
     """The table with at most MOST_ROWS rows; below each, its shapes are folded.
 
-    sort: see selected. jobs: ids of pending jobs by the keys of their rows.
+    rows: in the order of the table. sort: how they are sorted (see selected), which the heading shows. jobs: ids of
+    pending jobs by the keys of their rows, for a Cancel button in the row. has_gpu: without one, no column is of VRAM.
     """
     if not rows:
         return '<p class="onediff-reason">Nothing yet. Generate an image, or pre-warm a size: click one above.</p>'
@@ -234,7 +235,8 @@ def choice_html(attributes: str) -> str:
 
 
 def prewarm_html(row: ResolutionRow) -> str:
-    """The time of the last pre-warming, and below it the time that this saved."""
+    """How long the last pre-warming took, and below it how much longer the first image would have taken without it;
+    NOTHING if the row was never pre-warmed."""
     if row.prewarm_s is None:
         return NOTHING
     saved = "" if row.saved_s is None else f"<small>saved {seconds(row.saved_s)}</small>"
