@@ -29,7 +29,7 @@ def panel(opened: Any, webui: WebUI) -> Panel:
 def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
     """A context in which an image is made, so that queued sizes do not begin: a call at a large size would go on for a
     minute after it is cancelled."""
-    generation = InBackground(webui, {**PICTURE, "steps": 150, "width": 256, "height": 256})
+    generation = InBackground(webui, {**PICTURE, "steps": 150, "width": 128, "height": 128})
     generation.wait_for_step(1)
     yield
     webui.post("/sdapi/v1/interrupt")
@@ -75,9 +75,9 @@ def test_presets_of_the_loaded_model_and_cancel(panel: Panel, webui: WebUI) -> N
         # The first one has its turn already, and waits for the image.
         queued = lambda: [line.split(" ")[1] for line in panel.jobs("queued")]  # noqa: E731
         panel.page.wait(lambda: queued() == ["512x768", "768x512", "768x768"], "three jobs", 30)
-        assert "waits for the image 256x256, 150 steps" in panel.jobs("running")[0]
+        assert "waits for the image 128x128, 150 steps" in panel.jobs("running")[0]
         (image,) = panel.texts("#onediff_cache_jobs [data-onediff-kind=image]")
-        assert image.startswith("Image 256x256, 150 steps") and "of 150" in image
+        assert image.startswith("Image 128x128, 150 steps") and "of 150" in image
         panel.prewarm("512x512")
         panel.told("512x512: runs or waits already, not queued again.", "cache_result")
         panel.click_at('#onediff_cache_jobs button[aria-label="Cancel: Pre-warm 768x768"]')
