@@ -1,6 +1,7 @@
 """The points in a forward at which functions of other extensions are called, such as attention patches."""
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterable
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 
-class Points:
+class Points(ABC):
     """The functions of other extensions in one call, by the points at which a forward calls them.
 
     A family that supports such functions has a subclass with a method for each point. The forward calls the method with
@@ -32,9 +33,9 @@ class Points:
     def begin(self, latent: Tensor) -> None:
         """Called when a forward of this latent begins, before the first point. Does nothing here."""
 
+    @abstractmethod
     def unchanged(self, point: str, *arguments: Any) -> Any:
         """The result of the method of this name when no function is set at its point."""
-        raise NotImplementedError
 
 
 class EveryPoint(Points):

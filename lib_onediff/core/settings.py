@@ -72,13 +72,13 @@ def check_value(option_field: Field[Any], value: Any) -> None:
     kind = type(option_field.default)
     metadata = option_field.metadata
     if metadata["choices"] and (type(value) is not kind or value not in metadata["choices"]):
-        raise ValueError(f"OneDiff option {name} is one of {', '.join(metadata['choices'])}, not {value!r}.")
+        raise ValueError(f"OneDiff option {name} must be one of {', '.join(metadata['choices'])}, not {value!r}.")
     if type(value) is not kind:
         raise ValueError(f"OneDiff option {name} takes {TYPE_NAMES[kind]}, not {value!r}.")
     if metadata["bounds"] is not None:
         least, most = metadata["bounds"]
         if not least <= value <= most:
-            raise ValueError(f"OneDiff option {name} is from {number(least)} to {number(most)}, not {value!r}.")
+            raise ValueError(f"OneDiff option {name} must be from {number(least)} to {number(most)}, not {value!r}.")
     if metadata["check"] is not None:
         metadata["check"](value)
 

@@ -71,7 +71,7 @@ def number_in(value: Any, name: str, least: float, most: float) -> float:
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"{name} must be a number, not {value!r}.") from None
     if not least <= number <= most:
-        raise ValueError(f"{name} is from {least:g} to {most:g}, not {number:g}.")
+        raise ValueError(f"{name} must be from {least:g} to {most:g}, not {number:g}.")
     return number
 
 

@@ -130,8 +130,7 @@ def problem_of_value(option: Field[Any], value: Any) -> str:
                 return f"This is not a number: {value!r}."
         check_value(option, value)
     except ValueError as problem:
-        sentence = str(problem).replace(f"OneDiff option {option.name} ", "This ")
-        return sentence.replace("This is from", "This must be from").replace("This is one of", "This must be one of")
+        return str(problem).replace(f"OneDiff option {option.name} ", "This ")
     return ""
 
 

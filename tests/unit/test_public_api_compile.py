@@ -59,7 +59,7 @@ NO_PIPE = SimpleNamespace(unet=nn.Linear(1, 1))
 
 
 @pytest.mark.parametrize(("function", "given", "options", "said"), [
-    ("compile_unet", None, {"backend": "nonsense"}, "backend is one of auto, native, cudagraph, oneflow, eager"),
+    ("compile_unet", None, {"backend": "nonsense"}, "backend must be one of auto, native, cudagraph, oneflow, eager"),
     ("compile_pipe", None, {"low_bit_only": "yes"}, "low_bit_only takes True or False, not 'yes'"),
     ("compile_unet", None, {"memory_budget": 0.5}, "memory_budget takes a whole number"),
     ("compile_pipe", None, {"speed": 11}, "OneDiff has no option 'speed'. Choose from "),

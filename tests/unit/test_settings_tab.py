@@ -63,7 +63,7 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
      ["settings lose them: onediff_fp8, onediff_verify."]),
     # A wrong value costs no other option.
     ({"deepcache_interval": 99, "vae_precision": "fp32"}, {"vae_precision": "fp32"}, ["from 1 to 20, not 99"]),
-    ({"backend": "inductor"}, {}, ["backend is one of"]),
+    ({"backend": "inductor"}, {}, ["backend must be one of"]),
 ], ids=str)
 def test_stored_values_are_used_and_wrong_ones_are_reported(
     stored: dict[str, Any], wanted: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture,
@@ -101,7 +101,7 @@ def test_an_unwritable_folder_is_reported_at_the_start(tmp_path: Path, caplog: p
     ("onediff_deepcache_depth", 12, "from 0 to 11"),
     ("onediff_skip_negative_after", 100, "from 0 to 99"),
     ("onediff_low_bit_only", 1, "takes True or False"),
-    ("onediff_backend", "warp", "is one of"),
+    ("onediff_backend", "warp", "must be one of"),
 ])
 def test_invalid_values_give_a_sentence_and_the_old_value_stays(
     key: str, value: Any, part: str, caplog: pytest.LogCaptureFixture

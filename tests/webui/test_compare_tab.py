@@ -100,7 +100,7 @@ def test_wrong_input_gets_a_sentence(compare: Compare, webui: WebUI) -> None:
     compare.choose("compare_left", CURRENT)
     for wrong, place, part in (
         ({"width": 65}, "compare_told", "multiple of 8"),
-        ({"images": 9}, "compare_told", "The number of images is from 1 to 8, not 9."),
+        ({"images": 9}, "compare_told", "The number of images must be from 1 to 8, not 9."),
         ({"right_changes": "backend <b>warp</b>"}, "compare_right_told", "backend does not take '<b>warp</b>'"),
     ):
         before = webui.calls()

@@ -327,5 +327,5 @@ def as_in(component: Any, value: Any) -> Any:
     least = component.minimum
     most = component.maximum
     if not least <= number <= most:
-        raise Refusal(f"{component.label} is from {least} to {most}, not {number:g}; it stays as it is.")
+        raise Refusal(f"{component.label} must be from {least} to {most}, not {number:g}; it stays as it is.")
     return number

@@ -242,8 +242,8 @@ def add_front(module: nn.Module, slot: str) -> None:
     the previous forward as its __wrapped__.
 
     A call then reaches our function first. Where the host's own forward is needed, our function calls __wrapped__.
-    diffusers' own hooks install the same kind of partial. A front refers to nothing of ours but the class's function,
-    so a deep copy of the module, which is not attached, runs the host's forward.
+    diffusers' own hooks install the same kind of partial. The only object of ours that a front refers to is the
+    class's function. So a deep copy of the module, which is not attached, runs the host's forward.
     """
     present: Any = module.__dict__[slot]
     below = present.__wrapped__ if is_front(present) else present
