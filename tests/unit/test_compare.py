@@ -102,7 +102,8 @@ def a_pair(seconds: tuple[float, float]) -> Pair:
 
 
 @pytest.mark.parametrize("name, value, part", [
-    ("width", 65, "multiple of 8"), ("height", "", "The height must be a number"), ("steps", "0", "steps must be from 1"),
+    ("width", 65, "multiple of 8"), ("height", "", "The height must be a number"),
+    ("steps", "0", "steps must be from 1"),
     ("cfg_scale", "x", "CFG scale must be a number"), ("cfg_scale", "nan", "CFG scale must be from 1 to 30"),
     ("seed", "-2", "The seed must be from -1"), ("steps", "1.5", "whole number"),
 ])

@@ -313,7 +313,8 @@ def test_unused_parts_of_a_pasted_infotext_are_reported(standalone: WebUI, page:
         ("on; deepcache_interval 99", ("deepcache_interval does not take '99'; it takes 1 to 20.",)),
     ):
         paste(page, "txt2img", f"a fox\nSteps: 500, Sampler: Foo, Seed: 31, Size: 64x64, OneDiff: {options}")
-        wanted = (*parts, "Sampling steps must be from 1 to 150, not 500", "Sampling method: 'Foo' is not a choice here")
+        wrong_fields = "Sampling steps must be from 1 to 150, not 500", "Sampling method: 'Foo' is not a choice here"
+        wanted = (*parts, *wrong_fields)
         page.wait(lambda wanted=wanted: all(part in page.run(said) for part in wanted), f"{wanted} on the page", 20)
         page.run("for (const at of document.querySelectorAll('.toast-close')) at.click()")
     assert page.run("return document.querySelector('#txt2img_steps input[type=number]').value") == str(SMALL["steps"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import oneflow as flow
@@ -164,12 +165,14 @@ class OneFlowOperators:
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """The activation of x."""
-    if activation is Activation.SILU:
-        return functional.silu(x)
-    if activation is Activation.GELU:
-        return functional.gelu(x)
-    return functional.gelu(x, approximate="tanh")
+    """The activation of x. Raises KeyError for one that is not listed, because any other would make a wrong image."""
+    functions: dict[Activation, Callable[[Tensor], Tensor]] = {
+        Activation.SILU: functional.silu,
+        Activation.GELU: functional.gelu,
+        Activation.GELU_TANH: partial(functional.gelu, approximate="tanh"),
+        Activation.SIGMOID: flow.sigmoid,
+    }
+    return functions[activation](x)
 
 
 def wrap(image: Tensor, padding: int, dim: int) -> Tensor:
