@@ -4,6 +4,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import types
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from types import SimpleNamespace
@@ -38,7 +39,7 @@ Caller = Callable[..., Any]
 FOUND: dict[str, Addresses] = {}
 
 
-class Pair:
+class Pair(ABC):
     """A network that OneDiff serves, and its twin, which the host's own code runs. Every edit is made to both.
 
     key: the name in NETWORKS.
@@ -70,8 +71,9 @@ class Pair:
         size, batch, tokens = (choices[seed % len(choices)] for choices in (SIZES, BATCHES, TOKENS))
         return self.inputs_of(size, batch, tokens, self.random(seed))
 
+    @abstractmethod
     def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
-        raise NotImplementedError
+        """The arguments of a call of this size. random: draws a tensor of a shape."""
 
     def random(self, seed: int) -> Callable[..., Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -88,9 +90,9 @@ class Pair:
         return made[0] if isinstance(made, tuple) else made
 
     @contextlib.contextmanager
+    @abstractmethod
     def image(self, told: bool) -> Iterator[None]:
         """A context whose calls belong to one image. told: whether the host announces its begin and end."""
-        raise NotImplementedError
         yield
 
     def as_hosts(self, twin: Any) -> Any:

@@ -14,6 +14,7 @@ import contextlib
 import random
 import sys
 import types
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -311,7 +312,7 @@ KINDS = (*OF_MODULES, *OF_EVERYTHING)
 
 # --- networks with a cut ------------------------------------------------------------------------------------------
 
-class Cut:
+class Cut(ABC):
     """The host's forward of a network, whole, or as a cached step. kept: the activation at the cut at the last whole
     step."""
 
@@ -321,13 +322,13 @@ class Cut:
         self.network = network
         self.found: Tensor | None = None
 
+    @abstractmethod
     def part(self, network: Any) -> list[nn.Module]:
         """The modules that a cached step reads."""
-        raise NotImplementedError
 
+    @abstractmethod
     def hooks(self, kept: Tensor | None) -> list[Any]:
         """Hooks that note the activation in found, or put kept in its place."""
-        raise NotImplementedError
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(None, *args, **kwargs)

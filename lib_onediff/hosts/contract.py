@@ -19,6 +19,7 @@ from ..core.call import Call
 from ..core.key import LATENT_PIXEL
 from ..core.origins import origin, package
 from ..core.refusal import Refusal
+from ..core.settings import OFF_IN_SETTINGS
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits
 from .hooks import ForwardPatches
@@ -26,7 +27,6 @@ from .hooks import ForwardPatches
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 UNETS = ("SD1", "SD2", "SDXL")
-NOT_IN_USE = "OneDiff is switched off in the settings"
 # The name of the adapter for a WebUI that OneDiff does not support.
 NO_HOST = "unknown"
 BYPASSED = "no step of this image reached OneDiff, and no extension was found that bypasses it"
@@ -201,7 +201,7 @@ class WebUI:
         """A call of the loaded checkpoint's UNet with random inputs, for warm(). noise: noise(*shape) draws a tensor.
         Raises Refusal if there is no UNet that OneDiff serves."""
         if not self.hooks():
-            raise Refusal(NOT_IN_USE)
+            raise Refusal(OFF_IN_SETTINGS)
         unet = self.adopt(self.checkpoint())
         if unet is None:
             raise Refusal(self.why_not_served() or "no checkpoint is loaded yet")

@@ -1,6 +1,7 @@
 """Forge Neo with a transformer as its checkpoint, for contract tests."""
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -19,7 +20,7 @@ from lib_onediff.hosts.contract import WebUI
 from lib_onediff.runtime.runtime import runtime
 
 
-class TransformerHost(FamilyHost):
+class TransformerHost(FamilyHost, ABC):
     """A subclass for each network defines new_network(), the inputs latent() and context(), and the attributes below.
 
     is_transformer: whether loaded checkpoints are the transformer; otherwise they are UNets.
@@ -42,18 +43,21 @@ class TransformerHost(FamilyHost):
     residual_scale: ClassVar[float] = 32.0
     own_forward: Any = None
 
+    @abstractmethod
     def new_network(self) -> nn.Module:
-        raise NotImplementedError
+        """A small network with random weights, of the host's class."""
 
     def warmed_for(self, tokens: int) -> int:
         """The length of the prompt whose shape pre-warming with `tokens` makes ready."""
         return max(tokens, self.fewest_tokens)
 
+    @abstractmethod
     def latent(self, batch: int, size: tuple[int, int], seed: int) -> Tensor:
-        raise NotImplementedError
+        """A random latent. size: height and width in latent pixels."""
 
+    @abstractmethod
     def context(self, batch: int, tokens: int, seed: int) -> Tensor:
-        raise NotImplementedError
+        """The embedding of a random prompt, as the host passes it."""
 
     @property
     def code(self) -> Any:

@@ -19,13 +19,14 @@ from ...core.key import LATENT_PIXEL
 from ...core.origins import author, origin
 from ...core.refusal import Refusal
 from ...core.sampling import Sampling
+from ...core.settings import OFF_IN_SETTINGS
 from ...runtime.runtime import runtime
 from ...weights.binding import BOUND_DTYPES, STORED_DTYPES
 from ...weights.exact_copy import copy_of
 from ...weights.joining import shares_storage
 from ...weights.scan import Casts, HostTraits, Yardstick, refuse_replaced
 from ..changed_modules import ChangedModules, forward_above, is_brought, replaced_method
-from ..contract import BYPASSED, NOT_IN_USE, Need, Result, WebUI, check_needs
+from ..contract import BYPASSED, Need, Result, WebUI, check_needs
 from ..hooks import UNetHooks, VaeHooks, serve_call
 from ..sampler_schedule import sampling_of
 from .call import HostCall
@@ -292,7 +293,7 @@ class Forge(WebUI):
         """See WebUI. Loads the selected checkpoint if it is not loaded yet. Also raises Refusal if the call did not
         reach our forward."""
         if not self.hooks():
-            raise Refusal(NOT_IN_USE)
+            raise Refusal(OFF_IN_SETTINGS)
         try:
             checkpoint = self.selected_checkpoint()
         except Exception as error:
