@@ -10,54 +10,37 @@ whole step.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import sys
-import types
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import all_folders  # noqa: F401
-import edits_of_calls
-import edits_of_code
-import edits_of_modules
 import pytest
 import torch
-from builders import SMALL_XL
-from contract_hosts import running
-from edited_networks import AnimaHost, AnimaPair, DiffusersPair, Given, Pair, with_pretended_graphs
-from edits_of_modules import Inapplicable, Undo, scaled, some
-from ladder_builders import NATIVE
+from edited_networks import Given, Pair
+from edits_between_steps import KINDS, OF_EVERYTHING, OF_MODULES
+from edits_of_modules import Inapplicable, Undo
+from networks_with_a_cut import INTERVAL, NETWORKS, Cut
 from random_edits import (
     CLOSE,
-    Edit,
     EditFailed,
     attempt,
     distance,
-    edits,
     exact_products,
     forget_everything,
     limit_of,
-    of_both,
-    of_both_with_sites,
-    on_pair,
-    on_theirs,
-    with_sites,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
-import lib_onediff
 from lib_onediff.core.sampling import Sampling
-from lib_onediff.core.settings import Settings
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.steps import schedules
 
-INTERVAL = 3
 STEPS = 16
 # How often a step is preceded by an edit or its undoing, and how often the edit is of a layer that cached steps read.
 OFTEN = 0.3
@@ -67,386 +50,7 @@ MOST_STANDING = 2
 SEEN = 1e-6
 # Edits of values that torch does not count. The step computes with the new ones, around the old activation.
 UNCOUNTED = frozenset({"add_to_data", "edit_one_row", "other_numbers"})
-# Not what makes a call one of another shape, or a host refuse every call.
-DEFAULTS = (
-    edits_of_calls.default_dtype, edits_of_calls.autocast_off, edits_of_calls.other_kernels,
-    edits_of_calls.training_mode,
-)
-Caller = Callable[..., Any]
 
-
-# --- edits of modules besides those of edits_of_modules -----------------------------------------------------------
-
-def hook_with_keywords(network: Any, chance: random.Random) -> Undo:
-    def louder(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        return scaled(output, 1.1)
-
-    module = some(network, chance, (nn.Conv2d, nn.Linear, nn.GroupNorm, nn.SiLU))
-    return module.register_forward_hook(louder, with_kwargs=True, always_call=chance.random() < 0.5).remove
-
-
-def hook_before_with_keywords(network: Any, chance: random.Random) -> Undo:
-    def louder(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return scaled(args, 1.1), kwargs
-
-    module = some(network, chance, (nn.Conv2d, nn.Linear, nn.GroupNorm, nn.SiLU))
-    return module.register_forward_pre_hook(louder, with_kwargs=True).remove
-
-
-def hook_in_the_dictionary(network: Any, chance: random.Random) -> Undo:
-    """As some extensions set hooks: by writing into the module's own dictionary."""
-    hooks = some(network, chance, (nn.Conv2d, nn.Linear, nn.GroupNorm))._forward_hooks
-    key = 10**6 + chance.randrange(10**6)
-    hooks[key] = lambda module, inputs, output: scaled(output, 1.1)
-    return lambda: hooks.pop(key)
-
-
-def hook_before_everywhere(network: Any, chance: random.Random) -> Undo:
-    def louder(module: nn.Module, inputs: Any) -> Any:
-        return scaled(inputs, 1.05) if isinstance(module, nn.SiLU) else None
-
-    return nn.modules.module.register_module_forward_pre_hook(louder).remove
-
-
-def call_on_an_instance(network: Any, chance: random.Random) -> Undo:
-    """torch's __call__ runs it in the place of the class's."""
-    module = some(network, chance, (nn.Conv2d, nn.Linear, nn.GroupNorm))
-    name = chance.choice(["_call_impl", "_wrapped_call_impl"])
-    if not hasattr(module, name) or name in vars(module):
-        raise Inapplicable
-    below = getattr(type(module), name)
-    setattr(module, name, types.MethodType(lambda self, *a, **k: scaled(below(self, *a, **k), 1.1), module))
-    return lambda: delattr(module, name)
-
-
-class Louder(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return scaled(self.inner(*args, **kwargs), 1.1)
-
-
-def other_activation(network: Any, chance: random.Random) -> Undo:
-    """A module without parameters is replaced by one of another class."""
-    places = [
-        (parent, name) for parent in network.modules() for name, child in parent.named_children()
-        if isinstance(child, (nn.SiLU, nn.Identity, nn.Dropout, nn.GELU))
-    ]
-    if not places:
-        raise Inapplicable
-    parent, name = chance.choice(places)
-    return replace_child(parent, name, chance.choice([nn.Tanh(), Louder(parent._modules[name])]))
-
-
-def wrap_layer(network: Any, chance: random.Random) -> Undo:
-    places = [
-        (parent, name) for parent in network.modules() for name, child in parent.named_children()
-        if isinstance(child, (nn.Conv2d, nn.Linear, nn.GroupNorm))
-    ]
-    if not places:
-        raise Inapplicable
-    parent, name = chance.choice(places)
-    return replace_child(parent, name, Louder(parent._modules[name]))
-
-
-def replace_child(parent: nn.Module, name: str, child: nn.Module) -> Undo:
-    before = parent._modules[name]
-    parent._modules[name] = child
-    return lambda: parent._modules.update({name: before})
-
-
-def add_buffer(network: Any, chance: random.Random) -> Undo:
-    module = some(network, chance, (nn.Conv2d, nn.Linear))
-    module.register_buffer("onediff_test", torch.ones(1), persistent=False)
-    return lambda: delattr(module, "onediff_test")
-
-
-def buffer_for_a_weight(network: Any, chance: random.Random) -> Undo:
-    """The layer computes with a buffer in the place of its parameter."""
-    layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: one._parameters.get("weight") is not None)
-    if "weight" in vars(layer):
-        raise Inapplicable
-    weight = layer.weight
-    del layer.weight
-    layer.register_buffer("weight", weight.detach() * 1.1)
-
-    def undo() -> None:
-        del layer.weight
-        layer.weight = weight
-
-    return undo
-
-
-def tensor_in_the_dictionary(network: Any, chance: random.Random) -> Undo:
-    """The layer computes with an attribute that is no parameter."""
-    layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: one._parameters.get("weight") is not None)
-    if "weight" in vars(layer):
-        raise Inapplicable
-    vars(layer)["weight"] = layer.weight.detach() * 1.1
-    # A parameter that is set by its name removes the attribute.
-    return lambda: vars(layer).pop("weight", None)
-
-
-@torch.no_grad()
-def resize_memory(network: Any, chance: random.Random) -> None:
-    """The parameter object stays, over another memory of another layout."""
-    layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: one._parameters.get("weight") is not None)
-    weight = layer.weight
-    room = torch.zeros(2, *weight.shape, dtype=weight.dtype)
-    room[1] = weight * 1.1
-    weight.data = room[1]
-
-
-def share_layer(network: Any, chance: random.Random) -> Undo:
-    """One layer takes the place of another of its class and size, and stays at its own."""
-    layers = [
-        (parent, name, child) for parent in network.modules() for name, child in parent.named_children()
-        if isinstance(child, (nn.Linear, nn.Conv2d, nn.GroupNorm))
-    ]
-    alike = [
-        (one, other) for one in layers for other in layers
-        if one[2] is not other[2] and repr(one[2]) == repr(other[2])
-        and [*map(id, map(type, one[2]._parameters.values()))] == [*map(id, map(type, other[2]._parameters.values()))]
-    ]
-    if not alike:
-        raise Inapplicable
-    (parent, name, _), (_, _, other) = chance.choice(alike)
-    return replace_child(parent, name, other)
-
-
-def default_of_a_forward(network: Any, chance: random.Random) -> Undo:
-    """A function set on an instance has a default, which is changed later: here at once, through its function."""
-    module = some(network, chance, (nn.Conv2d, nn.Linear, nn.GroupNorm), lambda one: "forward" not in vars(one))
-    below = type(module).forward
-
-    def forward(self: Any, x: Tensor, factor: float = 1.0) -> Any:
-        return below(self, x) * factor
-
-    module.forward = types.MethodType(forward, module)
-    forward.__defaults__ = (1.1,)
-    return lambda: delattr(module, "forward")
-
-
-def apply_function(network: Any, chance: random.Random) -> Undo:
-    """Of Forge Neo's layers: a function that the host applies to the weight at each call."""
-    factor = chance.uniform(0.8, 1.2)
-    layer = some(network, chance, (nn.Conv2d, nn.Linear), lambda one: hasattr(one, "weight_function"))
-    return applied(layer, lambda weight: weight * factor)
-
-
-def apply_lora(network: Any, chance: random.Random) -> Undo:
-    layer = some(network, chance, nn.Linear, lambda one: hasattr(one, "weight_function"))
-    return applied(layer, HostsPatch(layer.weight, chance.randrange(10**6)))
-
-
-def other_strength(network: Any, chance: random.Random) -> Undo:
-    """Of a LoRA that is applied: the number is written into the host's list."""
-    layer = some(network, chance, nn.Linear, lambda one: any(map(is_patch, vars(one).get("weight_function", ()))))
-    patch = next(filter(is_patch, layer.weight_function)).patches["key"][0]
-    before = patch[0]
-    patch[0] = 0.5 * before
-    return lambda: patch.__setitem__(0, before)
-
-
-@torch.no_grad()
-def other_numbers(network: Any, chance: random.Random) -> None:
-    """Of a LoRA that is applied: by an edit that torch does not count."""
-    layer = some(network, chance, nn.Linear, lambda one: any(map(is_patch, vars(one).get("weight_function", ()))))
-    next(filter(is_patch, layer.weight_function)).patches["key"][0][1][1][0].data.mul_(1.2)
-
-
-class HostsPatch:
-    """ComfyUI's function for a list of patches: here one LoRA of rank 4."""
-
-    def __init__(self, weight: Tensor, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        up = 0.2 * torch.randn(len(weight), 4, generator=generator)
-        down = 0.2 * torch.randn(4, weight.shape[1], generator=generator)
-        self.key = "key"
-        self.patches = {self.key: [[1.0, ("lora", (up, down, 4.0, None, None)), 1.0, None, None]]}
-
-    def __call__(self, weight: Tensor) -> Tensor:
-        for strength, (_, (up, down, *_)), *_ in self.patches[self.key]:
-            weight = weight + strength * up @ down
-        return weight
-
-
-def is_patch(function: Any) -> bool:
-    return isinstance(function, HostsPatch)
-
-
-def applied(layer: Any, function: Callable[[Tensor], Tensor]) -> Undo:
-    before = layer.weight_function
-    layer.weight_function = [*before, function]
-    return lambda: setattr(layer, "weight_function", before)
-
-
-ON_MODULES = (
-    hook_with_keywords, hook_before_with_keywords, hook_in_the_dictionary, call_on_an_instance, other_activation,
-    wrap_layer, add_buffer, buffer_for_a_weight, tensor_in_the_dictionary, resize_memory, share_layer,
-    default_of_a_forward,
-)
-# Of Forge Neo's layers.
-FUNCTIONS = (apply_function, apply_lora, apply_lora, other_strength, other_numbers)
-OF_MODULES: dict[str, list[Edit]] = {
-    "weights": edits("weights", edits_of_modules.WEIGHTS, of_both),
-    "attributes": edits("attributes", edits_of_modules.ATTRIBUTES, of_both),
-    "code": edits("code", edits_of_modules.CODE, of_both),
-    "modules": edits("modules", ON_MODULES, of_both),
-    "functions": edits("functions", FUNCTIONS, of_both),
-}
-OF_EVERYTHING: dict[str, list[Edit]] = {
-    "everywhere": edits("everywhere", (*edits_of_modules.EVERYWHERE, hook_before_everywhere), on_theirs),
-    "adapters": edits("adapters", edits_of_modules.ADAPTERS, of_both),
-    "globals": edits("globals", edits_of_code.GLOBALS, with_sites),
-    "globals of torch": edits("globals of torch", edits_of_code.IN_TORCH, with_sites),
-    "classes": edits("classes", edits_of_code.CLASSES, with_sites),
-    "classes of a network": edits("classes of a network", edits_of_code.OF_A_NETWORK, of_both_with_sites),
-    "bodies": edits("bodies", edits_of_code.BODIES, with_sites),
-    "defaults": edits("defaults", DEFAULTS, on_pair),
-}
-KINDS = (*OF_MODULES, *OF_EVERYTHING)
-
-
-# --- networks with a cut ------------------------------------------------------------------------------------------
-
-class Cut(ABC):
-    """The host's forward of a network, whole, or as a cached step. kept: the activation at the cut at the last whole
-    step."""
-
-    kept: Tensor | None = None
-
-    def __init__(self, network: Any) -> None:
-        self.network = network
-        self.found: Tensor | None = None
-
-    @abstractmethod
-    def part(self, network: Any) -> list[nn.Module]:
-        """The modules that a cached step reads."""
-
-    @abstractmethod
-    def hooks(self, kept: Tensor | None) -> list[Any]:
-        """Hooks that note the activation in found, or put kept in its place."""
-
-    def whole(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(None, *args, **kwargs)
-
-    def cached(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self.kept, *args, **kwargs)
-
-    def _run(self, kept: Tensor | None, *args: Any, **kwargs: Any) -> Any:
-        hooks = self.hooks(kept)
-        try:
-            return self.network(*args, **kwargs)
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-
-class UNetCut(Cut):
-    """At depth 1: the last resnet gets the inner part's result, and beside it the first convolution's."""
-
-    def part(self, network: Any) -> list[nn.Module]:
-        return [
-            network.conv_in, network.time_embedding, network.up_blocks[-1].resnets[-1], network.conv_norm_out,
-            network.conv_out, network.add_embedding,
-        ]
-
-    def hooks(self, kept: Tensor | None) -> list[Any]:
-        beside = self.network.conv_in.out_channels
-
-        def cut(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-            hidden_states, *others = inputs
-            inner = hidden_states.shape[1] - beside
-            if kept is None:
-                self.found = hidden_states[:, :inner].detach().clone()
-                return None
-            return torch.cat([kept, hidden_states[:, inner:]], dim=1), *others
-
-        return [self.network.up_blocks[-1].resnets[-1].register_forward_pre_hook(cut)]
-
-
-class TransformerCut(Cut):
-    """At depth 1: the first block, and what the others have added. blocks: the name of their list."""
-
-    def __init__(self, network: Any, blocks: str) -> None:
-        super().__init__(network)
-        self.blocks = blocks
-
-    def part(self, network: Any) -> list[nn.Module]:
-        blocks = getattr(network, self.blocks)
-        return [*(child for child in network.children() if child is not blocks), blocks[0]]
-
-    def hooks(self, kept: Tensor | None) -> list[Any]:
-        blocks = getattr(self.network, self.blocks)
-        first: list[Tensor] = []
-
-        def at_last(block: nn.Module, inputs: Any, output: Tensor) -> Any:
-            if kept is None:
-                self.found = (output - first[0]).detach()
-                return None
-            return first[0] + kept
-
-        return [
-            blocks[0].register_forward_hook(lambda block, inputs, output: first.append(output)),
-            blocks[-1].register_forward_hook(at_last),
-        ]
-
-
-class CosmosPair(DiffusersPair):
-    names = ("hidden_states", "timestep", "encoder_hidden_states")
-
-    def __init__(self) -> None:
-        from test_cosmos import network
-
-        Pair.__init__(self)
-        self.ours = network(num_layers=4)
-        self.theirs = network(num_layers=4)
-        lib_onediff.compile_unet(self.ours, backend=NATIVE, deepcache_interval=INTERVAL)
-
-    def inputs_of(self, size: tuple[int, int], batch: int, tokens: int, random: Callable[..., Tensor]) -> Given:
-        from test_cosmos import CONTEXT_WIDTH
-
-        height, width = size
-        return {
-            "hidden_states": random(batch, 4, 1, height, width), "timestep": torch.full((batch,), 0.5),
-            "encoder_hidden_states": random(batch, tokens, CONTEXT_WIDTH),
-            "padding_mask": torch.zeros(1, 1, 8 * height, 8 * width),
-        }
-
-
-@contextlib.contextmanager
-def sdxl() -> Iterator[tuple[Pair, Cut]]:
-    options = {"backend": NATIVE, "deepcache_interval": INTERVAL}
-    with with_pretended_graphs():
-        pair = DiffusersPair(SMALL_XL, "cpu", torch.float32, **options)
-        yield pair, UNetCut(pair.theirs)
-        lib_onediff.uncompile_unet(pair.ours)
-
-
-@contextlib.contextmanager
-def cosmos() -> Iterator[tuple[Pair, Cut]]:
-    with with_pretended_graphs():
-        pair = CosmosPair()
-        yield pair, TransformerCut(pair.theirs, "transformer_blocks")
-        lib_onediff.uncompile_unet(pair.ours)
-
-
-@contextlib.contextmanager
-def anima() -> Iterator[tuple[Pair, Cut]]:
-    """Of Forge Neo, which applies functions to weights at each call."""
-    with with_pretended_graphs(), running("neo", AnimaHost) as host:
-        pair = AnimaPair(host, "cpu")
-        runtime.configure(Settings(backend=NATIVE, deepcache_interval=INTERVAL))
-        yield pair, TransformerCut(pair.theirs, "blocks")
-
-
-NETWORKS: dict[str, Callable[[], Any]] = {"sdxl": sdxl, "cosmos": cosmos, "anima": anima}
-
-
-# --- running ------------------------------------------------------------------------------------------------------
 
 @dataclass
 class Report:
