@@ -29,7 +29,10 @@ window.onediffViewer = (() => {
     // --- drawing ---
 
     function look() {
-        const viewer = viewerOf(), place = document.querySelector("#onediff_compare [data-onediff-compared]");
+        // Nothing is compared or drawn while another tab is shown.
+        const page = document.getElementById("onediff_compare");
+        if (!page || !page.offsetParent) return;
+        const viewer = viewerOf(), place = page.querySelector("[data-onediff-compared]");
         if (!viewer || !place) return;
         const images = [...document.querySelectorAll("#onediff_compare_gallery img")];
         const now = JSON.stringify([place.dataset.onediffCompared, images.map(({alt, src}) => [alt, src])]);

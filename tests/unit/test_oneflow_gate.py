@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -140,10 +141,9 @@ def test_concurrent_threads_share_one_test_of_oneflow(monkeypatch: pytest.Monkey
 
     gate = OneFlowGate()
     monkeypatch.setattr(gate, "_try", lambda device, dtype: gate._verdicts.update({(device, dtype): "tried"}))
+    # In the gate's module only: the pool and other tests' workers start threads too.
+    monkeypatch.setattr(oneflow_gate, "threading", SimpleNamespace(Thread=SlowThread))
     with ThreadPoolExecutor(8) as threads:
-        # The pool's own threads exist before.
-        list(threads.map(time.sleep, [0.02] * 8))
-        monkeypatch.setattr(oneflow_gate.threading, "Thread", SlowThread)
         asked = [threads.submit(gate.why_not, CPU, torch.float32) for _ in range(8)]
         assert {done.result() for done in asked} == {"tried"}
     assert len(made) == 1

@@ -185,10 +185,9 @@ def test_images_that_end_at_once_have_one_watcher(monkeypatch: pytest.MonkeyPatc
     holdings: Any = SimpleNamespace(made=SimpleNamespace(devices=lambda: not over.is_set()))
     pressure = MemoryPressure(holdings, SimpleNamespace(), threading.RLock(), Guard(), lambda: True)
     monkeypatch.setattr(cache, "SECONDS_BETWEEN_LOOKS", 0.01)
+    # In the watcher's module only: the pool and other tests' workers start threads too.
+    monkeypatch.setattr(cache, "threading", SimpleNamespace(Thread=SlowThread))
     with ThreadPoolExecutor(8) as threads:
-        # The pool's own threads exist before.
-        list(threads.map(time.sleep, [0.02] * 8))
-        monkeypatch.setattr(cache.threading, "Thread", SlowThread)
         for done in [threads.submit(pressure.watch) for _ in range(8)]:
             done.result()
     over.set()

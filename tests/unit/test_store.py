@@ -12,12 +12,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from store_builders import FILE, opened, row, uses
 
 from lib_onediff.core.card import TuningCache
+from lib_onediff.store import history as history_module
 from lib_onediff.store.history import History
 from lib_onediff.store.store import LIMITS
 
@@ -198,7 +200,8 @@ def test_concurrent_threads_start_one_writer_and_lose_no_entry(tmp_path: Path, m
             super().start()
 
     history = opened(tmp_path)
-    monkeypatch.setattr(threading, "Timer", SlowTimer)
+    # In the history's module only: histories of other tests may still write.
+    monkeypatch.setattr(history_module, "threading", SimpleNamespace(**{**vars(threading), "Timer": SlowTimer}))
     with ThreadPoolExecutor(8) as threads:
         for done in [threads.submit(history.tune, f"tile {number}", number) for number in range(40)]:
             done.result()
@@ -209,11 +212,12 @@ def test_concurrent_threads_start_one_writer_and_lose_no_entry(tmp_path: Path, m
 
 
 def test_where_no_thread_begins_any_more_the_end_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(timer: threading.Timer) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
+    class NoTimer(threading.Timer):
+        def start(self) -> None:
+            raise RuntimeError("can't create new thread at interpreter shutdown")
 
     history = opened(tmp_path)
-    monkeypatch.setattr(threading.Timer, "start", refuse)
+    monkeypatch.setattr(history_module, "threading", SimpleNamespace(**{**vars(threading), "Timer": NoTimer}))
     history.tune("tile", 64)
     history.close()
     assert opened(tmp_path).tuned() == {"tile": 64}
