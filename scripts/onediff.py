@@ -223,7 +223,7 @@ def open_cache() -> None:
 guard.attempt("reading the settings", lambda: runtime.configure(settings_tab.stored_settings(shared.opts)))
 guard.attempt("saying what serves", lambda: log.info(runtime.devices.start_line(runtime.settings)))
 open_cache()
-guard.attempt("looking for a checkpoint", warmup.look_around)
+guard.attempt("looking for a checkpoint", warmup.find_loaded_checkpoint)
 follow_settings()
 # Each callback is registered from a thread of its own. The WebUI inspects the stack of the caller, and for every frame
 # of a script (which is not a module) searches all modules of the process, which takes 0.05 to 0.1 s. A new thread's

@@ -25,8 +25,9 @@ OR_BY_API_AUTH = "; or start the WebUI with --api-auth"
 
 
 def protection(app: Any, cmd_opts: Any) -> list[Any]:
-    """The FastAPI dependencies of each of our routes: they refuse pages of other sites, and requests without a login if
-    the WebUI asks for one. app: the WebUI's FastAPI application. cmd_opts: its command line."""
+    """The FastAPI dependencies for each route of our API. They raise HTTPException 403 for pages of other sites, and
+    401 for requests without a login if the WebUI asks for one. app: the WebUI's FastAPI application. cmd_opts: its
+    command line."""
     asks_for_login = bool(getattr(cmd_opts, "gradio_auth", None) or getattr(cmd_opts, "gradio_auth_path", None))
     has_accounts = bool(getattr(cmd_opts, "api_auth", None))
     # The demo has no such option.
@@ -36,24 +37,24 @@ def protection(app: Any, cmd_opts: Any) -> list[Any]:
 
 
 def password_check(app: Any) -> list[Any]:
-    """The dependencies with which a WebUI that was started with --api-auth protects its own API. If its route is not
-    found, or has none, a dependency that refuses every request."""
+    """The dependencies with which a WebUI that was started with --api-auth protects its own API, read from its txt2img
+    route. If that route is not found, or has none, a single one that refuses every request."""
     own = [route for route in app.routes if getattr(route, "path", "") == HOSTS_OWN]
     return next((route.dependencies for route in own if getattr(route, "dependencies", [])), [Depends(let_nobody_in)])
 
 
 def let_nobody_in() -> None:
-    """A dependency that refuses every request with HTTPException 401."""
+    """A FastAPI dependency that raises HTTPException 401 for every request."""
     raise HTTPException(401, NO_CHECK)
 
 
 def login_check(asked_for: bool, other_way: str = "") -> Callable[[Request], Awaitable[None]]:
-    """A function for fastapi's Depends that admits the users of the page: everybody, or with --gradio-auth those who
-    have logged in. It raises HTTPException 401 for others.
+    """A FastAPI dependency that admits the users of the WebUI's page: everybody, or with --gradio-auth those who have
+    logged in there. It raises HTTPException 401 for others.
 
     With a page, gradio's own check of logins decides. asked_for: whether the command line requires a login; it counts
     only in a WebUI without a page (--nowebui), which then refuses everybody, because nobody can log in. other_way:
-    another way to log in, as the end of the sentence for users.
+    another way to log in, as the end of the sentence for users; "" for none.
     """
 
     async def check(request: Request) -> None:
@@ -73,10 +74,11 @@ def page_in(app: Any) -> Any:
 
 
 async def status_of(app: Any, path: str, request: Request) -> int:
-    """The HTTP status of a GET of another path with the same browser's cookies, without the network.
+    """The HTTP status with which `app` answers a GET of a path, with the cookies of `request`. app is called in this
+    process, not over the network.
 
-    gradio's own login check protects only gradio's routes, and only gradio knows the names of its cookies, which
-    change.
+    With it, gradio decides whether the sender of a request to our own routes is logged in: only gradio knows the names
+    of its cookies, which change with its releases.
     """
     headers = [(name, value) for name, value in request.headers.raw if name in (b"cookie", b"host")]
     transport = httpx.ASGITransport(app, client=request.scope["client"])
@@ -86,7 +88,8 @@ async def status_of(app: Any, path: str, request: Request) -> int:
 
 
 def origin_check(origins: Origins) -> Callable[[Request], None]:
-    """A dependency that refuses requests that a page of another site has sent.
+    """A FastAPI dependency that raises HTTPException 403 for requests that a page of another site has sent, unless they
+    only read.
 
     Browsers add cookies and saved passwords to such requests, and reach a WebUI of this machine that asks for neither.
     A plain form may send them without a preflight request, and so may a page that sends JSON as text. Reading needs no
@@ -101,10 +104,10 @@ def origin_check(origins: Origins) -> Callable[[Request], None]:
 
 
 def refuse_foreign_pages(page: Any, cmd_opts: Any) -> None:
-    """Replace the handler of each of our events on the page by one that refuses requests from pages of other sites
-    with a gradio.Error.
+    """Replace, in place, the handler of each of our events on the page by one that raises gradio.Error for requests
+    from pages of other sites. Call it once, when the page is built.
 
-    page: the WebUI's gradio.Blocks; None without a page, when nothing is done. cmd_opts: the WebUI's command line.
+    page: the WebUI's gradio.Blocks; None without a page: then nothing is done. cmd_opts: the WebUI's command line.
     """
     functions = getattr(page, "fns", ())
     origins = origins_of(cmd_opts)
@@ -115,7 +118,8 @@ def refuse_foreign_pages(page: Any, cmd_opts: Any) -> None:
 
 
 def checked(function: Callable[..., Any], origins: Origins) -> Callable[..., Any]:
-    """The handler of an event, preceded by a check of the request's origin."""
+    """A handler of an event that raises gradio.Error for a request from a page of another site, and otherwise returns
+    function(*values)."""
 
     # Without functools.wraps: gradio passes the request because it sees this signature.
     def answer(request: gr.Request, *values: Any) -> Any:

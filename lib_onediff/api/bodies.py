@@ -76,7 +76,8 @@ class ReleaseBody(Body):
 
 
 class SentenceRoute(APIRoute):
-    """A route that answers every error with {"detail": one sentence}, the same in every WebUI.
+    """A FastAPI route (its route class) that answers every error with {"detail": one sentence}, the same in every
+    WebUI: also faults of ours, with 500, which are logged.
 
     The WebUIs' own error handlers fail for values that are not valid JSON (NaN, half a surrogate pair) and drop
     headers.
@@ -96,21 +97,22 @@ class SentenceRoute(APIRoute):
             except NotKept as problem:
                 return refusal(507, str(problem))
             except Exception:
-                log.exception("a fault of ours in %s", self.path)
+                log.exception("A fault of OneDiff in %s, please report it.", self.path)
                 return refusal(500, "A fault of OneDiff, please report it; the WebUI's console shows more.")
 
         return handle_with_sentences
 
 
 def json_answer(content: Any, status: int = 200) -> Response:
-    """Plain values as JSON. Numbers that JSON lacks (NaN, infinity) become null. Fast, because no model validates
-    them."""
+    """A response with plain values as JSON. Numbers that JSON lacks (NaN, infinity) become null. Faster than FastAPI's
+    own conversion, which would validate the values."""
     finite = json.loads(json.dumps(content), parse_constant=lambda name: None)
     return Response(json.dumps(finite), status, media_type="application/json")
 
 
 def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    """An answer with an HTTP status and {"detail": sentence}."""
+    """A response with an HTTP status for an error, and {"detail": sentence}. A sentence that is too long is cut: it may
+    quote text from a client."""
     answer = json_answer({"detail": readable(sentence)}, status)
     answer.headers.update(headers or {})
     return answer

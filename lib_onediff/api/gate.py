@@ -58,7 +58,8 @@ class Origins:
     names: Collection[str] = ()
 
     def is_foreign(self, headers: Mapping[str, str]) -> bool:
-        """Whether a browser sent the request for a page of another site. headers: by names in lower case."""
+        """Whether a browser sent the request for a page of another site that is not allowed. False for programs, which
+        send none of these headers. headers: by names in lower case."""
         site = headers.get("sec-fetch-site")
         origin = headers.get("origin")
         if site is None and origin is None or origin != NOBODY and site in ONES_OWN:
@@ -72,8 +73,8 @@ class Origins:
         return not (allowed or self.pattern and re.fullmatch(self.pattern, origin or ""))
 
     def is_own(self, origin: str, host: str | None) -> bool:
-        """Whether an origin is that of this server's own page. host: the request's Host or X-Forwarded-Host header;
-        None or an unknown name: False.
+        """Whether an origin (scheme://host:port) is that of this server's own page. host: the request's Host or
+        X-Forwarded-Host header. False without one, or if knows() does not accept it.
 
         Schemes are not compared, because a proxy may have ended TLS. The header may lack the origin's port, because
         some proxies leave it out.
@@ -84,13 +85,15 @@ class Origins:
         return host.lower() in (address, address.rpartition(":")[0])
 
     def knows(self, host: str | None) -> bool:
-        """Whether a Host header, with or without a port, may name this server; see strict_host. False without one."""
+        """Whether a Host header, with or without a port, may name this server: any name, or with strict_host only an
+        address, localhost, or one of `names`. False without a header."""
         name = host_name(host or "")
         return name in self.names or (is_fixed(name) if self.strict_host else bool(name))
 
 
 def host_name(host: str) -> str:
-    """A Host header's name, without the port and in lower case; an IPv6 address without its brackets."""
+    """The name in a Host header, without the port and in lower case; an IPv6 address without its brackets. "" for an
+    empty header."""
     address = re.fullmatch(r"\[(.*)\](:\d*)?", host)
     return address[1].lower() if address else host.partition(":")[0].rstrip(".").lower()
 
@@ -118,13 +121,14 @@ def origins_of(cmd_opts: Any) -> Origins:
 
 
 class Gate:
-    """ASGI middleware around the whole application, including gradio's own routes.
+    """ASGI middleware of the demo and of Ray Serve around the whole application, including gradio's own routes.
 
-    It refuses a request with an HTTP error, before any other code reads it, and closes every web socket.
+    It answers a request that it does not let through with an HTTP error, before any other code reads the request, and
+    closes every web socket. To other answers, it adds headers for the browser (harmless()).
 
     app: the ASGI application inside.
     identify: raises HTTPException for a request without a login, from the headers alone; None if no login is required.
-    largest: the largest body in bytes, of users who have logged in; others may send LARGEST_LOGIN.
+    largest: the largest body in bytes that users who have logged in may send; others may send LARGEST_LOGIN.
     page_policy: the page's Content-Security-Policy; "" for none.
     """
 
@@ -158,8 +162,8 @@ class Gate:
         await self.app(scope, bounded(receive, limit), self.harmless(scope["path"], send))
 
     def check(self, method: str, path: str, headers: Headers) -> None:
-        """Raise HTTPException 403 for an unknown Host, a request of another site's page (links to our pages are
-        allowed), or a path with which gradio would download an address."""
+        """Raise HTTPException 403 for a Host that does not name this server, a request of another site's page (except a
+        link to one of our pages), or a path by which gradio would download from an address. path: without the query."""
         host = headers.get("host", "")
         if not self.origins.knows(host):
             raise HTTPException(403, UNKNOWN_NAME.format(host_name(host) or '""'))
@@ -169,7 +173,7 @@ class Gate:
             raise HTTPException(403, NO_FETCHING)
 
     async def limit_for(self, request: Request) -> int:
-        """The largest body in bytes that this request may have."""
+        """The largest body in bytes that this request may have: LARGEST_LOGIN without a login, if one is required."""
         try:
             if self.identify is not None:
                 await self.identify(request)
@@ -178,8 +182,9 @@ class Gate:
         return self.largest
 
     def harmless(self, path: str, send: Send) -> Send:
-        """The send function for the answer of a path, which adds headers: browsers must not guess content types, must
-        save uploaded files instead of showing them (except SHOWN_FILES), and apply page_policy to the page."""
+        """An ASGI send function that passes the answer of a path on to `send`, with headers added: browsers must not
+        guess content types, must save uploaded files instead of showing them (except SHOWN_FILES), and apply
+        page_policy to the page."""
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -198,14 +203,14 @@ class Gate:
 
 
 def is_link(method: str, path: str, headers: Headers) -> bool:
-    """Whether a browser opens one of our pages in a tab because the user followed a link."""
+    """Whether a browser opens one of our pages (LINKED) in a tab, as when the user follows a link on another site."""
     shown = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return method in READING and path in LINKED and shown and "origin" not in headers
 
 
 def bounded(receive: Receive, limit: int) -> Receive:
-    """The receive function, which raises HTTPException 413 once a body is longer than `limit` bytes: a body without
-    Content-Length passes the first check."""
+    """An ASGI receive function that passes on what `receive` gives, and raises HTTPException 413 once a body is longer
+    than `limit` bytes. Needed because a body without Content-Length passes the check before."""
     size = 0
 
     async def receive_part() -> Message:
@@ -220,4 +225,5 @@ def bounded(receive: Receive, limit: int) -> Receive:
 
 
 def too_large(limit: int) -> HTTPException:
+    """The HTTPException 413 for a body that is larger than `limit` bytes, to be raised."""
     return HTTPException(413, f"The request body is larger than {limit} bytes.")

@@ -51,10 +51,11 @@ def add_routes(
     app: FastAPI, cmd_opts: Any, runtime: Runtime, warmup: WarmUp, queue: JobQueue,
     exclusively: Callable[[Callable[[], Any]], Any], status: Status,
 ) -> None:
-    """Add the API to app, if the WebUI serves its own API: with --api or --nowebui.
+    """Add the routes of the API to `app`, the WebUI's application, if the WebUI serves its own API: with --api or
+    --nowebui. Otherwise does nothing.
 
-    cmd_opts: the WebUI's command line. exclusively: runs a function while no image is being made. status: returns the
-    answer of GET status, without `ready`.
+    cmd_opts: the WebUI's command line. queue: the list of all jobs. exclusively: runs a function while no image is
+    being made, and returns its result. status: returns the values of GET status, except `ready` and `ready_reason`.
     """
     if not (getattr(cmd_opts, "api", False) or getattr(cmd_opts, "nowebui", False)):
         return
@@ -91,7 +92,8 @@ def add_routes(
 
 
 class WrongMethod:
-    """An ASGI application that answers 405 to methods that a path does not take."""
+    """An ASGI application for a path of the API, after its routes: answers 405 to every request, that is to methods
+    that no route of the path takes."""
 
     def __init__(self, allowed: Sequence[str]) -> None:
         """allowed: the methods that the path takes, such as "GET"."""
@@ -237,8 +239,8 @@ class Routes:
         return json_answer({"vram": self._between_images(self._runtime.release_memory, body.wait)})
 
     def _between_images(self, work: Callable[[], Result], seconds: float) -> Result:
-        """Run work() between images, and return its result or raise its exception. It begins within so many seconds, or
-        not at all: then HTTPException 409 is raised.
+        """Run work() while the WebUI makes no image, and return its result or raise its exception. If an image is still
+        being made after so many seconds, work() is never run, and HTTPException 409 is raised.
 
         The WebUI's own lock has no timeout, so a thread waits for it, one at a time.
         """
@@ -268,7 +270,8 @@ class Routes:
 
 
 def job_values(job: Job) -> dict[str, Any]:
-    """A job as plain values; a size to pre-warm has a few more."""
+    """A job as plain values, by the names of FIELDS_OF_A_JOB; for a size to pre-warm also its width, height, batch,
+    size, tokens and number of calls made."""
     values = {name: getattr(job, name) for name in FIELDS_OF_A_JOB}
     if isinstance(job, SizeJob):
         values.update(asdict(job.size), size=str(job.size), tokens=job.tokens, made=job.made)

@@ -47,7 +47,8 @@ examples:
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
-    """Values of OneDiff's options, by name, from words such as "low_bit=int8". Raises ValueError with a sentence."""
+    """The values of OneDiff's options, by name, from words such as "low_bit=int8". Raises ValueError, with a sentence
+    for users, for an unknown option or value."""
     known = {option.name: option for option in fields(Settings)}
     chosen = {}
     for word in words:
@@ -58,7 +59,8 @@ def options_of(words: Sequence[str]) -> dict[str, Any]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's options. Ends the process with a sentence for a wrong one."""
+    """The command line's options, with the defaults of the command. Ends the process (SystemExit), and prints a
+    sentence, for a wrong one. arguments: by default sys.argv's."""
     gpu = torch.cuda.is_available()
     everyone = [*HOSTS, *next(option.metadata["choices"] for option in fields(Settings) if option.name == "backend")]
     parser = argparse.ArgumentParser(
@@ -88,8 +90,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="all but step: steps of an image (default: 20, quality and schedules "
                         "30)")
     parser.add_argument("--images", type=int, default=200, help="quality, schedules: number of images")
-    parser.add_argument("--whole", type=int, nargs="+", help="schedules: numbers of whole steps (default: those of "
-                        "intervals 2 to 5)")
+    parser.add_argument("--whole", type=int, nargs="+", help="schedules: how many steps to compute completely; one "
+                        "search for each number (default: the numbers of intervals 2 to 5)")
     options = parser.parse_args(arguments)
     options.runs = options.runs or (40 if options.command == "step" else 5)
     options.batch = options.batch or [1 if options.command == "image" else 2]
@@ -113,7 +115,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def machine() -> dict[str, Any]:
-    """The facts about this machine that the numbers depend on."""
+    """The facts about this machine on which times and errors depend, by name: GPU, driver, versions, CPU threads."""
     facts = {**asdict(Fingerprint.of()), "python": platform.python_version(), "threads": torch.get_num_threads()}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         facts["diffusers"] = importlib.metadata.version("diffusers")
@@ -121,19 +123,19 @@ def machine() -> dict[str, Any]:
 
 
 def cells(row: Row) -> dict[str, str]:
-    """The values of a row as printed, without the lists of all times."""
+    """The values of a row as printed, by name. Those named all_..., such as lists of all times, are left out."""
     return {name: shown(value) for name, value in row.items() if not name.startswith("all_")}
 
 
 def shown(value: Any) -> str:
-    """A value of a row as printed."""
+    """A value of a row as printed: floats with four digits, "" for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A Markdown table of the rows, with a column for every name that any row has."""
+    """A Markdown table of the rows, with a column for every name that any row has; served_by and note come last."""
     printed = [cells(row) for row in rows]
     names = sorted(dict.fromkeys(name for row in printed for name in row), key=("served_by", "note").__contains__)
     heads = [name.replace("_", " ") for name in names]
@@ -143,7 +145,8 @@ def table(rows: Sequence[Row]) -> str:
 
 @torch.no_grad()
 def main() -> int:
-    """Run the command, print its rows, and return the exit code."""
+    """Run the command of sys.argv, and print its rows as a table. Returns the exit code: 1 after a failure, which is
+    printed as one line, or if a row has a note, such as a variant that this machine does not support."""
     options = parse()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # On Windows, output that is redirected to a file only supports the letters of one code page.

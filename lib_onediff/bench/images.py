@@ -37,10 +37,14 @@ Drawn = TypeVar("Drawn")
 
 
 class Drawing:
-    """Makes images with a diffusers pipeline, pipe, on a device, with the same random numbers each time."""
+    """Makes images with a diffusers pipeline on a device, always of the same prompt and random numbers.
+
+    pipe: the pipeline; whether OneDiff serves it is up to the caller (compile_pipe).
+    """
 
     def __init__(self, model: str, dtype: torch.dtype, device: torch.device) -> None:
-        """model: the name of a configuration, for random weights, or a diffusers folder. Raises Refusal."""
+        """model: a name in models.CONFIGURATIONS, for random weights, or a diffusers folder. Raises Refusal if the
+        folder cannot be loaded."""
         self.device = device
         if model not in models.CONFIGURATIONS:
             self.pipe = load_pipeline(Path(model), dtype, device)
@@ -51,14 +55,15 @@ class Drawing:
         self._prompt = random_prompt(unet)
 
     def draw(self, size: Size, steps: int, batch: int = 1) -> Tensor:
-        """A batch of images, (batch, 3, height, width), from 0 to 1."""
+        """A batch of images in one call, (batch, 3, height, width), from 0 to 1. steps: sampling steps."""
         return self.pipe(
             **self._prompt, width=size.width, height=size.height, num_inference_steps=steps, guidance_scale=5.0,
             generator=torch.Generator("cpu").manual_seed(0), output_type="pt", num_images_per_prompt=batch,
         ).images
 
     def times(self, size: Size, steps: int, batch: int, runs: int) -> tuple[list[float], Tensor]:
-        """Seconds per image of each timed call, after calls that are not timed; and the last images."""
+        """Seconds for each image in each of `runs` timed calls of draw(); and the images of the last one. Before these,
+        calls that are not timed let OneDiff measure, check and capture. steps: sampling steps of an image."""
         with runtime.warming_up():
             for _ in range(WAITING_IMAGES):
                 self.draw(size, steps, batch)
@@ -69,7 +74,8 @@ class Drawing:
 
 
 def random_pipeline(unet: Any, vae: Any) -> Any:
-    """A text-to-image pipeline with this UNet and VAE, which takes embeddings instead of a prompt."""
+    """A text-to-image pipeline, of SDXL or SD1.5, with this UNet and VAE. It has no text encoder, and takes embeddings
+    instead of a prompt; see random_prompt."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionPipeline, StableDiffusionXLPipeline
 
     scheduler = EulerDiscreteScheduler(
@@ -99,12 +105,13 @@ def random_prompt(unet: Any) -> dict[str, Any]:
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of a shipped model by its name, or of a diffusers folder. Raises Refusal."""
+    """The pipeline of the shipped model, by its name, or of a diffusers folder; see load_pipeline."""
     return load_pipeline(SHIPPED if name == SHIPPED.name else Path(name), dtype, device)
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of a diffusers folder, with the Euler scheduler, or of emoji-dit. Raises Refusal."""
+    """The pipeline of a diffusers folder, with the Euler scheduler, on a device; that of the demo if the folder is
+    emoji-dit. Raises Refusal if the folder cannot be loaded."""
     from diffusers import EulerDiscreteScheduler
 
     if folder.name == EMOJI_DIT.name:
@@ -120,8 +127,8 @@ def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any
 
 
 def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows of diffusers' own image, of OneDiff's with default options, and with each --set, with the same weights,
-    one after the other."""
+    """The rows of the command `image`, for every model, size and batch: the time of diffusers' own image, and the time
+    and difference of OneDiff's with default options and with each --set, with the same weights."""
     for model in options.model:
         drawing = Drawing(model, DTYPES[options.dtype], device)
         for size in sizes_of(model, options):
@@ -144,8 +151,8 @@ def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 def by_onediff(
     pipe: Any, chosen: list[Options], draw: Callable[[], Drawn],
 ) -> Iterator[tuple[Row, Drawn]]:
-    """The results of draw() with OneDiff's default options and with each of the chosen ones, each with its part of the
-    row. The pipeline is restored after each."""
+    """(part of a row, result of draw()) with OneDiff's default options, and with each of the chosen ones. The part has
+    the options and how OneDiff served the last call. The pipeline is diffusers' own again after each."""
     for options in ({}, *chosen):
         compile_pipe(pipe, **options)
         drawn = draw()
@@ -170,14 +177,16 @@ LOWEST = 0.05
 
 
 def held_out(count: int) -> list[Row]:
-    """Prompts of PROMPTS, each with the emoji to show and a seed."""
+    """`count` prompts of PROMPTS, as {"prompt", "shows": emoji names, "seed"}. If there are fewer prompts, they are
+    repeated with other seeds."""
     known = json.loads(PROMPTS.read_text(encoding="utf-8"))
     return [{**known[number % len(known)], "seed": number // len(known)} for number in range(count)]
 
 
 def draw(pipe: Any, wanted: list[Row], steps: int, at_once: int = IMAGES_AT_ONCE) -> Tensor:
-    """The images of these prompts, (n, 3, SIDE, SIDE) of float32 from 0 to 1. All calls have the same shape. at_once:
-    the number of images of a call."""
+    """The images of these prompts, (n, 3, SIDE, SIDE) of float32 from 0 to 1. wanted: see held_out. steps: sampling
+    steps of an image. at_once: the number of images of a call. The last call is filled up, so that all have the same
+    shape."""
     parts = []
     at_once = min(at_once, len(wanted))
     network: Any = network_of(pipe)
@@ -195,20 +204,21 @@ def draw(pipe: Any, wanted: list[Row], steps: int, at_once: int = IMAGES_AT_ONCE
 
 
 def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
-    """The images of these prompts, (n, 3, SIDE, SIDE) of uint8 on the CPU, as in a file."""
+    """The images of draw() as in a file: (n, 3, SIDE, SIDE) of uint8 on the CPU."""
     return (draw(pipe, wanted, steps) * 255).round().to(torch.uint8).cpu()
 
 
 def draw_ready(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
-    """draw_prompts() after a warm-up, in which OneDiff measures, checks and captures."""
+    """The images of draw_prompts(), made after a first batch in which OneDiff measures, checks and captures."""
     with runtime.warming_up():
         draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps)
     return draw_prompts(pipe, wanted, steps)
 
 
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows of differences between diffusers' own images in float32, and those of diffusers, of OneDiff, and of
-    OneDiff with each --set, in the type --dtype. In float32, diffusers has one row. Raises Refusal."""
+    """The rows of the command `quality`: how far images are from diffusers' own in float32. The rows are float32
+    itself, another prompt's images (the scale for the rest), diffusers in --dtype (unless that is float32), OneDiff,
+    and OneDiff with each --set. Raises Refusal if the model cannot be loaded."""
     model = (options.model or [SHIPPED.name])[0]
     steps = options.steps
     wanted = held_out(options.images)
@@ -226,10 +236,11 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Row:
-    """The differences of images from the exact ones, both (n, 3, height, width) of uint8, and the part of images whose
-    emoji the judge recognises.
+    """A part of a row: how far images are from the exact ones, both (n, 3, height, width) of uint8.
 
-    psnr_db: the median in decibels. psnr_lowest_5: the 5 % quantile.
+    wanted: the prompts of the images; see held_out. psnr_db: the median in decibels. psnr_lowest_5: the 5 % quantile.
+    ssim, distance (Judge.distance): means. recognised: the share of images, from 0 to 1, in which the judge recognises
+    the emoji of the prompt.
     """
     found = list(map(compare, exact, images))
     psnr = sorted(each.psnr for each in found)
@@ -263,7 +274,9 @@ class WebUI:
         self._open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 
     def ask(self, path: str, body: Row | None = None) -> Any:
-        """The WebUI's answer, as parsed JSON. Raises ValueError with a sentence. body: None for a GET request."""
+        """The WebUI's answer to a request, as parsed JSON. path: with the leading slash. body: posted as JSON; None for
+        a GET request. Raises ValueError, with a sentence for users, if the WebUI cannot be reached or answers an
+        error."""
         address = self.url + path
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(address, data, {"Content-Type": "application/json"})
@@ -274,8 +287,8 @@ class WebUI:
             raise ValueError(f"{address}: {problem} (is it running, with --api, and with OneDiff?)") from problem
 
     def draw(self, size: Size, steps: int, arguments: list[Any], seed: int = 1) -> tuple[float, str, Counter[str]]:
-        """The seconds that one image takes, its file in base64, and the number of UNet calls by route. arguments: those
-        of OneDiff's script."""
+        """The seconds that one image takes, its file in base64, and the number of its UNet calls by route ("graph",
+        "host" and so on). arguments: those of OneDiff's script in the WebUI."""
         body = {
             "prompt": PROMPT, "seed": seed, "steps": steps, "width": size.width, "height": size.height,
             "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,
@@ -289,11 +302,11 @@ class WebUI:
 
 
 def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows of a WebUI's images with OneDiff off, on, and on with each --set, in turn. Raises ValueError if the
-    WebUI does not answer.
+    """The rows of the command `webui`, for each size: times of a WebUI's images with OneDiff off, on, and on with each
+    --set, made in turn. Raises ValueError, with a sentence for users, if the WebUI does not answer. device: unused.
 
     The time of a step is the difference between an image with twice the steps and one with the usual number, divided by
-    that number.
+    that number; None if the times vary too much for it.
     """
     running = WebUI(options.url)
     steps = options.steps

@@ -34,7 +34,8 @@ class Residual(nn.Module):
 
 
 class Judge(nn.Module):
-    """The classifier. names, backgrounds: the names of its two sets of classes, those of emoji and of backgrounds."""
+    """The classifier, as a module. names, backgrounds: the names of its two sets of classes, those of emoji and of
+    backgrounds, in the order of the logits."""
 
     def __init__(self, names: list[str], backgrounds: list[str]) -> None:
         super().__init__()
@@ -53,11 +54,12 @@ class Judge(nn.Module):
         self.ground = nn.Linear(before, len(backgrounds))
 
     def values(self, images: Tensor) -> Tensor:
-        """Images of uint8 as the network's input: from -1 to 1, on its device."""
+        """Images of uint8 as the network's input: float32 from -1 to 1, on the network's device, at their own size."""
         return images.to(self.emoji.weight.device) / 127.5 - 1
 
     def features(self, images: Tensor) -> list[Tensor]:
-        """The output of each stage. images: (n, 3, height, width), from -1 to 1."""
+        """The output of each stage, (n, channels, h, w), each stage of half the height and width. images: those of
+        values(), of any size."""
         found = []
         for stage in self.stages:
             images = stage(images)
@@ -65,12 +67,14 @@ class Judge(nn.Module):
         return found
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits of the emoji and of the background. images: (n, 3, height, width) of uint8, of any size."""
+        """(logits of the emoji, logits of the background), each (n, classes). images: (n, 3, height, width) of uint8,
+        of any size; they are resized to the judge's."""
         last = self.features(at_its_size(self.values(images)))[-1]
         return self.emoji(last.amax((2, 3))), self.ground(last.mean((2, 3)))
 
     def distance(self, first: Tensor, second: Tensor) -> Tensor:
-        """The distances, (n,), of pairs of images; 0 for equal ones. Both: (n, 3, height, width) of uint8."""
+        """The distance of each pair of images, (n,); 0 for equal ones. Both: (n, 3, height, width) of uint8, of one
+        size, at which they are compared (they are not resized)."""
         pairs = zip(self.features(self.values(first)), self.features(self.values(second)), strict=True)
         return torch.stack([
             (unit(one.float()) - unit(other.float())).square().sum(1).mean((1, 2)) for one, other in pairs
@@ -96,10 +100,10 @@ def load_judge(file: Path, device: Any = "cpu") -> Judge:
 
 
 def at_its_size(images: Tensor) -> Tensor:
-    """Images resized, with antialiasing, to the size that the judge was trained at."""
+    """Images, (n, 3, height, width), resized with antialiasing to SIDE x SIDE, at which the judge was trained."""
     return functional.interpolate(images, (SIDE, SIDE), mode="bilinear", antialias=True, align_corners=False)
 
 
 def unit(values: Tensor) -> Tensor:
-    """Features normalised over the channels."""
+    """Features, (n, channels, h, w), divided by their norm over the channels at each position."""
     return values / (values.norm(dim=1, keepdim=True) + 1e-6)

@@ -42,21 +42,24 @@ TINY_VAE = {**SDXL_VAE, "block_out_channels": (32, 32, 64, 64), "layers_per_bloc
 
 
 def random_unet(name: str, device: torch.device) -> nn.Module:
-    """A UNet2DConditionModel of this configuration with random float32 weights."""
+    """diffusers' UNet2DConditionModel of the configuration with this name, with random float32 weights; see
+    random_model."""
     from diffusers import UNet2DConditionModel
 
     return random_model(UNet2DConditionModel, CONFIGURATIONS[name], device)
 
 
 def random_vae(tiny: bool, device: torch.device) -> nn.Module:
-    """An AutoencoderKL of SDXL's configuration, or a tiny one, with random weights in float32."""
+    """diffusers' AutoencoderKL of SDXL's configuration, or a tiny one, with random float32 weights; see
+    random_model."""
     from diffusers import AutoencoderKL
 
     return random_model(AutoencoderKL, TINY_VAE if tiny else SDXL_VAE, device)
 
 
 def random_model(kind: type[Any], configuration: dict[str, Any], device: torch.device) -> nn.Module:
-    """A model of this class and configuration with random float32 weights, the same each time."""
+    """A model of this class and configuration on a device, ready for inference, with random float32 weights that are
+    the same each time. Sets torch's seed."""
     torch.manual_seed(0)
     with torch.device(device):
         model: nn.Module = kind(**configuration)
@@ -70,8 +73,8 @@ def pooled_width(config: Any) -> int:
 
 
 def unet_named(name: str, device: torch.device) -> nn.Module:
-    """The UNet of a configuration, with random weights, or of a diffusers folder or checkpoint file; in float32. Raises
-    ValueError with a sentence."""
+    """A UNet in float32: of the configuration with this name, with random weights; otherwise from the diffusers folder
+    or checkpoint file at this path. Raises ValueError, with a sentence for users, if it cannot be loaded."""
     if name in CONFIGURATIONS:
         return random_unet(name, device)
     path = Path(name)
@@ -83,8 +86,9 @@ def unet_named(name: str, device: torch.device) -> nn.Module:
 
 
 def inputs(unet: nn.Module, width: int, height: int, batch: int, tokens: int, dtype: torch.dtype) -> dict[str, Any]:
-    """Random arguments of one UNet call, as a pipeline passes them; the same for every variant. width, height: in
-    pixels."""
+    """Random keyword arguments of one UNet call, as a diffusers pipeline passes them; the same for each call of this
+    function with the same arguments. width, height: in pixels. batch: rows of the call. tokens: the context length.
+    dtype: of the tensors, except for the float32 timestep."""
     device = next(unet.parameters()).device
     generator = torch.Generator("cpu").manual_seed(width * 10000 + height)
 

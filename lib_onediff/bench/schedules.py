@@ -45,10 +45,11 @@ Score = Callable[[frozenset[int]], float]
 
 
 class Trial:
-    """The schedule that is being tried. DeepCache calls this object instead of schedules.schedule_for.
+    """The schedule that is being tried. DeepCache calls this object instead of schedules.schedule_for; the search sets
+    `whole` and `slope` before each sampling.
 
     whole: the indices of the steps that are computed completely. slope: see Schedule.
-    kind: of the network, as DeepCache has asked; "" before its first call.
+    kind: the network's Family.schedule, as DeepCache has passed it; "" before its first call.
     """
 
     def __init__(self) -> None:
@@ -57,13 +58,13 @@ class Trial:
         self.kind = ""
 
     def __call__(self, kind: str, total: int, interval: int) -> Schedule:
-        """See schedules.schedule_for."""
+        """The schedule with `whole` and `slope`, whatever the interval. Parameters: see schedules.schedule_for."""
         self.kind = kind
         return Schedule(tuple(sorted(self.whole)), total, self.slope)
 
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
-        """A context in which DeepCache with this schedule is the runtime's only step policy."""
+        """A context in which the runtime's only step policy is a DeepCache that uses this schedule."""
         before = runtime.stepping.policies
         runtime.stepping.policies = (DeepCache(self),)
         try:
@@ -73,34 +74,38 @@ class Trial:
 
 
 class Images:
-    """The images of some prompts, compared with the exact ones, in which every step is whole."""
+    """Draws the images of some prompts with a trial's schedule, and compares them with the exact ones, in which every
+    step is whole. These are drawn once, when this object is made."""
 
     def __init__(self, trial: Trial, draw_all: Callable[[], Tensor], steps: int) -> None:
-        """draw_all: draws the images, (n, 3, height, width) from 0 to 1, with the trial's schedule."""
+        """draw_all: draws all images, (n, 3, height, width) from 0 to 1, with the trial's present schedule. steps: the
+        number of steps of a sampling."""
         self._trial = trial
         self._draw = draw_all
         self._exact = self._drawn(frozenset(range(steps)))
 
     def psnr(self, whole: frozenset[int]) -> Tensor:
-        """The PSNR of each image in decibels, (n,), with these steps whole."""
+        """The PSNR of each image in decibels, (n,), with these steps whole; at most 80 (LEAST_ERROR). Draws all images.
+        """
         error = (self._drawn(whole) - self._exact).square().flatten(1).mean(1)
         return -10 * error.clamp_min(LEAST_ERROR).log10()
 
     def score(self, whole: frozenset[int]) -> float:
-        """The mean of two means of the PSNR with these steps whole: that of all images, and that of the worst ones
-        (WORST)."""
+        """The Score of these whole steps, in decibels: the mean of two means of psnr(), that of all images and that of
+        the worst ones (WORST)."""
         psnr = self.psnr(whole)
         worst = psnr.sort().values[:max(1, int(WORST * len(psnr)))]
         return float((psnr.mean() + worst.mean()) / 2)
 
     def _drawn(self, whole: frozenset[int]) -> Tensor:
-        """All images with these steps whole, (n, 3, height, width) from 0 to 1."""
+        """All images, drawn with these steps whole: (n, 3, height, width) from 0 to 1. Sets the trial's `whole`."""
         self._trial.whole = whole
         return self._draw()
 
 
 def searched(score_of: Score, steps: int, counts: Sequence[int]) -> Iterator[tuple[int, frozenset[int]]]:
-    """(number, whole steps) for each of these numbers of whole steps, the largest first. steps: of a sampling."""
+    """The best whole steps that the search finds, as (count, indices of the whole steps) for each of `counts`, the
+    largest first. Each search goes on from the result before. steps: the number of steps of a sampling."""
     whole = frozenset(range(steps))
     for count in sorted(counts, reverse=True):
         while len(whole) > count:
@@ -110,12 +115,13 @@ def searched(score_of: Score, steps: int, counts: Sequence[int]) -> Iterator[tup
 
 
 def without_one(score_of: Score, whole: frozenset[int]) -> frozenset[int]:
-    """The whole steps without the one whose loss lowers the score least. The first step always remains."""
+    """The whole steps except one: the one whose removal lowers the score least. Step 0 always remains."""
     return max((whole - {index} for index in sorted(whole - {0})), key=score_of)
 
 
 def moved(score_of: Score, steps: int, whole: frozenset[int]) -> frozenset[int]:
-    """The whole steps, after single ones were moved by one where that raises the score."""
+    """As many whole steps, each moved to a neighbouring step if that raises the score; at most ROUNDS times through all
+    of them. Step 0 stays. steps: the number of steps of a sampling."""
     best = score_of(whole)
     for _ in range(ROUNDS):
         before = whole
@@ -134,21 +140,22 @@ def moved(score_of: Score, steps: int, whole: frozenset[int]) -> frozenset[int]:
 
 
 def cases(count: int, of: int = 0) -> list[Row]:
-    """This number of held-out prompts with their seeds. of: 0 for the search; 1 for the trial of its results, which has
-    other prompts and seeds."""
+    """`count` prompts as in images.held_out, with seeds. of: 0 for the search; 1 for the trial of its results, which
+    has other prompts and seeds."""
     known = json.loads(PROMPTS.read_text(encoding="utf-8"))[of::2]
     return [{**known[number % len(known)], "seed": 1000 * of + number} for number in range(count)]
 
 
 def tried(images: Images, whole: frozenset[int]) -> Row:
-    """The PSNR of images with these steps whole, as a part of a row."""
+    """A part of a row: the median PSNR in decibels of images with these steps whole, and the 5 % quantile."""
     psnr = images.psnr(whole).sort().values.tolist()
     return {"psnr_db": psnr[len(psnr) // 2], "psnr_lowest_5": psnr[int(LOWEST * len(psnr))]}
 
 
 def schedules(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows with the whole steps of a sampling of --steps steps, one for each slope and number of whole steps
-    (--whole): searched with the Euler sampler on --images prompts, and tried on as many others. Raises Refusal."""
+    """The rows of the command `schedules`, for each model, slope and number of whole steps (--whole): the indices of
+    the whole steps in a sampling of --steps steps ("all_whole"), searched with the Euler sampler on --images prompts,
+    and their PSNR on as many others. Raises Refusal for a wrong --whole, and if a model cannot be loaded."""
     steps = options.steps
     counts = options.whole or [count_of(steps, interval) for interval in INTERVALS]
     if not all(1 <= count <= steps for count in counts):

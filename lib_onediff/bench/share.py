@@ -33,9 +33,10 @@ Exact. To add this to OneDiff's table of cards, open an issue in its repository 
 
 
 def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows of images with OneDiff off and with each preset, in turn. Writes FILES to the folder options.share.
+    """The rows of the command `webui --share`: of images with OneDiff off and with each preset, in turn, for each size.
+    At the end, writes FILES to the folder options.share, and prints the table for users to contribute. device: unused.
 
-    Raises ValueError with a sentence if the WebUI does not answer, or OneDiff does not serve it.
+    Raises ValueError, with a sentence for users, if the WebUI does not answer, or OneDiff does not serve it.
     """
     running = WebUI(options.url)
     if "machine" not in running.ask(STATUS):
@@ -66,8 +67,10 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
-    """The rows of one size. psnr_db (None: equal images) and ssim are medians of comparisons: of the first preset,
-    which is exact, with off, and of the other presets with the first."""
+    """The rows of one size: one with OneDiff off, and one for each preset. presets: their names; the first one is
+    exact. psnr_db (None: equal images) and ssim are medians: the first preset is compared with off, the others with the
+    first.
+    """
     exact = presets[0]
     chosen: dict[str, list[Any]] = {OFF: [False], **{name: [True, name] for name in presets}}
 
@@ -104,8 +107,8 @@ def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: S
 
 
 def pixels(file: str) -> Any:
-    """An array of uint8, (height, width, 3), from the base64 of a PNG file. Raises ValueError for other formats, which
-    lose details."""
+    """The image in a PNG file, which is given in base64, as a NumPy array of uint8, (height, width, 3). Raises
+    ValueError, with a sentence for users, for other formats, which lose details."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(base64.b64decode(file)))
@@ -115,13 +118,15 @@ def pixels(file: str) -> Any:
 
 
 def line(facts: Row, rows: Sequence[Row]) -> str:
-    """The table's line for the rows of one size."""
+    """The Markdown line of the table of cards for the rows of one size. facts: the machine, versions, model and
+    steps."""
     case = f"{facts['model']} {rows[0]['size']}, {facts['steps']} steps"
     return joined([*(facts[name] for name in ("gpu", "driver", "torch", "release")), case, *map(cell, rows)])
 
 
 def cell(row: Row) -> str:
-    """The table's cell for a row, such as "2.90 s (2.80x, 38.1 dB, SSIM 0.987)"."""
+    """The text of one row in the table of cards, such as "2.90 s (2.80x, 38.1 dB, SSIM 0.987)"; only the time for off.
+    """
     seconds = f"{row['image_s']:.2f} s"
     if row["options"] == OFF:
         return seconds

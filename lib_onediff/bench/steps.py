@@ -48,15 +48,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run a UNet. name: as printed; one of HOSTS for diffusers' own forward. options: OneDiff's options; None
-    for diffusers' own forward."""
+    """A way to run a UNet: by OneDiff with some options, or by diffusers' own forward.
+
+    name: as printed; for diffusers' own forward, one of HOSTS, which says how it is run.
+    options: OneDiff's options, by name; None for diffusers' own forward.
+    """
 
     name: str
     options: dict[str, Any] | None = None
 
     def prepare(self, unet: nn.Module, arguments: Arguments) -> Call:
-        """A function that runs the UNet with these arguments. With options, OneDiff serves this UNet from now on.
-        Raises RuntimeError if this machine does not support the variant."""
+        """A function that runs the UNet with these arguments and returns its output. With options, OneDiff serves this
+        UNet from now on. Raises RuntimeError if this machine does not support the variant."""
         if self.options is not None:
             compile_unet(unet, **self.options)
             return lambda: unet(**arguments, return_dict=False)[0]
@@ -73,13 +76,14 @@ class Variant:
 
 
 def name_of_options(options: Mapping[str, Any]) -> str:
-    """Options as they are written on the command line: "low_bit=int8 second_gpu=auto"."""
+    """Options as they are written on the command line: "low_bit=int8 second_gpu=auto"; "" for none."""
     return " ".join(f"{name}={format_value(value)}" for name, value in options.items())
 
 
 def captured(forward: Callable[..., Any], arguments: Arguments) -> Call:
-    """A function that replays the forward as a CUDA graph. It copies the inputs and the output, as a pipeline needs it.
-    """
+    """Capture a forward with these arguments as a CUDA graph. Returns a function that replays it and returns the
+    output; it copies the inputs in and the output out at each call, as a pipeline would have to. Raises RuntimeError
+    without an NVIDIA GPU."""
     if not torch.cuda.is_available():
         raise RuntimeError("CUDA graphs need an NVIDIA GPU")
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -104,7 +108,7 @@ def captured(forward: Callable[..., Any], arguments: Arguments) -> Call:
 
 
 def timed(call: Callable[[], Result], device: torch.device) -> tuple[Result, float]:
-    """The result of a call, and the seconds until its work is done on the device."""
+    """(the result of a call, the seconds until its work is done on the device). Waits for earlier work first."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     began = time.perf_counter()
@@ -121,7 +125,8 @@ def free_memory() -> None:
 
 
 def served_by() -> str:
-    """The backend and route of OneDiff's last call, with the reason if it was not the fastest."""
+    """A text for a row: the backend and route of OneDiff's last call, how two GPUs shared it or why not, and the reason
+    if it was not served the fastest way."""
     now = status()
     cards = now["second_gpu"]["split"] or now["second_gpu"]["reason"]
     return ", ".join(part for part in (f"{now['backend']} {now['route']}", cards, now["reason"]) if part)
@@ -131,8 +136,8 @@ def served_by() -> str:
 
 
 def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows of every model, batch size, image size and variant. Raises ValueError with a sentence for a wrong model.
-    """
+    """The rows of the command `step`, for every model, batch size, image size and variant: the time of a UNet call, and
+    its error. Raises ValueError, with a sentence for users, if a model cannot be loaded."""
     dtype = DTYPES[options.dtype]
     variants = [Variant(name, None if name in HOSTS else {"backend": name}) for name in options.backend]
     variants += [Variant(name_of_options(chosen), chosen) for chosen in options.set]
@@ -148,7 +153,7 @@ def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
-    """The sizes to measure: those of --size, or the usual one of the model."""
+    """The sizes to measure: those of --size; by default 1024x1024 for "sdxl", 128x128 for tiny models, else 512x512."""
     side = 512
     if model.startswith("tiny"):
         side = 128
@@ -160,10 +165,12 @@ def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
 def side_by_side(
     unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int, offloads: bool = False
 ) -> Iterator[Row]:
-    """The rows of all variants, timed in turn. A variant that this machine does not support gets a row with a note.
+    """The rows of all variants, timed in turn: "ms" is the median time of a call. A variant that this machine does not
+    support gets a row with a "note" instead.
 
-    offloads: use diffusers' group offloading: all weights are in main memory, and are copied ahead of each layer.
-    Variants of diffusers' own forward share the UNet. Each of OneDiff's has a copy, because binding moves weights.
+    runs: timed calls of each variant. offloads: use diffusers' group offloading: all weights are in main memory, and
+    are copied ahead of each layer. Variants of diffusers' own forward share the UNet. Each of OneDiff's has a copy,
+    because binding moves weights.
     """
     exact = exact_output(unet, arguments)
     device = arguments["sample"].device
@@ -209,13 +216,14 @@ def side_by_side(
 
 
 def repeated(call: Call) -> None:
-    """Call CALLS_IN_TURN times."""
+    """Make CALLS_IN_TURN calls, and drop their outputs."""
     for _ in range(CALLS_IN_TURN):
         call()
 
 
 def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
-    """diffusers' output in float32 without TF32, for the weights and inputs as rounded to their dtype."""
+    """diffusers' own output in float32 without TF32, for the weights and inputs as rounded to their dtype, as a tensor
+    on the CPU. The UNet is converted to float32 for it, and back."""
     dtype = next(unet.parameters()).dtype
     with applied(((TF32_MATMUL, False), (TF32_CONVOLUTION, False))):
         output: Tensor = type(unet).forward(unet.float(), **tree_map(Tensor.float, arguments), return_dict=False)[0]
@@ -224,8 +232,11 @@ def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
 
 
 def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: Tensor) -> tuple[Call, Row]:
-    """A variant's function, after enough calls to compile, check and capture everything; and its row with the error,
-    the peak memory, and the seconds of the first call, compilations, measurements and checks included."""
+    """(a variant's function, after enough calls to compile, check and capture everything; the first part of its row).
+    The part has the relative error against `exact`, the peak of GPU memory in MiB (on a GPU), and the seconds of the
+    first call with all compilations, measurements and checks. Raises RuntimeError if this machine does not support the
+    variant.
+    """
     free_memory()
     sample = arguments["sample"]
     timestep = arguments["timestep"]

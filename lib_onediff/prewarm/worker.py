@@ -1,5 +1,5 @@
-"""Pre-warming: makes sizes ready before an image needs them, between images and never during one. It also answers a
-load balancer's question whether this process is ready for images."""
+"""Pre-warming: makes sizes ready before an image needs them, between images and never during one. Load balancers get
+from here whether this process is ready for images."""
 from __future__ import annotations
 
 import logging
@@ -25,10 +25,10 @@ CALLS_PER_SHAPE = 3
 # Between two calls, so that an image that waits for the WebUI's queue lock gets it: the lock is not fair.
 SECONDS_LEFT_TO_IMAGES = 0.02
 DECODING = "checking the VAE's decode"
-CHECKING = "checking against the WebUI's own"
+CHECKING = "comparing with the WebUI's own UNet"
 CAPTURING = "capturing a graph"
 MEASURING = "measuring"
-# The duration of each piece of work, in plain calls: used until this process has measured it.
+# The duration of each piece of work, in calls without a graph: used until this process has measured it.
 WEIGHTS = {CHECKING: 6.0, CAPTURING: 3.0, MEASURING: 1.0, DECODING: 6.0}
 # A call of twice the pixels takes 2 ** (1 + GROWTH) times as long, because of attention. Of emoji-sd on a CPU, 768x768
 # took 21 times as long as 256x256.
@@ -36,18 +36,20 @@ GROWTH = 0.35
 # The work of the calls of a shape, in their order.
 WORK_OF_A_SHAPE = (CHECKING, CAPTURING, MEASURING)
 LOADING = "The WebUI is loading its checkpoint."
-NO_CHECKPOINT = "Sizes wait to be pre-warmed, but no checkpoint is loaded yet: ask for one size by POST prewarm."
+NO_CHECKPOINT = "Sizes are to be pre-warmed, but no checkpoint is loaded yet: POST prewarm with one size loads it."
 
 
 @dataclass(eq=False)
 class SizeJob(Job):
     """The job of pre-warming one size.
 
-    done, total: numbers of UNet calls. Where a call finds its shape ready, the calls that this saves count as done.
+    done, total: numbers of UNet calls, CALLS_PER_SHAPE for each shape. If a shape is ready before that, its calls that
+        need not be made count as done.
+    size: in pixels, with the number of images at once.
     tokens: the length of the context.
-    shapes: (rows of the call, tokens) of each UNet call that the WebUI makes for an image of this size.
+    shapes: (rows of the call, tokens) of each kind of UNet call that the WebUI makes for images of this size.
     made: the number of calls that were made.
-    of_calls: the seconds of the UNet calls alone.
+    of_calls: the seconds of the UNet calls, without the decode and the waiting.
     """
 
     size: Size = Size(512, 512)
@@ -58,20 +60,20 @@ class SizeJob(Job):
 
 
 class WorkTimes:
-    """Estimates the duration of each piece of a job's work from what this process has measured."""
+    """Estimates the duration of each piece of a job's work (the keys of WEIGHTS) from those that were measured."""
 
     def __init__(self) -> None:
-        # Seconds of one pixel.
+        # Seconds for each pixel, of the last measurement, by piece of work.
         self._measured: dict[str, float] = {}
 
     def note(self, what: str, pixels: int, seconds: float) -> None:
-        """Note the duration of a piece of work for so many pixels."""
+        """Note how many seconds a piece of work took. what, pixels: see estimate(). The last measurement counts."""
         self._measured[what] = seconds / pixels
 
     def estimate(self, what: str, pixels: int, plain: float = 1.0) -> float:
-        """Seconds that a piece of work will take: from earlier work of its kind; else from work of other kinds, by
-        WEIGHTS; else from plain. what: a key of WEIGHTS. pixels: the image's, times the number of latents. plain:
-        seconds of a call without a graph for one pixel."""
+        """Seconds that a piece of work will take: from the last work of its kind; else from work of other kinds, by
+        WEIGHTS; else from `plain`. what: a key of WEIGHTS. pixels: the image's, times the number of latents. plain:
+        the seconds that a call without a graph takes for each pixel."""
         known = self._measured.get(what)
         if known is not None:
             return known * pixels
@@ -85,18 +87,18 @@ class WorkTimes:
 
 
 def check_tokens(tokens: int) -> None:
-    """Raise ValueError with a sentence for a context of a length that no host makes."""
+    """Raise ValueError, with a sentence for users, unless WebUIs make contexts of this length (multiples of 77)."""
     if tokens < TOKENS or tokens % TOKENS or tokens > TOKEN_CHOICES[-1]:
         *choices, last = map(str, TOKEN_CHOICES)
         raise ValueError(f"A prompt takes {', '.join(choices)} or {last} tokens, not {tokens}.")
 
 
 def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[SizeJob], model: str | None) -> list[ResolutionRow]:
-    """The rows, with the state "queued" or "warming 33 %" where a pending job has their resolution, and with the times
-    of the last job that is done.
+    """The rows, each with the state "queued" or "warming 33 %" if a pending job has its resolution, and with the times
+    of the last finished job for it. Pending resolutions without a row get a new one, at the beginning.
 
-    model: of the loaded checkpoint ("SD1"), for which the queue works: its row gets the state, or a new row at the
-    beginning if there is none. None: unknown, so every row of the resolution gets it.
+    model: the name of the loaded model ("SD1"), which jobs make ready: only its rows are changed. None: unknown, so the
+    rows of every model are.
     """
     states: dict[str, str] = {}
     done: dict[str, SizeJob] = {}
@@ -107,21 +109,22 @@ def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[SizeJob], model
         if job.pending and (job.state != QUEUED or job.size.resolution not in states):
             states[job.size.resolution] = QUEUED if job.state == QUEUED else f"warming {100 * job.share:.0f} %"
     known = list(rows)
-    present = {row.resolution for row in known if is_meant(row, model)}
+    present = {row.resolution for row in known if is_made_ready(row, model)}
     new = [
         ResolutionRow(resolution, model or "", state) for resolution, state in states.items()
         if resolution not in present
     ]
     for index, row in enumerate(known):
-        if is_meant(row, model):
+        if is_made_ready(row, model):
             state = states.get(row.resolution, row.state)
             known[index] = with_prewarm(replace(row, state=state), done.get(row.resolution))
     return new + known
 
 
 def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
-    """A row with the seconds of its pre-warming, and with saved_s, how much longer the first image would take without
-    it. job: the last one done at the row's resolution; None: the row as it is."""
+    """A row with the seconds of its pre-warming, and with saved_s: the seconds that the job's calls took longer than so
+    many usual steps, by which the first image is shorter now. job: the last one done at the row's resolution; None: the
+    row as it is."""
     if job is None:
         return row
     steps = None if row.step_ms is None else job.made * row.step_ms / 1e3
@@ -129,10 +132,10 @@ def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
 
 
 def plain_seconds(rows: Iterable[ResolutionRow], model: str | None) -> tuple[float, int] | None:
-    """Seconds of a model's UNet call for one pixel of one latent, and the number of pixels of the image that they were
-    measured with: the row used last, which is taken to have two latents a call (prompt and negative prompt). None if
-    no row has a time."""
-    timed = [row for row in rows if is_meant(row, model) and row.step_ms is not None]
+    """(seconds that a model's UNet call takes for each pixel of one latent, pixels of the image with which that was
+    measured), from the row used last. Its calls are assumed to have two latents, for prompt and negative prompt. None
+    if no row of the model has a time."""
+    timed = [row for row in rows if is_made_ready(row, model) and row.step_ms is not None]
     if not timed:
         return None
     last = max(timed, key=lambda row: row.last_used)
@@ -141,13 +144,14 @@ def plain_seconds(rows: Iterable[ResolutionRow], model: str | None) -> tuple[flo
     return (last.step_ms or 0.0) / 1e3 / (2 * pixels), pixels
 
 
-def is_meant(row: ResolutionRow, model: str | None) -> bool:
-    """Whether jobs for this model (None: unknown) make this row ready. The VAE's own rows are never meant."""
+def is_made_ready(row: ResolutionRow, model: str | None) -> bool:
+    """Whether the jobs of the queue make this row ready: it is of the loaded model, and not one of the VAE alone.
+    model: the loaded one; None if unknown, which matches every row."""
     return not row.is_decode and model in (None, row.model)
 
 
 class WarmUp:
-    """Adds sizes to the list of jobs, and does their work. Safe to use from any thread."""
+    """Adds sizes to the list of jobs, whose worker runs them by _run. Safe to use from any thread."""
 
     def __init__(self, webui: Any, runtime: Runtime, jobs: JobQueue) -> None:
         """webui: the adapter of the WebUI (hosts.contract.WebUI), which makes the UNet calls and decodes. jobs: the
@@ -160,14 +164,17 @@ class WarmUp:
 
     @property
     def model(self) -> str | None:
-        """The name of the loaded model, for which sizes are made ready, as in ResolutionRow.model."""
+        """The name of the loaded model, for which sizes are made ready, as in ResolutionRow.model; None if none is
+        loaded or OneDiff does not serve it."""
         return self._webui.model_name()
 
     def add(self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS, first: bool = False) -> list[SizeJob]:
-        """Queue sizes, and return the job of each; a size that runs or waits already keeps its job.
+        """Queue sizes, and return a copy of each one's job; a size that runs or waits already keeps its job. Returns at
+        once; the work is done between images.
 
-        tokens: the length of the context, 77 for each started 75 tokens of the prompt. first: ahead of the other sizes.
-        Raises ValueError with a sentence for a length that no context has, and where OneDiff is switched off.
+        source: where this was started, for users. tokens: the length of the context, 77 for each started 75 tokens of
+        the prompt. first: ahead of the other sizes. Raises ValueError, with a sentence for users, for a length that no
+        context has, and if OneDiff is switched off.
         """
         if not self._runtime.settings.enabled:
             raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be pre-warmed.")
@@ -187,8 +194,8 @@ class WarmUp:
         return job
 
     def seconds_for(self, sizes: Iterable[Size]) -> dict[Size, float]:
-        """Estimated seconds of pre-warming each size, from measurements of other sizes; {} if there are none yet. The
-        estimate may be low for a larger size, whose attention takes longer than in proportion."""
+        """Estimated seconds of pre-warming each size, all for TOKENS, from measurements of other sizes; {} if there are
+        none yet. The estimate may be low for a larger size, whose attention takes longer than in proportion."""
         known = plain_seconds(self._runtime.rows(), self.model)
         if known is None and not self._times.is_known:
             return {}
@@ -207,23 +214,24 @@ class WarmUp:
         return found
 
     def jobs(self) -> list[SizeJob]:
-        """Copies of the jobs of sizes, in the order of the list."""
+        """Copies of the jobs of sizes, finished ones too, in the order of the list."""
         return [job for job in self._queue.jobs() if isinstance(job, SizeJob)]
 
     def stop(self, seconds: float = 0.0) -> int:
-        """Cancel every size that runs or waits; see JobQueue.stop."""
+        """Cancel every size that runs or waits, and return their number. seconds: the longest wait for the UNet call in
+        progress; see JobQueue.stop."""
         return self._queue.stop(PREWARM, seconds)
 
     # --- whether this process is ready ----------------------------------------------------------------------------
 
-    def look_around(self) -> None:
-        """Note whether a checkpoint is loaded already, when the script starts: after a reload of the scripts, the WebUI
-        does not announce it again."""
+    def find_loaded_checkpoint(self) -> None:
+        """Note whether a checkpoint is loaded already. Called when the script starts: after a reload of the scripts,
+        the WebUI does not announce its checkpoint again (checkpoint_loaded)."""
         self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
 
     def checkpoint_loaded(self) -> None:
-        """Note that a checkpoint is loaded. Call it after its sizes were queued: otherwise why_not_ready would find
-        nothing queued for a moment, and call the process ready."""
+        """Note that a checkpoint is loaded. Call it after the checkpoint's sizes were queued: otherwise why_not_ready()
+        would find nothing queued for a moment, and report the process as ready."""
         self._had_checkpoint = True
 
     def why_not_ready(self) -> str:
@@ -240,7 +248,7 @@ class WarmUp:
         return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready."
 
     def _wants_sizes(self) -> bool:
-        """Whether sizes will be made ready for the first checkpoint."""
+        """Whether the settings will queue any size once the first checkpoint is loaded."""
         settings = self._runtime.settings
         history = self._runtime.history
         wanted = parse_prewarm(settings.prewarm)
@@ -249,8 +257,8 @@ class WarmUp:
     # --- the work of a job ----------------------------------------------------------------------------------------
 
     def _share(self, job: SizeJob) -> float:
-        """The share of a job's work that is done, by time: the seconds until now, divided by these plus the estimated
-        ones of the rest."""
+        """The share of a job's work that is done, from 0 to 1, by time: the seconds of its work until now, divided by
+        these plus the estimated ones of the rest."""
         pixels = job.size.width * job.size.height
         left = 0.0
         for number in range(job.done, job.total):
@@ -260,7 +268,9 @@ class WarmUp:
         return job.seconds / (job.seconds + left)
 
     def _run(self, job: SizeJob) -> str:
-        """Make a job's calls. Returns why it has no graph; "" if it has one. Raises Refusal, and what a call raises."""
+        """Do a job's work: its UNet calls, each while the WebUI makes no image, and then a decode. Ends early if the
+        job is cancelled. Returns why a shape got no graph, for users; "" if each has one, or the backend makes none.
+        Raises Refusal if the host computes a call, and what a call raises."""
         no_graph = ""
         while job.state == RUNNING and job.done < job.total:
             no_graph = self._in_turn(job, self._call) or no_graph
@@ -269,12 +279,13 @@ class WarmUp:
         return no_graph
 
     def _in_turn(self, job: SizeJob, work: Callable[[SizeJob], str]) -> str:
-        """The result of work(job), run while the WebUI makes no image; see JobQueue.in_turn."""
+        """Wait until the WebUI makes no image, run work(job), and return its result; see JobQueue.in_turn."""
         return self._queue.in_turn(job, self._webui.exclusively, partial(work, job))
 
     def _decode(self, job: SizeJob) -> str:
-        """Make the first decode at a size, which is checked, unless there was one. A failure is only logged, because
-        the first image does the check too. Returns "", the reason of a job without a remark."""
+        """Let the VAE decode at the job's size, so that OneDiff checks it before the first image. Does nothing if that
+        was checked already, or the job is cancelled. A failure is only logged, because the first image does the check
+        too. Always returns "": a decode gives a job no reason (see _run)."""
         size = job.size
         known = any(
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD
@@ -293,14 +304,15 @@ class WarmUp:
         return ""
 
     def _warm_decode(self, size: Size) -> None:
-        """Let the WebUI decode random latents of this size, and write the times to the history."""
+        """Let the WebUI decode random latents of this size, and write the times of all shapes to the history."""
         with self._runtime.warming_up():
             self._webui.warm_decode(size.width, size.height, size.batch)
         self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
 
     def _call(self, job: SizeJob) -> str:
-        """Make the next UNet call. Returns why the last call of a shape was not replayed, if its backend has graphs;
-        else "". Raises Refusal, and what the call raises.
+        """Make a job's next UNet call, and update its progress. Returns why a shape has no graph after its last call,
+        if the backend makes graphs; else "". Does nothing and returns "" if the job is cancelled. Raises Refusal if the
+        host computes the call, and what the call raises.
         """
         if job.state != RUNNING:
             return ""
@@ -316,7 +328,7 @@ class WarmUp:
         made = call_stats.last_call
         self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
         if made.route not in (GRAPH, PLAIN):
-            raise Refusal(made.reason or "the WebUI alone computes it")
+            raise Refusal(made.reason or "the WebUI computes this size without OneDiff")
         took = time.perf_counter() - began
         is_ready = made.route == GRAPH
         left = CALLS_PER_SHAPE - number

@@ -21,9 +21,10 @@ GENERATION = "onediff_generation"
 class Generation:
     """A generation in progress: its settings, and the log of its images.
 
-    owner: the id of the host's processing object, not of its copies.
+    owner: id() of the host's processing object. A copy of that object belongs to this generation, but has another id.
     settings: for the calls of this generation.
-    why_off: why its settings switch OneDiff off, for users.
+    why_off: why its settings switch OneDiff off, for users; "" if OneDiff is on, or simply switched off.
+    log: the calls and times of the images so far.
     resolution: of the sampling in progress, in pixels ("512x768"); None if the host has not announced it.
     """
 
@@ -35,15 +36,16 @@ class Generation:
         self.resolution: str | None = None
 
     def note_batch(self, p: Any, is_cut_short: bool) -> None:
-        """Note that the images of a batch are done. p: the host's processing object, or a copy of it, whose images are
-        not counted. is_cut_short: the user has interrupted the batch."""
+        """Add the images of a batch that is done to the log, and mark the log as interrupted if is_cut_short: the user
+        has interrupted the batch. p: the host's processing object of the batch. If it is a copy of the owner, as
+        extensions make for images of their own, its images are not counted."""
         if self.owner == id(p):
             self.log.images += getattr(p, "batch_size", 1)
         self.log.is_interrupted |= is_cut_short
 
 
 class ThisThread(threading.local):
-    """State of one thread.
+    """State of the thread that reads or sets it; every thread has its own.
 
     is_warm_up: whether its calls are a warm-up: they make shapes ready, belong to no image, and may wait for
     compilations and measurements.
@@ -55,8 +57,8 @@ class ThisThread(threading.local):
 class Generations:
     """The generations in progress. Only the host's script begins and ends them; pipelines of diffusers have none.
 
-    running: weak references to them, the innermost last. A generation that has failed ends when the host drops its
-        object.
+    running: weak references to them, the innermost last. The host's processing object holds the strong one, so that a
+        generation that fails, and is never ended, disappears together with that object.
     this_thread: state of the thread that reads it.
     """
 
@@ -66,8 +68,8 @@ class Generations:
 
     @property
     def run_settings(self) -> tuple[Settings, str] | None:
-        """The settings of the generation in progress, and why they switch OneDiff off; None outside of generations and
-        in a warm-up."""
+        """(settings, why_off) of the innermost generation in progress. None outside of generations and in this thread's
+        warm-ups, which use the settings of the network or of the runtime."""
         if not self.running or self.this_thread.is_warm_up:
             return None
         generation = self.innermost
@@ -87,8 +89,9 @@ class Generations:
     def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
         """Begin the generation of p, the host's processing object, as the innermost one, and return it.
 
-        A copy of the p of a generation in progress joins that generation. If the same p begins again, its earlier run
-        has failed, and the log starts anew. why_off: why the settings switch OneDiff off, for users.
+        The generation is stored as an attribute of p (GENERATION), which copies of p share. So a copy gets the
+        generation in progress back, with these settings in place of its own. If the same p begins again, its earlier
+        run has failed: it gets the same generation with these settings and an empty log. why_off: see Generation.
         """
         known: Generation | None = p.__dict__.get(GENERATION)
         if known is not None and known in self.alive():
@@ -103,7 +106,8 @@ class Generations:
         return generation
 
     def end(self, p: Any) -> Generation | None:
-        """End the generation of p, and return it. Does nothing and returns None for a copy of p, or an unknown p."""
+        """End the generation of p, and return it. None if p has no generation, or is a copy of its owner: then the
+        generation goes on."""
         known: Generation | None = p.__dict__.pop(GENERATION, None)
         if known is None or known.owner != id(p):
             return None

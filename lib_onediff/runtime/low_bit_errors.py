@@ -48,11 +48,13 @@ class ClassError:
 
 @dataclass(frozen=True)
 class Choice:
-    """The classes of layers that are in eight bits on one checkpoint of a model ("SDXL"), by their measured errors.
+    """Which classes of layers, such as "feed-forward in", are computed in eight bits on one checkpoint, by the errors
+    that were measured. Immutable: measured() returns a new one.
 
+    model: the model's name for users ("SDXL").
     wanted: the layers of a call that are faster in eight bits, with their formats.
-    classes: the class of every layer, in the order of a block.
-    budget: the largest allowed error of the UNet's output.
+    classes: the class of every layer, by the layer's name, in the order of a block.
+    budget: the largest allowed relative error of the UNet's output.
     found: measured errors as the store has them, {"a + b": [0.01, {"0c45": 3}]}: by the names of a group, the largest
         error at any size and step, and for each set of layers (digest_of_layers) the halves in which it was measured.
         It may be damaged. The same class has other layers at sizes where fewer of them are faster; each set of layers
@@ -67,24 +69,26 @@ class Choice:
 
     @functools.cached_property
     def _known(self) -> dict[str, tuple[float, dict[str, int]]]:
-        """The sound entries of `found`; see there."""
+        """The entries of `found` that are not damaged: name of a group -> (error, {digest of layers: halves})."""
         found = self.found if isinstance(self.found, dict) else {}
         return {name: (entry[0], entry[1]) for name, entry in found.items() if is_sound(entry)}
 
     def error_of(self, group: Group) -> float | None:
-        """The error of these classes together; None if it was not measured."""
+        """The relative error with exactly these classes in eight bits together; None if it was not measured."""
         known = self._known.get(TOGETHER.join(group))
         return None if known is None else known[0]
 
     @functools.cached_property
     def every_class(self) -> list[str]:
-        """The classes wanted by this call, and those measured at other sizes: every size has the same choice."""
+        """The classes that this call wants in eight bits, and those measured at other sizes, because all sizes have the
+        same choice; in the order of a block."""
         known = {self.classes[layer] for layer in self.wanted} | set(self._known)
         return [name for name in dict.fromkeys(self.classes.values()) if name in known]
 
     @functools.cached_property
     def chosen(self) -> Group:
-        """The classes that are within the budget together. The class with the largest error is left out first.
+        """The sorted names of the classes to compute in eight bits: as many as are within the budget together; () if
+        none is. The class with the largest error is left out first. A class without a measured error counts as 0.
 
         Their joint error is the measured one, or else estimated as the root of the sum of squares, as for independent
         errors. On emoji-sd, the estimate was 0.9 of the measured error.
@@ -99,7 +103,7 @@ class Choice:
 
     @functools.cached_property
     def left_out(self) -> frozenset[str]:
-        """The classes that stay exact."""
+        """The classes of every_class that stay exact, because all together would exceed the budget."""
         return frozenset(self.every_class).difference(self.chosen)
 
     @property
@@ -123,7 +127,8 @@ class Choice:
 
     @functools.cached_property
     def _missing(self) -> dict[Group, int]:
-        """The halves in which a group was not measured yet, for each chosen class alone and for all together."""
+        """For each chosen class alone, and all chosen ones together: the halves of an image in which that group was not
+        measured yet, as bits; 0 for none. Groups without a layer in this call are left out."""
         missing = {}
         for group in (*((name,) for name in self.chosen), self.chosen):
             _, halves = self._known.get(TOGETHER.join(group), (0.0, dict[str, int]()))
@@ -133,19 +138,22 @@ class Choice:
 
     @functools.cached_property
     def awaits(self) -> int:
-        """The halves of an image in which some group has to be measured, as bits."""
+        """The halves of an image in which any group still has to be measured, as bits; 0 if all is measured."""
         return functools.reduce(operator.or_, self._missing.values(), 0)
 
     def due(self, half: int) -> list[Group]:
-        """The groups that have to be measured in a half."""
+        """The groups that still have to be measured in a half (FIRST_HALF or SECOND_HALF)."""
         return [group for group, missing in self._missing.items() if missing & half]
 
     def layers(self, group: Collection[str]) -> WantedKinds:
-        """The wanted layers of these classes."""
+        """The layers of these classes that this call wants in eight bits, with their formats."""
         return {layer: kind for layer, kind in self.wanted.items() if self.classes[layer] in group}
 
     def measured(self, group: Group, half: int, error: float) -> Choice:
-        """This choice with the measured error of a group's layers in a half added."""
+        """A new Choice to which a measurement was added: the relative error of the output with a group in eight bits,
+        in one half. Of several errors of a group, the largest counts. An error of NaN or above WORTHLESS counts as
+        that.
+        """
         before, halves = self._known.get(TOGETHER.join(group), (0.0, dict[str, int]()))
         layers = digest_of_layers(self.layers(group))
         error = error if error < WORTHLESS else WORTHLESS
@@ -169,8 +177,9 @@ def is_sound(entry: Any) -> bool:
 
 
 def half_of(timestep: float | None, first: float) -> int:
-    """The half of an image that a timestep belongs to; 0 for the last steps. timestep: None if the images of the batch
-    are at different ones: then FIRST_HALF. first: the timestep of pure noise."""
+    """FIRST_HALF or SECOND_HALF of an image, to which a timestep belongs; 0 for the last steps, which are not measured.
+    timestep: None if the images of the batch are at different ones: then FIRST_HALF. first: the timestep of pure noise,
+    the largest one."""
     if timestep is None or timestep > MIDDLE * first:
         return FIRST_HALF
     return SECOND_HALF if timestep >= LATE * first else 0

@@ -36,7 +36,7 @@ class Network:
     """A module that OneDiff serves, with everything derived from it.
 
     bound: its layout, weights and epoch, and the search for changes.
-    settings: of the host's caller, in place of the runtime's; None: the runtime's apply.
+    settings: those given with the network, in place of the runtime's; None: the runtime's apply.
     plans: plan.Plan by Call.signature, for calls like earlier ones of this sampling.
     runners: CachedRunner by shape; see runner.
     step_memories: the memories of step policies, by their names.
@@ -80,7 +80,8 @@ class Network:
         self._bytes_had = 0
 
     def begin_sampling(self) -> None:
-        """Begin a sampling that the host has announced: drop plans, and allow again what failed in the last one."""
+        """Begin a sampling that the host has announced: drop the plans, and allow another try of what has failed in the
+        last sampling (reading the network, room for 8-bit weights, asking the host for room)."""
         self.served_last = False
         self.no_room_for_low_bit = False
         self.asked_for_room = 0
@@ -101,18 +102,19 @@ class Network:
         return self.samplings if self.in_sampling else None
 
     def identity(self) -> str:
-        """The key of verdicts: a digest of the weights as they are now, or were at the first call of this sampling; see
-        BoundUNet.identity."""
+        """A digest of the weights, by which verdicts are stored: of the weights as they are now, or, in an announced
+        sampling, as they were at its first call. Also sets `weights`. See BoundUNet.identity."""
         self.weights = self.bound.identity(self.sampling_now)
         return self.weights
 
     def checkpoint(self) -> str:
-        """The key of measured errors, the same under LoRAs; see BoundUNet.checkpoint."""
+        """A digest of the checkpoint, by which measured errors of Low-bit are stored. LoRAs do not change it; see
+        BoundUNet.checkpoint."""
         return self.bound.checkpoint(self.sampling_now)
 
     @property
     def architecture(self) -> str | None:
-        """The name of the architecture; None before the first call."""
+        """The name of the architecture in a ShapeKey; None before the first call."""
         return str(self.bound.layout.architecture) if self.bound.has_binding else None
 
     def refuse_call(self, call: Call) -> None:
@@ -135,7 +137,8 @@ class Network:
         """Quantize the present weights of these layers to eight bits, and keep them.
 
         Layers are quantized one after the other, so that at most one weight from main memory is on the GPU at a time.
-        left_out, are_alone: see LowBitWeights. Raises torch.cuda.OutOfMemoryError.
+        round_rows: rounds rows of a weight to eight bits. wanted: the format of each layer, by its name. left_out,
+        are_alone: see LowBitWeights. Raises torch.cuda.OutOfMemoryError.
         """
         if self.low_bit is None or self.low_bit.layout != self.bound.layout:
             self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out, are_alone)
@@ -152,7 +155,7 @@ class Network:
         return self.bound.epoch.values, uncounted
 
     def low_bit_is_unchanged(self) -> bool:
-        """Whether the 8-bit weights are still those of the present weights."""
+        """Whether there are 8-bit weights, and the weights have not changed since they were quantized."""
         return self.low_bit is not None and self.low_bit.fitted_to == self._low_bit_state()
 
     def source(self, lossy: Lossy, call: Call, layers: Collection[str] | None = None) -> Source:
@@ -193,13 +196,13 @@ class Network:
 
     @property
     def weight_marks(self) -> tuple[str, ...]:
-        """Words, for a shape's key, on what the host does to its weights at each use, such as a cast; () if nothing. As
-        of the last refresh; see OnTheFly.marks."""
+        """A phrase for each thing that the host does to its weights at each use, such as a cast, for a shape's key and
+        for users; () if nothing. As of the last refresh; see OnTheFly.marks."""
         return self.bound.on_the_fly.marks(self.bound.binding)
 
     def runner(self, key: ShapeKey, cut: Cut | None = None) -> Runner | None:
-        """The runner of a shape. None if there is none, or if the weights or the memory of its cut have moved since it
-        was made: then it is dropped."""
+        """The runner of a shape, which replays its graph. None if there is none, or if the weights or the memory of its
+        cut have moved since it was made: then it is dropped. cut: of the call, if it computes only a part."""
         kept = self.runners.get(key)
         if kept is None:
             return None
@@ -212,7 +215,8 @@ class Network:
         return None
 
     def keep(self, key: ShapeKey, runner: Runner) -> None:
-        """Keep a new runner, and drop those whose weights have moved."""
+        """Keep a new runner for a shape, and drop the runners of all shapes that were made at other addresses of the
+        weights."""
         addresses = self.bound.epoch.addresses
         runners = {other: kept for other, kept in self.runners.items() if kept.addresses == addresses}
         runners[key] = CachedRunner(addresses, runner)
@@ -225,25 +229,28 @@ class Network:
         self.plans = plans
 
     def _keep_runners(self, runners: dict[ShapeKey, CachedRunner]) -> None:
-        """Keep these runners alone, and drop the plans that replay others."""
+        """Replace all runners by these, and drop the plans whose runner is not among them."""
         self.runners = runners
         alive = {id(kept.runner) for kept in runners.values()}
         self.plans = {signature: plan for signature, plan in self.plans.items() if id(plan.runner) in alive}
 
     def cut_memory(self, shape: Hashable) -> CutMemory:
-        """The memory of a cut for a shape; the same object as long as anything, such as a graph, refers to it."""
+        """The memory in which a full pass of a cut network leaves hidden states for cached passes; see CutMemory. The
+        same object is returned for a shape as long as anything, such as a graph, refers to it; then a new one."""
         memory = self._cut_memories.get(shape)
         if memory is None:
             memory = self._cut_memories[shape] = CutMemory()
         return memory
 
     def deepest(self) -> int:
-        """The largest depth at which the network can be cut in two; 0 if it cannot. Raises Refusal."""
+        """The largest depth at which the network can be cut in two, see core.call.Cut; 0 if it cannot. Raises Refusal
+        if the network's modules cannot be read."""
         layout = self.bound.layout if self.bound.has_binding else self.bound.layout_now()
         return self._families.of(layout).deepest(layout)
 
     def schedule(self) -> str:
-        """See core.family.Family.schedule. Raises Refusal."""
+        """The name of DeepCache's schedule for this network; see core.family.Family.schedule. Raises Refusal if the
+        network's modules cannot be read."""
         layout = self.bound.layout if self.bound.has_binding else self.bound.layout_now()
         return self._families.of(layout).schedule
 
@@ -260,8 +267,8 @@ class Network:
     def make_room(self, byte_count: int, is_urgent: bool = False) -> bool:
         """Ask the host to move so many bytes of weights off the GPU. Returns whether it has moved any.
 
-        Only if the host keeps a part of the weights in main memory anyway, or if is_urgent: the host itself has run out
-        of memory. At most MOST_ASKED times in a sampling.
+        The host is asked only if it keeps a part of the weights in main memory anyway, or if is_urgent: the host itself
+        has run out of memory. It is asked at most MOST_ASKED times in a sampling; after that, returns False.
         """
         if (self.bound.streaming is None and not is_urgent) or self.asked_for_room >= MOST_ASKED:
             return False
@@ -276,8 +283,10 @@ class Network:
         return freed > 0
 
     def room_lacked(self, image_size: Hashable) -> int:
-        """Bytes to ask the host for before a sampling: those beside the weights that steps at this image size needed
-        before, minus those that OneDiff has allocated already. Begins the count of this sampling.
+        """Bytes of GPU memory that the host should leave free before a sampling: those that the steps of earlier
+        samplings at this image size needed beside the weights, minus those that OneDiff has allocated already; 0 if
+        none are known. Called once before a sampling, because the bytes are remembered for note_left_over() and
+        make_room().
 
         The memory of graphs does not count as allocated, because hosts count it as free.
         """
@@ -289,16 +298,17 @@ class Network:
 
     def note_left_over(self, byte_count: int) -> None:
         """Note how many bytes more than necessary are free after a capture (negative: lacking). Before the next
-        sampling at this image size, the host is asked for so many fewer.
+        sampling at this image size, room_lacked() returns so many fewer.
 
-        Ignored unless weights are streamed, and if the host was asked for room in this sampling.
+        Ignored if no weights are streamed, or if the host was asked for room in this sampling, which counts them
+        itself.
         """
         if self.bound.streaming is not None and not self.asked_for_room:
             self._bytes_needed[self._image_size] = self._bytes_had - byte_count
 
     def let_go_if_moved(self) -> None:
-        """Drop graphs, and everything else that takes GPU memory, if the weights have moved, as when the host has moved
-        the network off the GPU. Takes half a millisecond."""
+        """Drop graphs, and everything else of ours that takes GPU memory, if the weights are no longer where they were
+        at the last call, as when the host has moved the network off the GPU. Takes half a millisecond."""
         holds = (
             self.runners or self.low_bit is not None or self.bound.bytes
             or any(memory.keeps_tensors for memory in self.step_memories.values())

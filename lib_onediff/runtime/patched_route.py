@@ -1,5 +1,5 @@
-"""Serves calls with functions of other extensions in them: by CUDA graphs of the parts between the functions, or
-operator by operator."""
+"""Serves patched calls: calls in whose forward functions of other extensions run, such as ControlNet's. The parts of
+the forward between the functions run as CUDA graphs, or everything operator by operator."""
 from __future__ import annotations
 
 import logging
@@ -30,7 +30,7 @@ WITHIN_FUNCTION = "another extension's function inside the UNet calls the UNet a
 
 
 class PatchedRoute:
-    """Serves patched calls. Callers hold the runtime's lock."""
+    """Serves patched calls, those with Call.patches. Callers hold the runtime's lock."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -41,10 +41,12 @@ class PatchedRoute:
         self, network: Network, entry: Entry, call: Call, functions: FunctionCalls,
         plainly: Callable[[Call], Tensor], why_not_better: str = "",
     ) -> Served:
-        """The output of a patched call. Raises Refusal if this backend does not serve it.
+        """The output of a patched call, by the entry's backend. Raises Refusal if this backend does not serve it.
 
-        functions: the call's patch points. plainly: computes a call operator by operator. why_not_better: why the
-        backend before did not serve it.
+        functions: wraps the functions in the call, and takes the place of call.patches. plainly: computes a call
+        operator by operator, without a graph. why_not_better: why a faster backend did not serve it, for users; "" if
+        none was tried. Served.rewind restores the functions' state of before the call, for capture(); None if no graph
+        is to be captured.
         """
         names = ", ".join(entry.key.patches)
         device = call.latent.device
@@ -55,7 +57,9 @@ class PatchedRoute:
         # Graphs of parts do not support streamed weights: a graph's copies cannot continue during the next graph.
         streams = network.bound.streaming is not None
         if streams and not traits.launches_patched:
-            raise Refusal("an extension runs functions inside the UNet, and a part of its weights is in main memory")
+            raise Refusal(
+                "an extension's functions run inside the UNet, and some of the UNet's weights are in main memory"
+            )
         if entry.state is State.COLD:
             output = self._first(entry, guarded, functions, plainly, names)
             return Served(output, entry, network.bound.refreshed, PLAIN, reason, call)
@@ -77,8 +81,9 @@ class PatchedRoute:
     def _first(
         self, entry: Entry, call: Call, functions: FunctionCalls, plainly: Callable[[Call], Tensor], names: str
     ) -> Tensor:
-        """The output at a shape's first call, computed twice to see whether the functions repeat themselves. Raises
-        Refusal if they do not, or fail."""
+        """The output at a shape's first call, computed twice to see whether the functions give the same results again.
+        If they do not, or raise an exception, the entry is FAILED, and Refusal is raised. names: the functions'
+        extensions, for users."""
         try:
             output = computed_twice(entry, lambda: plainly(call), functions.functions)
         except HostError as passing:
@@ -95,8 +100,10 @@ class PatchedRoute:
     def _replayed(
         self, network: Network, entry: Entry, call: Call, functions: FunctionCalls
     ) -> Tensor | list[PassedPoint]:
-        """The output by graphs. Without fitting graphs, a list instead: the points that the replay has passed; empty if
-        there was no replay, or all functions must be called again."""
+        """The output by the shape's graphs. If there are none, or they do not fit this call's functions, returns a list
+        instead: the points that the replay has passed, whose functions need not be called again; empty if there was no
+        replay, or all functions must be called again. Graphs that do not fit are dropped, and functions that must be
+        called again have their earlier state."""
         runner = network.runner(entry.key)
         if runner is None:
             return []
@@ -120,10 +127,11 @@ class PatchedRoute:
     def capture(
         self, network: Network, result: Served, rewind: Callable[[], None], capture: Callable[[], None]
     ) -> None:
-        """Capture the graphs of a call that was just served without them, and compare their output with the call's.
+        """Capture the graphs of a call that was just served without them, and compare their output with the call's. If
+        the two differ, the graphs are dropped, and the entry's no_graph has the reason.
 
-        capture: makes the graphs, and calls the functions once more, with the state that rewind() restores. Afterwards
-        the functions have the state of now. If the outputs differ, the graphs are dropped.
+        result: of run(). rewind: restores the functions' state of before the call. capture: makes the graphs, and so
+        calls the functions once more. Afterwards the functions have the state again that they have now.
         """
         entry = result.entry
         call = result.call

@@ -23,9 +23,9 @@ from .services import Services
 
 
 class Plan(NamedTuple):
-    """How a network's calls of one signature are computed.
+    """How a network's calls of one signature (Call.signature) are computed.
 
-    entry: of their shape, with the backend, torch's switches for precision, and the verdict.
+    entry: of their shape; its key has the backend and torch's switches for precision.
     runner: replays the graph.
     reason: why they are not faster still, for users, such as streamed weights.
     settings, autocast, device: the conditions under which the plan was made; autocast is the dtype of torch.autocast,
@@ -46,7 +46,8 @@ class Plan(NamedTuple):
     part: Part | None = None
 
     def replay(self, call: Call) -> Tensor:
-        """The output of a call, by the runner. Adds its time to the shape's stopwatch."""
+        """The output of a call, by the runner, without any check. Adds its time to the shape's stopwatch. Call it
+        inside of `computing`."""
         stopwatch = self.entry.own
         if stopwatch.route != GRAPH:
             stopwatch.begin_route(GRAPH)
@@ -66,8 +67,9 @@ class Plan(NamedTuple):
 
 
 def replayed(services: Services, network: Network, call: Call, settings: Settings) -> Served | None:
-    """Serve a call by its plan: copy the inputs, replay the graph, clone the output. None if there is no plan, or if
-    the network has changed: then the output is dropped, all plans too, and the caller takes the slow path.
+    """Serve a call by its plan: copy the inputs, replay the graph, clone the output. None if no plan is valid for this
+    call; then the caller serves it without one. If the network has changed since the plan was made, the output and all
+    plans of the network are dropped.
 
     The addresses of the weights are compared with the baseline before the replay, because a graph over freed memory
     must not run. Everything else is compared while the GPU computes.

@@ -33,33 +33,36 @@ DRAWS = 8
 
 
 def rounds_as(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> torch.dtype:
-    """The dtype whose rounding error counts for a network of this dtype: float16 for float32 with TF32 on. flags: see
-    rounding_limit."""
+    """The dtype whose rounding error is expected of a network of this dtype: float16 for float32 if we or the host use
+    TF32, otherwise the dtype itself. flags: see rounding_limit."""
     is_float32_on_gpu = dtype == torch.float32 and device.type == "cuda"
     return LIKE_TF32 if is_float32_on_gpu and (tf32_is_on() or any(value for _, value in flags)) else dtype
 
 
 def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
-    """The largest relative error that is ever accepted. flags: torch's switches for precision in our call (see
-    precision.flags_for); the host computes with those that are set now. If either uses TF32, its limit applies."""
+    """The largest relative error of an output in this dtype that is ever accepted, however much the network amplifies
+    rounding. flags: torch's switches for precision in our call (see precision.flags_for); the host computes with those
+    that are set now. If either uses TF32 or sums in half precision, a wider limit applies."""
     if (HALF_SUMS, True) in flags:
         return ROUNDING_HALF_SUMS
     return MOST_ERROR[rounds_as(dtype, device, flags)]
 
 
 def no_question(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
-    """The largest error that is accepted without a measurement. flags: see rounding_limit."""
+    """The largest relative error that is accepted without measuring how much the network amplifies rounding. flags: see
+    rounding_limit."""
     if (HALF_SUMS, True) in flags:
         return ROUNDING_HALF_SUMS
     return NO_QUESTION[rounds_as(dtype, device, flags)]
 
 
-def explained(error: float, least: float, most: float, spread: Callable[[], float] | None) -> float:
-    """The limit for this error, from least to most: the largest error that rounding explains.
+def limit_for(error: float, least: float, most: float, spread: Callable[[], float] | None) -> float:
+    """The limit with which to compare an error: the largest relative error that rounding explains, from least to most.
+    The comparison is left to the caller.
 
-    An error up to least is within the limit least, and one above most is beyond the limit most; neither needs a
-    measurement. In between, the limit is MARGIN times the measured spread, clipped to [least, most]; least if spread is
-    None (it cannot be measured) or its result is not finite.
+    For an error up to least, the limit is least, and for one above most it is most; neither needs a measurement. In
+    between, it is MARGIN times the result of spread(), clipped to [least, most]; least if spread is None (nothing can
+    be measured) or its result is not finite.
     """
     if error > most or math.isnan(error):
         return most
@@ -70,8 +73,8 @@ def explained(error: float, least: float, most: float, spread: Callable[[], floa
 
 
 def precision_of(dtype: torch.dtype) -> float:
-    """The relative noise of one operator's result in a dtype: eps in float32, from the order of summation; eps / 2 in a
-    narrower dtype, where sums are float32 and the result is rounded once."""
+    """The relative error of one operator's result in a dtype: the dtype's eps for float32, from the order of summation;
+    eps / 2 for a narrower dtype, whose sums are float32 and whose result is rounded once."""
     return torch.finfo(dtype).eps * (1.0 if dtype == torch.float32 else 0.5)
 
 
@@ -88,8 +91,8 @@ ROUNDING_OF_INPUTS = {torch.float8_e4m3fn: 2.0**-5, torch.int8: 2.0**-6}
 
 
 class RoundingNoise:
-    """Wraps operators: their results are multiplied by 1 + precision * n, where n is normally distributed noise of a
-    fixed seed.
+    """The operators of `ops`, with their results multiplied by 1 + precision * n, where n is normally distributed noise
+    of a fixed seed. spread() compares an output of these with an exact one.
 
     If a layer's inputs are rounded to int8, the reference operators round them too. So noise that moves an input across
     the middle between two integers has the same effect as in the host's network.
@@ -101,13 +104,17 @@ class RoundingNoise:
         self._generator = torch.Generator(device).manual_seed(seed)
 
     def __getattr__(self, name: str) -> Any:
+        """The operator of this name in `ops`, with noise on its results; without noise if it is one of
+        EXACT_OPERATIONS.
+        """
         operator = getattr(self._ops, name)
         if name in EXACT_OPERATIONS:
             return operator
         return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs), self._precision_for(args))
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """Adds noise only to heads that are normed or rotated: the others are views of the input."""
+        """The operator split_heads, with noise only on heads that are normed or rotated: the others are views of the
+        input, and so exact."""
         found = []
         for heads, part in zip(self._ops.split_heads(projected, parts), parts, strict=True):
             is_view = part.norm is None and part.rotary is None
@@ -115,7 +122,8 @@ class RoundingNoise:
         return found
 
     def _precision_for(self, arguments: tuple[Any, ...]) -> float:
-        """The precision of an operator with these arguments; see ROUNDING_OF_INPUTS."""
+        """The relative noise for an operator with these arguments: more than usual if one is a layer whose input the
+        host rounds to eight bits and `ops` does not; see ROUNDING_OF_INPUTS."""
         for one in arguments:
             if isinstance(one, LayerWeights) and one.low_bit:
                 dtype = one.low_bit[0].values.dtype
@@ -139,12 +147,13 @@ def spread(
     compute: Callable[[Operators], Tensor], ops: Operators, dtype: torch.dtype, device: torch.device,
     rounds_inputs: bool = False,
 ) -> float:
-    """How far rounding moves an output: the relative distance between the output of compute(ops) and the one with noise
-    on each operator's result. Takes two forwards and the memory of one.
+    """How far rounding moves an output: the relative difference between compute(ops) and the same forward with noise on
+    each operator's result. Takes two forwards and the memory of one.
 
-    ops: the reference operators. dtype: see rounds_as. rounds_inputs: the inputs of layers are rounded to eight bits.
-    In a small network few inputs are near the middle between two steps, and most noises move none across it, so DRAWS
-    noises are tried and the largest distance counts.
+    compute: the forward, with the operators that it gets. ops: the reference operators. dtype: that of rounds_as().
+    rounds_inputs: the inputs of layers are rounded to eight bits. In a small network few inputs are near the middle
+    between two steps, and most noises move none across it, so DRAWS noises are tried, with a forward each, and the
+    largest difference counts.
     """
     exact = compute(ops).float()
     length = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)

@@ -25,10 +25,12 @@ BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
 
 @dataclass(frozen=True)
 class LowBitErrors:
-    """The measured errors of Low-bit on a checkpoint of a model ("SDXL").
+    """The measured relative errors of Low-bit on a checkpoint.
 
-    classes: each class of layers alone.
-    error: of the whole step with all classes in use, at most budget; None if none is in use.
+    model: the model's name for users ("SDXL").
+    budget: the largest error that the settings allow.
+    error: of the UNet's output with all classes in use; None if none is in use, or if it was not measured.
+    classes: each class of layers alone, used or not.
     """
 
     model: str
@@ -41,10 +43,10 @@ class LowBitErrors:
 class Totals:
     """Sums over all resolutions, in plain values.
 
-    vram: bytes of GPU memory of all graphs.
-    budget: bytes that they may take; 0 without a GPU.
+    vram: bytes of GPU memory that OneDiff takes, mostly for graphs.
+    budget: bytes that it may take; 0 without a GPU.
     disk: bytes of the cache folder.
-    calls: the number of UNet calls by route.
+    calls: the number of UNet calls by route, in this process.
     hit_rate: the part of them that a graph served; None before the first.
     low_bit: bytes of the 8-bit weights, beside the WebUI's own or instead of them.
     low_bit_layers: the number of their layers.
@@ -71,12 +73,13 @@ class ShapeRow:
     tokens: the context length; 0 for a decode of the VAE.
     state: a State's value, or ON_DISK.
     reason: why it is not a better one, for users.
-    step_ms, host_ms: medians in milliseconds.
-    ratio: None until both have enough times.
-    bytes: GPU memory that dropping this graph alone would free.
-    needs: bytes that it takes of the shared memory.
-    last_used: time.time().
-    relative_error: against the host's own output.
+    step_ms, host_ms: median milliseconds of a call by OneDiff and by the host; None without times.
+    ratio: host_ms / step_ms, the speedup; None until both have enough times.
+    bytes: GPU memory that dropping this graph alone would free; 0 without a graph.
+    uses: the number of calls.
+    needs: bytes that its graph takes of the memory that graphs share.
+    last_used: time.time() of the last call.
+    relative_error: against the host's own output; None if it was not compared.
     label: see core.call.Call.label.
     part: the pass of a network that a step policy has cut; "" for the whole network.
     backend: the backend's name; "" if unknown.
@@ -108,11 +111,12 @@ class ResolutionRow:
     """All shapes of one model at one resolution ("512x512", in pixels).
 
     state: of the best shape.
-    reason: of the most recently used shape that has one, even if another shape is ready.
+    reason: why it is not faster, from the most recently used shape that has a reason, even if another shape is ready;
+        "" for none.
     images: the number of images that this process has made here.
     uses: the number of calls, also by earlier processes if this one made none.
-    prewarm_s: seconds of its last pre-warm.
-    saved_s: seconds by which pre-warming has shortened the first image.
+    prewarm_s: seconds of its last pre-warm; None if there was none.
+    saved_s: seconds by which pre-warming has shortened the first image; None if unknown.
     step_ms, host_ms, ratio: means over all steps of the last image that OneDiff has made here, with cached and
         extrapolated ones; before the first image, those of the most used shape.
     bytes: GPU memory that purging this row would free. It is not the sum over the shapes, and rows do not add up,
@@ -150,25 +154,27 @@ def rows_of(
     gives_back: GivesBack = lambda keys: 0,
     parts: Mapping[Any, ImagePart] = MappingProxyType({}), images: Mapping[Any, int] = MappingProxyType({}),
 ) -> list[ResolutionRow]:
-    """The rows of these entries. Rows, and shapes in a row, are sorted with the most recently used first.
+    """One row for each model and resolution in the entries and the history. Rows, and shapes in a row, are sorted with
+    the most recently used first.
 
     history: rows of earlier processes, used for resolutions without an entry. pins: the pinned (model, resolution)
-    pairs. gives_back: returns the bytes that dropping the graphs of some shapes would free. parts, images: see
-    CallStats.
+    pairs. gives_back: returns the bytes that dropping the graphs of some shapes would free. parts, images: by (model,
+    resolution), the steps of the last image and the number of images; see CallStats.
     """
-    groups = by_name(entries, attrgetter("place"))
+    groups = grouped(entries, attrgetter("place"))
     rows = [
         replace(resolution_row(group, name in pins, gives_back, parts.get(name)), images=images.get(name, 0))
         for name, group in groups.items()
     ]
-    for name, known in by_name(history, lambda row: (row.model, row.resolution)).items():
+    for name, known in grouped(history, lambda row: (row.model, row.resolution)).items():
         if name not in groups:
             rows.append(row_of(name, ON_DISK, tuple(remembered_shape(row, name in pins) for row in known)))
     return with_decodes_below(sorted(rows, key=lambda row: -row.last_used))
 
 
-def by_name(found: Iterable[Any], name: Callable[[Any], Name]) -> dict[Name, list[Any]]:
-    """Entries, or rows of the history, grouped by name(), the most recently used first."""
+def grouped(found: Iterable[Any], name: Callable[[Any], Name]) -> dict[Name, list[Any]]:
+    """Entries, or rows of the history, in groups of the same name(). The groups, and the members of a group, are sorted
+    with the most recently used first."""
     groups: dict[Name, list[Any]] = {}
     for one in sorted(found, key=lambda one: -one.last_used):
         groups.setdefault(name(one), []).append(one)
@@ -190,8 +196,8 @@ def resolution_row(
     entries: list[Entry], pinned: bool = False, gives_back: GivesBack = lambda keys: 0,
     part: ImagePart | None = None,
 ) -> ResolutionRow:
-    """The row of one model and resolution. entries: its shapes, the most recently used first. part: the steps of the
-    last image here."""
+    """The row of one model and resolution. entries: its shapes, at least one, the most recently used first. part: the
+    steps of the last image here, whose times the row gets; None: the times are those of usual_shape()."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
     shapes = tuple(shape_row(entry, pinned, gives_back({entry.key})) for entry in entries)
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
@@ -201,13 +207,13 @@ def resolution_row(
 
 
 def usual_shape(shapes: tuple[ShapeRow, ...]) -> ShapeRow:
-    """The most used shape of those with times, cached passes left out; of all shapes if none has times."""
+    """The most used of the shapes that have times and are no cached passes; the most used of all if there is none."""
     timed = [shape for shape in shapes if shape.step_ms is not None and shape.part != CACHED]
     return max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
 
 
 def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
-    """A row with these shapes; its times are those of the most used one."""
+    """A row with these shapes, at least one, the most recently used first. Its times are those of usual_shape()."""
     usual = usual_shape(shapes)
     model, resolution = name
     return ResolutionRow(
@@ -220,7 +226,7 @@ def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRo
 
 
 def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
-    """The shape of a row in the history, which this process has not used."""
+    """A ShapeRow with the state ON_DISK, for a row of the history whose resolution this process has not used."""
     return ShapeRow(
         batch=row.batch, tokens=row.tokens, dtype=row.dtype, state=ON_DISK, reason="", step_ms=row.step_ms,
         host_ms=row.host_ms, ratio=ratio_of(row.step_ms, row.host_ms), bytes=0, uses=row.uses, last_used=row.last_used,
@@ -229,7 +235,7 @@ def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
 
 
 def shape_row(entry: Entry, pinned: bool, gives_back: int) -> ShapeRow:
-    """The shape of an entry. gives_back: bytes of GPU memory that dropping its graph alone would free."""
+    """A ShapeRow of an entry. gives_back: bytes of GPU memory that dropping its graph alone would free."""
     key = entry.key
     return ShapeRow(
         batch=key.batch, tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), state=entry.state.value,

@@ -35,15 +35,16 @@ from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 
 log = logging.getLogger("onediff")
-NOT_HANDED_OVER = "OneDiff was not given this UNet"
+NOT_HANDED_OVER = "OneDiff is not switched on for this UNet"
 # The reason for a fault of ours until the host has answered: if the host raises as well, the inputs were wrong.
-NOT_UNDERSTOOD = "the inputs of this call were not understood: {}"
+NOT_UNDERSTOOD = "OneDiff could not compute with the inputs of this step: {}"
 # Bytes beside the weights that a step of the largest UNet takes in the host's forward, if the host does not split it.
 HOST_NEEDS = 1 << 30
 
 
 class Runtime:
-    """Routes the calls of every network that a host has handed over. Every method may be called from any thread.
+    """Routes the calls of every network that a host has handed over (adopt). Every method may be called from any
+    thread.
 
     services: the shared objects. Some of them, and of their methods, are attributes here as well.
     stepping, by_card, two_gpus: the routes of a call, in this order.
@@ -108,7 +109,8 @@ class Runtime:
         return self.services.settings
 
     def configure(self, settings: Settings) -> None:
-        """Use these settings from the next call on. If they do not choose a second GPU, the copies there are freed."""
+        """Set the runtime's settings, which apply from the next call on. If they use no second GPU, the copies of
+        networks there are freed."""
         self.services.settings = settings
         if settings.second_gpu == ONE_GPU or not settings.enabled:
             self.two_gpus.forget_all()
@@ -116,8 +118,9 @@ class Runtime:
     # --- networks -------------------------------------------------------------------------------------------------
 
     def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
-        """Serve a network from now on, or give a served one other settings. It is not changed before its first call.
-        settings: override the runtime's; None: these apply. host_traits: used when the network is new."""
+        """Serve a network from now on, or replace the settings of a served one. The network itself is not changed
+        before its first call. settings: for this network; None: the runtime's apply. host_traits: ignored for a served
+        one."""
         services = self.services
         with services.lock:
             known = services.networks.get(unet)
@@ -130,8 +133,8 @@ class Runtime:
             services.devices.prepare_early(unet, settings or self.settings)
 
     def leave_alone(self, network: nn.Module, sentence: str) -> None:
-        """Note, and log, why a network, or its whole pipeline, keeps its own forward. The sentence is part of the
-        status as long as the network lives; "" removes it."""
+        """Show in the status, and log, why OneDiff leaves a network, or its whole pipeline, to its own forward. The
+        sentence is shown as long as the network lives; "" removes it. Does not stop serving; see release()."""
         if sentence:
             self._left_alone[network] = sentence
             log.warning("OneDiff: %s.", sentence)
@@ -139,12 +142,13 @@ class Runtime:
             self._left_alone.pop(network, None)
 
     def status(self) -> dict[str, Any]:
-        """The status of the last image, as plain values; see Cache.status. left_alone: the sentences of leave_alone."""
+        """The status of the last image, as plain values; see Cache.status. "left_alone" has the sorted sentences of
+        leave_alone(), each once."""
         return {**self.cache.status(), "left_alone": sorted(set(self._left_alone.values()))}
 
     def release(self, unet: nn.Module) -> None:
-        """Stop serving a network, and restore it: ordinary parameters with the same values. All memory of ours for it
-        is freed."""
+        """Stop serving a network, and restore it: its parameters are ordinary ones again, with the same values. All
+        memory of ours for it is freed. Does nothing for a network that is not served."""
         services = self.services
         with services.lock:
             network = services.networks.get(unet)
@@ -167,8 +171,8 @@ class Runtime:
         self.vae.release_all()
 
     def model_name(self, unet: nn.Module | None) -> str | None:
-        """A network's model name for users ("SD1"); None if no family knows it. Does not wait for a call in progress.
-        """
+        """A network's model name for users ("SD1"), also of a network that is not served; None if no family knows it,
+        or for None. Does not wait for a call in progress."""
         network = None if unet is None else self.services.networks.get(unet)
         if network is not None:
             # Before its first call, it has no layout.
@@ -178,7 +182,7 @@ class Runtime:
         return None if unet is None else attempted(lambda: str(self.services.families.read(unet).model_name)).answer
 
     def _known_name(self, unet: nn.Module) -> str | None:
-        """model_name(), remembered, because it is read for every call that the host computes."""
+        """See model_name. The result is remembered, because it is read for every call that the host computes."""
         if unet not in self._names:
             self._names[unet] = self.model_name(unet)
         return self._names[unet]
@@ -186,13 +190,16 @@ class Runtime:
     # --- samplings ------------------------------------------------------------------------------------------------
 
     def sampling_of(self, network: Network) -> Sampling:
-        """The sampling in progress. If none was announced, one in which every step must compute the whole network."""
+        """A network's sampling in progress. If none was announced, a Sampling whose why_not says so, in which policies
+        are inactive. In a warm-up, one with the times of a warm-up."""
         if self.services.is_warm_up:
             return Sampling(times=lambda: WARM_UP_TIMES)
         return network.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
 
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
-        """A host announces a sampling of a network. of_all: it may use other networks too, such as a refiner."""
+        """Called by a host at the start of a sampling with a network. Drops what belongs to the last sampling, and
+        frees GPU memory for the host if it is short. sampling: None if nothing is known of its steps. of_all: the
+        sampling may use other networks too, such as a refiner."""
         network = self.services.networks.get(unet)
         self.call_stats.begin_image()
         if of_all:
@@ -205,9 +212,10 @@ class Runtime:
             self.pressure.before_sampling(network.architecture, budget)
 
     def room_lacked(self, unet: nn.Module, image_size: Hashable) -> int:
-        """Bytes of GPU memory that a network's steps lacked in earlier samplings at this image size, if a part of the
-        weights had to stay in main memory; 0 if OneDiff is off. A host calls this before it moves the weights to the
-        GPU for a sampling, and leaves so much free."""
+        """Bytes of GPU memory that OneDiff needs beside the weights in a sampling at this image size, as earlier ones
+        have shown while a part of the weights had to stay in main memory. 0 if nothing is known, OneDiff is off, or the
+        network is not served. A host calls this before it moves the weights to the GPU for a sampling, and leaves so
+        much free."""
         services = self.services
         network = services.networks.get(unet)
         if network is None:
@@ -223,8 +231,8 @@ class Runtime:
             return network.room_lacked(image_size)
 
     def end_sampling(self, unet: nn.Module | None = None) -> None:
-        """A host announces that the sampling of a network, or of all networks, is over. Everything kept for that
-        sampling is dropped."""
+        """Called by a host at the end of a sampling. Everything kept for that sampling is dropped. unet: None for the
+        samplings of all networks."""
         if unet is None:
             self._sampling = None
         for one, network in self.services.networks.items():
@@ -240,8 +248,8 @@ class Runtime:
         """The network's output for a call, by the fastest route that agrees with the host.
 
         host: the host's own forward of the same call. host_traits: those of a host that does not call adopt(), so that
-        the network is adopted here; None: an unknown network is left to the host. guidance: returns the prompt's rows,
-        or raises Refusal; None if the host cannot know them.
+        the network is adopted here; None: an unknown network is left to the host. guidance: returns which rows of the
+        batch are the prompt's, or raises Refusal; None if the host cannot tell.
 
         Raises only exceptions of the host. If we cannot serve, the host computes the call, and status() has the reason.
         """
@@ -271,8 +279,8 @@ class Runtime:
             return self.guard.as_raised(work).output
 
     def note_served(self, served: Served) -> Stopwatch | None:
-        """Count a call that was served. Returns the host's stopwatch for it. A failure here is logged, and does not
-        affect the call."""
+        """Count a call that OneDiff has served, for the log of its image. Returns the stopwatch with the times that the
+        host takes for such calls; None if there is none. A failure here is logged, and does not affect the call."""
         try:
             return self.call_stats.note_served(served)
         except Exception as error:
@@ -280,10 +288,11 @@ class Runtime:
             return None
 
     def _becomes_plain(self, settings: Settings) -> bool:
-        """Take over settings that differ from the last call's. Returns whether all step policies and the second GPU are
-        off, so that calls may go straight to their plans.
+        """Whether all step policies and the second GPU are off in these settings, so that calls may go straight to
+        their plans. run() calls this if the settings are another object than those of the last plain call.
 
-        The result holds for this Settings object. If it is True, the reasons why policies were inactive are cleared.
+        If so, these settings are kept as `_plain`, so that the next call need not ask again, and the policies' reasons
+        for being inactive are cleared.
         """
         if settings.second_gpu != ONE_GPU or self.stepping.any_is_on(settings):
             # So that the next call without policies clears the reasons that policies set at this one.
@@ -294,7 +303,8 @@ class Runtime:
         return True
 
     def network_and_settings(self, unet: nn.Module) -> tuple[Network, Settings]:
-        """A network's record, and the present settings for it. Raises Refusal if the host must run the call."""
+        """A network's record, and the settings that apply to it now: those of the generation in progress, else its own,
+        else the runtime's. Raises Refusal if the network is not served, OneDiff is off, or gradients are recorded."""
         network = self.services.networks.get(unet)
         if network is None:
             raise Refusal(NOT_HANDED_OVER)
@@ -314,12 +324,12 @@ class Runtime:
         self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, latent: Tensor | None = None,
         tried: Entry | None = None,
     ) -> Answer:
-        """The host's own answer to a call that we did not serve, counted with the reason in attempt. If GPU memory has
-        run out, ours is freed first.
+        """The answer of the host's own forward to a call that we did not serve. The call is counted, with the reason.
 
-        hook: the failed work, in words for Guard.note. latent: the call's, if it could be read. tried: the entry that
-        was tried last; None if there was none. A fault of ours is logged after the host has answered: if the host
-        raises too, the inputs are wrong.
+        attempt: the failed attempt to serve it; has the reason. If that ran out of GPU memory, ours is freed first.
+        hook: what was attempted, in words for Guard.note. latent: the call's; None if it could not be read. tried: the
+        entry that was tried last; None if there was none. A fault of ours is logged only after the host has answered:
+        if the host raises too, the inputs are wrong. Raises what the host raises.
         """
         fault = attempt.fault
         if attempt.outcome is Outcome.OUT_OF_MEMORY:
@@ -338,17 +348,19 @@ class Runtime:
         return Answer(output, host_times=host_times)
 
     def _give_up(self, hook: str, fault: Exception) -> None:
-        """Log a fault of ours in a call that the host has answered, and show it as the call's reason."""
+        """Log a fault of ours in a call that the host has answered, and show it as the call's reason. hook: see
+        Guard.give_up."""
         self.call_stats.explain(self.guard.give_up(hook, fault))
 
     def unread(self, unet: nn.Module, attempt: Attempt[Any], host: Host) -> Tensor:
-        """The host's output for a call whose arguments could not be turned into a Call. attempt: why not."""
+        """The host's output for a call whose arguments could not be turned into a Call, counted with that reason.
+        attempt: the failed attempt to do so."""
         self.guard.attempt("counting a call", self.two_gpus.note)
         return self.by_host(unet, attempt, "the UNet's forward", host).output
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
-        """Count a call that the host runs without OneDiff, with the reason. unet: the network that it runs, whose
-        weights are laid out as the host had them (_leave_as_found)."""
+        """Called before the host runs a call without OneDiff: counts it, with the reason. unet: the network that runs,
+        whose weights get the memory layout of the host again (_leave_as_found); None if it is unknown."""
         self.call_stats.note_host(reason, None if unet is None else self._known_name(unet))
         self.two_gpus.note()
         if unet is not None:
@@ -391,7 +403,8 @@ class OursOrHosts:
         self._is_plain = is_plain
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The answer to a call, by OneDiff, or by the host if OneDiff refuses or fails."""
+        """The answer to a call, by OneDiff, or by the host if OneDiff refuses or fails. host is never None here. Raises
+        only exceptions of the host."""
         assert host is not None, "policies for whole batches pass the host's own forward with each call"
         host = as_host(host)
         card = self._runtime.by_card.card(self._network, self._settings)
@@ -402,7 +415,8 @@ class OursOrHosts:
         return runtime.by_host(self._unet, made, "the UNet's forward", host, call.latent, card.tried)
 
     def _ours(self, card: OneCard, call: Call, host: Host) -> Answer:
-        """The answer by one GPU or two, counted. Raises what CardRoute.answer raises."""
+        """The answer by OneDiff, on two GPUs if the settings say so and the call can be split, else on one. Calls that
+        are served are counted. card: computes on one GPU. Raises what CardRoute.answer raises."""
         two_gpus = self._runtime.two_gpus
         settings = self._settings
         if settings.second_gpu != ONE_GPU:
@@ -419,7 +433,8 @@ class OursOrHosts:
         return answer._replace(host_times=self._runtime.note_served(answer.served))
 
     def check(self, call: Call, served: Served) -> None:
-        """Refuses: only policies for each GPU compute cached passes, which need a check."""
+        """Raises Refusal. Only policies for each GPU compute cached passes, which need such a check, and CardRoute
+        does it for them."""
         raise Refusal("cached steps are checked on each GPU, not for the whole batch")
 
 

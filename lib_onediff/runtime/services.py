@@ -73,7 +73,8 @@ class Services:
         )
 
     def _kept_shapes(self) -> Callable[[Entry], bool]:
-        """A function that tells whether a shape must stay in the table: it has a graph, or is pinned."""
+        """A function that returns whether an entry must stay in the table when others are removed to keep it small: the
+        shape has a graph now, or its resolution is pinned."""
         pins = self.history.pins()
         graphs: set[ShapeKey] = set()
         for network in self.networks.values():
@@ -87,20 +88,22 @@ class Services:
         return self.generations.this_thread.is_warm_up
 
     def time_ms(self, call: Call) -> TimeMs:
-        """A timer for measuring kernels: timer(work) captures work() as a graph on the call's device, and returns its
-        time in milliseconds. The call's dtype is that of the matrix products in work()."""
+        """A timer with which backends choose between kernels: timer(work) captures work() as a graph on the call's
+        device, and returns the milliseconds that a replay takes. The call's dtype is that of the products in work()."""
         return partial(self.holdings.made.time_ms, call.latent.device, call.latent.dtype)
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context in which this thread alone launches kernels, and on this device: other threads wait for the lock,
-        and the GPU finishes the work of other streams first. It may be used again; see StreamOrder.turn."""
+        """A context in which only this thread launches work of ours, and the device is torch's current GPU: other
+        threads wait for the lock, and the GPU finishes their work first. It can be entered again and again; see
+        StreamOrder.turn."""
         return self.order.turn(device)
 
     def release_memory(self) -> int:
-        """Drop all graphs and return unused memory to the driver. Returns the number of bytes that this frees. Shapes
-        that were checked need no new check.
+        """Drop all graphs and other GPU memory of OneDiff (GraphCache.free), and return unused memory to the driver.
+        Returns the number of bytes that this frees. Shapes that were checked need no new check.
 
-        Pages call it while no image is being made; see hosts.contract.WebUI.exclusively.
+        Called if GPU memory has run out, and by pages and the API while no image is being made (see
+        hosts.contract.WebUI.exclusively). Takes the lock.
         """
         with self.lock:
             return self.graphs.free()

@@ -21,23 +21,23 @@ class RecordingCompute:
     The records tell a fault of the policy from one of the next Compute. After a fault of the policy, an answer that is
     recorded need not be computed again.
 
-    answer: the answer to the whole call; None if there is none yet.
-    raised: the last exception of the next Compute.
+    answer: the next Compute's answer to the call as the host made it; None if there is none yet.
+    raised: the last exception of the next Compute; None if there was none.
     """
 
     def __init__(self, compute: Compute, host: Host | None) -> None:
-        """compute: the next one. host: the host's own forward of the whole call."""
+        """compute: the next one. host: the host's own forward of the call for which the policy was asked."""
         self._compute = compute
         self._host = host
         self.answer: Answer | None = None
         self.raised: Exception | None = None
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The answer of the next Compute.
+        """The answer of the next Compute to a call that the policy makes.
 
-        If host is that of the whole call, or None, an exception of the host passes as a HostError. Otherwise the policy
-        has made a call of its own, such as of some rows: then an Exception of the host is raised without HostError, and
-        so counts as the policy's fault.
+        If host is the one of the original call, or None, an exception of the host passes as a HostError. Otherwise the
+        policy has made a call of its own, such as of some rows: then an Exception of the host is raised without
+        HostError, and so counts as the policy's fault.
         """
         is_whole = host is None or host is self._host
         try:
@@ -52,13 +52,13 @@ class RecordingCompute:
         return answer
 
     def check(self, call: Call, served: Served) -> None:
-        """Compute.check by the next Compute; its exception is recorded."""
+        """See Compute.check; done by the next Compute. Its exception is recorded, and raised."""
         with self._noting():
             self._compute.check(call, served)
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """A context that sets `raised` to an exception of the code inside."""
+        """A context that sets `raised` to an exception of the code inside, and lets it pass."""
         try:
             yield
         except Exception as error:
@@ -81,10 +81,11 @@ class PolicyLayer:
         self._step_context_of = step_context_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The answer of the policy; of the next Compute if the policy refuses or fails.
+        """The answer of the policy; that of the next Compute if the policy refuses or fails.
 
-        After a fault, the policy is inactive for the rest of this run of the sampling. If the next Compute has answered
-        the whole call already, that answer is used. An exception of the next Compute is passed on.
+        A refusal is the reason in the policy's status. After a fault, the policy is inactive for the rest of this run
+        of the sampling; if the next Compute has answered the original call by then, that answer is used. An exception
+        of the next Compute is passed on.
         """
         host = None if host is None else as_host(host)
         step_context = self._step_context_of(call, host)
@@ -97,7 +98,7 @@ class PolicyLayer:
                 self._guard.attempt("counting a policy's steps", note)
 
     def _answer(self, step_context: StepContext, call: Call, host: Host | None) -> Answer:
-        """__call__() without its statistics."""
+        """See __call__, which also counts the policy's steps."""
         policy = self._policy
         chosen = attempted(lambda: policy.answerer(step_context))
         if chosen.outcome is Outcome.REFUSED:
@@ -119,23 +120,27 @@ class PolicyLayer:
         return recording.answer or self._compute(call, host)
 
     def _charge(self, step_context: StepContext, fault: Exception) -> None:
-        """Log a fault of the policy, which is inactive for the rest of this run of the sampling."""
+        """Log a fault of the policy, and make the policy inactive for the rest of this run of the sampling."""
         policy = self._policy
         note_inactive(policy, self._guard.note(policy.title, fault))
         if (memory := step_context.memories.get(policy.name)) is not None:
             memory.is_broken = True
 
     def check(self, call: Call, served: Served) -> None:
+        """See Compute.check; done by the next Compute."""
         self._compute.check(call, served)
 
 
 class Stepping:
-    """The step policies of a runtime."""
+    """The step policies of a runtime, and which of them are on.
+
+    policies: all of them, the outermost first: the first one decides about a call before the others.
+    """
 
     def __init__(
         self, services: Services, policies: Iterable[StepPolicy], sampling_of: Callable[[Network], Sampling]
     ) -> None:
-        """policies: the outermost first. sampling_of: returns the sampling in progress of a network."""
+        """sampling_of: returns the sampling in progress of a network."""
         self._services = services
         self._sampling_of = sampling_of
         self.policies = tuple(policies)
@@ -143,8 +148,8 @@ class Stepping:
         self._last_names: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
 
     def _names_on(self, settings: Settings) -> frozenset[str]:
-        """The names of the policies that are on. Settings are immutable, so the last result is reused for the same
-        object."""
+        """The names of the policies that these settings turn on. Settings are immutable, so the last result is reused
+        for the same object."""
         last = self._last_names
         if last is None or last[0] is not settings or last[1] is not self.policies:
             names = frozenset(policy.name for policy in self.policies if policy.is_on(settings))
@@ -153,7 +158,8 @@ class Stepping:
         return last[2]
 
     def any_is_on(self, settings: Settings, whole_batch: bool | None = None) -> bool:
-        """Whether any policy is on. whole_batch: only of those with this StepPolicy.whole_batch; None: of all."""
+        """Whether these settings turn any policy on. whole_batch: count only policies that decide for a whole batch
+        (True) or for each GPU's rows (False), see StepPolicy.whole_batch; None: count all."""
         names = self._names_on(settings)
         return any(policy.name in names and whole_batch in (None, policy.whole_batch) for policy in self.policies)
 
@@ -161,8 +167,9 @@ class Stepping:
         self, compute: Compute, whole_batch: bool, network: Network, settings: Settings,
         guidance: Guidance | None = None, is_counted: bool = True,
     ) -> Compute:
-        """compute, wrapped in the policies that are on and have this whole_batch, the outermost first. Also notes which
-        policies are off. guidance, is_counted: see StepContext."""
+        """`compute`, wrapped in a PolicyLayer for each policy that is on and decides for a whole batch (True) or for
+        each GPU's rows (False); `compute` itself if there is none. Such policies that are off lose their memory and
+        their reason for being inactive. guidance, is_counted: see StepContext."""
         mine = [policy for policy in self.policies if policy.whole_batch is whole_batch]
         names = self._names_on(settings)
         on = [policy for policy in mine if policy.name in names]
@@ -191,11 +198,12 @@ class Stepping:
         return compute
 
     def clear_reasons(self) -> None:
-        """Clear the policies' reasons for being inactive, because all are off now."""
+        """Clear all policies' reasons for being inactive. Called when all policies are off."""
         for policy in self.policies:
             note_inactive(policy)
 
 
 def note_inactive(policy: StepPolicy, reason: str = "") -> None:
-    """Set the reason why a policy is inactive, in its status. reason: "" if the policy is off."""
+    """Set or clear the sentence in a policy's status that says why it is inactive. reason: for users; "" clears it, as
+    for a policy that is off."""
     policy.status["reason"] = f"{policy.title} is inactive: {reason}" if reason else ""

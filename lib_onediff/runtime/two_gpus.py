@@ -37,12 +37,13 @@ from .stepping import Stepping
 log = logging.getLogger("onediff")
 NO_SECOND = "PyTorch sees only one GPU"
 ONE_ROW = "the step computes a single latent, which cannot be split"
-CAPTURES = "the caller captures a CUDA graph of its own"
+CAPTURES = "code outside of OneDiff is capturing a CUDA graph"
 FULL = "out of memory on {}: one GPU computes until the weights or the settings change"
 
 
 def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
-    """The first other GPU with room for `needs` bytes. Raises Refusal if there is none."""
+    """The first GPU other than `first` with room for `needs` bytes. Raises Refusal, with the reason for users, if there
+    is none or `first` is no GPU. cards: reads the GPUs' memory."""
     all_cards = cards.all()
     if first not in all_cards:
         raise Refusal(f"this UNet is on the {first.type.upper()}")
@@ -81,11 +82,13 @@ class Pair:
     bytes: int
 
     def rows(self, call: Call, rows: slice) -> Call:
-        """These rows of the call, copied to the second GPU. The copies wait, on the GPU, for the first one's work."""
+        """A call of these rows, copied to the second GPU. The copies are launched without waiting; the GPU makes them
+        when the first GPU has computed the inputs."""
         return mapped(take_rows(call, rows), lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def follow(self, first: Network) -> None:
-        """Take over the settings and the sampling of `first`, the original's record. Called before each call."""
+        """Give the copy's record the settings and the sampling of `first`, the original's record. A new sampling drops
+        the copy's plans. Called before each call."""
         self.network.settings = first.settings
         if self.network.samplings != first.samplings:
             self.network.plans.clear()
@@ -96,8 +99,9 @@ class Pair:
 
 
 def one_card_finding(reason: str, lasts: bool, network: Network, settings: Settings) -> tuple[Any, ...]:
-    """A key of a reason why one GPU computes. The reason holds as long as a key made anew is equal: until the memory
-    budget or the weights change, or another sampling begins. lasts: the sampling does not matter."""
+    """A key that remembers why one GPU computes a network's calls. The reason holds as long as a key made again from
+    the same reason is equal: until the memory budget or the weights change, or another sampling begins. lasts: whether
+    the reason outlives the sampling."""
     bound = network.bound
     sampling = None if lasts else network.samplings
     return reason, lasts, settings.memory_budget, bound.epoch.structure, bound.epoch.values, sampling
@@ -130,13 +134,14 @@ class TwoGpusRoute:
         self._logged: set[str] = set()
 
     def status(self) -> dict[str, Any]:
-        """The number of calls on two GPUs, how the last call was shared or why not, and the bytes of copied weights."""
+        """The status for users: "calls", the number computed on two GPUs; "split", how the last call was shared, or ""
+        with the "reason" why it was not; "bytes" of copied weights."""
         copies = sum(pair.bytes for pair in self._pairs.values())
         return {"calls": self._calls, "split": self._split, "reason": self._why_one_card, "bytes": copies}
 
     def note(self, split: str = "", why_one: str = "") -> None:
-        """Note how both GPUs have shared the last call, or why one has computed it although the option is on. Neither:
-        the option is off."""
+        """Set the status, and log a sentence that was not logged before: how both GPUs have shared the last call, or
+        why one has computed it although the option is on. Without arguments, the option is off."""
         self._split = split
         self._why_one_card = why_one
         sentence = f"two GPUs: {split}" if split else f"one GPU: {why_one}" if why_one else ""
@@ -145,7 +150,8 @@ class TwoGpusRoute:
             log.info("%s", sentence)
 
     def forget(self, unet: nn.Module) -> None:
-        """Free a network's copy on the second GPU: it is released, or computed on one GPU from now on."""
+        """Free a network's copy on the second GPU, and forget why one GPU computed the network. Called when the network
+        is released, or one GPU computes it from now on."""
         self._on_one_card.pop(unet, None)
         pair = self._pairs.pop(unet, None)
         if pair is not None:
@@ -154,15 +160,17 @@ class TwoGpusRoute:
             self.note()
 
     def forget_all(self, but: nn.Module | None = None) -> None:
-        """Free the copies of all networks except `but`."""
+        """Free the copies of all networks on second GPUs, except that of `but`; see forget()."""
         for unet in self._pairs:
             if unet is not but:
                 self.forget(unet)
 
     def answer(self, network: Network, settings: Settings, call: Call, host: Host) -> Answer | None:
-        """The output of a call by both GPUs; None, with the reason noted, if one GPU must compute it.
+        """The output of a call by both GPUs, counted. None if one GPU must compute it: then the reason is in the
+        status, and is remembered if it holds for later calls too.
 
-        Raises HostError, and torch.cuda.OutOfMemoryError if the first GPU is full.
+        A fault of ours here is logged, and gives None. Raises HostError, and torch.cuda.OutOfMemoryError if the first
+        GPU is full.
         """
         self.is_used = True
         allowed = attempted(lambda: self._refuse(network, settings, call))
@@ -193,7 +201,7 @@ class TwoGpusRoute:
         return None
 
     def _count(self, served: Served, split: str) -> None:
-        """Count a call by both GPUs. split: how they have shared it, in words."""
+        """Count a call by both GPUs. split: how they have shared it, for users."""
         self._calls += 1
         self.note(split)
         # The host computes on one GPU, and is not timed in these calls.
@@ -220,9 +228,10 @@ class TwoGpusRoute:
     def _serve(
         self, network: Network, settings: Settings, call: Call, host: Host
     ) -> tuple[Served, str]:
-        """The output, and how the GPUs have shared the call, in words. Raises Refusal if one GPU must compute it.
+        """The output, and how the GPUs have shared the call, for users ("cuda:0 + cuda:1, 1+1 rows"). Makes the copy on
+        the second GPU at the first call. Raises Refusal if one GPU must compute the call.
 
-        If the second GPU has a plan, it is launched first, so that it computes while the first one is launched.
+        If the second GPU has a plan, its work is launched first, so that it computes while the first GPU's is launched.
         """
         first_card = call.latent.device
         batch = call.latent.shape[0]
@@ -260,7 +269,8 @@ class TwoGpusRoute:
     def _second(
         self, pair: Pair, network: Network, settings: Settings, call: Call, rows: slice, host: Host
     ) -> Served:
-        """The second GPU's rows, on the slow path if there is no plan."""
+        """The second GPU's rows, without a plan: the copy of the weights is brought up to date, and a first output is
+        compared with the host's. host: the host's forward of the whole call, on the first GPU."""
 
         def of_host() -> Tensor:
             with self.cards.using(call.latent.device):
@@ -274,7 +284,8 @@ class TwoGpusRoute:
     # --- the copy -------------------------------------------------------------------------------------------------
 
     def _pair(self, network: Network, first: torch.device) -> Pair | None:
-        """The existing copy. None if there is none, or if the network has other layers or is on another GPU by now."""
+        """The existing copy of a network on the GPU `first`. None if there is none, or if the network has other layers
+        or is on another GPU by now: then the copy is freed."""
         pair = self._pairs.get(network.bound.module)
         if pair is None or pair.first == first and pair.mirror.is_of(network.bound):
             return pair
@@ -282,7 +293,8 @@ class TwoGpusRoute:
         return None
 
     def _choose(self, network: Network, first: torch.device) -> torch.device:
-        """The second GPU, with room for a copy if its size is known. Raises Refusal."""
+        """The GPU for a copy, with enough room if the size is known (before the network's first call it is not). Frees
+        the copies of other networks if that is necessary. Raises Refusal if no GPU has room."""
         needs = bytes_of(network.bound.binding) if network.bound.has_binding else 0
         try:
             return second_card(first, needs, self.cards)
@@ -294,7 +306,8 @@ class TwoGpusRoute:
             return second_card(first, needs, self.cards)
 
     def _make(self, network: Network, settings: Settings, first: torch.device) -> Pair:
-        """Make a copy, without values yet, on the second GPU. Raises Refusal."""
+        """Allocate a network's copy on the second GPU, and serve it like a network. Its values are copied at its next
+        refresh. Raises Refusal if there is no GPU with room, or if a copy of the weights would not be enough."""
         refuse_marked_weights(network)
         binding = network.bound.binding
         device = self._choose(network, first)
@@ -310,7 +323,8 @@ class TwoGpusRoute:
 
     @contextlib.contextmanager
     def _on(self, device: torch.device) -> Iterator[None]:
-        """A context in which the second GPU is torch's current one, and an OutOfMemoryError becomes SecondGpuFull."""
+        """A context in which `device`, the second GPU, is torch's current one, and torch.cuda.OutOfMemoryError becomes
+        SecondGpuFull, since then the first GPU's memory need not be freed."""
         try:
             with self.cards.using(device):
                 yield
@@ -319,7 +333,8 @@ class TwoGpusRoute:
 
 
 def refuse_marked_weights(network: Network) -> None:
-    """Raise Refusal if the host does not compute with its weights as they are stored, so that a copy is not enough."""
+    """Raise Refusal if the host changes its weights at each use (Network.weight_marks) or streams them from main
+    memory, so that a copy of the stored weights on the second GPU would not be enough."""
     if network.weight_marks:
         raise Refusal(f"the WebUI computes with {' and '.join(network.weight_marks)}")
     if network.bound.streaming is not None:
@@ -327,7 +342,8 @@ def refuse_marked_weights(network: Network) -> None:
 
 
 def served_of(answer: Answer) -> Served:
-    """The Served of one GPU's rows. Raises Refusal if there is none, because a step policy has answered."""
+    """How one GPU's rows were served. Raises Refusal if a step policy has extrapolated them, so that nothing was
+    computed and two GPUs gain nothing."""
     if answer.served is None:
         raise Refusal("extrapolated steps need no second GPU")
     return answer.served

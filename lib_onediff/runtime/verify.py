@@ -21,7 +21,7 @@ from ..core.refusal import Refusal
 from ..core.settings import MOST_LOW_BIT_ERROR
 from ..core.table import ENOUGH, Entry, State
 from ..store.history import History
-from .rounding import explained, no_question, rounding_limit
+from .rounding import limit_for, no_question, rounding_limit
 
 log = logging.getLogger("onediff")
 # The user's image waits for this long, once for every shape on a machine.
@@ -44,17 +44,19 @@ def prove(
     yardstick: Callable[[], Tensor] | None, is_warm_up: bool, functions: Iterable[Any] = (), times_host: bool = True,
     allowed: float = 0.0, spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> bool:
-    """Prove a shape: compare its first output with the host's, unless this machine has done so before. The entry
-    becomes PROVED. Calls with functions of other extensions are always compared.
+    """Prove a shape: compare its first output with the host's, unless this machine has done so before. If they agree,
+    the entry becomes PROVED (READY stays). Calls with functions of other extensions are always compared.
 
+    output: ours.
     host: the host's own forward of this call. yardstick, is_warm_up, spread, rounds_inputs: see why_it_differs.
     functions: those of other extensions (Points.functions); their state is restored after a failed comparison, because
     the host calls them again for the answer. times_host: whether host() computes this call and nothing else, so that
     its time can be compared. allowed: the relative error that the backend may have, if it is more than rounding
     explains.
 
-    Returns whether the verdict should be kept in the history (History.keep_verdict). Raises Refusal if the output
-    cannot be used; the entry is FAILED then, unless neither output was finite.
+    Returns whether the caller should write the verdict to the history (History.keep_verdict). Raises Refusal if our
+    output must not be used; the entry is FAILED then, unless neither output was finite. If only the host's output is
+    not finite, ours is used, and a warning is logged.
     """
     is_news = False
     # Patched calls are compared anew, because the extension's code may have changed. A warm-up's check, of noise, is
@@ -93,7 +95,8 @@ def why_it_differs(
     spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> str | None:
     """Compare our output with the host's, and time the host. Returns None if they agree, HOST_NOT_FINITE if the host's
-    output has NaN or infinite values, otherwise the difference in words for the user. Sets entry.relative_error.
+    output has NaN or infinite values, otherwise the difference in words for the user. Sets entry.relative_error, and
+    leaves the entry's state to the caller.
 
     yardstick: the host's forward with its approximations (such as 8-bit attention) switched off; if given, our output
     is compared with this one instead. is_warm_up: time the host ENOUGH times, however long that takes. times_host,
@@ -117,15 +120,17 @@ def why_it_differs(
     most = rounding_limit(entry.key.dtype, output.device, entry.key.precision)
     most = max(most, MOST_LOW_BIT_ERROR) if rounds_inputs else most
     allowed = max(allowed, MOST_LOW_BIT_ERROR if entry.key.lossy != LOSSLESS else 0.0)
-    limit = max(allowed, explained(entry.relative_error, max(least, allowed), most, spread))
+    limit = max(allowed, limit_for(entry.relative_error, max(least, allowed), most, spread))
     if entry.relative_error <= limit:
         return None
     return f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
 
 
 def time_host(entry: Entry, device: torch.device, host: Callable[[], object], often: bool = False) -> None:
-    """Time the host's forward, which must have run once: up to ENOUGH times within SECONDS_TO_TIME_THE_HOST, and at
-    least once. often: ENOUGH times, however long that takes."""
+    """Add times of the host's forward to entry.host: ENOUGH runs, or fewer if SECONDS_TO_TIME_THE_HOST have passed, but
+    at least one. host: must have run once, since the first run takes longer. often: ENOUGH runs, however long that
+    takes.
+    """
     began = time.perf_counter()
     for _ in range(ENOUGH):
         entry.host.time(device, host)
@@ -138,12 +143,12 @@ def time_host(entry: Entry, device: torch.device, host: Callable[[], object], of
 
 
 def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], Tensor]) -> str | None:
-    """Compare a cached pass with a full pass of the same call, which has just written the memory that the cached pass
-    reads, so that the two outputs must be equal.
+    """Compare a cached pass of a step policy with a full pass of the same call, which has just written the memory that
+    the cached pass reads, so that the two outputs must be equal within rounding error.
 
-    Returns the difference in words for the user; None if they are equal, when the entry becomes PROVED, and also if the
-    full pass's output is not finite, when the entry stays as it is. output: of the full pass. cached: computes the
-    cached pass.
+    entry: of the cached pass. output: of the full pass. cached: computes the cached pass. Returns the difference in
+    words for the user, and leaves the entry's state to the caller. None if they are equal, when the entry becomes
+    PROVED, and also if the full pass's output is not finite, when the entry stays as it is.
     """
     again = cached()
     if not bool(torch.isfinite(output).all()):
@@ -161,9 +166,10 @@ def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], T
 
 
 def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Iterable[Any] = ()) -> Tensor | None:
-    """The output of a forward that calls functions of other extensions; None if a second run with the same random
-    numbers gives another output, because a function keeps state that rewinder_of does not find, or writes to its
-    inputs. The random states and the functions' state are restored at the end, because the host runs after this."""
+    """The output of a forward that calls functions of other extensions, which is run twice with the same random
+    numbers. None if the two outputs differ, because a function keeps state that rewinder_of does not find, or writes to
+    its inputs. At the end, also after an exception, the random states and the functions' state are as before, because
+    the host runs after this."""
     rewind = rewinder_of_all(entry.key.device, functions)
     try:
         output = compute()
@@ -177,8 +183,8 @@ def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Itera
 
 
 def rewinder_of_all(device: torch.device, functions: Iterable[Any] = ()) -> Callable[[], None]:
-    """A function that restores the present random states of torch (CPU and device), Python and NumPy, and the state
-    that rewinder_of finds in these functions."""
+    """A function that can be called later to restore the random states of now: those of torch (CPU and device), Python
+    and NumPy, and the state that rewinder_of finds in these functions of other extensions."""
     rewind_functions = rewinder_of(functions)
     python = random.getstate()
     numpy = sys.modules.get("numpy")
@@ -199,14 +205,15 @@ def rewinder_of_all(device: torch.device, functions: Iterable[Any] = ()) -> Call
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
-    """||output - expected|| / ||expected||, in float32."""
+    """||output - expected|| / ||expected||, in float32; NaN if either has NaN. Waits for the device."""
     difference = (output.float() - expected.float()).norm()
     return float(difference / expected.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
 
 
 def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
-    """A function that restores the state that functions of other extensions have now. The first use of a shape calls
-    them more often than the host would; with their state restored, they draw and count as if called once.
+    """A function that can be called later to restore the state that functions of other extensions have now. The first
+    use of a shape calls them more often than the host would; with their state restored, they draw random numbers and
+    count as if they had been called once.
 
     The state consists of: random.Random objects in the globals of their modules; bool, int and float attributes of the
     objects that they can reach, if the class belongs to their package or to a script of the WebUI; and lists that are
@@ -247,9 +254,11 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
 
 
 def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
-    """The objects that functions can reach whose classes belong to these packages or to a script of the WebUI.
+    """The objects that functions can reach whose classes belong to these packages (names of top-level modules) or to a
+    script of the WebUI. Each is yielded once.
 
-    Follows bound objects, closures, partials, attributes, lists and dictionaries, through at most MOST_OBJECTS objects.
+    Follows bound objects, closures, partials, attributes, lists and dictionaries, through at most MOST_OBJECTS objects;
+    those beyond are not found.
     """
     waiting = deque(functions)
     seen = set[int]()

@@ -59,7 +59,7 @@ def test_the_first_use_of_every_shape_is_checked_and_no_other(
 def test_a_unet_that_nobody_handed_over_or_that_was_released_is_the_hosts(own: Runtime) -> None:
     unet = diffusers_unet()
     assert run(own, unet, a_call(unet)) == 1
-    assert own.status()["reason"] == "OneDiff was not given this UNet"
+    assert own.status()["reason"] == "OneDiff is not switched on for this UNet"
     own.adopt(unet)
     run(own, unet, a_call(unet))
     assert own.status()["route"] == "plain"

@@ -38,18 +38,18 @@ GetPins = Callable[[], Collection[tuple[str, str]]]
 
 
 def pages(size: float) -> int:
-    """The size in bytes, rounded up to whole pages."""
+    """A size in bytes, rounded up to a multiple of PAGE."""
     return -int(-size // PAGE) * PAGE
 
 
 def needs_of(peak: int, in_one_piece: bool = True) -> int:
-    """Bytes that a graph takes of a memory pool. peak: the peak of the bytes that its forward uses. in_one_piece:
-    whether the pool is contiguous, so that gaps are smaller."""
+    """An estimate of the bytes that a graph will take of a memory pool. peak: the most bytes that its forward has in
+    use at one time, without a graph. in_one_piece: whether the pool is contiguous, so that gaps are smaller."""
     return pages(peak * (1 + (GAPS_IN_ONE_PIECE if in_one_piece else GAPS_IN_MANY)))
 
 
 def memory_of(needs: int) -> int:
-    """Bytes of a new memory pool whose largest graph needs this many."""
+    """The size in bytes of a new memory pool whose largest graph needs `needs` bytes."""
     return pages(needs) + SMALL_THINGS
 
 
@@ -59,7 +59,7 @@ def fits(size: int, allowed: int) -> bool:
 
 
 def too_large(needed: int, allowed: int) -> str:
-    """Why a graph cannot be made within the budget, in one line for the user."""
+    """Why a graph cannot be made within the budget, in one line for the user. Both are in bytes."""
     return (
         f"its graph needs {-(-needed // MEBIBYTE)} MiB, and the setting 'Graph memory in MiB' allows "
         f"{allowed // MEBIBYTE}"
@@ -69,8 +69,8 @@ def too_large(needed: int, allowed: int) -> str:
 class HeldGraph(NamedTuple):
     """The memory of one graph.
 
-    needs: bytes of the shared pool.
-    own_bytes: bytes of this graph alone.
+    needs: bytes that it uses of the shared pool, in which it overlaps with other graphs.
+    own_bytes: bytes outside of the pool, which only this graph uses.
     """
 
     key: ShapeKey
@@ -79,16 +79,19 @@ class HeldGraph(NamedTuple):
 
 
 class SharedMemory:
-    """A memory pool in which graphs overlap, and its size in bytes, which is that of its largest graph. by_need: the
-    graphs, the largest first."""
+    """Describes a memory pool in which graphs overlap. Keeps neither the pool nor a graph alive.
+
+    size: in bytes; that of the largest graph since the pool was made.
+    by_need: the graphs, those with the largest needs first.
+    """
 
     def __init__(self, size: int, graphs: Iterable[HeldGraph]) -> None:
         self.size = size
         self.by_need = sorted(graphs, key=lambda graph: -graph.needs)
 
     def shrinks(self, keys: Collection[ShapeKey]) -> int:
-        """Bytes by which the pool shrinks if the graphs with these keys are dropped; 0 if that gains too little
-        (LEAST_GAIN, LEAST_SHARE), and the pool stays."""
+        """Bytes by which the pool gets smaller if the graphs with these keys are dropped: its whole size if no other
+        graph remains; 0 if the gain is so small (LEAST_GAIN, LEAST_SHARE) that the pool is kept. Changes nothing."""
         needs = next((graph.needs for graph in self.by_need if graph.key not in keys), None)
         if needs is None:
             return self.size
@@ -97,10 +100,13 @@ class SharedMemory:
 
 
 class MemorySnapshot:
-    """The memory of all graphs at one moment. It keeps no graph alive."""
+    """The memory of all graphs at one moment, to compute what dropping some would free. It keeps no graph alive.
+
+    vram: bytes that OneDiff takes on all GPUs that have graphs (Holdings.held).
+    """
 
     def __init__(self, vram: int = 0, memories: Iterable[SharedMemory] = ()) -> None:
-        """vram: bytes of all graphs together. memories: the pools."""
+        """memories: the pools."""
         self.vram = vram
         # An index by key, because a page calls gives_back() for each of thousands of shapes.
         self._where: dict[ShapeKey, list[tuple[SharedMemory, HeldGraph]]] = {}
@@ -109,13 +115,15 @@ class MemorySnapshot:
                 self._where.setdefault(graph.key, []).append((memory, graph))
 
     def gives_back(self, keys: Collection[ShapeKey]) -> int:
-        """Bytes of GPU memory that are freed if the graphs of these shapes are dropped."""
+        """Bytes of GPU memory that would be freed if the graphs of these shapes were dropped. Shapes without a graph
+        count as 0."""
         graphs = [one for key in keys for one in self._where.get(key, ())]
         return sum(graph.own_bytes for _, graph in graphs) + sum(one.shrinks(keys) for one in memories_of(graphs))
 
-    def beside(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
-        """The shapes of all graphs in those pools that shrink if the graphs of these shapes are dropped. A pool shrinks
-        only if all of its graphs are dropped; the others are captured again later."""
+    def dropped_with(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
+        """The shapes whose graphs must be dropped so that the memory of these shapes' graphs is freed: all shapes of a
+        pool that would get smaller (SharedMemory.shrinks). A pool is freed only as a whole; the graphs that are still
+        wanted are captured again later. Empty if no pool would get smaller."""
         graphs = [one for key in keys for one in self._where.get(key, ())]
         return {graph.key for one in memories_of(graphs) if one.shrinks(keys) for graph in one.by_need}
 
@@ -134,8 +142,8 @@ class GraphRecord(NamedTuple):
 
 
 class PoolKey(NamedTuple):
-    """Identifies a memory pool: the graphs of one architecture on one device share it. architecture: None stands for
-    work that belongs to no graph, such as a decode."""
+    """Identifies a memory pool: the graphs of one architecture on one device share it. architecture: None if there is
+    no such pool, as for a decode, or for a network without a call so far."""
 
     device: torch.device
     architecture: str | None
@@ -166,17 +174,18 @@ class Holdings:
         self.card = Card()
 
     def allowed(self, budget: int, device: torch.device | None = None) -> int:
-        """Bytes that all graphs of a device may take. budget: in MiB; 0 for the default. Returns 0 without a GPU.
-        device: by default torch's current one."""
+        """Bytes that OneDiff may take on a GPU, at most its memory. budget: the option in MiB; 0 for the default, a
+        quarter of the GPU's memory. device: by default torch's current one. Returns 0 without a GPU, which fits() takes
+        as no limit."""
         total = self.card.total(device)
         return min(budget * MEBIBYTE or total // SHARE_OF_THE_CARD, total)
 
     def shared(self) -> int:
-        """Bytes of the memory pools on all devices."""
+        """Bytes of the graphs' memory pools on all devices."""
         return sum(map(self.made.bytes, self.made.devices()))
 
     def held(self, device: torch.device) -> int:
-        """Bytes that OneDiff takes on a device: its graphs, and applied_bytes()."""
+        """Bytes that OneDiff takes on a device: all graphs with their pools, and applied_bytes()."""
         own = sum(held.runner.own_bytes for held in self.graphs() if held.key.device == device)
         return self.made.bytes(device) + own + self.applied_bytes(device)
 
@@ -187,14 +196,16 @@ class Holdings:
         return sum(bound.bytes for bound in bounds if bound.binding.device == device)
 
     def room(self, budget: int, device: torch.device) -> int:
-        """Bytes that OneDiff may still take on a device. budget: in MiB; 0 for the default, which is no limit without a
-        GPU."""
+        """Bytes that OneDiff may still take on a device: what is left of its budget, or of the GPU's free memory if
+        that is less; negative if it has taken too much. budget: in MiB; 0 for the default, which is no limit without a
+        GPU.
+        """
         if device.type != "cuda":
             return budget * MEBIBYTE - self.applied_bytes(device) if budget else UNLIMITED
         return min(self.allowed(budget, device) - self.held(device), self.left(device) - self.card.spare(device))
 
     def held_by(self, pool: PoolKey) -> int:
-        """Bytes of one pool, and those that each of its graphs takes outside of the pool."""
+        """Bytes of one pool and of what its graphs take outside of it; 0 for a PoolKey without architecture."""
         if pool.architecture is None:
             return 0
         own = sum(held.runner.own_bytes for held in self.graphs() if PoolKey.of(held.key) == pool)
@@ -224,7 +235,7 @@ class Holdings:
         return MemorySnapshot(sum(map(self.held, self.made.devices())), shared)
 
     def graphs(self) -> list[GraphRecord]:
-        """All graphs. Do not keep the result, which keeps them alive."""
+        """All graphs whose shape is in the table, of all networks. Do not keep the result, which keeps them alive."""
         entries = self._table.by_key()
         return [
             GraphRecord(key, entries[key], kept.runner)
@@ -233,7 +244,8 @@ class Holdings:
         ]
 
     def others(self, pool: PoolKey) -> list[set[ShapeKey]]:
-        """The keys of each other pool on this device without pinned graphs, the least recently used pool first."""
+        """The shapes of the graphs of each other pool on the same device, a set for each pool, the least recently used
+        pool first. A pool with a pinned graph is left out."""
         keys: dict[PoolKey, set[ShapeKey]] = {}
         for held in sorted(self.graphs(), key=lambda held: held.entry.last_used):
             other = PoolKey.of(held.key)

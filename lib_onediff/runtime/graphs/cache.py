@@ -47,7 +47,8 @@ class GraphCache:
         self, holdings: Holdings, table: ShapeTable, networks: WeakDictionary[nn.Module, Network],
         operators_of: Callable[[str, bool], Operators],
     ) -> None:
-        """operators_of: returns the operators of a backend by its name; see Device.operators for the bool."""
+        """operators_of: returns the operators of a backend, by its name and whether the host computes norms in float32
+        (Network.has_wide_norms)."""
         self._holdings = holdings
         self._table = table
         self._networks = networks
@@ -57,8 +58,8 @@ class GraphCache:
     # --- making graphs --------------------------------------------------------------------------------------------
 
     def measured(self, entry: Entry, work: Callable[[], Result]) -> Result:
-        """The result of work(), a call of this shape without a graph. The first time, also measures how much memory the
-        shape's graph will need (entry.needs)."""
+        """The result of work(), which computes a call of this shape without a graph. Unless entry.needs is known, sets
+        it to the estimated bytes that the shape's graph will need, from the peak of memory in work()."""
         if entry.needs:
             return work()
         device = entry.key.device
@@ -73,10 +74,11 @@ class GraphCache:
         """Capture the graph of a shape, for a call that was just served without one. Drops other graphs, least recently
         used first, if they must make room.
 
-        budget: in MiB, for all graphs of the device; 0: a quarter of the card. Returns how many bytes of the card's
-        free memory the graph lacks (negative: how many are left over); 0 if the budget alone decided. If the graph is
-        not made, sets entry.no_graph to the reason, or entry.waits if it may be made later.
-        Raises torch.cuda.OutOfMemoryError, and RuntimeError if the forward cannot be captured.
+        budget: in MiB, for all of OneDiff on the device; 0: a quarter of the card. Returns how many bytes of the card's
+        free memory the graph lacks, which the caller may ask the host for (negative: how many are left over); 0 if the
+        card's free memory did not matter. If the graph is not made, entry.no_graph has the reason, for good, or
+        entry.waits if it may be made later. Raises torch.cuda.OutOfMemoryError, and RuntimeError if the forward cannot
+        be captured.
         """
         device = entry.key.device
         allowed = self._holdings.allowed(budget, entry.key.device)
@@ -105,8 +107,8 @@ class GraphCache:
         return lacking
 
     def _why_wait(self, entry: Entry, allowed: int) -> tuple[str, int]:
-        """Make room for a graph that fits into the budget alone. Returns why it has to wait, or "", and the number of
-        bytes that capture returns."""
+        """Drop graphs of other pools until a new graph fits into the budget and the card's free memory. Returns why the
+        graph has to wait ("" if it fits now), and the number of bytes that capture() returns."""
         pool = PoolKey.of(entry.key)
         device = entry.key.device
         growth = max(0, memory_of(entry.needs) - self._holdings.made.bytes(*pool))
@@ -130,8 +132,8 @@ class GraphCache:
         return "", lacking
 
     def _lacking(self, growth: int, device: torch.device) -> int:
-        """Bytes that are missing on the card before graphs may grow by `growth` and leave spare() free; negative: left
-        over."""
+        """Bytes that are missing on the card before graphs may grow by `growth` bytes and leave Card.spare() free for
+        the host; negative: bytes that are left over."""
         return growth + self._holdings.card.spare(device) - self._holdings.left(device)
 
     def _make(self, network: Network, entry: Entry, call: Call) -> None:
@@ -156,8 +158,9 @@ class GraphCache:
         self._shared_noticed = self._holdings.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
-        """Drop graphs of a device until they are within a budget in MiB, which may have been lowered since they were
-        made. pool: that of the network in use; the graphs of other pools are dropped first."""
+        """Drop graphs of a device until OneDiff is within its budget in MiB, which may have been lowered since they
+        were made. pool: that of the network in use. First, other pools without pinned graphs are dropped; if that is
+        not enough, any pool."""
         device = pool.device
         allowed = self._holdings.allowed(budget, pool.device)
         others = self._holdings.others(pool)
@@ -170,9 +173,10 @@ class GraphCache:
     # --- dropping graphs ------------------------------------------------------------------------------------------
 
     def drop(self, keys: Collection[ShapeKey]) -> None:
-        """Drop the graphs of these shapes and free their memory. If that shrinks their pool enough, all graphs of the
-        pool are dropped; the remaining shapes are captured again, into less memory, at their next call."""
-        self._drop({*keys, *self._holdings.memory().beside(keys)})
+        """Drop the graphs of these shapes. If their pool can get much smaller without them, all graphs of the pool are
+        dropped, and it is freed; the remaining shapes are captured again, into less memory, at their next call.
+        Otherwise the pool keeps its memory."""
+        self._drop({*keys, *self._holdings.memory().dropped_with(keys)})
 
     def _drop_pool(self, pool: PoolKey) -> None:
         """Drop all graphs of a pool, and free it."""
@@ -188,8 +192,8 @@ class GraphCache:
         return max(0, reserved - self._holdings.card.reserved())
 
     def free(self) -> int:
-        """Drop all graphs, and copies of weights, and return unused memory to the driver. The next call of a shape
-        captures its graph again. Returns the number of bytes that this frees."""
+        """Drop all graphs, 8-bit weights, copies of weights and memories of step policies, and return unused memory to
+        the driver. All are made again when they are needed. Returns the number of bytes that this frees."""
         reserved = self._holdings.card.reserved()
         for network in self._networks.values():
             network.step_memories.clear()
@@ -206,8 +210,9 @@ class GraphCache:
             self._holdings.card.empty_cache()
 
     def shrink_low_bit(self, network: Network, size: int) -> None:
-        """Drop at least `size` bytes of the 8-bit weights that replace weights in main memory, and the graphs that read
-        8-bit weights. Does nothing unless there are more bytes. Layers that lose their weight are streamed again."""
+        """Drop at least `size` bytes of the 8-bit weights that replace weights in main memory, and all graphs that read
+        8-bit weights. The layers without an 8-bit weight are streamed again. Does nothing if these 8-bit weights have
+        at most `size` bytes in all, or replace none."""
         low_bit = network.low_bit
         if low_bit is not None and low_bit.are_alone and low_bit.bytes > size:
             low_bit.give_up(size)
@@ -233,8 +238,8 @@ class GraphCache:
         self._shared_noticed = self._holdings.shared()
 
     def _drop(self, keys: Collection[ShapeKey]) -> None:
-        """Drop the graphs of exactly these shapes, after the GPU has finished; READY entries become PROVED. A pool
-        stays allocated while it has other graphs."""
+        """Drop the graphs of exactly these shapes, when the GPU has finished its work; READY entries become PROVED. A
+        pool stays allocated while it has other graphs."""
         for device in self._holdings.made.devices():
             # The last replay may still run in the memory that is freed now.
             self._holdings.card.wait(device)
@@ -264,16 +269,18 @@ class MemoryPressure:
         self._starting = threading.Lock()
 
     def before_sampling(self, architecture: str | None, budget: int) -> None:
-        """Free memory before a sampling. architecture: of the network; None if unknown. budget: for graphs, in MiB; 0:
-        a quarter of the card."""
+        """Drop graphs before a sampling, until the host has the free memory that it usually needs (Card.spare), and
+        OneDiff is within its budget. architecture: of the network to be used, whose graphs are dropped last; None if
+        unknown. budget: in MiB; 0: a quarter of the card."""
         for device in self._holdings.made.devices():
             self._relieve(PoolKey(device, architecture))
             with self._lock:
                 self._graphs.keep_within(budget, PoolKey(device, architecture))
 
     def before_decode(self, latent: torch.Tensor) -> None:
-        """Free memory before a decode of a latent, (batch, channels, ..., h, w): the host may need several GiB for it.
-        """
+        """Drop graphs, and other memory of OneDiff if that is not enough, until the decode of a latent, (batch,
+        channels, ..., h, w), has the memory that it is estimated to need, which may be several GiB. Does nothing on a
+        device without graphs."""
         if latent.device in self._holdings.made.devices():
             batch = latent.shape[0]
             height, width = latent.shape[-2:]
@@ -282,9 +289,11 @@ class MemoryPressure:
             self._relieve(PoolKey(latent.device, None), wanted)
 
     def run_host(self, host: Callable[[], Result], make_room: Callable[[], bool] | None = None) -> Result:
-        """The result of host(). If it runs out of GPU memory, OneDiff frees its own, and host() is called once more.
+        """The result of host(), the host's own code. If that runs out of GPU memory, OneDiff frees all of its own,
+        restores the random states, and calls host() once more.
 
-        make_room: asks the host to move weights off the GPU as well; see Network.make_room.
+        make_room: asks the host to move weights off the GPU as well, and returns whether it has; see Network.make_room.
+        Raises what host() raises; its first exception if there was nothing to free.
         """
         devices = self._holdings.made.devices()
         may_retry = bool(devices) or make_room is not None
@@ -308,8 +317,8 @@ class MemoryPressure:
         return host()
 
     def watch(self) -> None:
-        """While there are graphs, let a thread look whether the host has unloaded their network or moved it off the GPU
-        between images. Hosts do that for the memory, and do not announce it."""
+        """Start the watching thread (_watch), if there are graphs and it does not run yet. Called when an image is
+        done: hosts unload networks or move them off the GPU between images, to free memory, and do not announce it."""
         if not self._holdings.made.devices():
             return
         with self._starting:
@@ -318,8 +327,8 @@ class MemoryPressure:
                 self._watcher.start()
 
     def _watch(self) -> None:
-        """The thread's function: find out every SECONDS_BETWEEN_LOOKS whether the host has unloaded or moved a network,
-        and free the memory of its graphs. Ends when there are no graphs."""
+        """The thread's function: every SECONDS_BETWEEN_LOOKS, frees the graphs of networks that the host has unloaded
+        or moved. Ends when there are no graphs."""
         while self._holdings.made.devices():
             time.sleep(SECONDS_BETWEEN_LOOKS)
             self._guard.attempt("watching the GPU's memory", self._note_lost)
@@ -333,8 +342,9 @@ class MemoryPressure:
             self._graphs.note_lost()
 
     def _relieve(self, pool: PoolKey, wanted: int = 0) -> None:
-        """Drop graphs until `wanted` bytes and the card's spare() are free: first those of other pools, then all that
-        are not pinned, then the pinned ones. Takes about 100 microseconds if enough is free."""
+        """Drop graphs of the pool's device until `wanted` bytes and the card's spare() are free: first those of other
+        pools, then all that are not pinned, then the pinned ones. If bytes are wanted and still not free, everything of
+        GraphCache.free(). Takes about 100 microseconds if enough is free."""
         now = self._holdings
         graphs = self._graphs
         enough = wanted + self._holdings.card.spare(pool.device)

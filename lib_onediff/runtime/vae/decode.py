@@ -36,8 +36,8 @@ def short_name(dtype: torch.dtype) -> str:
 
 
 def is_finite(image: Tensor) -> bool:
-    """Whether an image (batch, colours, h, w), or an encoder's output, has neither NaN nor infinite values. Waits for
-    the device.
+    """Whether a tensor, such as an image (batch, colours, h, w) or an encoder's output, has neither NaN nor infinite
+    values. Waits for the device.
 
     An overflow inside of the network shows in its output, because norms and attention spread infinite values and NaN.
     """
@@ -85,8 +85,8 @@ class Decoded(NamedTuple):
 class Decode:
     """One decode, or one encode, by our forward. See HostDecode for the names in an encode.
 
-    notice: called with every entry that is tried, for the status.
-    layout, weights: of the decoder, as they are now; the weights must not be kept after the decode.
+    notice: called with every entry that is tried; the route shows the last one in its status.
+    layout, weights: of the decoder, as they are now. Nothing may keep the weights after the decode.
     identity: a digest of the weights and of the code of the host's forward; see BoundUNet.identity.
     host: the host's call.
     settings: that apply to it.
@@ -101,10 +101,11 @@ class Decode:
     settings: Settings
 
     def in_type(self, dtype: torch.dtype, uncompared: bool = False) -> Decoded:
-        """The image, computed in a dtype by the first backend that does not fail, and cast to the latent's dtype.
+        """The image, computed in a dtype by the fastest backend that does not fail, and cast to the latent's dtype. It
+        is not compared with the host's; see checked(). It may have NaN; see Decoded.is_finite.
 
-        uncompared: there is no host image to compare with, so the reference backend computes it. Raises Refusal if the
-        host must decode, and torch.cuda.OutOfMemoryError.
+        uncompared: there will be no host image to compare with, so only the reference backend is used. Raises Refusal
+        if no backend can decode, and torch.cuda.OutOfMemoryError.
         """
         services = self.services
         found = services.devices.launched(
@@ -127,9 +128,11 @@ class Decode:
         )
 
     def checked(self, made: Decoded) -> Decoded:
-        """The same image; at the first use of a shape, it is compared with the host's own.
+        """The same object. At the first use of a shape, its image is compared with the host's own, unless this machine
+        has done so before.
 
-        Raises Refusal if the two differ by more than rounding explains, and HostNotFinite.
+        Raises Refusal if the two differ by more than rounding explains, so that the host's image must be used, and
+        HostNotFinite.
         """
         if made.entry.state is not State.COLD:
             return made
@@ -138,8 +141,8 @@ class Decode:
         return made
 
     def _compare(self, made: Decoded) -> None:
-        """checked() for an entry that is COLD: makes it PROVED, by an earlier check in the history or by comparing the
-        image with the host's. Raises what checked() raises; if the two differ, the entry is FAILED."""
+        """Make a COLD entry PROVED, because of an earlier check in the history, or by comparing the image with the
+        host's and timing the host. If the two differ, the entry is FAILED. Raises what checked() raises."""
         entry = made.entry
         history = self.services.history
         if not history.recall(entry):
@@ -169,11 +172,13 @@ class Decode:
 
     @property
     def _latent(self) -> Tensor:
+        """The decoder's input; see HostDecode.latent."""
         return self.host.latent
 
     @property
     def _small(self) -> Tensor:
-        """A tensor of the latent's height and width: the latent of a decode; every n-th pixel of an image to encode."""
+        """A tensor with the latent's height and width, for the shape's key and the estimate of memory: the latent of a
+        decode; every n-th pixel of an image to encode."""
         step = self.layout.reduction
         return self._latent[..., ::step, ::step]
 
@@ -189,8 +194,8 @@ class Decode:
         return entry
 
     def _by_backend(self, device: Device, use: KernelUse, latent: Tensor, entry: Entry, reason: str) -> Decoded:
-        """The image by one backend, which loads its kernels first. reason: why the backend before did not serve. Raises
-        Refusal."""
+        """The image by one backend, whose kernels are loaded first if necessary. reason: why a faster backend did not
+        compute it. Raises Refusal if the entry has failed before, or the kernels cannot be loaded."""
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
         device.prepare(use)
@@ -210,7 +215,8 @@ class Decode:
             return spread(image, ops, rounds_as(key.dtype, latent.device, key.precision), latent.device)
 
     def _weights_in(self, dtype: torch.dtype) -> Weights:
-        """The weights in a dtype. Each is cast when it is read, so that no copy of all exists."""
+        """The weights in a dtype; the stored ones if that is the latent's. Each is cast when it is read, so that there
+        is never a copy of all."""
         if dtype == self._latent.dtype:
             return self.weights
         return Operands(self.weights, [Cast(dtype, vectors=True)])

@@ -58,7 +58,8 @@ class DecoderRoute:
     def adopt(
         self, decoder: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()  # noqa: B008
     ) -> None:
-        """Serve a decoder, or an encoder, from now on. It is never changed. settings: override the runtime's."""
+        """Serve a decoder, or an encoder, from now on, or replace the settings of a served one. The module is never
+        changed. settings: for this module; None: the runtime's apply. host_traits: ignored for a served one."""
         with self._lock:
             known = self._decoders.get(decoder)
             if known is not None:
@@ -69,11 +70,11 @@ class DecoderRoute:
             self._services.devices.prepare_early(decoder, exact, self.read)
 
     def read(self, decoder: nn.Module) -> Any:
-        """The layout of a decoder or an encoder. Raises Refusal."""
+        """The layout of a decoder or an encoder. Raises Refusal if no family reads its modules."""
         return self._services.decoders.read(decoder)
 
     def release(self, decoder: nn.Module) -> None:
-        """Stop serving a decoder. There is nothing to restore."""
+        """Stop serving a decoder; an unknown one is ignored. Its module was never changed, so nothing is restored."""
         with self._lock:
             self._decoders.pop(decoder, None)
 
@@ -83,15 +84,15 @@ class DecoderRoute:
             self.release(decoder)
 
     def note_host(self, reason: str, is_decode: bool = True) -> None:
-        """Note that the host decodes a latent that OneDiff does not see, and why. is_decode: False if it is unknown
-        whether it decodes: then the reason is shown, and no decode is counted."""
+        """Show in the status that the host decodes a latent without OneDiff, and why. is_decode: False if the host may
+        not decode at all: then the reason is shown, and no decode is counted."""
         self._entry = None
         self._note(HOST, reason)
         self._calls[HOST] += is_decode
 
     def status(self) -> dict[str, Any]:
-        """The route of the last decode, its reason and its times, as plain values. Times are medians at its size in
-        milliseconds."""
+        """The route of the last decode (or encode), its reason and its times, as plain values; None where unknown.
+        Times are medians at its size in milliseconds. "calls" counts decodes alone, by route."""
         entry = self._entry
         return {
             "route": self._route,
@@ -113,11 +114,11 @@ class DecoderRoute:
         """The decoder's image of a latent, (batch, channels, h, w).
 
         host: the host's own decode of the same latent. check: raises Refusal if the host must decode, for a reason that
-        its adapter knows.
+        its adapter finds; called first. upcast_attention: compute attention scores in float32.
 
         Raises only exceptions of the host. If we cannot serve, the host decodes, and status() has the reason. If the
-        image has NaN, ours or the host's, it is decoded again in a wider dtype. If that does not help, the host's own
-        image is returned, so that the host handles it as it would without OneDiff.
+        image has NaN, ours or the host's, the latent is decoded again in a wider dtype. If that does not help, the
+        host's own image is returned, so that the host handles it as it would without OneDiff.
         """
         services = self._services
         before = (self._route, self._reason, self._entry)
@@ -135,7 +136,7 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: HostFunction, upcast_attention: bool,
         check: Callable[[], object],
     ) -> Tensor:
-        """decode() without its timing. Raises HostErrors."""
+        """See decode, which also adds the time to the image's. Raises HostError for exceptions of the host."""
         host_decode = HostDecode(decoder, latent, host, cache(host), upcast_attention)
         self._entry = None
         tried = attempted(lambda: self._serve(host_decode, check), host_oom_is_ours=True)
@@ -146,19 +147,20 @@ class DecoderRoute:
         return made.image
 
     def _serve(self, host_decode: HostDecode, check: Callable[[], object]) -> Decoded:
-        """The result by our forward, compared with the host's at a shape's first use. Raises Refusal if the host must
-        decode, and HostErrors."""
+        """The result by our forward, compared with the host's at a shape's first use. Raises Refusal if the host's own
+        result must be used, torch.cuda.OutOfMemoryError, and HostError for exceptions of the host."""
         check()
         self._admitted(host_decode)
         refuse_surroundings(host_decode.latent)
         return self._ours(host_decode).serve()
 
     def _admitted(self, host_decode: HostDecode) -> tuple[BoundUNet, Settings]:
-        """The decoder, and the present settings. Raises Refusal if OneDiff is switched off."""
+        """The decoder with its weights, and the settings that apply to it now. Raises Refusal if OneDiff is switched
+        off, or does not serve this decoder."""
         known = self._decoders.get(host_decode.decoder)
         if known is None:
             # This also happens if another thread has just switched OneDiff off.
-            raise Refusal("OneDiff was not given this VAE")
+            raise Refusal("OneDiff is not switched on for this VAE")
         settings = known[1] or self._services.settings
         why_off = ""
         running = self._services.generations.run_settings
@@ -186,9 +188,10 @@ class DecoderRoute:
         return WiderType(decode)
 
     def _by_host(self, host_decode: HostDecode, tried: Attempt[Decoded]) -> Tensor:
-        """The host's own image, or ours if the host's is not finite. tried: the attempt to serve the decode.
+        """The host's own image, or ours in a wider dtype if the host's is not finite. tried: the failed attempt to
+        serve the decode; has the reason. If it ran out of GPU memory, ours is freed first.
 
-        A fault of ours is logged after the host has answered: if the host raises too, the inputs are wrong.
+        A fault of ours is logged only after the host has answered: if the host raises too, the inputs are wrong.
         """
         services = self._services
         reason = tried.reason
@@ -208,8 +211,9 @@ class DecoderRoute:
         return shown
 
     def _in_place_of(self, image: Any, host_decode: HostDecode, reason: str, may_help: bool) -> Tensor:
-        """The host's image if it is finite or OneDiff is switched off; otherwise our image in a wider dtype, if that is
-        finite. may_help: whether to try it."""
+        """The host's `image` if it is finite, or OneDiff is switched off; otherwise our image in a wider dtype. If ours
+        is not finite either, the host's, and a warning is logged. reason: why we did not decode, for the log. may_help:
+        False if a wider dtype was tried already."""
         is_image = isinstance(image, Tensor) and image.dim() == 4 and image.is_floating_point()
         if not is_image or torch.is_grad_enabled():
             return image
@@ -241,11 +245,13 @@ class DecoderRoute:
         self._entry = entry
 
     def _note_ours(self, made: Decoded, latent: Tensor) -> None:
+        """Note and count a result of our forward; see _note and _count."""
         self._note(OURS, made.reason)
         self._count(OURS, latent)
 
     def _count(self, route: str, latent: Any) -> None:
-        """Count a decode by this route. Encodes are not counted."""
+        """Count a decode by this route (OURS or HOST). latent: the module's input; if it is an image, this was an
+        encode, and is not counted."""
         encodes = isinstance(latent, Tensor) and latent.dim() == 4 and image_or_latent(latent) == "image"
         self._calls[route] += not encodes
 
@@ -265,7 +271,8 @@ class DecoderRoute:
 
 
 def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
-    """Raise Refusal if the latent's device or dtype is not that of the decoder's weights."""
+    """Raise Refusal if the latent's device or dtype is not that of the decoder's weights. Then the host would fail too,
+    or convert them."""
     if latent.device != binding.device:
         raise Refusal(f"the VAE's weights are on {binding.device}, but the latent is on {latent.device}")
     if latent.dtype != binding.dtype:
@@ -293,7 +300,8 @@ def image_or_latent(tensor: Tensor) -> str:
 
 
 def described(route: str | None, reason: str) -> str:
-    """The route of a decode in one line for users; "" before the first one."""
+    """A line for users on how a decode was served, such as "VAE: accelerated". route: OURS or HOST; None before the
+    first decode: then "". reason: why it was not ours, or not faster; "" for none."""
     if route is None:
         return ""
     if route == OURS:

@@ -35,13 +35,14 @@ class NoTypeHelps(Refusal):
 
 @dataclass(frozen=True)
 class WiderType:
-    """Decodes in a wider dtype if the wanted one overflows. Both methods raise Refusal if the host must decode, and
-    torch.cuda.OutOfMemoryError."""
+    """Decodes one latent (or encodes one image), in a wider dtype than the wanted one if that overflows. serve() and
+    repeat() raise Refusal if the host's own image must be used, and torch.cuda.OutOfMemoryError."""
 
     decode: Decode
 
     def serve(self) -> Decoded:
-        """Our image in the wanted dtype, compared with the host's own; in a wider dtype if it is not finite."""
+        """Our image in the wanted dtype, compared with the host's own at a shape's first use. If it is not finite, our
+        image in a wider dtype, uncompared; that is remembered for later decodes with the same weights, and logged."""
         overflows = f"this VAE overflows in {short_name(self.wanted)}"
         if self.wanted != WIDEST and self._is_known:
             return self._wider(self._done, overflows)
@@ -61,15 +62,16 @@ class WiderType:
         return wider
 
     def repeat(self) -> Decoded:
-        """Our image in a wider dtype, after the host's own was not finite."""
+        """Our image in a wider dtype, uncompared. Called when the host's own image was not finite; logs that."""
         self._refuse_bad_latent()
         made = self._wider(f"{self._done} again", f"the VAE's own image is {NOT_FINITE}")
         log.warning("VAE: %s.", made.reason)
         return made
 
     def _checked(self, made: Decoded) -> Decoded:
-        """Our finite image after its check. If the host's own image is not finite, it proves nothing: ours is used in
-        the widest dtype, and in repeat()'s dtype otherwise."""
+        """Our finite image after its comparison with the host's. If the host's is not finite, nothing can be compared:
+        then ours is used uncompared if it was computed in the widest dtype. Otherwise, returns the image of repeat(),
+        and later decodes with these weights begin in a wider dtype."""
         checked = attempted(lambda: self.decode.checked(made))
         if not isinstance(checked.error, HostNotFinite):
             return checked.given()
@@ -81,8 +83,9 @@ class WiderType:
 
     def _wider(self, done: str, why: str) -> Decoded:
         """The image in float32; in bfloat16, which has the same range and fewer digits, if the memory is too small.
+        Uncompared, and always finite: raises NoTypeHelps otherwise.
 
-        done, why: words for the user: "decoded again" (in ...), and the reason.
+        done, why: for users, the words of the reason "{done} in float32, because {why}".
         """
         tried = attempted(lambda: self.decode.in_type(WIDEST, uncompared=True))
         if tried.outcome is Outcome.OUT_OF_MEMORY and self.wanted != torch.bfloat16:
@@ -98,8 +101,8 @@ class WiderType:
 
     @property
     def wanted(self) -> torch.dtype:
-        """The dtype to decode in. AUTO stands for the latent's dtype, which the host's own options decide. On a CPU, so
-        does fp16, which is slow there; ui.effects shows that to the user."""
+        """The dtype in the settings. With AUTO it is the latent's dtype, which the host's own options decide; also with
+        fp16 on a CPU, where fp16 is slow, as ui.effects shows to the user."""
         choice = self.decode.settings.vae_precision
         latent = self.decode.host.latent
         is_slow = choice in SLOW_ON_CPU and latent.device.type == "cpu"
@@ -107,7 +110,7 @@ class WiderType:
 
     @property
     def _done(self) -> str:
-        """The participle for messages to users."""
+        """The participle "decoded" or "encoded", for messages to users."""
         return "encoded" if self.decode.layout.encodes else "decoded"
 
     @property
@@ -121,7 +124,7 @@ class WiderType:
         return bool(self.decode.services.tuning_cache.get(self._name) == NOT_FINITE)
 
     def _remember(self) -> None:
-        """Keep that these weights overflow in the wanted dtype."""
+        """Keep on the disk that these weights overflow in the wanted dtype; see _is_known."""
         self.decode.services.tuning_cache.set(self._name, NOT_FINITE)
 
     def _refuse_bad_latent(self) -> None:
