@@ -269,9 +269,9 @@ class MemoryPressure:
         self._starting = threading.Lock()
 
     def before_sampling(self, architecture: str | None, budget: int) -> None:
-        """Drop graphs before a sampling, until the host has the free memory that it usually needs (Card.spare), and
-        OneDiff is within its budget. architecture: of the network to be used, whose graphs are dropped last; None if
-        unknown. budget: in MiB; 0: a quarter of the card."""
+        """Drop graphs before a sampling, until the GPU has the free memory that OneDiff leaves to others (Card.spare),
+        and OneDiff is within its budget. architecture: of the network to be used, whose graphs are dropped last; None
+        if unknown. budget: in MiB; 0: a quarter of the card."""
         for device in self._holdings.made.devices():
             self._relieve(PoolKey(device, architecture))
             with self._lock:
