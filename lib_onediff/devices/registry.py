@@ -28,12 +28,13 @@ AUTO = "auto"
 
 
 def devices_here(tuning_cache: TuningCache, output: Output) -> tuple[Device, ...]:
-    """One object of each backend, the fastest first, the reference last. output: see Families.output."""
+    """A new object of each backend, the fastest first, the reference last. tuning_cache: keeps measurements. output:
+    computes a call's forward by given operators; see Families.output."""
     return OneFlow(output), Native(tuning_cache), CudaGraphs(), Eager()
 
 
 def graph_maker(output: Output) -> GraphMaker:
-    """The GraphMaker for all backends with graphs. output: see Families.output."""
+    """A new GraphMaker, which captures graphs for all backends that have CUDA graphs. output: see devices_here."""
     return GraphsOfCuda(output)
 
 
@@ -64,9 +65,10 @@ class Devices:
         return next((device for device in self.all if device.traits.takes_lossy), None)
 
     def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
-        """The backends to try for a whole call of a network of this dtype on this device: the one in the settings, then
-        the slower ones. Those that are not wanted, or refuse, are left out; Candidates.reason has the first refusal if
-        the fastest one was left out. is_warm_up: see Device.refuse."""
+        """The backends to try for a whole call of a network of this dtype on this device, at least one: the one in the
+        settings, then the slower ones. Those that the settings do not ask for, that refuse, or that adds_to rules out
+        are left out. Candidates.reason has the first refusal if it comes before the first backend found; otherwise "".
+        is_warm_up: see Device.refuse."""
         found: list[Device] = []
         reason = ""
         for one in self._from(settings.backend):
@@ -88,16 +90,16 @@ class Devices:
         return self.all[names.index(name):] if name in names else self.all
 
     def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
-        """As candidates(), for work that is launched operator by operator and never captured, such as a decode. A
-        backend that can only run graphs is replaced by the reference."""
+        """As candidates(), for work that is launched operator by operator and never captured in a graph, such as a
+        VAE's decode. A backend that can only run graphs is replaced by the reference."""
         found = self.candidates(settings, device, dtype, is_warm_up)
         launching = dict.fromkeys(one if one.traits.serves_ungraphed else self.reference for one in found.devices)
         # Without a GPU, the reason is about missing graphs, which do not matter here.
         return Candidates(tuple(launching), found.reason if device.type == "cuda" else "")
 
     def start_line(self, settings: Settings) -> str:
-        """One line for the console when the WebUI starts: the backend for float16 networks on this machine, and why no
-        faster one."""
+        """One line for the console when the WebUI starts: the backend that float16 networks will use on this machine,
+        with device and torch version, and why no faster one. If OneDiff is off, the line says that instead."""
         kinds = ("cuda", torch.cuda), ("xpu", getattr(torch, "xpu", None)), ("mps", torch.backends.mps)
         device = torch.device(next((kind for kind, module in kinds if module and module.is_available()), "cpu"))
         is_newer = release(torch.__version__) > release(NEWEST_TORCH)
@@ -108,8 +110,8 @@ class Devices:
         return f"{way} on {card_name(device)} with {here}{why}"
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
-        """The contents reader of the fastest backend that has one for this device; None if none has; see
-        Device.contents_reader."""
+        """The function that sums the contents of weights on this device in one launch, from the fastest backend that
+        has one; None if none has. See Device.contents_reader."""
         return next((reader for one in self.all if (reader := one.contents_reader(device)) is not None), None)
 
     def operators(self, name: str, wide_norms: bool = False) -> Operators:
@@ -117,7 +119,7 @@ class Devices:
         return self.named(name).operators(wide_norms)
 
     def measure_anew(self) -> None:
-        """Let all backends forget their measurements."""
+        """Make all backends forget their measurements, so that the next calls measure again."""
         for one in self.all:
             one.measure_anew()
 
@@ -126,9 +128,9 @@ class Devices:
     def prepare_early(
         self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] | None = None
     ) -> None:
-        """Load the kernels for the first calls of this network, in a thread, so that the first image does not wait for
-        them. Does nothing if OneDiff is off, or the network is on another kind of device. A failure is not reported
-        here: the first call meets it again.
+        """Start to load the kernels for the first calls of this network, in a thread, so that the first image does not
+        wait for them. Returns at once. Does nothing if OneDiff is off, or the network is neither on the CPU nor on a
+        GPU. A failure is not reported here: the first call meets it again.
 
         read: returns the network's layout, for a network that belongs to no Family, such as a VAE; None: Families.read.
         """
@@ -148,7 +150,8 @@ class Devices:
         self, network: weakref.ref[nn.Module], settings: Settings, read: Callable[[nn.Module], Any],
         dtype: torch.dtype, device: torch.device,
     ) -> None:
-        """See prepare_early. Runs in the worker's thread."""
+        """Load the kernels of the fastest backend for this network; see prepare_early. Does nothing if the network is
+        gone, or if that backend is the reference, which has no kernels. Runs in the worker's thread."""
         first = self.candidates(settings, device, dtype, is_warm_up=False).devices[0]
         present = network()
         if present is None or first is self.reference:
@@ -162,7 +165,7 @@ class Devices:
 
 
 def adds_to(found: Sequence[Device], device: Device) -> bool:
-    """Whether a slower backend is worth trying after the backends in `found` have failed.
+    """Whether a slower backend (device) is worth trying if the backends in `found` fail. True if there are none.
 
     Not if it needs channels-last weights and the first one does not: the weights stay in the memory format that the
     first one needs. Not if it has no graphs and an earlier one has: it would launch the same operators that have failed

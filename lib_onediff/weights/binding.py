@@ -32,25 +32,28 @@ NOWHERE = torch.device("meta")
 class Binding:
     """The parameters of one network, grouped as its layout says.
 
-    layers: the host's layers that have them.
-    fusions: the fused layers whose members lie in one tensor.
-    groups: the paths of the layers that share a tensor, by its name: the members of a fused layer by the fused layer's
-        name, every other layer alone by its path.
-    apart: the paths of the members of fused layers that cannot lie in one tensor, by the fused layer's name: some are
-        in few bits, and their values differ in dtype or are not stored row by row. Each is a group of its own.
+    Several linear layers that our forward computes as one, such as those of queries, keys and values, are a fused
+    layer; they are its members. A layer is named by its path in the module, a fused layer has a name from the layout.
+
+    layers: the host's layers that have the parameters.
+    fusions: the fused layers whose members' weights are the rows of one tensor.
+    groups: the paths of the layers whose weights are in one tensor, by a name: the members of a fused layer by the
+        fused layer's name, and every other layer alone by its own path.
+    apart: the fused layers whose members cannot be in one tensor: the members' paths by the fused layer's name. Some
+        are in few bits, and their values differ in dtype or are not stored row by row. In groups, each member is alone.
     fusion_of: by the path of a fused layer's member: the fused layer's name, the member's first row in it, and the
         number of its rows.
     cast_to: the dtype to which the host casts parameters at each use; None if it computes with them as they are stored.
     device: the device that computes.
-    away: the names of the groups of which a parameter is in main memory and not on the device.
+    away: the names of the groups with a parameter in main memory and not on the device. Streaming copies these.
 
     A layer in few bits is one whose weight the host's file stores in 4 or 8 bits (weights/stored.py). Such a weight is
     grouped and returned as its stored values, a plain tensor of any dtype; decoded() decodes it.
     """
 
     def __init__(self, module: nn.Module, layout: Any, reader: StoredReader | None = None) -> None:
-        """layout: the module's, a core.family.Layout. reader: of the host's weights in few bits; None if it has
-        none."""
+        """Groups the layers, and moves nothing yet: see bind. layout: the module's, a core.family.Layout. reader: reads
+        the host's weights in few bits; None for a host without such weights. Raises Refusal as look_for_stored."""
         self.layout = layout
         leaves = layout.leaves()
         self.layers = HostLayers(module, leaves, reader)
@@ -67,21 +70,24 @@ class Binding:
         self.away: frozenset[str] = frozenset()
 
     def follow(self, module: nn.Module, layout: Any) -> bool:
-        """Go on with this binding after the module has changed. Returns False, and changes nothing, if it needs a new
-        one: the layout is another one, or a layer was replaced. layout: the module's as it is now."""
+        """Whether this binding is still right for the module after it has changed. Returns False, and changes nothing,
+        if the module needs a new binding, because its layout differs or a layer was replaced. layout: the module's as
+        it is now."""
         if layout != self.layout or not self.layers.follow(module):
             return False
         self.layout = layout
         return True
 
     def bind(self, channels_last: bool = False, device: torch.device | None = None) -> int:
-        """Join the members of every fused layer that is not away in one storage, and lay out the convolutions' weights
-        in channels-last order or torch's usual one. Parameters that already lie so are left as they are. device: the
-        device that computes from now on; None: that of the first layer.
+        """Move weights to where our forward needs them: the members of every fused layer on the device into one
+        storage, and the convolutions' weights into channels-last order or torch's usual one. Parameters that are there
+        already stay. Also sets device and away, and reads anew which weights are in few bits.
 
-        Returns the bytes that were copied. Parameters are re-pointed (Parameter.data), never written: a host may keep
-        the old storage as its backup. Raises Refusal if the parameters are of a dtype that we do not run, or lie on
-        other devices than this one and main memory.
+        device: the device that computes from now on; None: that of the first layer, where all weights must be.
+
+        Returns the bytes that were copied. Parameters get another storage (Parameter.data), and no storage of the
+        host's is written: it may keep the old one as its backup. Raises Refusal if the parameters are of a dtype that
+        we do not run, or lie on other devices than this one and main memory, or with device None in main memory.
         """
         self.device = self._first_weight().device if device is None else device
         self.look_for_stored()
@@ -92,7 +98,7 @@ class Binding:
             lies_away(parameter, self.device) for parameter in chain(*self.parts(name))
         ))
         if self.away and device is None:
-            raise Refusal("a part of its weights is in main memory")
+            raise Refusal("a part of the weights is in main memory")
         if channels_last:
             copied = sum(self._set_memory_format(path, torch.channels_last) for path in self._convolution_paths)
         else:
@@ -104,12 +110,12 @@ class Binding:
 
     def unbind(self) -> None:
         """Undo bind(): give every parameter a storage of its own again, and every convolution that we laid out
-        channels-last its usual memory format. If the GPU has no memory for that, parameters go on sharing a storage."""
+        channels-last its usual memory format. If the GPU has no memory for a copy, that parameter goes on sharing a
+        storage, which the host can use as well."""
         self.restore_memory_formats()
         for layer in self.layers.alive():
             for parameter in self.layers.tensors_of(layer):
                 if shares_storage(parameter):
-                    # If the GPU is full, it goes on sharing: the host can compute with that as well.
                     with (
                         suppress(torch.cuda.OutOfMemoryError), torch.no_grad(),
                         torch.inference_mode(parameter.is_inference()),
@@ -117,15 +123,16 @@ class Binding:
                         parameter.data = copy_of(parameter)
 
     def restore_memory_formats(self) -> int:
-        """Put the convolutions' weights that we have laid out channels-last back into torch's usual memory format;
-        others may be channels-last by the host's choice. Returns the bytes copied."""
+        """Put the convolutions' weights that we have laid out channels-last back into torch's usual memory format.
+        Weights that are channels-last by the host's choice stay. Returns the bytes copied."""
         copied = sum(self._set_memory_format(path, torch.contiguous_format) for path in list(self._channels_last))
         self._channels_last.clear()
         return copied
 
     def _set_memory_format(self, path: str, memory_format: torch.memory_format) -> int:
-        """Lay a convolution's weight out in a memory format, and note that we did. Returns the bytes copied: 0 if the
-        weight has this format already, is in few bits, or was unloaded."""
+        """Lay the weight of the convolution at this path out in a memory format, and note the path for
+        restore_memory_formats. Returns the bytes copied. Does nothing and returns 0 if the weight has this format
+        already, is in few bits, or was unloaded."""
         if path in self.layers.formats or not self.layers.is_alive(path):
             return 0
         weight, _ = self.layers.weight_and_bias(path)
@@ -137,9 +144,8 @@ class Binding:
         return weight.numel() * weight.element_size()
 
     def look_for_stored(self) -> None:
-        """Read anew which weights are in few bits, and group the layers. Members of a fused layer are apart if one has
-        a format that is not stored row by row, or if their values have several dtypes. Raises Refusal if a format is
-        unknown."""
+        """Read anew which weights are in few bits, and set fusions, apart, fusion_of and groups accordingly. Raises
+        Refusal if a format is unknown."""
         stored = self.layers.read_formats()
         together: list[FusedLinear] = []
         self.apart = {}
@@ -160,7 +166,8 @@ class Binding:
         self.groups |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
 
     def _can_lie_together(self, paths: Sequence[str], stored: Mapping[str, StoredWeight]) -> bool:
-        """Whether the weights of layers can be rows of one tensor. stored: those in few bits, by path."""
+        """Whether the weights of the layers at these paths can be rows of one tensor: unless some are in few bits in a
+        format that is not stored row by row, or with several dtypes. stored: the weights in few bits, by path."""
         if stored.keys().isdisjoint(paths):
             return True
         if not all(stored[path].format.is_by_rows for path in paths if path in stored):
@@ -168,15 +175,16 @@ class Binding:
         return len({self.layers.weight_and_bias(path)[0].dtype for path in paths}) == 1
 
     def products(self) -> dict[str, list[str]]:
-        """For each matrix product of our forward, the paths of the layers that it computes, by the layer's name. As
-        groups, but each fused layer of apart is one product: its operand is joined at each use."""
+        """The paths of the layers that each matrix product of our forward computes, by the name of the layer or fused
+        layer. As groups, but each fused layer of apart is one product too: its operand is joined at each use."""
         apart = {path for paths in self.apart.values() for path in paths}
         return {name: paths for name, paths in self.groups.items() if name not in apart} | self.apart
 
     def decoded_layers(self) -> list[nn.Module]:
-        """The layers that the host multiplies in eight bits and our forward decodes, because layers over the same input
-        are stored in another way. The comparison with the host makes it decode them as well (HostTraits.yardstick).
-        Drop the result after the call. Raises Refusal if a layer was unloaded."""
+        """The host's layers that it multiplies in eight bits and that our forward decodes instead, because other
+        members of the same fused layer are stored in another way. When outputs are compared, the host is made to decode
+        them too (HostTraits.yardstick). Do not keep the result: it keeps the layers alive. Raises Refusal if a layer
+        was unloaded."""
         found: list[nn.Module] = []
         for paths in self.products().values():
             formats = {path: self.layers.formats[path][0] for path in paths if path in self.layers.formats}
@@ -185,8 +193,9 @@ class Binding:
         return found
 
     def shapes(self) -> Weights:
-        """As weights(), but a weight in few bits is a tensor of its decoded shape without values, and the layers of
-        apart have a copy of their biases, joined. From these, AppliedFunctions learns shapes and changes biases."""
+        """As weights(), with two differences: a weight in few bits is a tensor on the meta device with the shape and
+        dtype of the decoded weight, and a fused layer of apart has its members' biases, joined to a copy.
+        AppliedFunctions takes shapes from these, and applies functions to these biases. Raises as weights."""
         found = dict(self.weights())
         for name, paths in self.apart.items():
             biases = [bias for path in paths if (bias := self.layers.weight_and_bias(path)[1]) is not None]
@@ -198,7 +207,8 @@ class Binding:
         return found
 
     def _decoded_shape(self, paths: Sequence[str]) -> Tensor:
-        """A tensor without values, of the shape of these layers' decoded weights one below the other, in dtype."""
+        """A tensor on the meta device, of the shape of these layers' decoded weights one below the other, in the dtype
+        that the network computes in."""
         rows = sum(self.layers.shape(path)[0] for path in paths)
         return torch.empty((rows, *self.layers.shape(paths[0])[1:]), dtype=self.dtype, device=NOWHERE)
 
@@ -207,8 +217,8 @@ class Binding:
         return self.groups.get(name) or self.apart.get(name) or [name]
 
     def decoded(self, path: str, dtype: torch.dtype) -> Tensor | None:
-        """The weight of a layer in few bits, decoded to this dtype on the device that computes. None for a layer whose
-        weight is not stored in few bits."""
+        """The weight of the layer at this path, decoded from few bits to a new tensor of this dtype on the device that
+        computes. None for a layer whose weight is not in few bits."""
         stored = self.layers.stored(path)
         if stored is None:
             return None
@@ -216,7 +226,8 @@ class Binding:
         return stored.decode(stored.values.to(self.device), scales, dtype)
 
     def parts(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """The weights and the biases of a group's layers, in order."""
+        """(weights, biases) of the layers of the group of this name, in order: the host's own tensors. Layers without a
+        bias are left out of the biases."""
         weights: list[Tensor] = []
         biases: list[Tensor] = []
         for path in self.groups[name]:
@@ -227,8 +238,8 @@ class Binding:
         return weights, biases
 
     def holders(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
-        """As parts(), with StoredWeight.holder in the place of the values of weights in few bits: assigning to the data
-        of these tensors moves the host's own weights."""
+        """As parts(), but for weights in few bits the tensors that hold them for the host (StoredWeight.holder).
+        Assigning to the data of any of these tensors moves the host's own weights to another memory."""
         weights, biases = self.parts(name)
         found: list[Tensor] = []
         for path, weight in zip(self.groups[name], weights, strict=True):
@@ -237,9 +248,9 @@ class Binding:
         return found, biases
 
     def weights_on(self, device: torch.device, name: str) -> LayerWeights:
-        """A group's weight and bias on a device: views of the host's parameters if all are there and lie together,
-        otherwise joined copies. On the meta device, they have shapes and no values. The bias is None if no layer of the
-        group has one."""
+        """The weight and bias of the group of this name on a device: views of the host's parameters if these are there,
+        in one storage, otherwise copies, joined. On the meta device, they have shapes and no values. The bias is None
+        if no layer of the group has one."""
         found: list[Any] = []
         for parts in self.parts(name):
             there = joined(parts) if parts and all(part.device == device for part in parts) else None
@@ -247,10 +258,11 @@ class Binding:
         return LayerWeights(*found)
 
     def weights(self) -> Weights:
-        """Every layer's weight and bias by path, and every fused layer's by its name. Drop the result after the call.
-        The fused layers in away and apart have a weight without values.
+        """Every layer's weight and bias by path, and every fused layer's by its name: the host's tensors, and views of
+        them. Do not keep the result after the call: it keeps the memory of an unloaded model alive. The fused layers in
+        away and apart have a weight on the meta device, without values.
 
-        Raises Refusal if a fused layer's members no longer lie together (bind again).
+        Raises Refusal if a fused layer's members are no longer in one storage: then bind again.
         """
         layer_weights = self._layer_weights()
         for fusion in self.fusions:
@@ -261,31 +273,34 @@ class Binding:
         return layer_weights
 
     def _joined(self, name: str) -> LayerWeights:
-        """A fused layer's weight and bias, as views. Raises Refusal if its members no longer lie together."""
+        """The weight and bias of the fused layer of this name, as views of its members' storage. Raises Refusal if
+        these are no longer in one storage."""
         weights, biases = self.parts(name)
         weight = joined(weights)
         bias = joined(biases) if biases else None
         if weight is None or (biases and (bias is None or len(biases) < len(weights))):
-            raise Refusal(f"the layers of {name} no longer lie together")
+            raise Refusal(f"the weights of {name} have moved in memory since OneDiff prepared them")
         return LayerWeights(weight, bias)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the network computes in."""
+        """The dtype that the network computes in: the one to which the host casts, or else that of its weights."""
         return self.cast_to or self.layers.dtype
 
     def _first_weight(self) -> Tensor:
+        """The weight of the first layer, whose device is that of a network that nothing has moved."""
         weight, _ = self.layers.weight_and_bias(self.layers.paths()[0])
         return weight
 
     def _layer_weights(self) -> dict[str, LayerWeights]:
-        """The weight and bias of every layer, by path."""
+        """The weight and bias of every layer, by path; without fused layers."""
         layers = self.layers
         return {path: LayerWeights(*layers.weight_and_bias(path)) for path in layers.paths()}
 
     def refuse_mixture(self) -> None:
-        """Raise Refusal if the parameters are of a dtype that we do not run, or lie neither on the device nor in main
-        memory. Weights that the host casts may have several dtypes, layer by layer."""
+        """Raise Refusal, with the reason, if the parameters are such that our forward cannot read them: of a dtype that
+        we do not run, of several dtypes, neither on the device nor in main memory, or replaced by other tensors.
+        Weights that the host casts may have several dtypes, but not within a fused layer."""
         known = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES
         stored = self.layers.dtype
         layer_weights = self._layer_weights()
@@ -298,15 +313,15 @@ class Binding:
                     continue
                 if not isinstance(parameter, nn.Parameter):
                     raise Refusal(
-                        f"another tensor takes the place of a parameter of {path} (torch.func.functional_call?)"
+                        f"other code has replaced a parameter of {path} by another tensor (torch.func.functional_call?)"
                     )
                 kind = type(parameter.data)
                 if kind is not Tensor or parameter.dtype not in known:
                     found = str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
-                    raise Refusal(f"{path} is stored as {found}, which OneDiff does not run")
+                    raise Refusal(f"{path} is stored as {found}, which OneDiff does not support")
                 self._refuse_elsewhere(path, parameter)
                 if self.cast_to is None and parameter.dtype != stored and path not in self.layers.as_stored:
-                    raise Refusal(f"its weights are of mixed types: {stored}, but {path} is {parameter.dtype}")
+                    raise Refusal(f"the weights are of mixed types: {stored}, but {path} is {parameter.dtype}")
         for fusion in self._every_fusion:
             members = [layer_weights[member.path] for member in fusion.members]
             biases = [layer.bias for layer in members if layer.bias is not None]
@@ -314,11 +329,11 @@ class Binding:
             if not has_one_type or len({bias.dtype for bias in biases}) > 1:
                 raise Refusal(f"the layers of {fusion.name} are stored in several types")
             if len({layer.bias is None for layer in members}) > 1:
-                raise Refusal(f"{fusion.name} has a bias on some of its layers only")
+                raise Refusal(f"some layers of {fusion.name} have a bias, and some have none")
 
     def _refuse_elsewhere(self, path: str, parameter: Tensor) -> None:
         """Raise Refusal for a parameter that is neither on the device that computes nor in main memory."""
         if parameter.is_meta:
-            raise Refusal("its weights are not loaded (they are on the meta device)")
+            raise Refusal("the weights are not loaded (they are on the meta device)")
         if parameter.device not in (self.device, MAIN_MEMORY):
-            raise Refusal(f"the network computes on {self.device}, and {path} is on {parameter.device}")
+            raise Refusal(f"the model computes on {self.device}, and its layer {path} is on {parameter.device}")

@@ -52,22 +52,23 @@ class BoundUNet:
 
     is_copy: whether the module is a copy of ours on another device, which no other code changes.
     baseline: the network at the last look for changes; replays are compared with it.
-    refreshed: the epoch at the last refresh, for anything that is computed, captured or copied after it.
+    refreshed: the epoch at the last refresh. Objects that are made after it from the binding are valid for this epoch.
     channels_last: whether the convolutions' weights are in channels-last order.
     on_the_fly: the functions that the host applies to its weights at each use.
-    code_changes: how often code that our own operators depend on, such as torch's, was found changed.
+    code_changes: how often code that our own operators depend on, such as torch's functions, was found changed.
     streaming: copies weights in main memory to the device that computes; None if all weights are on the device.
     reader: a kernel that computes checksums of weights; None: torch's operators are used.
-    replaced: sentences for users on replaced functions that the network calls, and their authors.
+    replaced: for each function that the network calls and that other code has replaced: a sentence for users with the
+        function and the author.
     """
 
     def __init__(
         self, unet: nn.Module, read: Callable[[nn.Module], Any], host_traits: HostTraits = HostTraits(),  # noqa: B008
         units_of: Callable[[Any, Call], Units] | None = None, is_copy: bool = False,
     ) -> None:
-        """unet: the host's module, of any family. read: returns the layout of a module. host_traits: its adapter's.
-        units_of: returns the layers of a call in reading order; None: a network with weights in main memory is refused.
-        See Families."""
+        """Reads nothing yet: see refresh. unet: the host's module, of any family. read: returns the layout of a module,
+        or raises Refusal. host_traits: those of the host's adapter. units_of: returns the layers of a call in reading
+        order (see units); None: a network with weights in main memory is refused. is_copy: see the class."""
         self._read_layout = read
         self._units_of = units_of
         self._unet = weakref.ref(unet)
@@ -108,7 +109,7 @@ class BoundUNet:
 
     @property
     def epoch(self) -> Epoch:
-        """See Baseline."""
+        """The versions of the network as it was found at the last look for changes. Looks for none itself."""
         return self.baseline.epoch
 
     @property
@@ -121,7 +122,7 @@ class BoundUNet:
         """The host's module. Raises Refusal if the host has unloaded it."""
         unet = self._unet()
         if unet is None:
-            raise Refusal("the WebUI has unloaded this network")
+            raise Refusal("the WebUI has unloaded this model")
         return unet
 
     @property
@@ -134,24 +135,28 @@ class BoundUNet:
         """The binding to the module's present layers. Raises Refusal before the first refresh, and after the layers
         were replaced."""
         if self._binding is None:
-            raise Refusal("OneDiff has not read this UNet's weights yet")
+            raise Refusal("OneDiff has not read this model's weights yet")
         return self._binding
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The host's forward of a call with its approximations switched off; see HostTraits.yardstick."""
+        """The function `host`, which runs the host's forward of a call, with the host's approximations switched off
+        while it runs, such as products in eight bits. Our output is compared with its result. The same function for a
+        host without approximations. See HostTraits.yardstick."""
         yardstick = self.host_traits.yardstick
         return host if yardstick is None else yardstick(host, self.module, self.binding.decoded_layers())
 
     def streaming_now(self) -> Streaming | None:
-        """The Streaming of this network; None if all weights are on the device that computes. Raises Refusal if weights
-        are in main memory and the buffers for their copies were freed."""
+        """The object that copies weights in main memory to the device that computes; None if all weights are there.
+        Raises Refusal if weights are in main memory and the buffers for their copies were freed (drop_applied); the
+        next refresh makes them again."""
         if self.binding.away and self.streaming is None:
-            raise Refusal("OneDiff freed its buffers for copied weights, to make room on the GPU")
+            raise Refusal("a part of the weights is in main memory, and OneDiff has just freed its buffers for copies")
         return self.streaming
 
     def units(self, call: Call) -> Units:
-        """The layers in the order in which the forward of a call reads them, in groups; see Family.units. Raises
-        Refusal if that is unknown."""
+        """The names of the layers in the order in which the forward of a call reads them, in groups that are copied
+        together (see Family.units). A fused layer whose members cannot be in one tensor is replaced by its members.
+        Raises Refusal if the family does not tell the order, which streaming needs."""
         if self._units_of is None:
             raise Refusal("a part of the weights is in main memory")
         apart = self.binding.apart
@@ -159,8 +164,8 @@ class BoundUNet:
         return [[path for name in unit for path in apart.get(name, [name])] for unit in units]
 
     def drop_applied(self) -> None:
-        """Free the copies of weights that functions of the host were applied to, and the buffers for streamed weights.
-        The next refresh makes them again."""
+        """Free GPU memory: the copies of weights to which the host's functions were applied, and the buffers for
+        streamed weights. Graphs that read these become invalid; the next refresh makes them again."""
         if self.streaming is not None:
             self.streaming = None
             self.baseline.parameters = None
@@ -169,14 +174,13 @@ class BoundUNet:
 
     @property
     def bytes(self) -> int:
-        """Bytes that OneDiff takes for this network on the device that computes: copies of weights that functions of
-        the host were applied to, and buffers for streamed weights. Graphs and 8-bit weights are not included."""
+        """Bytes that drop_applied would free on the device that computes: copies of weights to which the host's
+        functions were applied, and buffers for streamed weights. Graphs and 8-bit weights are not included."""
         return self.on_the_fly.bytes + (0 if self.streaming is None else self.streaming.bytes)
 
     def retry(self) -> None:
-        """After a fault of ours in reading the network, read it again at the next call: it may succeed in another
-        image.
-        """
+        """If reading the network has failed by a fault of ours, let the next call read it again. Called at the begin of
+        each sampling: reading may succeed in another image. Otherwise, does nothing."""
         if self._has_failed:
             self._has_failed = False
             self._refusal = None
@@ -185,21 +189,23 @@ class BoundUNet:
     # --- the search for changes -----------------------------------------------------------------------------------
 
     def values_now(self) -> int:
-        """epoch.values, after a look for edits. If the weights have moved, a version that no earlier call has had, so
-        that nothing kept from earlier calls is used."""
+        """The version of the weights' values (epoch.values) after a look for edits, which may increase it. If the
+        weights have moved, a higher number that no earlier call has had, so that nothing kept from earlier calls is
+        used; the epoch itself stays until the next refresh."""
         return self.epoch.values if self.baseline.look_for_edits() else self.epoch.values + 1
 
     def watch_contents(self, whole: bool) -> None:
-        """From now on, also compare the contents of weights, to find edits that torch does not count. Call it when
-        something derived from the values is kept. whole: compare all numbers; otherwise 1 in contents.PART."""
+        """From now on, also compare the contents of weights at each call, to find edits that torch does not count. Call
+        it when something derived from the values is kept. whole: compare all numbers; otherwise 1 in contents.PART.
+        Once all are compared, they stay so."""
         part = 1 if whole else PART
         if self.baseline.contents is None or part < self._part:
             self._part = min(part, self._part or part)
             self._watch_parameters()
 
     def _watch_parameters(self) -> None:
-        """Note the addresses and counts of edits of the bound parameters, and their contents if _part is set, for later
-        comparisons."""
+        """Note the addresses and edit counts of the bound parameters in the baseline, for later comparisons; also
+        checksums of their contents if _part is not 0. Weights in main memory have no checksums."""
         binding = self.binding
         layers = binding.layers
         self.baseline.parameters = Parameters(layers.modules(), layers.reader if layers.formats else None)
@@ -215,10 +221,11 @@ class BoundUNet:
             self.baseline.contents = Contents(spans, self._part, self.reader)
 
     def checkpoint(self, sampling: Hashable = None) -> str:
-        """The key of measured errors: a digest that identifies the checkpoint, and is the same under LoRAs.
+        """A digest that identifies the checkpoint, and is the same with and without LoRAs. Measured errors of 8-bit
+        formats are stored under it.
 
-        It only reads biases and norms, which few LoRAs change: it copies them to the CPU (3 MB of SDXL's), and waits
-        for the device. sampling: the number of the sampling in progress, in which the digest is computed once,
+        It is computed from biases and norms, which few LoRAs change: they are copied to the CPU (3 MB of SDXL's), which
+        waits for the device. sampling: the number of the sampling in progress, in which the digest is computed once,
         whatever is edited; None: outside of samplings, where it is computed after every change.
         """
         state = self._holds_for(sampling)
@@ -228,8 +235,8 @@ class BoundUNet:
         return self._checkpoint[1]
 
     def identity(self, sampling: Hashable = None) -> str:
-        """The key of verdicts: a digest of all numbers of the weights, of the functions that the host applies to them,
-        and of the code of the host's forward.
+        """A digest of all numbers of the weights, of the functions that the host applies to them, and of the code of
+        the host's forward. Verdicts, the results of checks against the host, are stored under it.
 
         sampling: the number of the sampling in progress, in which the digest is computed once, whatever is edited;
         None: outside of samplings, where it is computed after every change. It takes 13 ms for SDXL on an H200, waits
@@ -249,7 +256,8 @@ class BoundUNet:
         return self._identity[1]
 
     def sources(self) -> str:
-        """The digest of the code of the host's forward; see Tree.digest."""
+        """The digest of the code of the host's forward; see Tree.digest. "" if the modules were not read yet, or must
+        be read again."""
         tree = self.baseline.tree
         return "" if tree is None else tree.digest
 
@@ -268,17 +276,20 @@ class BoundUNet:
     # --- refresh --------------------------------------------------------------------------------------------------
 
     def layout_now(self) -> Any:
-        """The layout of the modules as they are now. Raises Refusal with the reason."""
+        """The layout of the modules as they are now, read again if they have changed. Moves no weights. Raises Refusal,
+        with the reason, if the network cannot be run."""
         self._look_at_modules()
         return self.layout
 
     def refresh(
         self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None
     ) -> None:
-        """Bring layout and binding up to date for a call. Raises Refusal with the reason if that is impossible.
+        """Bring layout and binding up to date for a call: look for changes, merge the LoRAs that the host wants, move
+        weights if necessary (Binding.bind), and copy those to which the host applies functions. Afterwards, `refreshed`
+        is the present epoch. Raises Refusal, with the reason, if the network cannot be run.
 
-        channels_last: the memory order for the weights of convolutions. room: returns how many bytes may be used for
-        copies of weights that functions of the host are applied to; None: no limit.
+        channels_last: whether the weights of convolutions must be in channels-last order. room: returns how many bytes
+        may be used for copies of weights to which the host applies functions; None: no limit.
         """
         device = call.latent.device
         self._look_at_modules()
@@ -309,16 +320,18 @@ class BoundUNet:
             self.watch_contents(whole=self.on_the_fly.copies_matrices)
 
     def _begin_applied(self) -> Callable[[], bool]:
-        """See Baseline.begin_applied."""
+        """Start to compare the functions that the host applies to its weights with those of the last refresh. Returns a
+        function that ends the comparison, and returns whether they are the same; see Baseline.begin_applied."""
         have_same_contents = self.on_the_fly.begin_contents()
         return lambda: have_same_contents() and self.on_the_fly.is_unchanged(self.binding)
 
     def refresh_without_binding(self) -> None:
-        """As refresh, but for a forward that reads the weights in place: no parameter is moved or fused.
+        """As refresh, but for a forward that reads each layer's weights where the host has them, such as a VAE's: no
+        parameter is moved or fused.
 
-        Edits, and weights that have moved, change identity(). The contents are compared at each call if a kernel does
-        it in one launch, or if torch counts no edits of some parameter; otherwise, edits that torch does not count are
-        found at the next counted one. Raises Refusal with the reason if the network cannot be run.
+        After an edit or a move of weights, identity() is computed anew. The contents are compared at each call if a
+        kernel does it in one launch, or if torch counts no edits of some parameter; otherwise, edits that torch does
+        not count are found at the next counted one. Raises Refusal, with the reason, if the network cannot be run.
         """
         self._look_at_modules()
         binding = self.binding
@@ -336,8 +349,9 @@ class BoundUNet:
             self._note_moved()
 
     def _bind(self, channels_last: bool, call: Call | None = None) -> None:
-        """Bind the weights (Binding.bind), and note their new addresses. call: its latent's device computes; None: all
-        weights are on that device already."""
+        """Move the weights to where our forward needs them (Binding.bind), and note their new addresses, so that graphs
+        and digests from before are invalid. Weights in main memory get a Streaming. call: its latent's device computes;
+        None: the device of the weights, all of which must be there."""
         began = time.perf_counter()
         binding = self.binding
         self.baseline.parameters = None
@@ -355,20 +369,22 @@ class BoundUNet:
         log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
 
     def forget_baseline(self) -> None:
-        """Let the next call read and bind everything again, after something failed with these weights."""
+        """Make the next call read and bind everything again, after something has failed with these weights. The
+        binding, the copies of weights and the epoch stay until then."""
         self.baseline.tree = None
         self.baseline.parameters = None
         self.baseline.contents = None
         self.streaming = None
 
     def _note_moved(self) -> None:
-        """Note that some weights have moved: graphs over the old addresses, and everything derived from the values, are
-        invalid."""
+        """Increase the versions of addresses and values, because some weights have moved: graphs with the old
+        addresses, and everything derived from the values, become invalid."""
         self.baseline.advance(addresses=1, values=1)
 
     def part_of(self, call: Call) -> Part | None:
-        """The part of the network that a cached pass of DeepCache reads, for Baseline.begin_part. None for other calls,
-        and if every call has to compare the whole network."""
+        """The part of the network that a call reads if DeepCache shortens it, as it is now. A replay of such a call
+        compares only this part with the host's (Baseline.begin_part). None for other calls, and if the whole network
+        must be compared (Baseline.part)."""
         if self._units_of is None or call.cut is None or not call.cut.reads:
             return None
         binding = self.binding
@@ -378,13 +394,14 @@ class BoundUNet:
 
     def unmoved(self) -> bool:
         """Whether the parameters are the same objects that were bound, at the same addresses and in the same layout.
-        Takes a millisecond."""
+        False if none are bound, or if they must be bound again. Takes a millisecond."""
         parameters = self.baseline.parameters
         return parameters is not None and parameters.are_unchanged()
 
     def _look_at_modules(self) -> None:
         """Compare the modules and their code with the baseline, and read them again if they have changed. Raises
-        Refusal if the network cannot be run."""
+        Refusal if the network cannot be run, also if that was found earlier, or if its code was new in more than
+        MOST_NEW calls in a row."""
         known = self.baseline.tree
         if known is not None and known.is_unchanged(self.module):
             self._new_ones = 0
@@ -394,13 +411,15 @@ class BoundUNet:
             raise Refusal(self._refusal)
         if self._new_ones > MOST_NEW:
             # Each change needs a check against the host, which takes longer than the host alone.
-            what = self.replaced[0] if self.replaced else "the network's code is changed"
-            raise Refusal(f"{what}, and changes with every call")
+            what = self.replaced[0] if self.replaced else "the model's code was changed"
+            raise Refusal(f"{what}; it is new at every step, so OneDiff cannot reuse its checks")
 
     def _read_anew(self) -> None:
-        """Read the modules and their code. If the network cannot be run, set _refusal to the reason.
+        """Read the modules and their code, and make them the baseline. If the network cannot be run, set _refusal to
+        the reason, which the caller raises.
 
-        Raises a fault of ours once: the same modules are not read again in this image, and later calls are refused.
+        If reading fails by a fault of ours, raises its exception: the same modules are not read again before retry(),
+        and later calls are refused.
         """
         self.baseline.advance(structure=1)
         self.baseline.parts.clear()
@@ -414,7 +433,7 @@ class BoundUNet:
             self._refusal = str(refusal)
         except Exception as error:
             self.baseline.tree = tree
-            self._refusal = f"OneDiff has failed to read this network: {error}"
+            self._refusal = f"OneDiff has failed to read this model: {error}"
             self._has_failed = True
             self._drop_binding()
             raise
@@ -422,7 +441,8 @@ class BoundUNet:
         self._note_code(tree.reached)
 
     def _note_code(self, reached: Reached) -> None:
-        """Note whether the network's code is new, and count a change of the code that our operators depend on."""
+        """Count the new versions of the network's code in a row (_new_ones), and the changes of code that our operators
+        depend on (code_changes). After such a change, graphs and copies of weights are invalid."""
         facts = reached.facts_of_ours
         if self._code and facts != self._code:
             # Our operators call torch's functions by name. Graphs and copies of weights contain results of the old
@@ -436,14 +456,15 @@ class BoundUNet:
             del self._met[next(iter(self._met))]
 
     def _tree_now(self) -> Tree:
-        """A Tree of the modules as they are now."""
+        """A Tree of the modules as they are now. Reuses what is unchanged since the baseline's tree."""
         traits = self.host_traits
         ignored = traits.written.union(APPLIED_AT_CALL)
         return Tree(self.module, ignored, traits.placed, self._tokens, self.baseline.tree, traits.synced)
 
     def _read_layout_of(self, tree: Tree) -> None:
-        """Read the layout, and make a binding for it. If the layers and the layout are unchanged, the binding and the
-        graphs stay. Raises Refusal."""
+        """Read the layout of the modules of this tree, and make a binding for it. If the layers and the layout are
+        unchanged, the binding and the graphs stay. Raises Refusal, with the reason, if the network cannot be run: then
+        the convolutions are back in the host's memory order, and without a layout there is no binding."""
         unet = self.module
         try:
             refuse_foreign_code(unet, self.host_traits)
@@ -461,8 +482,10 @@ class BoundUNet:
             self._binding = Binding(unet, layout, self.host_traits.stored)
 
     def _check_replaced_functions(self, tree: Tree) -> None:
-        """Note which functions that the network calls were replaced, and by whom. Raises Refusal if one may depend on
-        state that cannot be seen, so that a check of one call proves nothing for the next."""
+        """Set `replaced`: which functions that the network calls were replaced, and by whom. Raises Refusal if the
+        result of one may depend on state that OneDiff cannot compare, so that a check of one call proves nothing for
+        the next.
+        """
         reached = tree.reached
         trusted = self.host_traits.trusted
         if reached is not self._judged:
@@ -475,10 +498,11 @@ class BoundUNet:
             self._unseen = next((reason_of(one) for one in foreign if has_unseen_state(one, tree.hosts)), "")
             self._judged = reached
         if self._unseen:
-            raise Refusal(f"{self._unseen}, and OneDiff cannot see on what its result depends")
+            raise Refusal(f"{self._unseen}, and OneDiff cannot find out what its result depends on")
 
     def _drop_binding(self) -> None:
-        """Drop the binding, with everything derived from it."""
+        """Drop the binding, the notes for comparisons and the copies of weights. Weights that were fused stay so; the
+        convolutions go back to the host's memory order."""
         self.undo_channels_last()
         self._binding = None
         self.baseline.parameters = None
@@ -487,8 +511,8 @@ class BoundUNet:
         self.drop_applied()
 
     def undo_channels_last(self) -> bool:
-        """Restore the host's memory order of the convolutions' weights. Returns whether they were in channels-last
-        order, and so have moved."""
+        """Put the convolutions' weights back into the host's memory order. Returns whether that moved them: False if we
+        had not laid them out channels-last. After a move, the next refresh binds again."""
         if not self.channels_last or self._binding is None:
             return False
         self._binding.restore_memory_formats()
@@ -498,7 +522,8 @@ class BoundUNet:
         return True
 
     def release(self) -> None:
-        """Undo the binding: the module has ordinary parameters with the same values again. Frees all memory of ours."""
+        """Undo the binding, when OneDiff stops to serve the network: the module has ordinary parameters with the same
+        values again. Frees all memory that this object takes. A later refresh binds anew."""
         self._memory = MainMemory()
         if self._binding is not None:
             self._binding.unbind()

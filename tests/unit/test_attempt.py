@@ -270,6 +270,6 @@ def test_a_module_tree_that_we_fail_to_read_is_a_fault_once(monkeypatch: pytest.
             assert torch.equal(unet(**given).sample, own_forward(unet)(**given).sample)
         assert now()[1] == "host" and (number > 0 or reason() == runtime.guard.faults[0])
     assert runtime.guard.faults == ["a fault of OneDiff in the UNet's forward, please report it: ours"]
-    assert reason() == "OneDiff has failed to read this network: ours"
+    assert reason() == "OneDiff has failed to read this model: ours"
     assert sum(record.exc_info is not None for record in caplog.records if record.levelname != "DEBUG") == 1
     lib_onediff.uncompile_unet(unet)

@@ -101,7 +101,7 @@ def test_devices_and_dtypes_that_oneflow_does_not_support(
 def test_a_oneflow_that_crashes_and_one_that_hangs(machine: Path) -> None:
     install(machine, source="import os; os.abort()")
     why = tried(machine)
-    assert a_sentence(why) and "crashed its process" in why and "oneflow" not in sys.modules
+    assert a_sentence(why) and "crashed in a test" in why and "oneflow" not in sys.modules
     (machine / "oneflow" / "__init__.py").write_text("import time; time.sleep(1000)")
     began = time.monotonic()
     why = tried(machine, seconds=1)

@@ -160,7 +160,7 @@ def test_code_that_changes_at_every_call_is_soon_left_to_the_webui(unet: Any, mo
         monkeypatch.setattr(torch, "cat", same_again(real, number))
         route = route_of(unet)
     assert route == "host" and len(found) <= MOST_NEW
-    assert "changes with every call" in runtime.status()["reason"]
+    assert "it is new at every step" in runtime.status()["reason"]
     assert route_of(unet) == "plain"
 
 

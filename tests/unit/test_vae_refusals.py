@@ -84,7 +84,7 @@ PARAMETER = "1 parameters that OneDiff does not know, such as conv_out.adapter"
     (ldm_decoder, three_by_three, "3x3 convolution in its shortcut"),
     (ldm_decoder, other_attention, "mid.attn_1 is a .*Sequential, which OneDiff does not know"),
     (of_diffusers, processor, "the attention processor LoudProcessor is set"),
-    (of_diffusers, mixed, "its weights are of mixed types: torch.bfloat16"),
+    (of_diffusers, mixed, "the weights are of mixed types: torch.bfloat16"),
     (of_diffusers, lambda decoder: decoder.double(), "float64"),
 ], ids=name_of)
 def test_a_changed_decoder_is_left_to_the_host(

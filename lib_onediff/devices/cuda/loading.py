@@ -41,10 +41,12 @@ def load_kernels(
     users: Sequence[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kinds: Collection[Kind] = (),
     rules: Collection[Rule] = (),
 ) -> None:
-    """Load every kernel that a network needs.
+    """Load every kernel that a network needs, and wait until that is done. Runs on the current GPU, which must be
+    `device`.
 
-    users: the layout's kernel_users. kinds: 8-bit formats in use. rules: those of weights stored in INT8. Raises what a
-    launch raises.
+    users: the layout's kernel_users: descriptions of layers (core.leaves) with their sizes. dtype: the network's.
+    launches: the launch configs with which the kernels will run. kinds: the 8-bit formats in use. rules: those for the
+    inputs of layers that the host stores in INT8. Raises what a launch raises.
     """
     works = exact_launches(list(users), dtype, device, launches)
     for kind in kinds:
@@ -61,8 +63,9 @@ def load_kernels(
 
 
 def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
-    """Load the variants of the gated product that Native.tune will measure, so that no call waits for the driver to
-    compile them. Raises what a launch raises."""
+    """Load the kernel of every candidate of configs.EXACT_GATED_PRODUCT on this device, so that Native.tune, which
+    measures them in a user's call, does not wait for the driver to compile them. dtype: float16 or bfloat16. Raises
+    what a launch raises."""
     with on_card(device), torch.inference_mode(False), torch.no_grad():
         trial = gated_trial(partial(torch.zeros, dtype=dtype, device=device), ROWS, low_bit.ALIGNED, device)
         for config in trial.kernel.candidates:
@@ -70,8 +73,8 @@ def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def exact_launches(users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches) -> list[Launch]:
-    """Launches of every kernel for a network of this dtype without 8-bit formats. users: the layout's kernel_users.
-    launches: the launch configs with which the kernels will run."""
+    """Functions that together launch every kernel for a network of this dtype without 8-bit formats. Nothing is
+    launched here. users, launches: see load_kernels."""
     make = partial(torch.zeros, dtype=dtype, device=device)
     ops = NativeOperators(launches)
 
@@ -126,8 +129,8 @@ def exact_launches(users: list[Any], dtype: torch.dtype, device: torch.device, l
 def low_bit_launches(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kind: Kind
 ) -> list[Launch]:
-    """Launches of the kernels that write 8-bit tokens and feature maps in this format (kind). users, launches: see
-    exact_launches."""
+    """Functions that together launch every kernel that writes tokens and feature maps in this 8-bit format (kind).
+    Nothing is launched here. users, launches: see load_kernels."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def launch_layer_norm(width: int) -> None:
@@ -186,8 +189,8 @@ def low_bit_launches(
 
 
 def stored_launches(users: list[Any], dtype: torch.dtype, device: torch.device, rule: Rule) -> list[Launch]:
-    """Launches of the kernels for layers whose weights are stored in INT8: those that quantize the layers' input by
-    this rule, and the product. users: see exact_launches."""
+    """Functions that together launch every kernel for layers that the host stores in INT8: those that quantize the
+    layers' input by this rule, and the product. Nothing is launched here. users: see load_kernels."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def fits(width: int) -> bool:
@@ -250,14 +253,15 @@ def stored_launches(users: list[Any], dtype: torch.dtype, device: torch.device, 
 
 
 def residual_norms(users: Iterable[Any]) -> list[AdaptiveNorm | RMSNorm]:
-    """The norms that one kernel computes together with the residual's update, gate and modulation; one for each row
-    class."""
+    """The adaptive and RMS norms among the users, one for each row class. One kernel computes such a norm together with
+    the residual's update, gate and modulation."""
     return [*one_per_row_class(users, AdaptiveNorm), *one_per_row_class(users, RMSNorm)]
 
 
 def gelu_widths(users: Sequence[Any]) -> list[int]:
-    """The widths of the outputs of GELUs: the feed-forward layers of networks with adaptive norms have one, unless they
-    have a SwiGLU."""
+    """The widths of the tokens to which a network applies an ungated GELU: those between the two linear layers of a
+    feed-forward. Only networks with adaptive norms and without SwiGLU have such feed-forwards; for others it is empty.
+    """
     if any(isinstance(user, SwiGLU) for user in users):
         return []
     return [configs.FEED_FORWARD * norm.width for norm in one_per_row_class(users, AdaptiveNorm)]
@@ -269,7 +273,8 @@ def gate_activation(gate: SwiGLU | SigmoidGate) -> Activation:
 
 
 def norm_weights(norm: AdaptiveNorm | RMSNorm, make: Callable[..., Tensor]) -> list[LayerWeights | None]:
-    """A weight for this norm in each dtype that it may have; [None] for a norm without weights."""
+    """A weight for this norm in each dtype that it may have; [None] for an AdaptiveNorm, which has no weight. make: see
+    norm_inputs."""
     if isinstance(norm, AdaptiveNorm):
         return [None]
     weight = make(norm.width)
@@ -285,10 +290,10 @@ def norm_inputs(
     make: Callable[..., Tensor], norm: AdaptiveNorm | RMSNorm, weight: LayerWeights | None,
     update_dtype: torch.dtype | None = None,
 ) -> tuple[Residual, Modulation]:
-    """The inputs of a norm: a residual of ROWS rows with an update, and a modulation.
+    """The inputs of a norm: a residual of ROWS rows with an update and a gate, and a modulation.
 
-    make: make(*shape) returns a tensor of the network's dtype. weight: that of the norm; a norm between the residual
-    and its update gets the same one. update_dtype: the update's dtype; None: the network's.
+    make: make(*shape) returns a tensor of the network's dtype. weight: the norm's. If norm is an RMSNorm, the update
+    has a norm too (Residual.norm), with the same weight. update_dtype: the update's dtype; None: the network's.
     """
     update = make(BATCH, ROWS // BATCH, norm.width)
     shift, factor, gate = make(BATCH, 3 * norm.width).chunk(3, dim=1)

@@ -40,8 +40,9 @@ WARPS = 4
 
 
 def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
-    """A weights.contents.ContentsReader: returns a function that launches the checksums of these spans by our kernel;
-    None, with a line in the log, if the kernel cannot be used, so that the caller uses PyTorch's operators."""
+    """A function that launches the checksums of these spans by our kernel, as sums_of; the kernel is loaded here, by a
+    first launch. None if the kernel cannot be used or fails, with a line in the log: the caller then uses PyTorch's
+    operators. It is a weights.contents.ContentsReader."""
     try:
         sums = sums_of(spans, part)
         if sums is not None:
@@ -57,11 +58,11 @@ def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor
 
 
 def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
-    """A function that launches the checksums of these spans, and returns them as int64 (spans,) on their device. The
-    caller must know that their memory exists. None if the kernel does not support them: they are on several devices, or
-    not whole words.
+    """A function that launches the checksums of these spans, and returns them as int64 (spans,) on their device,
+    without waiting for them. It reads the spans' memory by address: whoever calls it must make sure that the memory
+    exists. None if the kernel does not support the spans: they are on several devices, or not whole words.
 
-    part: of a large matrix, only every part-th piece is summed; see MemorySpan.stride.
+    spans: at least one. part: of a large matrix, only every part-th piece is summed; see MemorySpan.stride.
     """
     device = spans[0].device
     if any(span.device != device or span.nbytes % WORD or span.address % WORD for span in spans):
@@ -115,7 +116,8 @@ class Native(Device):
         self._lock = threading.Lock()
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
-        """See Device.refuse. Only the device decides."""
+        """Raise Refusal, with the reason, if our kernels cannot run on this device. The other arguments make no
+        difference here."""
         refuse_without_gpu(device)
         lack = self.why_not(device)
         if lack is not None:
@@ -123,20 +125,26 @@ class Native(Device):
 
     def why_not_lossy(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a value of Settings.low_bit (option) has no effect for a model of this dtype on a device, in one sentence
-        for the user; None if it has one."""
+        for the user; None if the device supports it."""
         return self.why_not(device) or self.low_bit.why_not(option, device, dtype)
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
-        """See Device.contents_reader."""
+        """read_contents, which computes checksums of weights by our kernel; None if our kernels cannot run on this
+        device."""
         return None if self.why_not(device) is not None else read_contents
 
     def operators(self, wide_norms: bool = False) -> Operators:
-        """See Device.operators. wide_norms makes no difference: our kernels compute norms in float32 anyway."""
+        """Our own operators, always the same object. wide_norms makes no difference: our kernels compute norms in
+        float32 anyway."""
         return self._operators
 
     def prepare(self, use: KernelUse, time_ms: TimeMs | None = None) -> None:
-        """See Device.prepare. Waits for the kernels if they are being loaded; a failure is kept, so that later calls
-        are refused at once."""
+        """Load the kernels that a network needs, and wait for them. time_ms: also measure their launch configs, once
+        for each set of kernels in this process; see Device.prepare.
+
+        Raises Refusal if loading failed, now or earlier: a failure is kept, so that later calls are refused at once.
+        Raises torch.cuda.OutOfMemoryError, after which the next call tries again.
+        """
         kernels = self._kernel_set(use)
         with self._lock:
             if kernels not in self._loading:
@@ -172,7 +180,7 @@ class Native(Device):
 
     def _load(self, use: KernelUse, low_bit: Collection[Kind], rules: Collection[Rule]) -> str:
         """Load the kernels. Returns "" if they were loaded, otherwise the reason why not. Runs in the worker's thread.
-        low_bit: the 8-bit formats that are used. rules: those of weights stored in INT8."""
+        low_bit, rules: see _kernel_set. Raises torch.cuda.OutOfMemoryError."""
         began = time.perf_counter()
         try:
             with on_card(use.device):
@@ -186,8 +194,9 @@ class Native(Device):
         return ""
 
     def tune(self, use: KernelUse, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
-        """See Device.tune. Measures attention, and the products and convolutions that earlier calls have noted
-        (Launches)."""
+        """Measure the fastest kernels for a call, if they are unknown: for attentions of these shapes, the gated
+        products of its feed-forwards, and the products and convolutions that earlier calls have noted in Launches.
+        Returns whether anything was measured; False without a GPU, or while a graph is captured."""
         dtype = torch.float32 if call.upcast_attention else call.latent.dtype
         device = call.latent.device
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
@@ -211,7 +220,8 @@ class Native(Device):
         return any(measured)
 
     def measure_anew(self) -> None:
-        """See Device.measure_anew. Choices that are in the tuning cache are read from it again, and not measured."""
+        """Forget the choices of kernels and formats in this process. The next calls read them from the tuning cache,
+        and measure only those that it does not have. See Device.measure_anew."""
         self._tuned.clear()
         self.low_bit.forget()
         self._launches.forget()
@@ -219,7 +229,7 @@ class Native(Device):
     def _tune_kernels(self, use: KernelUse, time_ms: TimeMs) -> None:
         """Measure the fastest launch configs of the kernels on this GPU, if unknown. Takes seconds, once on a machine.
 
-        If that fails, the kernels keep their present launch configs.
+        Raises nothing: if a measurement fails, it is logged, and the kernels keep their present launch configs.
         """
         began = time.perf_counter()
         try:

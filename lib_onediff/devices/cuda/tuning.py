@@ -44,17 +44,19 @@ KEYS = 77
 def tune_kernels(
     launches: Launches, users: Iterable[Any], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> int:
-    """Measure every kernel and class of shapes of a network that was not measured on this GPU before. Returns how many
-    were measured.
+    """Measure every kernel and class of shapes of a network that was not measured on this GPU before, and store the
+    choices of launch configs. Returns how many were measured. Takes seconds, once on a machine, because several
+    variants of each kernel are loaded.
 
-    users: the layout's kernel_users. Takes seconds, once on a machine, because several variants of each kernel are
-        loaded. Raises what a launch raises.
+    users: the layout's kernel_users: descriptions of layers (core.leaves) with their sizes. dtype: the network's.
+    Raises what a launch raises.
     """
     return sum(tuned(launches, trial, dtype, time_ms) for trial in trials(list(users), random_on(device, dtype)))
 
 
 def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
-    """The measurements for a network with these layers. make: make(*shape) returns a tensor of the network's dtype."""
+    """The trials for a network with these layers (users), one after the other; the caller measures each. make:
+    make(*shape) returns a tensor of random numbers in the network's dtype."""
     widest = max((leaf.channels for leaf in users if isinstance(leaf, GroupNorm)), default=0)
     vector = make(widest)
     for shape_class, side in SIDES.items() if widest else ():
@@ -84,12 +86,15 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
 
 
 def one_per_row_class(users: Iterable[Any], layer_class: Any) -> Iterable[Any]:
-    """The layers of this class, one for each row_class: the kernels for rows are the same for all of a row class."""
+    """The layers of this class among the users, one for each row_class of their width: all layers of a row class have
+    the same kernels."""
     return {row_class(leaf.width): leaf for leaf in users if isinstance(leaf, layer_class)}.values()
 
 
 def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[tuple[Shape, Shape]]:
-    """The shapes of queries and keys of cross-attentions, for every head width that has a kernel."""
+    """(shape of the queries, shape of the keys) of cross-attentions, as (batch, heads, tokens, head width), one for
+    each head width in the network that our attention kernel supports; empty if it does not support the dtype. Batch and
+    tokens are those of a usual call, not of a network."""
     heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
     widths = native_tokens.ATTENTION_WIDTHS if dtype in native_tokens.ATTENTION_DTYPES else ()
     return [
@@ -99,7 +104,8 @@ def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[tuple[Sha
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig) -> Tensor:
-    """Attention by our kernel with this launch config; by torch if config is configs.LIBRARY."""
+    """Softmax attention over (batch, heads, tokens, head width): by our kernel with this launch config, or by torch if
+    config is configs.LIBRARY."""
     if config == configs.LIBRARY:
         return functional.scaled_dot_product_attention(query, key, value)
     return native_tokens.attention(query, key, value, config)
@@ -112,10 +118,10 @@ def product_trial(
     product: Product, make: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, kind: Kind,
     result: torch.dtype,
 ) -> Trial | None:
-    """The measurement of an 8-bit product's launch configs; None if a library computes it, so that there are none.
+    """The trial of an 8-bit product's launch configs; None if a library computes it, which has none to choose.
 
     make: make(*shape) returns a tensor of random numbers, because a GPU multiplies zeros faster. dtype: the model's.
-        kind: the 8-bit format. result: see float8.product.
+    kind: the 8-bit format. result: the dtype of the library's float8 products; see float8.product.
     """
     rows, width, out = product[:3]
     one = torch.ones((1, 1), dtype=torch.float32, device=device)
@@ -155,16 +161,16 @@ def product_trial(
 
 
 def is_single_stream(width: int) -> bool:
-    """Whether tokens of this width are those of a single-stream transformer, with RMS norms and SwiGLU. Only such
-    networks have tokens wider than WIDEST_USUAL."""
+    """Whether tokens of this width are taken for those of a single-stream transformer, with RMS norms and SwiGLU: of
+    the served networks, only these have tokens wider than WIDEST_USUAL. Decides only what is measured."""
     return width > WIDEST_USUAL
 
 
 def tune_stored(
     launches: Launches, product: tuple[int, int, int, torch.dtype], device: torch.device, time_ms: TimeMs
 ) -> bool:
-    """Measure the launch config of a product with a weight stored in INT8, if it is unknown on this GPU. Returns
-    whether it was measured. product: (rows, out, width, dtype)."""
+    """Measure the launch config of a product with a weight stored in INT8 and store the choice, if it is unknown on
+    this GPU. Returns whether it was measured. product: an item of Launches.stored_products."""
     rows, out, width, dtype = product
     if launches.chosen(configs.INT8_PRODUCT, products.product_class(rows, out, width), dtype) is not None:
         return False
@@ -176,7 +182,7 @@ def tune_stored(
 def tune_down(
     launches: Launches, product: tuple[int, int, int, torch.dtype], device: torch.device, time_ms: TimeMs
 ) -> bool:
-    """As tune_stored, for the product with the down matrices of LoRAs. product: (rows, ranks, width, dtype)."""
+    """As tune_stored, for the product with the down matrices of LoRAs. product: an item of Launches.down_products."""
     rows, ranks, width, dtype = product
     if launches.chosen(configs.DOWN_PRODUCT, products.product_class(rows, ranks, width), dtype) is not None:
         return False
@@ -184,7 +190,7 @@ def tune_down(
 
 
 def down_trial(make: Callable[..., Tensor], rows: int, ranks: int, width: int) -> Trial:
-    """The measurement of tune_down."""
+    """The trial of tune_down. make: make(*shape) returns a tensor of the product's dtype."""
     run = partial(products.down_product, make(rows, width), make(ranks, width))
     return Trial(configs.DOWN_PRODUCT, products.product_class(rows, ranks, width), run)
 
@@ -195,7 +201,8 @@ def down_trial(make: Callable[..., Tensor], rows: int, ranks: int, width: int) -
 def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> bool:
     """Measure whether the product of tokens (rows, width) with a weight (8 width, width) is faster with its GEGLU in
-    the same kernel, if that is unknown on this GPU. Returns whether it was measured."""
+    the same kernel, and in which launch config, if that is unknown on this GPU. Stores the choice. Returns whether it
+    was measured."""
     make = random_on(device, dtype)
     shape_class = products.product_class(rows, 2 * configs.FEED_FORWARD * width, width)
     if launches.chosen(configs.EXACT_GATED_PRODUCT, shape_class, dtype) is not None:
@@ -206,7 +213,8 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
 def gated_trial(
     make: Callable[..., Tensor], rows: int, width: int, device: torch.device, shape_class: str = ""
 ) -> Trial:
-    """The measurement of tune_gated. shape_class: "" if the trial is only run, to load its kernels."""
+    """The trial of tune_gated. make: make(*shape) returns a tensor of the network's dtype. shape_class: "" if the trial
+    only serves to load its kernels, so that nothing is stored."""
     tokens = make(rows, width)
     weight = make(2 * configs.FEED_FORWARD * width, width)
     bias = make(8 * width)
@@ -223,8 +231,8 @@ def gated_trial(
 
 
 def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device, time_ms: TimeMs) -> bool:
-    """Measure whether a convolution is faster with float16 sums, if that is unknown on this GPU. Returns whether it was
-    measured. size: (batch, height, width, input channels, output channels)."""
+    """Measure whether a float16 convolution is faster with float16 sums, if that is unknown on this GPU, and store the
+    choice. Returns whether it was measured. size: an item of Launches.convolutions."""
     kernel = configs.CONVOLUTIONS[torch.float16]
     shape_class = "x".join(map(str, size))
     if launches.chosen(kernel, shape_class, torch.float16) is not None:
@@ -233,7 +241,8 @@ def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device
 
 
 def half_sums_trial(make: Callable[..., Tensor], size: Sequence[int], device: torch.device) -> Trial:
-    """The measurement of tune_half_sums."""
+    """The trial of tune_half_sums. size: see there. Candidates with a larger error than float8.WORST_PROBE_ERROR
+    against torch's convolution do not agree. make: make(*shape) returns a tensor in float16."""
     batch, height, width, channels, out = size
     image, weight = (
         make(*shape).to(memory_format=torch.channels_last)

@@ -39,7 +39,8 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2}
 
 
 class OneFlowGate:
-    """Tries OneFlow once for each device and dtype, in another process, and keeps the result.
+    """Tests OneFlow once for each device and dtype, in another process, and keeps the result as long as it lives. May
+    be used in several threads.
 
     seconds: the time limit of the other process. environment: its environment variables; None: ours.
     """
@@ -52,8 +53,9 @@ class OneFlowGate:
         self._lock = threading.Lock()
 
     def why_not(self, device: torch.device, dtype: torch.dtype, waits: bool = True) -> str | None:
-        """Why OneFlow cannot be used, in one sentence; None if it can. waits: whether to wait for the first test, which
-        takes seconds; otherwise the result is TRYING until it is done."""
+        """Why OneFlow cannot be used for this device and dtype, in one sentence for the user; None if it can. The first
+        call starts the test, which takes seconds. waits: wait for it; otherwise, the result is TRYING until it is done.
+        """
         pair = device, dtype
         with self._lock:
             if pair not in self._trials:
@@ -65,8 +67,8 @@ class OneFlowGate:
         return self._verdicts.get(pair, TRYING)
 
     def _try(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Find out whether OneFlow works for a device and a dtype, and keep the verdict. Runs in a thread of its
-        own."""
+        """Find out whether OneFlow works for a device and a dtype, and write the result to _verdicts. Runs in a thread
+        of its own."""
         lack = why_not_for(device, dtype) or why_no_package()
         self._verdicts[device, dtype] = lack or self._in_a_process(device, dtype)
 
@@ -80,7 +82,7 @@ class OneFlowGate:
                 stdin=subprocess.DEVNULL, cwd=REPOSITORY, env=self._environment,
             )
         except subprocess.TimeoutExpired:
-            return f"OneFlow was tested in another process, which did not end within {self._seconds:.0f} s"
+            return f"OneFlow cannot be used, because a test of it did not end within {self._seconds:.0f} s"
         except OSError as error:
             return f"OneFlow could not be tested, because no other Python process can be started ({error})"
         log.debug("the test of OneFlow ended with exit code %s: %s", ended.returncode, ended.stderr)
@@ -88,15 +90,17 @@ class OneFlowGate:
 
 
 def why_not_for(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why OneFlow does not support this device or dtype; None if it may. A GPU that is too old or too new for OneFlow
-    is only found by the test in another process."""
+    """Why OneFlow supports no model of this dtype on this kind of device, in one sentence; None if it may. Tests
+    nothing: only the other process finds out that a GPU is too old or too new."""
     if dtype in DTYPES.get(device.type, ()):
         return None
-    return f"OneFlow does not support {str(dtype).removeprefix('torch.')} on the {device.type}, which this model needs"
+    place = "the GPU" if device.type == "cuda" else device.type
+    return f"this model runs in {str(dtype).removeprefix('torch.')} on {place}, which OneFlow does not support"
 
 
 def why_no_package() -> str | None:
-    """Why this Python has no OneFlow that could work; None if it has one."""
+    """Why OneFlow cannot work in this Python: another version or system, or a missing or wrong package. One sentence;
+    None if the right package is installed. Does not import it."""
     if (sys.platform, platform.machine(), sys.version_info[:2]) != ("linux", "x86_64", PYTHON):
         here = f"{written(sys.version_info[:2])} for {platform.system()} on {platform.machine()}"
         return f"OneFlow exists for Python {written(PYTHON)} for Linux on x86-64, and this is {here}"
@@ -109,27 +113,32 @@ def why_no_package() -> str | None:
 
 
 def verdict_of(output: str, code: int) -> str | None:
-    """Why OneFlow cannot be used; None if it can. output, code: the other process's output, which has a line of JSON
-    from the end of this file among OneFlow's own lines, and its exit code."""
+    """Why OneFlow cannot be used, in one sentence; None if it can.
+
+    output: what the other process printed: OneFlow's own lines, and a line of JSON from the end of this file. Without
+    that line, the process has crashed. code: its exit code, only for the message.
+    """
     words: dict[str, Any] = {}
     for line in output.splitlines():
         with contextlib.suppress(ValueError, TypeError):
             words |= json.loads(line)
     needs = f"with torch {torch.__version__} (requirements: .readme/hosts.md)"
     if "error" not in words:
-        return f"OneFlow crashed its process {needs}, with exit code {code}"
+        return f"OneFlow crashed in a test {needs}, with exit code {code}"
     return f"OneFlow failed {needs}: {brief(words['error'])}" if words["error"] else None
 
 
 def brief(message: str) -> str:
-    """The first line of one of OneFlow's messages, without its colours."""
+    """The first line of one of OneFlow's messages, without its colours, of at most 160 characters; "no reason given"
+    for an empty message."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[\d;]*m", "", message).strip().splitlines() if line.strip()]
     return lines[0][:160].rstrip(".: ") if lines else "no reason given"
 
 
 def main(device: str, dtype: torch.dtype) -> None:
-    """Test OneFlow in this process, which only runs this file; its last lines print the outcome as JSON. Raises what
-    OneFlow raises, and RuntimeError if it computes something else than torch."""
+    """Test OneFlow in this process: share a tensor with it without a copy, and run a small graph with changing weights.
+    device: such as "cuda:0". Returns if OneFlow works; raises what OneFlow raises, and RuntimeError if its results
+    differ from torch's. The lines at the end of this file call it, and print the outcome as JSON."""
     # Write no core dump after a crash. Windows writes none, and does not have this module.
     with contextlib.suppress(ImportError):
         import resource
@@ -160,11 +169,12 @@ def main(device: str, dtype: torch.dtype) -> None:
 
 
 def refuse_difference(results: list[Tensor], *exact: Tensor) -> None:
-    """Raise RuntimeError if a result differs from its exact tensor by more than TOLERANCE."""
+    """Raise RuntimeError if a result of OneFlow differs from torch's (exact, in the same order) by more than TOLERANCE,
+    or is not finite."""
     for result, wanted in zip(results, exact, strict=True):
         error = float((result.float() - wanted.float()).abs().max() / wanted.float().abs().max())
         if not error <= TOLERANCE[wanted.dtype]:
-            raise RuntimeError(f"it computes something else than torch (relative error {error:.0e})")
+            raise RuntimeError(f"its results differ from PyTorch's (relative error {error:.0e})")
 
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ from ..torch import operators as torch_ops
 LOWEST = -60000.0
 
 class OneFlowOperators:
-    """Operators for OneFlow's tensors, those that UNets need; core.operators.Operators describes them. Images are
-    contiguous."""
+    """Operators for OneFlow's tensors, those that UNets need. core.operators.Operators describes their arguments; those
+    that only other backends need, such as consumer, are ignored. Images are contiguous."""
 
     # These only use methods that tensors of both libraries have.
     materialize = staticmethod(torch_ops.materialize)
@@ -35,7 +35,7 @@ class OneFlowOperators:
     silu = staticmethod(functional.silu)
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
-        """See Operators.sinusoids."""
+        """Cosines and sines of the timestep at falling frequencies: (batch,) -> float32 (batch, channels)."""
         # torch's frequencies, because a timestep of 1000 multiplies a difference between the two libraries by 1000.
         frequencies = from_torch(torch_ops.frequencies(time, torch.device("cpu"))).to(timestep.device)
         angles = timestep.unsqueeze(1).to(flow.float32) * frequencies.unsqueeze(0) * time.scale
@@ -43,22 +43,22 @@ class OneFlowOperators:
         return flow.cat(waves if time.cosine_first else waves[::-1], dim=-1)
 
     def join(self, vectors: Sequence[Tensor]) -> Tensor:
-        """See Operators.join."""
+        """Vectors concatenated to one."""
         return flow.cat(list(vectors), dim=0)
 
     def linear(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """See Operators.linear."""
+        """A linear layer: (..., in) -> (..., out). The weight may be a 1x1 convolution's, (out, in, 1, 1)."""
         weight = layer.weight
         return functional.linear(x, weight.flatten(1) if weight.dim() == 4 else weight, layer.bias)
 
     def pointwise(self, image: Tensor, layer: LayerWeights) -> Tensor:
-        """See Operators.pointwise."""
+        """A 1x1 convolution: (batch, in, h, w) -> (batch, out, h, w). The weight may be a linear layer's, (out, in)."""
         weight = layer.weight
         weight = weight if weight.dim() == 4 else weight.reshape(*weight.shape, 1, 1)
         return functional.conv2d(image, weight, layer.bias)
 
     def convolution(self, image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
-        """See Operators.convolution."""
+        """A square 2D convolution, padded with zeros or, if shape.circular, with the opposite edge."""
         if shape.circular:
             image = wrap(wrap(image, shape.padding, 3), shape.padding, 2)
             return functional.conv2d(image, layer.weight, layer.bias, shape.stride)
@@ -68,7 +68,8 @@ class OneFlowOperators:
         self, image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
         consumer: LayerWeights | None = None,
     ) -> Tensor:
-        """See Operators.group_norm. On the CPU, by a layer norm."""
+        """The group norm of image + shift (batch, channels), followed by SiLU if silu. On the CPU, composed of a layer
+        norm, because OneFlow has no group norm there."""
         if shift is not None:
             image = image + shift.reshape(*shift.shape, 1, 1)
         if image.is_cuda:
@@ -85,13 +86,14 @@ class OneFlowOperators:
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights,
         modulation: Modulation | None = None,
     ) -> tuple[Residual, Tensor]:
-        """See Operators.residual_norm. Only layer norms without modulation."""
+        """(the residual, summed to plain tokens; its layer norm). Only layer norms without modulation."""
         assert modulation is None, "no norm of a UNet is modulated"
         tokens = self.materialize(residual)
         return Residual(tokens), functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """See Operators.split_heads. Only heads without norm and rotation."""
+        """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part.
+        Only heads without norm and rotation, and parts of equal width."""
         pieces = projected.chunk(len(parts), dim=-1)
         heads = []
         for piece, part in zip(pieces, parts, strict=True):
@@ -103,14 +105,15 @@ class OneFlowOperators:
         self, residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        """See Operators.add_linear. Only without gate and norm."""
+        """residual + linear(x, layer), added at once to new tokens. Only without gate and norm."""
         assert gate is None and norm is None, "no UNet adds layers with a gate or a norm"
         return residual._replace(tokens=residual.tokens + self.linear(x, layer))
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
-        """See Operators.attention. By two products and a softmax."""
+        """Softmax attention over (batch, heads, tokens, head width), by two products and a softmax. upcast, mask, and
+        fewer heads of keys than of queries: see Operators.attention; no Filled."""
         assert not isinstance(mask, Filled), "no UNet has rows that are filled up"
         dtype, (batch, heads, queries, width) = query.dtype, query.shape
         if upcast:
@@ -130,28 +133,28 @@ class OneFlowOperators:
         return mixed if key_heads == heads else mixed.reshape(batch, heads, queries, -1)
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
-        """See Operators.gated."""
+        """A gated linear unit: (..., 2 n) -> (..., n)."""
         value, gate = tokens.chunk(2, dim=-1)
         if unit.gate_first:
             value, gate = gate, value
         return value * activated(gate, unit.activation)
 
     def gated_linear(self, x: Tensor, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
-        """See Operators.gated_linear."""
+        """gated(linear(x, layer), unit)."""
         return self.gated(self.linear(x, layer), unit, consumer)
 
     def activated_linear(
         self, x: Tensor, layer: LayerWeights, activation: Activation, consumer: LayerWeights
     ) -> Tensor:
-        """See Operators.activated_linear."""
+        """activation(linear(x, layer))."""
         return activated(self.linear(x, layer), activation)
 
     def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
-        """See Operators.concatenate."""
+        """image and skip, concatenated along the channels."""
         return flow.cat([image, skip], dim=1)
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
-        """See Operators.resize."""
+        """Nearest-neighbour resizing, as torch.nn.functional.interpolate defines it."""
         scales = height / image.shape[2], width / image.shape[3]
         # What functional.interpolate calls, which warns of its module in every graph.
         return flow._C.upsample_nearest_2d(
@@ -160,12 +163,13 @@ class OneFlowOperators:
         )
 
     def tokens_to_image(self, tokens: Tensor, height: int, width: int) -> Tensor:
-        """See Operators.tokens_to_image. A copy."""
+        """(batch, h * w, channels) -> (batch, channels, h, w), a contiguous copy."""
         return tokens.transpose(1, 2).reshape(tokens.shape[0], -1, height, width)
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """The activation of x. Raises KeyError for one that is not listed, because any other would make a wrong image."""
+    """activation(x). Raises KeyError for an activation that is not listed here: a substitute would make a wrong image.
+    """
     functions: dict[Activation, Callable[[Tensor], Tensor]] = {
         Activation.SILU: functional.silu,
         Activation.GELU: functional.gelu,
@@ -182,8 +186,11 @@ def wrap(image: Tensor, padding: int, dim: int) -> Tensor:
 
 
 def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
-    """An nn.Graph of OneFlow over a forward and these weights of torch's, without copying them; its first run compiles
-    it. build: a function of the weights and of the graph's inputs that returns a tuple of outputs."""
+    """An nn.Graph of OneFlow that computes `build` with these weights, which are torch's tensors; run it by run_graph.
+    Its first run compiles it. The weights are not copied, and the graph does not keep them alive: the caller must.
+
+    build: build(weights, *inputs), with OneFlow's tensors, returns a tuple of outputs.
+    """
     share: Callable[[Any], Any] = lambda part: None if part is None else from_torch(unowned(part))  # noqa: E731
     shared = {path: LayerWeights(share(layer.weight), share(layer.bias)) for path, layer in weights.items()}
 
@@ -195,16 +202,15 @@ def graph_of(build: Callable[..., Any], weights: Weights) -> Any:
 
 
 def unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the memory of a contiguous tensor that does not keep this memory alive. The caller must know that
-    the memory exists when it is read."""
+    """A new tensor over the same memory as a contiguous tensor, which does not keep that memory alive. The caller must
+    make sure that the memory exists whenever it is read."""
     storage = torch._C._construct_storage_from_data_pointer(tensor.data_ptr(), tensor.device, tensor.nbytes)
     empty: Any = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return empty.set_(storage, 0, tensor.shape)
 
 
 def run_graph(graph: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A graph's outputs for these inputs. They are new tensors, which OneFlow itself copies out of the graph's memory.
-    """
+    """A graph's outputs for these contiguous inputs, as new tensors of torch's. Waits until they are computed."""
     if given[0].is_cuda:
         # OneFlow launches on streams of its own, which are not ordered with torch's.
         torch.cuda.current_stream(given[0].device).synchronize()

@@ -43,7 +43,7 @@ TOO_MANY = (
 FAILED = "OneFlow failed to compile ({}), and a second try could crash the WebUI: restart it to use OneFlow"
 COMPILING = "OneFlow is compiling for this size in the background"
 COMPILING_ANOTHER = "OneFlow is compiling for another size in the background, and can run nothing until it is done"
-STRIDED = "OneFlow needs weights in their usual memory order, and {} is channels-last"
+STRIDED = "OneFlow cannot use {}, whose weights the WebUI keeps in channels-last memory order"
 # Environment variables that OneFlow reads.
 ONEFLOW_MATMUL = "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION"
 ONEFLOW_CONVOLUTION = "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION"
@@ -63,8 +63,8 @@ class OneFlowRunner:
     running: threading.Lock
 
     def run(self, call: Call) -> Tensor:
-        """The output for a call of the graph's shape, as a new tensor. Waits while OneFlow compiles in another
-        thread."""
+        """The output for a call of the graph's shape, as a new tensor. Waits until OneFlow has computed it, and before
+        that while OneFlow compiles in another thread. Sets environment variables of this process."""
         from .operators import run_graph
 
         with self.running:
@@ -73,7 +73,7 @@ class OneFlowRunner:
 
 
 class OneFlow(Device):
-    """The backend; one object for the process. Callers hold the runtime's lock.
+    """The backend; one object for the process. Callers hold the runtime's lock (Services.lock).
 
     output: computes a call; see Families.output.
     most: the largest number of graphs, because their memory is never freed.
@@ -99,40 +99,44 @@ class OneFlow(Device):
 
     @property
     def count(self) -> int:
-        """The number of graphs, including those being compiled."""
+        """The number of graphs that are compiled or being compiled; failed ones do not count. Waits for nothing."""
         return sum(not graph.done() or graph.result() is not None for graph in self._graphs.values())
 
     def is_wanted(self, settings: Settings) -> bool:
-        """See Device.is_wanted. True only if the user has chosen this backend in the settings: compiling takes seconds,
-        and the memory of a compiled graph is never freed."""
+        """Whether the user has chosen this backend in the settings. It is not chosen automatically, because compiling
+        takes seconds, and the memory of a compiled graph is never freed."""
         return settings.backend == self.name
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
-        """See Device.refuse. Also keeps the environment variables for calls under these settings."""
+        """Raise Refusal, with the reason, if OneFlow does not work on this device with this dtype, or was not tested
+        yet. is_warm_up: wait for the test. If it raises nothing, it keeps the environment variables that these settings
+        need, for the runners that are made next."""
         lack = self._gate.why_not(device, dtype, is_warm_up)
         if lack is not None:
             raise Refusal(lack)
         self._variables = oneflow_variables(settings)
 
     def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
-        """See Device.refuse_call. OneFlow serves whole UNets with plain weights, on one device."""
+        """Raise Refusal, with the reason, if OneFlow cannot compute this call. It serves whole UNets with plain
+        weights, on the device of its first graph. weight_marks: see Network."""
         if weight_marks:
             # Its graphs contain the addresses of the stored weights, and read these as they are.
             raise Refusal(f"the backend {self.name} does not support {' and '.join(weight_marks)}")
         if self._card not in (None, call.latent.device):
             raise Refusal(f"OneFlow uses one device only, and is in use on {self._card}")
         if call.patches is not None:
-            raise Refusal("OneFlow does not support functions of other extensions")
+            raise Refusal("OneFlow does not support extensions that run functions inside the model")
         if call.cut is not None:
-            raise Refusal("OneFlow computes whole steps only, not the steps of DeepCache between them")
+            raise Refusal("OneFlow cannot compute the steps that DeepCache shortens")
         if call.additions:
             raise Refusal(f"OneFlow does not support {', '.join(call.additions)}")
         if call.latent.dim() != IMAGE_DIMENSIONS:
-            raise Refusal("OneFlow supports only UNets")
+            raise Refusal("OneFlow supports only models with a UNet, such as SD 1.5 and SDXL")
 
     def allowed_error(self, dtype: torch.dtype) -> float:
-        """See Device.allowed_error. It is the error of float16 sums: a graph that was checked without them also serves
-        with them, because an environment variable switches them at each run."""
+        """The relative error up to which OneFlow's output counts as correct: that of float16 sums for float16,
+        otherwise 0.0 (no more than rounding explains). It applies even if the settings allow no such sums, because the
+        same graph also serves with them: an environment variable switches them at each run."""
         return ROUNDING_HALF_SUMS if dtype == torch.float16 else 0.0
 
     def operators(self, wide_norms: bool = False) -> Operators:
@@ -140,10 +144,13 @@ class OneFlow(Device):
         return torch_ops
 
     def runner(self, network: Any, key: ShapeKey, call: Call, is_warm_up: bool) -> OneFlowRunner:
-        """The graph for a call. A new shape, or a moved weight, needs a new graph, which another thread compiles for
-        seconds. While any graph is compiled, raises Refusal, also for a call whose graph is ready, because OneFlow runs
-        nothing meanwhile. is_warm_up: waits for this call's graph instead. Raises Refusal also if no further graph may
-        be compiled, or if this one has failed."""
+        """A runner with the graph for a call. A new shape, or a moved weight, needs a new graph: the first call starts
+        another thread, which compiles it for seconds.
+
+        Raises Refusal while any graph is being compiled, even if this call's graph is ready, because OneFlow runs
+        nothing meanwhile. With is_warm_up, it waits for this call's graph instead. Raises Refusal also if no further
+        graph may be compiled, or if this one has failed.
+        """
         binding = network.bound.binding
         weights = binding.weights()
         # Without the switches for precision, which environment variables set at each run.
@@ -164,7 +171,8 @@ class OneFlow(Device):
         return OneFlowRunner(graph, self._variables, self._running)
 
     def _refuse_another(self, weights: Weights) -> None:
-        """Raise Refusal if no other graph may be compiled for these weights."""
+        """Raise Refusal, with the reason, if no further graph may be compiled: after a failure, at the limit `most`, or
+        for weights that are not contiguous."""
         if self.failure:
             raise Refusal(FAILED.format(self.failure))
         if self.count >= self.most:
@@ -175,8 +183,12 @@ class OneFlow(Device):
             raise Refusal(STRIDED.format(strided))
 
     def _compile(self, build: Callable[..., Any], weights: Weights, given: list[Tensor]) -> Any | None:
-        """The compiled graph; None if that fails, now or earlier. Then `failure` has the reason. Runs in the worker's
-        thread. weights: this argument keeps them alive for the first run, which reads them."""
+        """The compiled graph; None if that fails, or if an earlier one has failed: then `failure` has the reason.
+        Raises nothing. Runs in the worker's thread, for seconds.
+
+        build: see graph_of. weights: keeps them alive for the first run, which compiles the graph and reads them.
+        given: the inputs of that run.
+        """
         if self.failure:
             return None
         try:
@@ -194,7 +206,8 @@ class OneFlow(Device):
 
 
 def oneflow_variables(settings: Settings) -> dict[str, str]:
-    """The environment variables that switch OneFlow's float16 sums. OneFlow reads them at each launch."""
+    """The environment variables that switch OneFlow's float16 sums on or off, as Settings.accumulation asks. OneFlow
+    reads them at each launch."""
     return dict.fromkeys((ONEFLOW_MATMUL, ONEFLOW_CONVOLUTION), str(int(settings.accumulation == HALF)))
 
 
@@ -221,7 +234,8 @@ def contiguous(call: Call) -> list[Tensor]:
 
 
 def present(weights: Weights) -> Weights:
-    """The weights as tensors that keep their memory alive, also if the host moves its parameters to other memory."""
+    """The same weights as new tensors over the same memory, which keep that memory alive even if the host moves its
+    parameters elsewhere. Nothing is copied."""
     return {
         path: LayerWeights(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
         for path, layer in weights.items()
@@ -229,5 +243,6 @@ def present(weights: Weights) -> Weights:
 
 
 def addresses(weights: Weights) -> tuple[int, ...]:
-    """The addresses of all weights and biases. A graph is valid while they are the same."""
+    """The addresses of all weights and biases, in the order of the mapping. A graph is valid while they are the same.
+    """
     return tuple(part.data_ptr() for layer in weights.values() for part in layer[:2] if part is not None)

@@ -80,7 +80,8 @@ class Attention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False, mask: Tensor | Filled | None = None
     ) -> Tensor:
-        """The output, in query's dtype and shape. See Operators.attention."""
+        """The output, in query's dtype and shape. If the chosen implementation does not support the inputs, torch's own
+        choice is used. upcast, mask: see Operators.attention."""
         if upcast and query.dtype != torch.float32:
             return self(query.float(), key.float(), value.float(), mask=mask).to(query.dtype)
         if query.device.type != "cuda" or isinstance(mask, Tensor):
@@ -96,7 +97,8 @@ class Attention:
             return scaled_dot_product_attention(query, key, value, mask)
 
     def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, is_filled: bool = False) -> str:
-        """The name of the implementation for these shapes on the current GPU. is_filled: see AttentionShapes."""
+        """The name of the implementation to use for queries and keys of these shapes (batch, heads, tokens, width) on
+        the current GPU: TORCH, CUDNN and so on. is_filled: the rows are padded to one length (Filled)."""
         kernel = FILLED if is_filled else kernel_of(query_shape)
         [picked] = self._launches.of(kernel, class_of(query_shape, key_shape), dtype)
         return str(picked)
@@ -105,8 +107,8 @@ class Attention:
         self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs,
         is_filled: bool = False,
     ) -> bool:
-        """Time every implementation for shapes of this class, and choose the fastest. Returns True; False if that was
-        done before, and then does nothing.
+        """Time every implementation for shapes of this class, and store the fastest correct one as the choice. Returns
+        True; if that was done before, does nothing and returns False. Arguments as pick.
 
         Takes tens of milliseconds and three times the memory of the attention itself. Does not change the user's random
         generators. Raises torch.cuda.OutOfMemoryError.
@@ -133,13 +135,14 @@ class Attention:
 
 
 def kernel_of(query_shape: Shape) -> Kernel:
-    """The candidates for queries of this shape. Some may be missing on this machine: see may_use."""
+    """The implementations to measure for queries of this shape (batch, heads, tokens, width): NARROW or WIDE, by the
+    head width. Some may be missing on this machine: see may_use."""
     return WIDE if query_shape[3] > WIDEST_HEAD else NARROW
 
 
 def class_of(query_shape: Shape, key_shape: Shape) -> str:
-    """The name of the class of shapes: head width, token counts rounded up to powers of two, and how many heads of
-    queries share a head of keys."""
+    """The name of the class of shapes within which one implementation is used: head width, numbers of queries and keys,
+    rounded up to powers of two, and how many heads of queries share a head of keys."""
     queries, keys = (1 << (shape[2] - 1).bit_length() for shape in (query_shape, key_shape))
     name = f"width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
     shared_by = query_shape[1] // key_shape[1]
@@ -147,8 +150,9 @@ def class_of(query_shape: Shape, key_shape: Shape) -> str:
 
 
 def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention by the implementation of this name. Raises RuntimeError if it does not support the inputs, or if the
-    host has switched it off in torch."""
+    """Softmax attention over (batch, heads, tokens, width) by the implementation of this name, such as FLASH. Keys may
+    have fewer heads than queries. Raises RuntimeError if it does not support the inputs, or if the host has switched it
+    off in torch."""
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value)
     if key.shape[1] != query.shape[1] and not (HAS_GQA and name in SHARE_KEY_HEADS):
@@ -210,8 +214,9 @@ def flash_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, 
 
 
 def filled_trial(shape_class: str, query: Tensor, key: Tensor, value: Tensor) -> Trial:
-    """The measurement of attention of rows that are filled up. shape_class: see class_of. An implementation agrees if
-    its output is correct both when all tokens are used and when NOT_USED tokens of each row are padding."""
+    """The trial of attention of rows that are filled up (Filled), at these inputs. shape_class: see class_of. An
+    implementation agrees if its output is correct both when all tokens are used and when NOT_USED tokens of each row
+    are padding."""
     tokens = query.shape[2]
     counts = [tokens, max(1, tokens - NOT_USED)]
     used = [torch.full((len(query),), count, dtype=torch.int64, device=query.device) for count in counts]
@@ -243,7 +248,8 @@ def may_use(backend: str) -> bool:
 
 
 def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int = SCORES_BYTES) -> Tensor:
-    """Exact attention by two GEMMs and a softmax, for heads of any width, with scores in float32.
+    """Softmax attention over (batch, heads, tokens, width) by two GEMMs and a softmax, for heads of any width, with
+    scores in float32. Keys have as many heads as queries.
 
     Queries are processed in chunks whose scores take at most scores_bytes, but at least one query at a time. Their
     softmax takes as much again.
@@ -263,14 +269,14 @@ def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int 
 
 
 def sums_in_half() -> bool:
-    """Whether torch now sums float16 products in float16. While it does, its GEMM has no float32 output."""
+    """Whether torch is set at the moment to sum float16 products in float16, which the settings may allow. While it is,
+    its GEMM has no float32 output."""
     return bool(switch_of(switches.matmul, "allow_fp16_accumulation"))
 
 
 def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
-    """scale * query @ key^T in float32, written to scores: in half precision, large scores would be inexact or
-    infinite.
-    """
+    """scale * query @ key^T, written to `scores`, float32 (batch * heads, queries, keys), and returned. In half
+    precision, large scores would be inexact or infinite."""
     if query.device.type == "cuda" and query.dtype != torch.float32 and GEMM_WIDENS and not sums_in_half():
         return torch.baddbmm(
             scores, query, key.transpose(1, 2), out_dtype=torch.float32, beta=0, alpha=scale, out=scores

@@ -20,8 +20,8 @@ class Eager(Device):
         self._wide_norms = torch_ops.WideNorms()
 
     def operators(self, wide_norms: bool = False) -> Operators:
-        """See Device.operators. PyTorch's group norms compute in the dtype of their input, so a host that computes them
-        in float32 (wide_norms) needs operators of their own: torch_ops.WideNorms."""
+        """PyTorch's operators. wide_norms: those whose group norms compute in float32 (torch_ops.WideNorms), for a host
+        that does so, because PyTorch's group norms compute in the dtype of their input."""
         return self._wide_norms if wide_norms else torch_ops
 
 
@@ -32,7 +32,7 @@ class CudaGraphs(Eager):
     traits = Traits(has_graphs=True, serves_ungraphed=False)
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
-        """See Device.refuse. Only the device decides."""
+        """Raise Refusal unless the device is a GPU with CUDA graphs. The other arguments make no difference here."""
         refuse_without_gpu(device)
 
 

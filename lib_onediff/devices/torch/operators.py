@@ -23,8 +23,11 @@ HAS_GQA = "enable_gqa" in str(torch.ops.aten.scaled_dot_product_attention.defaul
 
 
 def sinusoids(timestep: Tensor, time: TimeEmbedding) -> Tensor:
-    """As ldm's timestep_embedding and diffusers' get_timestep_embedding. frequency_shift is diffusers'
-    downscale_freq_shift; ldm's is 0. The number of channels is even in every known model."""
+    """Cosines and sines of the timestep at falling frequencies: (batch,) -> float32 (batch, channels).
+
+    As ldm's timestep_embedding and diffusers' get_timestep_embedding. time.frequency_shift is diffusers'
+    downscale_freq_shift; ldm's is 0. The number of channels is even in every known model.
+    """
     angles = timestep[:, None].float() * frequencies(time, timestep.device)[None] * time.scale
     waves = (angles.cos(), angles.sin())
     return torch.cat(waves if time.cosine_first else waves[::-1], dim=-1)
@@ -39,14 +42,16 @@ def frequencies(time: TimeEmbedding, device: torch.device) -> Tensor:
 
 
 def join(vectors: Sequence[Tensor]) -> Tensor:
-    """See Operators.join."""
+    """Vectors concatenated to one."""
     return torch.cat(list(vectors))
 
 
 def linear(x: Tensor, layer: LayerWeights) -> Tensor:
-    """See Operators.linear. LoRAs are added, or merged into the weight, whichever takes less memory traffic. If a
-    weight exists in eight bits only, layer.weight is a tensor on torch's meta device; it is multiplied by
-    quantized.py's functions."""
+    """A linear layer with its LoRAs: (..., in) -> (..., out). The weight may be a 1x1 convolution's, (out, in, 1, 1).
+
+    LoRAs are added, or merged into a copy of the weight, whichever takes less memory traffic. If a weight exists in
+    eight bits only, layer.weight is a tensor on torch's meta device; it is multiplied by quantized.py's functions.
+    """
     layer = layer._replace(weight=layer.weight.flatten(1))
     if layer.weight.is_meta and is_decoded(layer):
         layer = layer._replace(weight=decoded(layer.low_bit[0], x.dtype), low_bit=())
@@ -63,7 +68,8 @@ def merges(layer: LayerWeights, numbers: int) -> bool:
     """Whether merging a layer's LoRAs into its weight (out, in) takes less memory traffic than adding their products.
 
     Merging reads and writes the weight once more. Adding reads the input once more, and reads or writes the output four
-    times. LoRAs with scales are never merged, because the host rounds their input as well. numbers: of the input.
+    times. LoRAs with scales are never merged, because the host rounds their input as well. numbers: how many numbers
+    the layer's input has. False for a layer without LoRAs.
     """
     if layer.low_rank is None or layer.low_rank.scales:
         return False
@@ -72,7 +78,8 @@ def merges(layer: LayerWeights, numbers: int) -> bool:
 
 
 def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-    """Add the products of LoRAs in place to the product of their linear layer, (..., out). x: its input, (..., in)."""
+    """Add the products of a linear layer's LoRAs in place to the layer's product, (..., out), and return it. x: the
+    layer's input, (..., in)."""
     down = low_rank.down.flatten(1)
     rank = 0
     hidden = functional.linear(x.to(down.dtype), down)
@@ -91,8 +98,8 @@ def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
 
 
 def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
-    """See Operators.pointwise. A batched product for contiguous images; a linear layer over the pixels for
-    channels-last ones."""
+    """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w). Computed as a batched product for
+    contiguous images, and as a linear layer over the pixels for channels-last ones."""
     batch, _, height, width = image.shape
     # In channels-last order, the pixels are the rows of a linear layer. 8-bit weights only have that form.
     if not image.is_contiguous() or layer.weight.is_meta:
@@ -109,7 +116,7 @@ def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def convolution(image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
-    """See Operators.convolution. LoRAs are added."""
+    """A square 2D convolution with its LoRAs, padded with zeros or, if shape.circular, with the opposite edge."""
     padding = shape.padding
     if shape.circular:
         image = functional.pad(image, [padding] * 4, mode="circular")
@@ -131,7 +138,7 @@ def group_norm(
     image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
     consumer: LayerWeights | None = None,
 ) -> Tensor:
-    """See Operators.group_norm."""
+    """The group norm of image + shift (batch, channels), followed by SiLU if silu, in the image's dtype."""
     if shift is not None:
         image = image + shift[:, :, None, None]
     normed = functional.group_norm(image, norm.groups, layer.weight, layer.bias, norm.eps)
@@ -142,7 +149,8 @@ def residual_norm(
     residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm, consumer: LayerWeights,
     modulation: Modulation | None = None,
 ) -> tuple[Residual, Tensor]:
-    """See Operators.residual_norm. RMS norms are computed in float32."""
+    """(the residual, summed to plain tokens; its norm, modulated, in the dtype of the consumer's weight). RMS norms are
+    computed in float32. layer: the norm's weight and bias; None for an AdaptiveNorm."""
     tokens = materialize(residual)
     if isinstance(norm, RMSNorm):
         assert layer is not None
@@ -159,7 +167,7 @@ def residual_norm(
 
 
 def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
-    """See Operators.rms_norm."""
+    """The RMS norm of x (..., width) in the dtype of x, computed in float32."""
     return wide_rms_norm(x, layer, norm).to(x.dtype)
 
 
@@ -171,7 +179,8 @@ def wide_rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
 
 
 def split_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-    """See Operators.split_heads."""
+    """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part, with
+    its norm and rotary embedding applied. Parts without these are views of `projected`."""
     numbers = [part.number for part in parts]
     width = projected.shape[-1] // sum(numbers)
     pieces = projected.split([number * width for number in numbers], dim=-1)
@@ -188,7 +197,8 @@ def heads_of(projected: Tensor, part: Heads) -> Tensor:
 
 
 def rotated(heads: Tensor, rotary: Rotary) -> Tensor:
-    """Heads of queries or keys, (batch, heads, tokens, head width), rotated by a rotary embedding."""
+    """Heads of queries or keys, (batch, heads, tokens, head width), rotated by a rotary embedding in float32, and
+    rounded to their dtype."""
     cosines = rotary.cosines
     sines = rotary.sines
     if cosines.dim() == 3:  # positions of each row: the same for its heads
@@ -207,7 +217,8 @@ def rotated(heads: Tensor, rotary: Rotary) -> Tensor:
 def add_linear(
     residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None, norm: WeightedNorm | None = None
 ) -> Residual:
-    """See Operators.add_linear. The sum is computed now, and not deferred."""
+    """residual + gate * norm(linear(x, layer)), without gate or norm if it is None. The sum is computed now, as new
+    tokens, and not deferred."""
     tokens = residual.tokens
     update = linear(x, layer)
     if norm is not None:
@@ -218,7 +229,8 @@ def add_linear(
 
 
 def materialize(residual: Residual) -> Tensor:
-    """See Operators.materialize. Also for residuals of the native backend, whose updates and biases are deferred."""
+    """The residual's value, as one tensor; the residual's own tokens if nothing is deferred. The native backend calls
+    it too, with residuals that have deferred updates and biases."""
     tokens = residual.tokens
     update = residual.update
     if update is not None and residual.update_scales is not None:
@@ -235,7 +247,8 @@ def materialize(residual: Residual) -> Tensor:
 def attention(
     query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
 ) -> Tensor:
-    """See Operators.attention. By torch's own choice of kernel."""
+    """Softmax attention over (batch, heads, tokens, head width) by torch's own choice of kernel, in float32 if upcast,
+    and returned in the query's dtype. mask: see Operators.attention."""
     if not upcast:
         return scaled_dot_product_attention(query, key, value, mask)
     wide = scaled_dot_product_attention(query.float(), key.float(), value.float(), mask)
@@ -245,7 +258,8 @@ def attention(
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Filled | None = None
 ) -> Tensor:
-    """Attention by torch's choice of kernel. See Operators.attention."""
+    """Softmax attention over (batch, heads, tokens, head width) by torch's own choice of kernel. The output of a query
+    that sees no key is zero. mask: see Operators.attention."""
     if isinstance(mask, Filled):
         return grouped_attention(query, key, value, mask.mask(key.shape[2]))
     if mask is None:
@@ -257,8 +271,8 @@ def scaled_dot_product_attention(
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention whose keys and values may have fewer heads than the queries. They are repeated only if torch's kernel
-    does not support that."""
+    """torch's scaled_dot_product_attention, for keys and values that may have fewer heads than the queries. They are
+    repeated only if torch's kernel does not support that. A query that sees no key may give NaN."""
     heads = query.shape[1]
     if key.shape[1] == heads:
         return functional.scaled_dot_product_attention(query, key, value, mask)
@@ -277,13 +291,14 @@ def shares_key_heads(query: Tensor, mask: Tensor | None) -> bool:
 
 
 def repeated(heads: Tensor, count: int) -> Tensor:
-    """Heads of keys or values, each repeated count / heads times, so that there are `count`."""
+    """Heads of keys or values, (batch, heads, tokens, width), each repeated count / heads times, so that there are
+    `count` heads."""
     return heads.repeat_interleave(count // heads.shape[1], dim=1)
 
 
 def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None) -> Tensor:
-    """The value half of tokens times its activated gate half; the projection to both halves is done. See
-    Operators.gated."""
+    """A gated linear unit: value * activation(gate) of the two halves of tokens, (..., 2 n) -> (..., n). unit says
+    which half is the gate."""
     value, gate = tokens.chunk(2, dim=-1)
     if unit.gate_first:
         value, gate = gate, value
@@ -291,22 +306,22 @@ def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None)
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor, consumer: LayerWeights | None = None) -> Tensor:
-    """See Operators.sigmoid_gated."""
+    """x * sigmoid(gate)."""
     return x * torch.sigmoid(gate)
 
 
 def gated_linear(x: Tensor, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
-    """See Operators.gated_linear."""
+    """gated(linear(x, layer), unit): (..., in) -> (..., out / 2)."""
     return gated(linear(x, layer), unit, consumer)
 
 
 def activated_linear(x: Tensor, layer: LayerWeights, activation: Activation, consumer: LayerWeights) -> Tensor:
-    """See Operators.activated_linear."""
+    """activation(linear(x, layer)): (..., in) -> (..., out)."""
     return activated(linear(x, layer), activation)
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """The activation of x, as a new tensor."""
+    """activation(x), as a new tensor."""
     if activation is Activation.SILU:
         return functional.silu(x)
     if activation is Activation.SIGMOID:
@@ -315,32 +330,32 @@ def activated(x: Tensor, activation: Activation) -> Tensor:
 
 
 def silu(x: Tensor) -> Tensor:
-    """See Operators.silu."""
+    """x * sigmoid(x)."""
     return functional.silu(x)
 
 
 def residual_add(image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
-    """See Operators.residual_add."""
+    """image + update + bias (channels,), as a new image."""
     return image + (update if bias is None else update + bias[:, None, None])
 
 
 def concatenate(image: Tensor, skip: Tensor) -> Tensor:
-    """See Operators.concatenate. A copy."""
+    """image and skip, concatenated along the channels, as a copy."""
     return torch.cat([image, skip], dim=1)
 
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:
-    """See Operators.resize."""
+    """An image (batch, channels, h, w), resized by nearest neighbour."""
     return functional.interpolate(image, size=(height, width), mode="nearest")
 
 
 def image_to_tokens(image: Tensor) -> Tensor:
-    """See Operators.image_to_tokens."""
+    """(batch, channels, h, w) -> (batch, h * w, channels). A view if the image is channels-last, otherwise a copy."""
     return image.permute(0, 2, 3, 1).flatten(1, 2)
 
 
 def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
-    """See Operators.tokens_to_image. A view in channels-last order."""
+    """(batch, h * w, channels) -> (batch, channels, h, w), a view in channels-last order."""
     image: Tensor = tokens.unflatten(1, (height, width))
     return image.permute(0, 3, 1, 2)
 
@@ -356,18 +371,20 @@ def channels_last(image: Tensor) -> Tensor:
 
 
 class WideNorms:
-    """These operators for a host that computes group norms in float32, as under torch.autocast: the norm and the SiLU
-    after it are computed in float32, and rounded once, behind the SiLU. All other operators are this module's."""
+    """This module's operators, for a host that computes group norms in float32, as under torch.autocast: the norm and
+    the SiLU after it are computed in float32, and the result is rounded once, after the SiLU. All other operators are
+    the module's own."""
 
     def __getattr__(self, name: str) -> Any:
-        """The operator of this name of this module."""
+        """The function of this name in this module: any operator but group_norm."""
         return globals()[name]
 
     def group_norm(
         self, image: Tensor, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
         consumer: LayerWeights | None = None,
     ) -> Tensor:
-        """See Operators.group_norm. In float32, rounded once."""
+        """The group norm of image + shift (batch, channels), followed by SiLU if silu, computed in float32 and rounded
+        once to the image's dtype. The shift is added in the image's dtype."""
         if shift is not None:
             image = image + shift[:, :, None, None]
         wide = LayerWeights(layer.weight.float(), None if layer.bias is None else layer.bias.float())

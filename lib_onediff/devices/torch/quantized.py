@@ -57,8 +57,8 @@ def is_decoded(layer: LayerWeights) -> bool:
 
 
 def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight (out, in) in a dtype, with scales applied and rotation undone. Raises Refusal for an invalid rotation.
-    """
+    """The weight (out, in) as a new tensor in this dtype, with scales applied and rotation undone. Raises Refusal for
+    an invalid rotation."""
     check_rotation(weight)
     if not weight.rotation:
         return weight.values.to(dtype).mul_(weight.scales.t())
@@ -77,7 +77,8 @@ def rounded_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotated(rows: Tensor, weight: QuantizedWeight) -> Tensor:
-    """Rows (rows, width) multiplied by the Hadamard matrix of a weight's rotation, in the rows' dtype."""
+    """Rows (..., width), each group of weight.rotation numbers multiplied by the Hadamard matrix of the rotation, in
+    the rows' dtype. The given rows if the weight is not rotated. Raises Refusal for an invalid rotation."""
     check_rotation(weight)
     if not weight.rotation:
         return rows
@@ -97,7 +98,8 @@ def hadamard(width: int, device: torch.device) -> Tensor:
 
 
 def check_rotation(weight: QuantizedWeight) -> None:
-    """Raise Refusal if the weight's rotation is invalid for its dtype or width."""
+    """Raise Refusal, with the reason, if the weight's rotation is invalid for its dtype or width. No rotation (0) is
+    valid."""
     group = weight.rotation
     width = weight.values.shape[1]
     if not group:
@@ -140,7 +142,8 @@ def float_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 @functools.cache
 def has_int_mm(device: torch.device) -> bool:
-    """Whether torch._int_mm works on a device. torch 2.1 has it for NVIDIA GPUs only."""
+    """Whether torch._int_mm works on a device, found by a small product, once for each device. torch 2.1 has it for
+    NVIDIA GPUs only."""
     probe = torch.ones((PROBE, PROBE), dtype=torch.int8, device=device)
     try:
         sums = torch._int_mm(probe, probe.t())

@@ -1,1 +1,1 @@
-"""What launches our kernels, a file for each family of them, and the operators of the native backend."""
+"""The launch code of our kernels, one file for each group of kernels, and the operators of the native backend."""

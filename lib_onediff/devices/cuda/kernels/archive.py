@@ -86,21 +86,26 @@ class Manifest(NamedTuple):
 def key_of(
     kernel: str, arguments: Sequence[Any], warps: int, stages: int, constants: Mapping[str, int]
 ) -> tuple[Any, ...]:
-    """The key of the variant of a kernel that takes these arguments. constants: the values that the kernel is compiled
-    for, in the order of its parameters."""
+    """The key of the variant of a kernel that takes these arguments: (kernel, the type_of each argument, warps, stages,
+    the constants' values).
+
+    constants: the values that the kernel is compiled for, by name. They must be in the order of its parameters, because
+    the key does not have the names.
+    """
     return (kernel, *map(type_of, arguments), warps, stages, *constants.values())
 
 
 def type_of(argument: Any) -> Any:
-    """The part of an argument that decides which variant of a kernel takes it: the dtype of a tensor, with the block of
-    Tiles; None for a number."""
+    """The part of an argument that decides which variant of a kernel takes it: the dtype of a tensor, (dtype, block) of
+    Tiles, and None for a number, because kernels are not compiled for numbers."""
     if isinstance(argument, torch.Tensor):
         return argument.dtype
     return (argument.tensor.dtype, argument.block) if isinstance(argument, Tiles) else None
 
 
 def key_name(key: tuple[Any, ...]) -> str:
-    """The name of a variant's key in the archive, such as "tokens.gelu_block fp16 2 3 1024"."""
+    """The name of a variant in the archive, such as "tokens.gelu_block fp16 2 3 1024": the parts of its key, without
+    those that are None."""
     def name(part: Any) -> str:
         if isinstance(part, tuple):
             return f"{name(part[0])}[{'x'.join(map(str, part[1]))}]"
@@ -114,16 +119,20 @@ def key_name(key: tuple[Any, ...]) -> str:
 def variant(
     key: tuple[Any, ...], capability: tuple[int, int], driver: tuple[int, int]
 ) -> tuple[Variant, bytes]:
-    """The variant with this key, and its PTX, ending with a zero byte. capability: the card's compute capability.
-    driver: the newest CUDA version that the driver supports. Raises Refusal if there is none for them."""
+    """The variant with this key for the newest architecture that card and driver support, and its PTX, ending with a
+    zero byte.
+
+    capability: the card's compute capability. driver: the newest CUDA version that the driver supports. Raises Refusal
+    if the archive has no such variant, or cannot be read.
+    """
     name = key_name(key)
     by_architecture = manifest().kernels.get(name, {})
     serving = [
         one for one in by_architecture if serves(one, capability) and driver >= NEWER_DRIVER.get(one, OLDEST_DRIVER)
     ]
     if not serving:
-        card = f"compute capability {written(capability)} and a driver for CUDA {written(driver)}"
-        raise Refusal(f"OneDiff has no kernel “{name}” for {card}")
+        card = f"compute capability {written(capability)}, driver for CUDA {written(driver)}"
+        raise Refusal(f"OneDiff has no kernel “{name}” for this GPU ({card})")
     found = by_architecture[max(serving, key=number)]
     return found, text_of(found.file)[found.start:found.start + found.bytes] + b"\0"
 
@@ -154,8 +163,9 @@ def manifest() -> Manifest:
 
 
 def variant_of(given: Any, sizes: Mapping[str, int]) -> Variant:
-    """The Variant of a list in the manifest. sizes: the sizes of the archive's members, in bytes. Raises ValueError or
-    TypeError if the list is not a valid one."""
+    """The Variant that a list in the manifest describes. given: the values of Variant's fields, in order. sizes: the
+    size of each of the archive's members, in bytes. Raises ValueError or TypeError if the list is invalid, or if the
+    PTX lies outside of its member."""
     found = Variant(*given)
     numbers = found.start, found.bytes, found.threads, found.shared
     texts = (found.file, found.name, found.arguments)
@@ -169,15 +179,15 @@ def variant_of(given: Any, sizes: Mapping[str, int]) -> Variant:
 
 @functools.lru_cache(maxsize=16)
 def text_of(file: str) -> bytes:
-    """A member of the archive: the PTX of all variants of a kernel for an architecture. Raises Refusal if the archive
-    cannot be read."""
+    """The content of a member of the archive (file): the PTX of all variants of a kernel for an architecture. The last
+    16 are kept in memory. Raises Refusal if the archive cannot be read."""
     with opened() as archive:
         return archive.read(file)
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[zipfile.ZipFile]:
-    """A context with the open archive. Raises Refusal if reading it inside the context raises DAMAGE."""
+    """A context with the open archive. Any DAMAGE that is raised inside the context becomes a Refusal."""
     try:
         with zipfile.ZipFile(ARCHIVE) as archive:
             yield archive
@@ -187,14 +197,15 @@ def opened() -> Iterator[zipfile.ZipFile]:
 
 
 def check_sources() -> None:
-    """Raise Refusal if the archive was not compiled from the present sources: its kernels might take other arguments.
-    """
+    """Raise Refusal if the archive was not compiled from the present sources, because its kernels might take other
+    arguments, or if it cannot be read."""
     if manifest().digest != digest_of_sources():
         raise Refusal("OneDiff's file of kernels belongs to another version of OneDiff: install OneDiff again")
 
 
 @functools.cache
 def digest_of_sources() -> str:
-    """The SHA-256 digest of the kernels' sources. Windows line ends count as those in git."""
+    """The SHA-256 digest of the kernels' sources, in hexadecimal. Windows line ends (CRLF) count as LF, so that it is
+    the same in every checkout."""
     files = sorted(SOURCES.glob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes().replace(b"\r\n", b"\n") for path in files)).hexdigest()

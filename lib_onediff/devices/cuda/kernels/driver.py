@@ -32,8 +32,8 @@ L2_PROMOTION_128 = 2
 class Driver:
     """The functions of NVIDIA's driver. They use the current thread's CUDA context, which torch has created.
 
-    All methods raise RuntimeError with the driver's reason, torch.cuda.OutOfMemoryError, and Refusal if the library
-    does not have the function.
+    Every method may raise RuntimeError with the driver's reason, torch.cuda.OutOfMemoryError, and Refusal if the
+    library lacks the function.
 
     library: the driver's library, loaded by ctypes.
     """
@@ -70,8 +70,8 @@ class Driver:
         return number.value // 1000, number.value % 1000 // 10
 
     def load(self, ptx: bytes, name: str, shared: int) -> c_void_p:
-        """The function of this name in a PTX text that ends with a zero byte. It stays loaded until the process ends.
-        shared: bytes of shared memory of a block."""
+        """A handle of the kernel of this name, loaded from a PTX text that ends with a zero byte. It stays loaded until
+        the process ends. shared: the bytes of shared memory that a block will use."""
         module = c_void_p()
         function = c_void_p()
         self.call("cuModuleLoadData", byref(module), c_char_p(ptx))
@@ -84,9 +84,12 @@ class Driver:
         self, function: c_void_p, grid: Sequence[int], threads: int, shared: int, stream: int, parameters: bytes,
         offsets: Sequence[int],
     ) -> None:
-        """Launch a function on a stream. grid: the number of blocks on up to three axes. threads, shared: the threads
-        of a block and its bytes of shared memory. parameters: the bytes of all parameters. offsets: the offset of each
-        parameter in them."""
+        """Launch a function of load() on a stream, without waiting for it.
+
+        grid: the number of blocks on up to three axes. threads, shared: the threads of a block and its bytes of shared
+        memory. stream: the stream's handle. parameters: the bytes of all parameters. offsets: the byte at which each
+        parameter begins in them.
+        """
         down, across, deep = (*grid, 1, 1)[:3]
         memory = ctypes.cast(c_char_p(parameters), c_void_p).value or 0
         # One pointer for each parameter. If they were passed as one buffer, tensor maps would be wrongly aligned.
@@ -97,11 +100,12 @@ class Driver:
         self, address: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int, dtype: int, swizzle: int,
         box: Sequence[int],
     ) -> bytes:
-        """A CUtensorMap, which describes how the card copies tiles of a tensor. Items beyond the tensor's edges are
-        zero.
+        """The MAP_BYTES bytes of a CUtensorMap, which describes how the card copies tiles of a tensor. It is a
+        parameter of a kernel. Items beyond the tensor's edges are read as zero.
 
-        strides: in items. box: the shape of a tile. dtype, swizzle: numbers of CUtensorMapDataType and
-        CUtensorMapSwizzle.
+        address, shape, strides: of the tensor, with strides in items; the last stride must be 1. box: the shape of a
+        tile. shape, strides and box have the order of torch's dimensions. dtype, swizzle: numbers of
+        CUtensorMapDataType and CUtensorMapSwizzle.
         """
         rank = len(shape)
         room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
@@ -118,7 +122,7 @@ class Driver:
 
 @functools.cache
 def driver_here() -> Driver:
-    """This machine's driver. Raises Refusal if there is none."""
+    """This machine's driver, loaded once. Raises Refusal if it cannot be loaded, or is incomplete."""
     try:
         return Driver(ctypes.CDLL(LIBRARY))
     except OSError as error:

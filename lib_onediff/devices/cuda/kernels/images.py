@@ -47,7 +47,7 @@ class PartialStatistics:
 
     statistics: float32 (batch, strips, 2, channels): the mean, and the sum of squared deviations from it.
     pixels: the number of pixels in a strip; the last strip has the remaining ones.
-    bounds: the lowest and the highest values, in the same shape; None if they were not measured.
+    bounds: the lowest and the highest value of each channel in a strip, in the same shape; None if not measured.
     """
 
     statistics: Tensor
@@ -60,7 +60,8 @@ def measure(
     known: PartialStatistics | None = None,
 ) -> PartialStatistics:
     """The statistics of an image (batch, channels, height, width) in channels-last memory. bounded: with bounds. known:
-    earlier statistics of this image, which are returned if they suffice."""
+    earlier statistics of this image. They are returned, and nothing is measured, unless bounds are wanted and missing
+    in them."""
     if known is not None and (known.bounds is not None or not bounded):
         return known
     return add_and_measure(None, image, None, None, config, bounded)
@@ -94,8 +95,8 @@ def add_and_measure(
 
 
 def wanted_strips(device: torch.device, programs_per_strip: int) -> int:
-    """The number of strips of an image that gives work to every processor of the GPU. More strips would only make
-    joining slower."""
+    """The number of strips into which an image is divided, so that every multiprocessor of the GPU has work. More
+    strips would only make joining slower. programs_per_strip: how many programs of the kernel process one strip."""
     return min(MOST_STRIPS, max(1, STRIPS_PER_PROCESSOR * processors(device) // programs_per_strip))
 
 
@@ -115,10 +116,13 @@ def group_norm(
     """The group norm of concatenate(first, second) + shift, followed by SiLU if silu; sums are in float32.
 
     first, second: (batch, channels, height, width) in channels-last memory; second may be None. shift: (batch,
-    channels) or None. measured: statistics of the images that are known already. kind: return a QuantizedImage in this
-    8-bit format, for at most MOST_GROUPS groups; None: a tensor of first's dtype in channels-last memory. at_once: use
-    the single kernel for small images, which is correct for all sizes, but cannot write eight bits; None: use it if it
-    is faster.
+        channels) or None.
+    measured: the statistics of first and of second, each None if they must be measured here.
+    kind: return a QuantizedImage in this 8-bit format, for at most MOST_GROUPS groups; None: return a tensor of first's
+        dtype in channels-last memory.
+    at_once: whether to use the single kernel for small images, which is correct for all sizes, but cannot write eight
+        bits; None: use it for images and groups of the sizes at which it is faster (SMALL_IMAGE_PIXELS,
+        SMALL_IMAGE_GROUP_WIDTH). Then kind must be None for such images.
     """
     batch, here, height, width = first.shape
     there = 0 if second is None else second.shape[1]
@@ -164,7 +168,8 @@ def group_norm(
 
 
 def join_block(group_width: int) -> int:
-    """The block size of the joining kernel, which is compiled for each size: so there are few sizes."""
+    """The block size of the joining kernel for groups of so many channels: a power of two, because the kernel is
+    compiled for each block size."""
     return max(32, power_of_two(group_width))
 
 

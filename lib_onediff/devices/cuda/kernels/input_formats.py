@@ -28,9 +28,12 @@ Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
 
 class InputFormats:
-    """The formats of the inputs of layers. Each method returns an 8-bit format, or None for the model's dtype.
+    """Chooses the formats of the inputs of layers. The methods named of_ return an 8-bit format, or None for the
+    model's dtype.
 
     result_dtype: see ResultDtype. choose: see Choose.
+    source, in the methods: the operator that computes the tokens: NORMED, GATED or PLAIN_INPUT of core.leaves. The
+        fastest format depends on it, because a norm or a gated unit can write eight bits itself.
     """
 
     def __init__(self, result_dtype: ResultDtype, choose: Choose) -> None:
@@ -39,7 +42,8 @@ class InputFormats:
 
     def of_image(self, shape: torch.Size, groups: int, consumer: LayerWeights | None) -> Kind | None:
         """The format of an image of this shape (batch, channels, height, width) that a group norm writes for a
-        convolution (consumer; None if the reader is unknown). groups: of the norm."""
+        convolution. consumer: the convolution's weights; None if the next layer is unknown, which gives None. groups:
+        the norm's number of groups."""
         batch, channels, height, width = shape
         pixels = height * width
         if consumer is None or not consumer.low_bit or pixels < FEWEST_PIXELS or groups > images.MOST_GROUPS:
@@ -48,11 +52,11 @@ class InputFormats:
         return self._choose(product, consumer.weight.dtype, kinds_of(consumer))
 
     def of_tokens(self, tokens: Tensor, consumer: LayerWeights, source: str) -> Kind | None:
-        """The format of tokens (..., width) for a linear layer. source: see core.leaves.TokenLinear."""
+        """The format of tokens (..., width) for a linear layer, the consumer. source: see InputFormats."""
         return self.of_rows(tokens.numel() // tokens.shape[-1], consumer, source)
 
     def of_rows(self, rows: int, consumer: LayerWeights, source: str) -> Kind | None:
-        """As of_tokens, for so many rows."""
+        """As of_tokens, given only the number of rows into which the tokens are flattened."""
         if not consumer.low_bit:
             return None
         if consumer.weight.is_meta:
@@ -61,8 +65,8 @@ class InputFormats:
         return self._choose(Product(rows, width, out, source), consumer.weight.dtype, kinds_of(consumer))
 
     def with_plain(self, tokens: Tensor, consumer: LayerWeights, source: str) -> tuple[Kind | None, bool]:
-        """The format of of_tokens, and whether the tokens must also be written in the model's dtype, because the
-        consumer's LoRAs read them so."""
+        """The format of the consumer's input, and whether the tokens must be written in the model's dtype too, because
+        the consumer's LoRAs read them so. Without such LoRAs, the format is that of of_tokens."""
         kind = self.of_tokens(tokens, consumer, source)
         if kind is None and self.reads_both(consumer):
             return INT8, True
@@ -76,8 +80,9 @@ class InputFormats:
         return weight.stored and weight.rotation in (0, rounding.GROUP) and self.of_stored(consumer) is INT8
 
     def of_stored(self, layer: LayerWeights) -> Kind | None:
-        """The format in which our products or the library's multiply this layer's weight, which is stored in eight
-        bits. None if neither can; torch's operators then decode the weight. Raises Refusal for an invalid rotation."""
+        """The format in which our products or the library's multiply this layer's weight, which the host stores in
+        eight bits. None if neither can: the caller then uses torch's operators, which decode the weight. Raises Refusal
+        if the weight's rotation is invalid."""
         weight = layer.low_bit[0]
         check_rotation(weight)
         out, width = weight.values.shape
@@ -104,11 +109,12 @@ class InputFormats:
 
 
 def rule_for(consumer: LayerWeights) -> Rule:
-    """The rule by which the int8 input of this layer is rounded."""
+    """The rule by which the 8-bit input of this layer is rounded. The layer must have an 8-bit weight. Rule.OURS if its
+    weight exists in the model's dtype too: then Low-bit has made the 8-bit one."""
     weight = consumer.low_bit[0]
     return rule_of(weight, weight.values.device) if consumer.weight.is_meta else Rule.OURS
 
 
 def kinds_of(layer: LayerWeights) -> list[Kind]:
-    """The 8-bit formats in which a layer's weight exists."""
+    """The 8-bit formats in which a layer's weight exists; empty if there are none."""
     return [kind_of(weight.values) for weight in layer.low_bit]

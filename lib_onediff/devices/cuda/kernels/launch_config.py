@@ -108,31 +108,32 @@ CONVOLUTIONS = {
 class Launches:
     """The chosen launch config of every kernel on the current card, by class of shapes and dtype.
 
-    It also collects the sizes that calls have used, so that Native.tune can measure them later: convolutions,
-    stored_products and down_products, which the operators fill.
+    It also collects the sizes that calls have used, so that Native.tune can measure them later. The operators add to
+    these sets:
 
-    tuning_cache: keeps the choices.
+    convolutions: (batch, height, width, input channels, output channels), computed while float16 sums were allowed.
+    stored_products: (rows, out, width, dtype) of products with weights that the host stores in INT8.
+    down_products: (rows, ranks, width, dtype) of products with the down matrices of LoRAs of such layers.
+
+    tuning_cache: keeps the choices, between processes too.
     """
 
     def __init__(self, tuning_cache: TuningCache) -> None:
         self._tuning_cache = tuning_cache
-        # The sizes of convolutions that were computed while float16 sums were allowed: see tuning.tune_half_sums.
         self.convolutions: set[tuple[int, ...]] = set()
-        # (rows, out, width, dtype) of the products that were computed with weights stored in INT8: see
-        # tuning.tune_stored.
         self.stored_products: set[tuple[int, int, int, torch.dtype]] = set()
-        # (rows, ranks, width, dtype) of the products with the down matrices of their LoRAs: see tuning.tune_down.
         self.down_products: set[tuple[int, int, int, torch.dtype]] = set()
         self._known: dict[tuple[str, str, torch.dtype, int], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:
-        """The launch config to use: the one that was chosen; the kernel's first candidate if none was. Runs at every
-        launch."""
+        """The launch config to use: the one that was chosen, or the kernel's first candidate. shape_class: a name, such
+        as those of image_class and row_class. Called at every launch."""
         known = self._known.get((kernel.name, shape_class, dtype, current_card()))
         return known or self.chosen(kernel, shape_class, dtype) or kernel.candidates[0]
 
     def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig | None:
-        """The launch config that was chosen for this GPU; None if none was, or if it is no candidate any more."""
+        """The launch config that was chosen for the current GPU; None if none was, or if it is no candidate any more.
+        Reads the tuning cache, which of() does not at every launch."""
         value = self._tuning_cache.get(choice_name(kernel, shape_class, dtype))
         config = tuple(value) if isinstance(value, list) else None
         if config not in kernel.candidates:
@@ -145,14 +146,14 @@ class Launches:
         self._known = {}
 
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
-        """Choose a launch config and store the choice. Graphs that were captured before keep the config that they were
-        captured with."""
+        """Store a choice for the current GPU in the tuning cache. Graphs that were captured before keep the config that
+        they were captured with."""
         self._known.pop((kernel.name, shape_class, dtype, current_card()), None)
         self._tuning_cache.set(choice_name(kernel, shape_class, dtype), list(config))
 
 
 def image_class(pixels: int) -> str:
-    """SMALL or LARGE: the class of shapes of images with so many pixels."""
+    """SMALL or LARGE: the class of shapes of images with so many pixels (height * width)."""
     return LARGE if pixels >= LARGE_IMAGE_PIXELS else SMALL
 
 
@@ -176,8 +177,9 @@ class Trial(NamedTuple):
     """The measurement of a kernel for one class of shapes.
 
     run: run(config) launches the kernel with a launch config, and returns its output.
-    agrees: agrees(output) returns whether the output is correct; None if all candidates compute the same. It is asked
-        about every candidate but the first.
+    shape_class: see Launches.of.
+    agrees: agrees(output) returns whether a candidate's output is correct. It is called for every candidate but the
+        first. None: all candidates compute the same.
     """
 
     kernel: Kernel
@@ -187,9 +189,9 @@ class Trial(NamedTuple):
 
 
 def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs) -> bool:
-    """Measure a kernel and store the choice of its launch config, if that was not done on this GPU before. Returns
-    whether it was done now. Raises what the first candidate raises, and torch.cuda.OutOfMemoryError; other candidates
-    that fail are left out."""
+    """Measure a kernel's candidates and store the fastest as its choice, if there is none for this GPU. Returns whether
+    anything was measured. dtype: the one by which the choice is looked up. Raises what the first candidate raises, and
+    torch.cuda.OutOfMemoryError; other candidates that fail are left out."""
     if launches.chosen(trial.kernel, trial.shape_class, dtype) is not None:
         return False
     launches.choose(trial.kernel, trial.shape_class, dtype, best_config(trial, time_ms))
@@ -197,8 +199,8 @@ def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs)
 
 
 def best_config(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
-    """The fastest candidate of the kernel that this GPU can run and that agrees; the first one, unless another is
-    clearly faster (WORTH_CHANGING)."""
+    """The fastest candidate of the kernel that this GPU can run and whose output is correct; the first one, unless
+    another is clearly faster (WORTH_CHANGING). Raises as tuned."""
     first, *others = trial.kernel.candidates
     best = first
     best_ms = time_ms(partial(trial.run, first)) * WORTH_CHANGING
@@ -220,7 +222,8 @@ def best_config(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
 
 
 def random_on(device: torch.device, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """A function, make(*shape), that returns tensors of random numbers, the same each time. It does not change torch's
-    random generators, which a user's image depends on."""
+    """A function, make(*shape), whose calls return new tensors of normally distributed random numbers. It has its own
+    generator, with a fixed seed: measurements are repeatable, and torch's generators, which a user's image depends on,
+    do not change."""
     generator = torch.Generator(device).manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator, device=device, dtype=dtype)

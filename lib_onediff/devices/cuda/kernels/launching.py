@@ -35,14 +35,16 @@ SCRATCH = "S"
 def launch(
     kernel: str, grid: Sequence[int], *arguments: Any, warps: int, stages: int = STAGES, **constants: int
 ) -> None:
-    """Launch a kernel on the current stream of its arguments' device.
+    """Launch a kernel on the current stream of its arguments' device, without waiting for it. A kernel that was not
+    used before is loaded first; see loaded.
 
     kernel: "file.function" in source/. grid: the number of programs on up to three axes. arguments: tensors of one
-    device, Tiles and numbers. stages: the depth of Triton's software pipeline. constants: the kernel's compile-time
-    constants (tl.constexpr), in the order of its parameters.
+    device, Tiles and numbers, the first of them a tensor or Tiles. warps: of a program. stages: the depth of Triton's
+    software pipeline. constants: the kernel's compile-time constants (tl.constexpr), in the order of its parameters.
 
-    Raises Refusal if there is no such kernel for these dtypes and constants, for these numbers or for this card,
-    RuntimeError with the driver's or Triton's reason, and torch.cuda.OutOfMemoryError.
+    Raises Refusal if there is no such kernel for these dtypes and constants or for this card, or if an address or a
+    number is not a multiple of ALIGNED where the kernel needs that; RuntimeError with the driver's or Triton's reason;
+    and torch.cuda.OutOfMemoryError.
     """
     first = arguments[0]
     device = (first.tensor if isinstance(first, Tiles) else first).device
@@ -62,9 +64,10 @@ def uses_archive(device: torch.device) -> bool:
 
 
 def why_not(device: torch.device) -> str | None:
-    """Why our kernels cannot run on a device, in one sentence; None if it meets all known requirements."""
+    """Why our kernels cannot run on a device, in one sentence for the user; None if it meets all known requirements. It
+    checks GPU, driver and archive, and launches nothing."""
     if device.type != "cuda":
-        return f"OneDiff's kernels need an NVIDIA GPU, and this is the {device.type}"
+        return f"OneDiff's kernels need an NVIDIA GPU, and this is the {device.type.upper()}"
     if not uses_archive(device):
         # On AMD GPUs, torch for ROCm usually comes with Triton.
         return None if find_spec("triton") else "OneDiff's kernels need Triton on this GPU, and it is not installed"
@@ -91,8 +94,12 @@ def why_not(device: torch.device) -> str | None:
 @functools.cache
 def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int], Sequence[Any]], None]:
     """A function, run(grid, arguments), that launches the kernel with this key (archive.key_of) on the device's current
-    stream. The device must be the current one, also when run is called. Loads the kernel, which takes the driver some
-    50 ms if it has not translated the PTX before. Raises as launch."""
+    stream; both as in launch.
+
+    Loads the kernel from the archive, once for each key and device. That takes the driver some 50 ms if it has not
+    translated the PTX before. The device must be the current one, also when run is called. Raises as launch, and so
+    does run.
+    """
     driver = driver_here()
     variant, ptx = archive.variant(key, torch.cuda.get_device_capability(device), driver.version())
     function = driver.load(ptx, variant.name, variant.shared)
@@ -119,15 +126,18 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
 
 
 def aligned(number: int, name: str) -> int:
-    """The given address or size. Raises Refusal if it is not a multiple of ALIGNED: a kernel would read wrong memory.
-    name: of the kernel, for the message."""
+    """The given address or size, unchanged. Raises Refusal if it is not a multiple of ALIGNED, because the kernel would
+    read wrong memory. name: the kernel's, for the message."""
     if number % ALIGNED:
-        raise Refusal(f"OneDiff's kernel {name} needs multiples of {ALIGNED}, and got {number}")
+        raise Refusal(
+            f"OneDiff's kernel {name} needs addresses and sizes that are multiples of {ALIGNED}, and one is {number}"
+        )
     return number
 
 
 def tiled(driver: Any, tiles: Tiles, given: Sequence[Any]) -> list[Any]:
-    """The parameters of a kernel for Tiles: a tensor map, the shape and the strides. given: an item of Variant.maps."""
+    """The parameters that a kernel takes for one Tiles: the bytes of a tensor map, each size of the tensor, and each
+    stride in items. given: the item of Variant.maps for this argument."""
     tensor = tiles.tensor
     item_bytes, dtype, swizzle, box = given
     shape = tensor.shape
@@ -137,7 +147,8 @@ def tiled(driver: Any, tiles: Tiles, given: Sequence[Any]) -> list[Any]:
 
 
 def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
-    """The layout of a variant's parameters in memory, as a format of struct.pack, and the offset of each."""
+    """The layout of a variant's parameters in memory: a format of struct.pack, and the byte at which each parameter
+    begins."""
     layout = "@"
     offsets = list[int]()
     maps = iter(variant.maps)
@@ -156,7 +167,7 @@ def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
 def launch_source(
     kernel: str, grid: Sequence[int], arguments: Sequence[Any], warps: int, stages: int, constants: dict[str, int]
 ) -> None:
-    """As launch, by Triton, which compiles the source if it has not done so before."""
+    """As launch, but from the source: Triton compiles it if that was not done before."""
     file, name = kernel.split(".")
     source = getattr(import_module(f".source.{file}", __package__), name)
     source[tuple(grid)](*map(triton_argument, arguments), **constants, num_warps=warps, num_stages=stages)
@@ -177,6 +188,6 @@ def ceil_div(number: int, by: int) -> int:
 
 
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is not below the number."""
+    """The smallest power of two that is not below a positive number."""
     return 1 << (number - 1).bit_length()
 

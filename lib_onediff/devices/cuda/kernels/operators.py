@@ -46,8 +46,8 @@ from .rounding import Rule
 
 
 class VirtualConcatenation(NamedTuple):
-    """Two images that stand for their concatenation along the channels, without a copy. first, second: (batch,
-    channels, height, width), of one size."""
+    """The concatenation of two images along the channels, which is never computed: the kernels read both images. first,
+    second: (batch, channels, height, width), which differ only in the number of channels."""
 
     first: Tensor
     second: Tensor
@@ -59,7 +59,8 @@ class VirtualConcatenation(NamedTuple):
         return torch.Size((batch, channels + self.second.shape[1], height, width))
 
 
-# More group norms than a network has at one size of images.
+# After so many group norms in a row that wrote 16 bits, additions do not measure the bounds that a norm in eight bits
+# needs. It is more than the group norms that a network has at one size of feature maps.
 MOST_NORMS_AT_A_SIZE = 16
 Image = Tensor | VirtualConcatenation
 # The input of a linear layer, as the operator before it writes it.
@@ -67,15 +68,15 @@ Rows = Tensor | QuantizedTokens
 
 
 class NativeOperators:
-    """The operators of core.operators.Operators, which describes them. Our kernels compute the cases that the served
-    networks have; torch's operators compute the others. The docstrings here say what is particular.
+    """The operators of core.operators.Operators, where arguments and results are described. Our kernels compute the
+    cases that the served networks have; torch's operators compute the others.
 
-    Each operator before a layer with an 8-bit weight may write that layer's input in eight bits: see input_formats.py.
-    If a weight exists in eight bits only, LayerWeights.weight is a tensor on torch's meta device, which has the layer's
-    dtype and shape.
+    consumer, in the methods: the weights of the layer that reads the result. If it has an 8-bit weight, the result may
+    be in eight bits (QuantizedTokens, QuantizedImage): see input_formats.py. If a weight exists in eight bits only,
+    LayerWeights.weight is a tensor on torch's meta device, which has the layer's dtype and shape.
 
-    launches: the launch config of each kernel; None: each kernel's first one. attention: as Operators.attention.
-        result_dtype, choose: see input_formats.py.
+    launches: the launch config of each kernel; None: each kernel's first one. attention: computes attention where our
+        own kernel does not; as Operators.attention. result_dtype, choose: see input_formats.py.
     """
 
     def __init__(
@@ -100,14 +101,15 @@ class NativeOperators:
     tokens_to_image = staticmethod(torch_ops.tokens_to_image)
 
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
-        """See Operators.linear. x may be in eight bits already."""
+        """A linear layer with its LoRAs: (..., in) -> (..., out), in the layer's dtype. x may be in eight bits already.
+        """
         if isinstance(x, QuantizedTokens):
             return self._with_loras(x, layer, layer.bias).view(*x.shape, -1)
         return self._quantized_linear(x, layer) if layer.weight.is_meta else torch_ops.linear(x, layer)
 
     def _quantized_linear(self, x: Tensor, layer: LayerWeights) -> Tensor:
-        """linear() for an input x in the model's dtype, and a layer whose weight exists in eight bits only: x is
-        quantized here, or the weight is decoded."""
+        """linear() for an input x in the model's dtype, and a layer whose weight exists in eight bits only. Where a
+        product in eight bits is possible, x is quantized here; otherwise the weight is decoded."""
         quantized = layer.low_bit[0]
         dtype = layer.weight.dtype
         if not quantized.stored:
@@ -123,7 +125,8 @@ class NativeOperators:
         return self._with_loras(rows._replace(plain=x), layer, layer.bias).view(*x.shape[:-1], -1)
 
     def _with_loras(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
-        """x @ weight^T + bias plus the products of the layer's LoRAs: (rows, out) in the layer's dtype."""
+        """x @ weight^T + bias plus the products of the layer's LoRAs, for an x in eight bits: (rows, out) in the
+        layer's dtype. The LoRAs read x.plain."""
         dtype, low_rank = layer.weight.dtype, layer.low_rank
         # Without x.plain, the LoRAs are merged into the 8-bit weight already.
         if low_rank is None or x.plain is None:
@@ -136,14 +139,15 @@ class NativeOperators:
 
     def _down_product(self, rows: Tensor, down: Tensor) -> Tensor:
         """The product of rows (rows, in) and the down matrices of LoRAs (ranks, in): (rows, ranks). For LoRAs of a
-        layer that is stored in INT8."""
+        layer that is stored in INT8. Adds the size to Launches.down_products, to be measured."""
         count = len(rows)
         shape_class = products.product_class(count, *down.shape)
         self._launches.down_products.add((count, *down.shape, down.dtype))
         return products.down_product(rows, down, self._launches.of(configs.DOWN_PRODUCT, shape_class, down.dtype))
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
-        """See Operators.pointwise. Two products for a VirtualConcatenation."""
+        """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w). For a VirtualConcatenation, the sum of
+        two products."""
         first, second = halves(image)
         weight = layer.weight.flatten(1)
         channels = first.shape[1]
@@ -171,8 +175,9 @@ class NativeOperators:
         return pixels.view(batch, height, width, -1).permute(0, 3, 1, 2)
 
     def convolution(self, image: Any, layer: LayerWeights, shape: Convolution) -> Tensor:
-        """See Operators.convolution. The bias is added in the pass that measures the statistics for the next group
-        norm."""
+        """A square 2D convolution: (batch, in, h, w) -> (batch, out, h, w) in channels-last memory. Our kernel adds the
+        bias, in the pass that measures the statistics for the next group norm. image may be a QuantizedImage; then the
+        layer must have no bias."""
         if isinstance(image, QuantizedImage):
             shape_class = products.convolution_class(image.values, shape.out_channels)
             config = self._launches.of(configs.CONVOLUTIONS[image.values.dtype], shape_class, layer.weight.dtype)
@@ -188,7 +193,9 @@ class NativeOperators:
         return output
 
     def _convolution(self, image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
-        """The convolution. Its sums are in float16 if the settings allow it and it was measured to be faster."""
+        """As convolution, for an image in the layer's dtype and channels-last memory; the layer's bias is added too.
+        Sums are in float16 if the settings allow it and that was measured to be faster. Where they allow it, adds the
+        size to Launches.convolutions, to be measured."""
         weight = layer.weight
         is_half = image.dtype == weight.dtype == torch.float16
         is_plain = has_kernel(shape) and layer.bias is None and layer.low_rank is None
@@ -205,7 +212,8 @@ class NativeOperators:
         self, image: Image, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
         consumer: LayerWeights | None = None,
     ) -> Any:
-        """See Operators.group_norm. Returns a QuantizedImage if the consumer is computed in eight bits."""
+        """The group norm of image + shift (batch, channels), followed by SiLU if silu. Returns a QuantizedImage if the
+        consumer is computed in eight bits, otherwise a tensor in channels-last memory."""
         first, second = halves(image)
         kind = self._formats.of_image(image.shape, norm.groups, consumer)
         if consumer is not None:
@@ -220,7 +228,8 @@ class NativeOperators:
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
         consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        """See Operators.residual_norm. The kernel adds the residual's update first."""
+        """(the residual with its update added, its norm for the consumer). The update is added in place, so the given
+        residual must not be used afterwards. layer: the norm's weight and bias; None for an AdaptiveNorm."""
         dtype = consumer.weight.dtype
         if isinstance(norm, LayerNorm) and layer is not None and modulation is None:
             return self._layer_norm(residual, layer, norm, consumer)
@@ -240,7 +249,7 @@ class NativeOperators:
     def _layer_norm(
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights
     ) -> tuple[Residual, Rows]:
-        """residual_norm for a layer norm without modulation."""
+        """residual_norm for a layer norm with a weight and without modulation. Biases of the residual stay deferred."""
         kind, is_plain_too = self._formats.with_plain(residual.tokens, consumer, NORMED)
         # The kernel that writes eight bits adds an update, but applies no gate or norm to it.
         if kind is None or residual.gate is not None or residual.norm is not None:
@@ -257,8 +266,12 @@ class NativeOperators:
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        """See Operators.add_linear. A plain sum is added by the GEMM itself. Anything else becomes an update of the
-        residual, which the next norm adds."""
+        """residual + gate * norm(linear(x, layer)), without gate or norm if it is None. The given residual must not be
+        used afterwards.
+
+        Without gate, norm and 8-bit weight, and with tokens in the layer's dtype, the GEMM itself adds to the
+        residual's tokens, in place. Otherwise, the product becomes the residual's update, which the next norm adds.
+        """
         # In a float16 network the tokens may be in float32, and no GEMM adds float16 products to those.
         is_wide = residual.tokens.dtype != layer.weight.dtype
         if gate is not None or norm is not None or is_wide:
@@ -278,7 +291,8 @@ class NativeOperators:
     def _add_at_next_norm(
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None, norm: WeightedNorm | None
     ) -> Residual:
-        """As add_linear, but the product becomes the residual's update, which the kernel of the next norm adds."""
+        """add_linear with a gate or a norm, or with tokens in float32: the product becomes the residual's update, which
+        the kernel of the next norm adds."""
         tokens = self.materialize(residual)
         x = self._rounded(x, layer)
         # The gate and the norm apply to the bias too, so the bias must be in the product.
@@ -287,7 +301,8 @@ class NativeOperators:
         return Residual(tokens, None, None, *self._update(x, layer), gate, norm)
 
     def _add_in_place(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
-        """As add_linear, with a weight in the model's dtype and without gate and norm: the GEMM adds to the tokens."""
+        """add_linear with a weight in the model's dtype and without gate and norm: the GEMM adds to the residual's
+        tokens in place, and the layer's bias becomes the residual's. The residual must have no update."""
         # The GEMM adds to its output at no cost, but not a bias as well: the biases are deferred.
         if residual.bias is not None:
             residual = Residual(self.materialize(residual))
@@ -300,15 +315,17 @@ class NativeOperators:
         return Residual(tokens, residual.deferred_bias, layer.bias)
 
     def materialize(self, residual: Residual) -> Tensor:
-        """See Operators.materialize. Adds an update in place."""
+        """The residual's value, as one tensor. An update is added in place, so the given residual must not be used
+        afterwards; without an update and biases, it is the residual's own tokens."""
         config = self._launches.of(configs.LAYER_NORM, row_class(residual.tokens.shape[-1]), residual.tokens.dtype)
         return native_tokens.materialize(updated(residual), config)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
-        """See Operators.attention. Our own kernel for few keys, as in cross-attentions, if it was measured to be
-        faster."""
+        """Softmax attention over (batch, heads, tokens, head width). Uses our own kernel for few keys without a mask,
+        as in cross-attentions, if it was measured to be faster; otherwise the attention given to the constructor.
+        upcast, mask: see Operators.attention."""
         width = query.shape[3]
         few = key.shape[2] <= FEW_KEYS and query.dtype in native_tokens.ATTENTION_DTYPES and not upcast
         is_plain = mask is None and key.shape[1] == query.shape[1] and width in native_tokens.ATTENTION_WIDTHS
@@ -319,20 +336,21 @@ class NativeOperators:
         return self._attention(query, key, value, upcast, mask)
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:
-        """See Operators.gated."""
+        """A gated linear unit: (..., 2 n) -> (..., n), in the format of the consumer's input."""
         numbers, gates = tokens.chunk(2, dim=-1)
         if unit.gate_first:
             numbers, gates = gates, numbers
         return self._gated(numbers, gates, unit.activation, consumer, GATED)
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: LayerWeights) -> Rows:
-        """See Operators.sigmoid_gated."""
+        """x * sigmoid(gate), of (batch, tokens, width) each, in the format of the consumer's input."""
         return self._gated(x, gate, Activation.SIGMOID, consumer, PLAIN_INPUT)
 
     def _gated(
         self, numbers: Tensor, gates: Tensor, activation: Activation, consumer: LayerWeights, source: str
     ) -> Rows:
-        """numbers * activation(gates), in the format of the consumer's input. source: see core.leaves.TokenLinear."""
+        """numbers * activation(gates), both (..., n), in the format of the consumer's input. source: see InputFormats.
+        """
         if activation not in native_tokens.ACTIVATIONS:
             return self._rounded(numbers * torch_ops.activated(gates, activation), consumer)
         kind, is_plain_too = self._formats.with_plain(numbers, consumer, source)
@@ -342,7 +360,8 @@ class NativeOperators:
         return native_tokens.gated(numbers, gates, activation, config)
 
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
-        """See Operators.gated_linear. One kernel for product and GEGLU where it was measured to be faster."""
+        """gated(linear(x, layer), unit, consumer): (..., in) -> (..., out / 2). Uses one kernel for product and GEGLU
+        where that was measured to be faster."""
         if unit != GEGLU:
             return self.gated(self.linear(x, layer), unit, consumer)
         dtype = layer.weight.dtype
@@ -367,7 +386,7 @@ class NativeOperators:
         return self.gated(self.linear(x, layer), unit, consumer)
 
     def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, consumer: LayerWeights) -> Rows:
-        """See Operators.activated_linear."""
+        """activation(linear(x, layer)): (..., in) -> (..., out), in the format of the consumer's input."""
         product = self.linear(x, layer)
         if activation is not Activation.GELU:
             return self._rounded(torch_ops.activated(product, activation), consumer)
@@ -379,24 +398,27 @@ class NativeOperators:
         return rounding.rounded(product, kind, gelu=True, rule=rule_for(consumer))
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """See Operators.split_heads. With norms, one kernel writes to `projected`."""
+        """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part,
+        with its norm and rotary embedding applied. With norms, our kernel writes to `projected`, and the results are
+        views of it."""
         if native_tokens.has_heads_kernel(projected, parts):
             return native_tokens.normed_heads(projected, parts)
         return torch_ops.split_heads(projected, parts)
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
-        """See Operators.residual_add. Measures the statistics for the next group norm in the same pass."""
+        """image + update + bias (channels,), as a new image in channels-last memory. Measures the statistics for the
+        next group norm in the same pass."""
         update = channels_last(update)
         output = torch.empty_like(update, memory_format=torch.channels_last)
         self._add(channels_last(image), update, bias, output)
         return output
 
     def concatenate(self, image: Tensor, skip: Tensor) -> VirtualConcatenation:
-        """See Operators.concatenate. Copies nothing."""
+        """image and skip, concatenated along the channels. Copies nothing: see VirtualConcatenation."""
         return VirtualConcatenation(image, skip)
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
-        """See Operators.resize."""
+        """An image (batch, channels, h, w), resized by nearest neighbour, in channels-last memory."""
         return native_images.resize(channels_last(image), height, width)
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
@@ -410,20 +432,22 @@ class NativeOperators:
             self._measured[output] = measured
 
     def _config(self, kernel: Kernel, image: Tensor) -> LaunchConfig:
-        """The launch config of a kernel over this image."""
+        """The launch config of a kernel that processes this image, by the class of its size and its dtype."""
         return self._launches.of(kernel, image_class(image.shape[2] * image.shape[3]), image.dtype)
 
     # --- in eight bits --------------------------------------------------------------------------------------------
 
     def _rounded(self, x: Rows, consumer: LayerWeights) -> Rows:
-        """Tokens in the format of the consumer's input; tokens that are in eight bits already as they are."""
+        """Tokens in the format of the consumer's input. Unchanged if that is the model's dtype, or if they are in eight
+        bits already."""
         if isinstance(x, QuantizedTokens):
             return x
         kind = self._formats.of_tokens(x, consumer, PLAIN_INPUT)
         return x if kind is None else rounding.rounded(x, kind, rule=rule_for(consumer))
 
     def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        """The layer's product as a Residual's update and update_scales."""
+        """The layer's product x @ weight^T, without bias, as a Residual's update (..., out) and update_scales (..., 1).
+        The scales are None if the product is scaled already."""
         if x.values.dtype == INT8.dtype:
             return self._with_loras(x, layer, None).view(*x.shape, -1), None
         update, scales = float8.update(x, weight_like(x, layer))
@@ -432,8 +456,8 @@ class NativeOperators:
     def _product(
         self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None, added: tuple[Tensor, Tensor] | None = None
     ) -> Tensor:
-        """x @ weight^T + bias: (rows, out), in the layer's dtype or a wider one. added: see products.int8_product; for
-        int8 only."""
+        """x @ weight^T + bias: (rows, out). For int8 in the layer's dtype; for float8 in the dtype of the library's
+        product, so the caller casts it. added: LoRAs, for int8 only; see products.int8_product."""
         dtype = layer.weight.dtype
         weight = weight_like(x, layer)
         if x.values.dtype != INT8.dtype and x.unit is None:
@@ -454,7 +478,8 @@ class NativeOperators:
 
 
 def halves(image: Image) -> tuple[Tensor, Tensor | None]:
-    """The two images of a VirtualConcatenation, or an image and None; in channels-last memory format."""
+    """(first, second) of a VirtualConcatenation; (image, None) for an ordinary image. Both in channels-last memory,
+    copied if necessary."""
     if isinstance(image, VirtualConcatenation):
         return channels_last(image.first), channels_last(image.second)
     return channels_last(image), None
@@ -466,5 +491,5 @@ def rows(image: Tensor) -> Tensor:
 
 
 def weight_like(x: QuantizedTokens | QuantizedImage, layer: LayerWeights) -> QuantizedWeight:
-    """The layer's weight in the same 8-bit format as x."""
+    """The layer's weight in the same 8-bit format as x. The layer must have one."""
     return next(weight for weight in layer.low_bit if weight.values.dtype == x.values.dtype)

@@ -105,10 +105,10 @@ def gated_product(
     tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor, output_scale: Tensor,
     config: LaunchConfig = configs.GATED_PRODUCT.candidates[1],
 ) -> QuantizedTokens:
-    """The GEGLU (erf form) of tokens (rows, in) times a weight (2 n, in) plus bias (2 n,): (rows, n) in float8, with
-    one scale, output_scale (1, 1).
+    """The GEGLU (erf form) of tokens (rows, in) times a weight (2 n, in) plus bias (2 n,): (rows, n) in float8.
 
-    The tokens have one scale. Raises what a launch raises.
+    output_scale: float32 (1, 1), known beforehand, by which the output is divided before it is rounded; it becomes the
+    output's scale. The tokens have one scale for all rows. Raises what a launch raises.
     """
     half = len(weight.values) // 2
     output = torch.empty((len(tokens.values), half), device=tokens.values.device, dtype=tokens.values.dtype)
@@ -119,8 +119,8 @@ def gated_product(
 def exact_gated_product(tokens: Tensor, weight: Tensor, bias: Tensor, config: LaunchConfig) -> Tensor:
     """The GEGLU (erf form) of tokens (rows, in) times a weight (2 n, in) plus bias (2 n,): (rows, n).
 
-    All tensors are in half precision. Only the output is rounded, not the product before the GEGLU. Raises what a
-    launch raises.
+    All tensors are in half precision and contiguous. Only the output is rounded, not the product before the GEGLU.
+    config: see configs.EXACT_GATED_PRODUCT, but not LIBRARY. Raises what a launch raises.
     """
     output = tokens.new_empty((len(tokens), len(weight) // 2))
     launch_gated(tokens, weight, output, bias, (), config)
@@ -130,8 +130,11 @@ def exact_gated_product(tokens: Tensor, weight: Tensor, bias: Tensor, config: La
 def launch_gated(
     tokens: Tensor, weight: Tensor, output: Tensor, bias: Tensor, scales: tuple[Tensor, ...], config: LaunchConfig
 ) -> None:
-    """Launch the gated product, which writes to output. scales: those of the tokens, of the weight and of the output;
-    () in half precision. config: see configs.GATED_PRODUCT."""
+    """Launch the kernel of gated_product and exact_gated_product, which writes to output (rows, n).
+
+    scales: those of the tokens, of the weight and of the output; () in half precision. config: see
+    configs.GATED_PRODUCT, but not LIBRARY.
+    """
     copied, m, n, k, group, warps, stages = config
     rows, width = tokens.shape
     half = output.shape[1]
@@ -151,7 +154,7 @@ def convolution(
     """The 3x3 convolution of an 8-bit image, padded with one pixel of zeros at each side: (batch, out channels, height,
     width) in the dtype `result` and in channels-last memory.
 
-    Sums are in float32, or for int8 in int32. Numbers of channels are multiples of 16. config: see
+    Adds no bias. Sums are in float32, or for int8 in int32. Numbers of channels are multiples of 16. config: see
     configs.CONVOLUTIONS. Raises what a launch raises.
     """
     return launch_convolution(image.values, weight.values, (image.scales, weight.scales), result, config)
@@ -159,7 +162,8 @@ def convolution(
 
 def half_sums_convolution(image: Tensor, weight: Tensor, config: LaunchConfig) -> Tensor:
     """As convolution, for an image (batch, channels, height, width) and a weight (out channels, channels, 3, 3) in
-    float16 and channels-last memory. As many products as the tile of `config` is deep are summed in float16."""
+    float16 and channels-last memory; the result is in float16. As many products as the tile of `config` is deep are
+    summed in float16, and these sums in float32."""
     taps = weight.permute(0, 2, 3, 1).flatten(1)
     return launch_convolution(image.permute(0, 2, 3, 1), taps, (), image.dtype, config)
 
@@ -167,8 +171,12 @@ def half_sums_convolution(image: Tensor, weight: Tensor, config: LaunchConfig) -
 def launch_convolution(
     image: Tensor, weight: Tensor, scales: tuple[Tensor, ...], result: torch.dtype, config: LaunchConfig
 ) -> Tensor:
-    """Launch the convolution and return its output. image: (batch, height, width, channels). weight: (out channels,
-    9 * channels). scales: of the image and the weight; () in float16."""
+    """Launch the kernel of both convolutions, and return its output (batch, out channels, height, width), in
+    channels-last memory.
+
+    image: (batch, height, width, channels). weight: (out channels, 9 * channels). scales: of the image and the weight;
+    () in float16. result: the output's dtype.
+    """
     copied, down, across, n, k, group, warps, stages = config
     batch, height, width, channels = image.shape
     output = torch.empty((batch, height, width, len(weight)), device=image.device, dtype=result)
@@ -187,9 +195,9 @@ def launch_convolution(
 
 
 def of_card(kernel: Kernel, device: torch.device) -> Kernel:
-    """A kernel with only those candidates that can be fast on a device. On cards that copy tiles by themselves (compute
-    capability 9.0), these are the candidates that use that (which begin with 1); on others, those that do not. LIBRARY
-    stays in any case."""
+    """The same Kernel with only those candidates that can be fast on a device. On cards that copy tiles by themselves
+    (compute capability 9.0), these are the candidates that use that (which begin with 1); on others, those that do not.
+    LIBRARY stays in any case. A device that is no GPU keeps all."""
     if device.type != "cuda":
         return kernel
     copies = torch.cuda.get_device_capability(device) == HOPPER
@@ -198,10 +206,12 @@ def of_card(kernel: Kernel, device: torch.device) -> Kernel:
 
 
 def product_class(rows: int, out: int, width: int) -> str:
-    """The class of shapes of a product. out, width: the weight's shape."""
+    """The class of shapes (Launches.of) of a product of tokens (rows, width) and a weight (out, width): each size is a
+    class of its own."""
     return f"{rows}x{width}x{out}"
 
 
 def convolution_class(image: Tensor, out_channels: int) -> str:
-    """The class of shapes of a convolution. image: (batch, height, width, channels)."""
+    """The class of shapes (Launches.of) of a convolution: each size is a class of its own. image: (batch, height,
+    width, channels)."""
     return "x".join(map(str, (*image.shape, out_channels)))

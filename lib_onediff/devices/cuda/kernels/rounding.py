@@ -57,14 +57,15 @@ class Rule(IntEnum):
 
 
 def rule_of(weight: QuantizedWeight, device: torch.device) -> Rule:
-    """The rule for the input of a layer with this weight. If the rotation has groups of a size that our kernels do not
-    rotate, the caller must rotate the rows first."""
+    """The rule for the input of a layer with this weight. If the weight is rotated in groups of another size than
+    GROUP, the rule does not include the rotation: the caller must rotate the rows first."""
     is_ours = not weight.stored or weight.values.dtype.is_floating_point
     return Rule.OURS if is_ours else hosts_rule(weight.rotation, device)
 
 
 def hosts_rule(rotation: int, device: torch.device) -> Rule:
-    """The rule for the input of a layer whose weight is stored in INT8. rotation: see QuantizedWeight."""
+    """The rule for the input of a layer whose weight the host stores in INT8. rotation: see QuantizedWeight; only GROUP
+    is part of a rule, see rule_of."""
     if rotation != GROUP:
         return Rule.HOSTS
     has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HAS_MATRIX_UNITS
@@ -138,8 +139,9 @@ def residual_norm(
 
 
 def add_update(residual: Residual, dtype: torch.dtype) -> None:
-    """Add the residual's update to its tokens in place, by the kernel of residual_norm. dtype: the gate's. Only for
-    residuals that has_norm_kernel accepts."""
+    """Add the residual's update to its tokens in place, with its scales, norm and gate, by the kernel of residual_norm.
+    The residual itself still has the update, so the caller must drop it (residuals.without_update). dtype: the gate's.
+    Only for residuals that has_norm_kernel accepts."""
     launch_norm(residual, None, None, None, Norm.NO_NORM, None, None, None, dtype, None, Rule.OURS)
 
 
@@ -148,7 +150,10 @@ def launch_norm(
     kind_of_norm: Norm, values: Tensor | None, scales: Tensor | None, plain: Tensor | None, dtype: torch.dtype,
     kind: Kind | None, rule: Rule,
 ) -> None:
-    """Launch the kernel of residual_norm and add_update. values, scales, plain: outputs; None: they are not written."""
+    """Launch the kernel of residual_norm and add_update. It adds the residual's update to the tokens in place, and
+    writes the norm to values, scales and plain, each of which may be None. kind: None for values in the model's dtype
+    (dtype).
+    """
     tokens, _, _, update, update_scales, gate, update_norm = residual
     batch, count, width = tokens.shape
     # Kernels are compiled for sets of dtypes: a tensor of the right dtype replaces each one that is missing.
@@ -181,7 +186,9 @@ def launch_scale(
     scale: Tensor, layer: LayerWeights | None, norm: AdaptiveNorm | RMSNorm, modulation: Modulation | None,
     dtype: torch.dtype, batch: int, kind: Kind,
 ) -> None:
-    """Launch the kernel that writes the scale (1, 1) of a norm in float8. batch: the batch size of the modulation."""
+    """Launch the kernel that writes the scale of a norm in float8 to `scale` (1, 1). The scale is computed from the
+    largest value that the norm can have with these weights and this modulation, whatever the tokens. batch: the batch
+    size of the modulation."""
     width = norm.width
     vector = torch.empty(0, device=scale.device, dtype=dtype)
     factor, shift = modulation or (None, None)
@@ -200,11 +207,11 @@ def launch_scale(
 def has_norm_kernel(
     residual: Residual, layer: LayerWeights | None, norm: Any, modulation: Modulation | None, dtype: torch.dtype
 ) -> bool:
-    """Whether the kernel of residual_norm supports these inputs; norm None: the kernel of add_update.
+    """Whether the kernel of residual_norm supports these inputs. norm and layer None: whether add_update does.
 
-    It supports AdaptiveNorm and RMSNorm, tokens (batch, tokens, width) in the model's dtype, or in float32 if that is
-    float16, and gates and modulations in the model's dtype. The weights of the norm and of the update's norm must both
-    be in the model's dtype, or both in float32.
+    The kernel supports AdaptiveNorm and RMSNorm, tokens (batch, tokens, width) in the model's dtype, or in float32 if
+    that is float16, and gates and modulations in the model's dtype. The weights of the norm and of the update's norm
+    must both be in the model's dtype, or both in float32.
     """
     tokens = residual.tokens
     kept = torch.float32 if dtype == torch.float16 else dtype
@@ -227,8 +234,9 @@ def gated(
     numbers: Tensor, gates: Tensor, activation: Activation, kind: Kind, rule: Rule = Rule.OURS,
     is_plain_too: bool = False,
 ) -> QuantizedTokens:
-    """numbers * activation(gates), both (..., n), in an 8-bit format. activation: one of tokens.ACTIVATIONS.
-    is_plain_too: also return it in the inputs' dtype, as QuantizedTokens.plain; not for Rule.OURS."""
+    """numbers * activation(gates), both (..., n), in an 8-bit format with one scale for each row. activation: one of
+    tokens.ACTIVATIONS. is_plain_too: also return the same in the inputs' dtype, as QuantizedTokens.plain; not for
+    Rule.OURS."""
     width = numbers.shape[-1]
     output = empty_rows(numbers, width, kind)
     plain = numbers.new_empty(numbers.shape) if is_plain_too else None
@@ -252,7 +260,8 @@ def geglu(tokens: Tensor, kind: Kind, rule: Rule = Rule.OURS, is_plain_too: bool
 
 
 def rounded(tokens: Tensor, kind: Kind, gelu: bool = False, rule: Rule = Rule.OURS) -> QuantizedTokens:
-    """Tokens (..., n), or with gelu their GELU (erf form), quantized to an 8-bit format."""
+    """Tokens (..., n), or with gelu their GELU (erf form), quantized to an 8-bit format with one scale for each row.
+    The given tokens do not change."""
     output = empty_rows(tokens, tokens.shape[-1], kind)
     rows = tokens.contiguous().flatten(0, -2)
     launch_rows(rows, output.values, output.scales, output.unit, gelu=gelu, rule=rule)
@@ -260,8 +269,8 @@ def rounded(tokens: Tensor, kind: Kind, gelu: bool = False, rule: Rule = Rule.OU
 
 
 def gelu_and_rounded(tokens: Tensor, rule: Rule) -> QuantizedTokens:
-    """The GELU (erf form) of contiguous tokens (..., n) in int8, by a host's rule. Also writes it to the tokens, which
-    become QuantizedTokens.plain."""
+    """The GELU (erf form) of contiguous tokens (..., n) in int8. rule: not Rule.OURS. Overwrites the tokens with their
+    GELU in the model's dtype, and returns them as QuantizedTokens.plain."""
     output = empty_rows(tokens, tokens.shape[-1], INT8)._replace(plain=tokens)
     width = tokens.shape[-1]
     launch(
@@ -272,15 +281,17 @@ def gelu_and_rounded(tokens: Tensor, rule: Rule) -> QuantizedTokens:
 
 
 def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
-    """A weight (out, in), quantized to an 8-bit format with the scales that empty_like gives it."""
+    """A weight (out, in), quantized to an 8-bit format. low_bit.empty_like decides whether it has one scale or one for
+    each row."""
     room = empty_like(weight, kind)
     rounded_rows(weight, room.values, room.scales)
     return room
 
 
 def rounded_rows(rows: Tensor, values: Tensor, scales: Tensor) -> None:
-    """Quantize rows (rows, width) into the given tensors: values of the same shape, whose dtype decides the format, and
-    float32 scales, one for each row, or one for all if there is only room for one."""
+    """Quantize rows (rows, width) into the given tensors, which are overwritten: values of the same shape, whose dtype
+    decides the format, and float32 scales, one for each row. If scales has fewer numbers than there are rows, all rows
+    get one scale."""
     one_scale = scales.numel() < len(rows)
     launch_rows(rows, values, scales, largest_of(rows) if one_scale else torch.empty_like(scales[:1, :1]), one_scale)
 
@@ -289,8 +300,11 @@ def launch_rows(
     rows: Tensor, values: Tensor, scales: Tensor, one: Tensor | None, one_scale: bool = False, gelu: bool = False,
     rule: Rule = Rule.OURS,
 ) -> None:
-    """Launch the kernel that quantizes rows. one: if one_scale, the largest value of all rows; otherwise, for float8,
-    the tensor (1, 1) to which the kernel writes a one (QuantizedTokens.unit), and for int8 None."""
+    """Launch the kernel that quantizes rows (rows, width), or with gelu their GELU, into values and scales.
+
+    one: if one_scale, the largest magnitude in all rows, which the kernel reads; otherwise, for float8, the tensor
+    (1, 1) to which the kernel writes the number 1 (QuantizedTokens.unit), and None for int8.
+    """
     kind = kind_of(values)
     width = rows.shape[1]
     launch(
@@ -300,7 +314,7 @@ def launch_rows(
 
 
 def warps_for(width: int, most: int = 8) -> int:
-    """The number of warps of a program that processes a row of this width."""
+    """The number of warps of a program that processes a row of this width: from FEWEST_WARPS to `most`."""
     return min(most, max(FEWEST_WARPS, power_of_two(width) // COLUMNS_OF_WARP))
 
 

@@ -30,7 +30,8 @@ def layer_norm(
 ) -> tuple[Residual, Tensor]:
     """The residual with its biases joined to one deferred_bias (float32), and its layer norm (..., width), contiguous.
 
-    The biases are added to the tokens in float32, and the sum is not rounded before the norm.
+    The norm is that of tokens + deferred_bias + bias, summed in float32 and not rounded before the norm. The tokens
+    themselves do not change. The residual must have no update, and its tokens must be contiguous.
     """
     tokens, deferred_bias, addend = residual[:3]
     rows_together, warps = config
@@ -50,8 +51,8 @@ def layer_norm(
 
 
 def materialize(residual: Residual, config: LaunchConfig = LAYER_NORM.candidates[0]) -> Tensor:
-    """The residual's tokens with deferred_bias and bias added; the same tensor if there is neither. The residual must
-    have no update."""
+    """The residual's tokens with deferred_bias and bias added, as a new tensor; the tokens themselves if there is
+    neither. The residual must have no update."""
     tokens, deferred_bias, addend = residual[:3]
     if deferred_bias is None:
         return tokens if addend is None else tokens + addend
@@ -111,8 +112,9 @@ def gelu(numbers: Tensor) -> Tensor:
 
 
 def normed_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-    """Operators.split_heads, for inputs that has_heads_kernel accepts. Norms and rotates the heads in place: the result
-    is views of `projected`."""
+    """One tensor (batch, heads, tokens, head width) for each part of projected (batch, tokens, heads of all parts *
+    head width), with the part's norm and rotary embedding applied; see Operators.split_heads. Overwrites `projected`:
+    the results are views of it. Only for inputs that has_heads_kernel accepts."""
     batch, tokens, _ = projected.shape
     normed = [part for part in parts if part.norm is not None]
     first, norm = normed[0].norm or (None, None)
@@ -160,12 +162,12 @@ def has_heads_kernel(projected: Tensor, parts: Sequence[Heads]) -> bool:
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = ATTENTION.candidates[0]) -> Tensor:
-    """Softmax attention over (batch, heads, tokens, width) in half precision, in one pass over the keys (flash
-    attention; Dao et al. 2022). Sums and the softmax are in float32.
+    """Softmax attention over (batch, heads, tokens, width) in half precision, with scores scaled by width**-0.5, in one
+    pass over the keys (flash attention; Dao et al. 2022). Sums and the softmax are in float32.
 
     It is for cross-attentions, with few keys (some 77), all of which one program can hold at once. The kernels of
     libraries are made for thousands of keys, and take twice as long. The heads must be adjacent in memory (see
-    heads_lie_beside). config: (queries and keys of a block, warps, pipeline stages).
+    heads_lie_beside). config: see launch_config.ATTENTION, but not LIBRARY.
     """
     batch, heads, queries, width = query.shape
     output = query.new_empty((batch, queries, heads, width))

@@ -52,15 +52,17 @@ WIDEST_OUTPUTS = 5
 
 
 class LowBit:
-    """Chooses the format of each layer of a call that may be computed in eight bits, and measures what the choice
-    depends on: the time of each product in the model's dtype and in the 8-bit formats.
+    """Chooses the format of each layer of a call that may be computed in eight bits, and measures the times on which
+    the choice depends: those of each product in the model's dtype and in the 8-bit formats.
 
     A layer gets a format if its product was measured to be faster in it. With lossy.only, which is for memory and not
     for speed, every layer that can be in eight bits gets one.
 
     tuning_cache: keeps the measured times. launches: the launch configs of our kernels.
-    quantizes_every_layer: choose eight bits for every layer, even if that is slower. So the effect of rounding on
-        images can be judged with small models, whose products gain nothing; see every_layer_quantized().
+    quantizes_every_layer: choose eight bits for every layer, even if that is slower. This way, the effect of rounding
+        on images can be judged with small models, whose products gain nothing; see every_layer_quantized().
+
+    layout, in the methods: the network's. lossy: the settings that allow eight bits.
     """
 
     quantizes_every_layer = False
@@ -81,30 +83,32 @@ class LowBit:
     # --- the machine ----------------------------------------------------------------------------------------------
 
     def why_not(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why a device supports none of the option's formats for a model of this dtype, in one sentence; None if it
-        supports one. option: see Settings.low_bit."""
+        """Why a device supports none of the option's formats for a model of this dtype, in one sentence for the user;
+        None if it supports one. option: "fp8", "int8" or "auto", as Settings.low_bit."""
         wanted = KINDS_OF[option]
         # If the option has several formats, the user reads the reason of the last one, INT8: its requirements are the
         # lowest.
         return None if self.kinds(wanted, device, dtype) else self._lack(wanted[-1], device, dtype)
 
     def kinds(self, wanted: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
-        """The formats in `wanted` that a device supports for a model of this dtype, in the same order."""
+        """The formats in `wanted` that a device supports for a model of this dtype, in the same order; empty if none.
+        The first time with FP8, it computes a small product on the device."""
         return tuple(kind for kind in wanted if self._lack(kind, device, dtype) is None)
 
     def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why a device does not support a format; None if it does. FP8 products are also tried once."""
+        """Why a device does not support a format for a model of this dtype, in one sentence; None if it does. For FP8,
+        a product is also tried, once for each device and dtype."""
         return unmet_requirement(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
 
     def quantizer(self) -> Round:
-        """The function that quantizes weights: quantizes rows into given tensors (rounding.rounded_rows)."""
+        """The function with which weights are quantized: our kernel; see rounding.rounded_rows."""
         return rounding.rounded_rows
 
     def operators(
         self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any = None
     ) -> Operators:
-        """Our own operators, which compute layers with 8-bit weights in eight bits. attention: computes attention.
-        choose: chooses the format of a product; None: best()."""
+        """New operators of ours, which compute layers with 8-bit weights in eight bits. attention: computes attention,
+        as Operators.attention. choose: chooses the format of a product, as input_formats.Choose; None: best()."""
         # The operators call this where an input is in float8, so the device has float8 products and result is a dtype;
         # for INT8 alone they do not call it.
         result: Any = lambda device, dtype: self._float8_support(device, dtype).result  # noqa: E731
@@ -113,15 +117,17 @@ class LowBit:
     # --- the layers of a call -------------------------------------------------------------------------------------
 
     def classes(self, layout: Any) -> Mapping[str, str]:
-        """The class of every layer that can be in eight bits, such as that of feed-forward layers, by the layer's name.
-        A class whose error is too large stays in 16 bits."""
+        """The class of every layer that can be in eight bits, by the layer's name. A class is the role of linear layers
+        in their blocks, such as a feed-forward's first, or all convolutions. The runtime measures errors by class, to
+        leave classes with large errors in 16 bits."""
         return self._once("classes", layout, lambda: {one.name: one.layer_class for one in every_low_bit_layer(layout)})
 
     def wanted(self, lossy: Lossy, layout: Any, call: Call) -> WantedKinds:
-        """The format of each layer's weight, by the layer's name. Layers that gain nothing are left out.
+        """The 8-bit format of each layer's weight for a call, by the layer's name. Layers that gain nothing, or were
+        not measured yet, are left out and stay in the model's dtype.
 
-        With lossy.only, no layer is left out. Even the keys and values of cross-attentions are stored in eight bits;
-        their weights are decoded, and multiplied in the model's dtype.
+        With lossy.only, no layer is left out, except convolutions. Even the keys and values of cross-attentions are
+        stored in eight bits; their weights are decoded, and multiplied in the model's dtype.
         """
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
@@ -139,8 +145,8 @@ class LowBit:
         return self._once("wanted, low-bit only" if lossy.only else "wanted", inputs, find)
 
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
-        """Why this call does not gain by 8-bit products, in one sentence for the user; None if it does, or if its
-        products were not measured yet."""
+        """Why this call does not gain by 8-bit products, in one sentence for the user; None if it gains, if its
+        products were not measured yet, or with lossy.only, which is not for speed."""
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
         total = 0.0
@@ -150,7 +156,7 @@ class LowBit:
         if self.quantizes_every_layer or (every and lossy.only):
             return None
         if not every:
-            return f"this UNet's matrix products are too small to be faster in {names}"
+            return f"this model's layers are too small to be faster in {names}"
         for product, count in Counter(every.values()).items():
             gains = [self.gains(product, dtype, kind) for kind in kinds]
             if None in gains:
@@ -158,20 +164,21 @@ class LowBit:
             total += max((gain or 0.0 for gain in gains), default=0.0) * count
         if total > WORTH_LOOKING_MS:
             return None
-        return f"at this size the matrix products are not faster in {names} on this machine (measured)"
+        return f"at this size the model is not faster in {names} on this machine (measured)"
 
     def working_bytes(self, lossy: Lossy, layout: Any, call: Call) -> int:
-        """An estimate of the bytes that a call takes on the GPU besides weights: a multiple of its widest product's
-        output."""
+        """An estimate of the bytes that a call takes on the GPU besides weights: WIDEST_OUTPUTS times its largest
+        product's output. 0 if no layer can be in eight bits."""
         widest = max((one.rows * one.out for one in self._products_of(lossy, layout, call).values()), default=0)
         return WIDEST_OUTPUTS * widest * call.latent.element_size()
 
     def _kinds_for(self, lossy: Lossy, call: Call) -> tuple[Kind, ...]:
-        """The formats of the settings (lossy.low_bit) that the call's device supports."""
+        """The formats of the option lossy.low_bit that the call's device supports for its dtype."""
         return self.kinds(KINDS_OF[lossy.low_bit], call.latent.device, call.latent.dtype)
 
     def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
-        """The product of every layer that may be in eight bits, by its name."""
+        """The matrix product, with its sizes in this call, of every layer that may be in eight bits, by the layer's
+        name."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
         # With lossy.only, convolutions keep the host's weights.
@@ -182,8 +189,9 @@ class LowBit:
         return self._once(name, (inputs, self._changes), lambda: low_bit_products(*inputs))
 
     def _once(self, name: str, inputs: object, find: Callable[[], Found]) -> Found:
-        """The result of find(), kept by name and returned again while `inputs` equals the inputs of the last time.
-        Choices are looked up at every call, and take too long to find. One result of each name is kept."""
+        """The result of find(). It is kept under `name`, with the inputs that it depends on, and returned without
+        another find() while `inputs` are equal to those. Choices are needed at every call, and take too long to find.
+        """
         known = self._results.get(name)
         if known is None or known[0] != inputs:
             known = self._results[name] = inputs, find()
@@ -193,12 +201,13 @@ class LowBit:
     # --- measurements ---------------------------------------------------------------------------------------------
 
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
-        """The fastest of these formats for a product, by the measurements; None: the model's dtype, which is also the
-        answer before any measurement. Safe in any thread."""
+        """The fastest of these formats for a product, by the measurements on the current GPU. None: the model's dtype,
+        which is also the answer before any measurement. dtype: the model's. With quantizes_every_layer, the first
+        format without regard to times. May be called in any thread."""
         return self._known(current_card(), product, dtype, tuple(kinds))
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
-        """best() without its cache."""
+        """best(), but computed anew from the tuning cache."""
         preferred = [kind for kind in KINDS if kind in kinds]
         if self.quantizes_every_layer:
             return next(iter(preferred), None)
@@ -209,8 +218,8 @@ class LowBit:
         return min(takes, key=takes.__getitem__, default=None)
 
     def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
-        """The milliseconds that a product gains in a format; 0 if it gains less than WORTH_ROUNDING demands; None if it
-        was not measured."""
+        """The milliseconds by which a product is faster in a format; 0.0 if that is less than WORTH_ROUNDING demands;
+        None if it was not measured."""
         times = self.measured(product, dtype, kind)
         if times is None:
             return None
@@ -218,24 +227,24 @@ class LowBit:
         return plain - rounded if rounded < WORTH_ROUNDING * plain else 0.0
 
     def measured(self, product: Product, dtype: torch.dtype, kind: Kind) -> tuple[float, float] | None:
-        """(milliseconds in the model's dtype, milliseconds in this format) of a product; None if it was not measured,
-        or the stored value is damaged."""
+        """(milliseconds in the model's dtype, milliseconds in this format) of a product, from the tuning cache; None if
+        it was not measured on this GPU model, or the stored value is damaged."""
         value = self.tuning_cache.get(times_name(product, dtype, kind))
         if not (isinstance(value, list) and len(value) == 2 and all(isinstance(ms, (int, float)) for ms in value)):
             return None
         return value[0], value[1]
 
     def note(self, product: Product, dtype: torch.dtype, kind: Kind, plain: float, rounded: float) -> None:
-        """Store the measured milliseconds of a product in the model's dtype (plain) and in this format (rounded).
-        Earlier choices are made again."""
+        """Store the measured milliseconds of a product in the model's dtype (plain) and in this format (rounded), and
+        drop all choices, which are then made again with them."""
         self.tuning_cache.set(times_name(product, dtype, kind), [plain, rounded])
         self._forget_results()
 
     def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
-        """Measure which of this call's products are faster in eight bits, if unknown. Returns whether any was measured.
-        A product that cannot be timed is logged, and stays in the model's dtype in this process.
+        """Measure which of this call's products are faster in eight bits, if unknown. Returns whether any was measured,
+        or tried. A product that cannot be timed is logged, and stays in the model's dtype until forget().
 
-        time_ms: returns the time of work as a graph. Raises torch.cuda.OutOfMemoryError.
+        time_ms: time_ms(work) returns the milliseconds of work() as a CUDA graph. Raises torch.cuda.OutOfMemoryError.
         """
         dtype = call.latent.dtype
         device = call.latent.device
@@ -254,13 +263,15 @@ class LowBit:
                 except RuntimeError:
                     # The call is served with this product in the model's dtype.
                     self._not_timed.add(untimed)
-                    log.warning("OneDiff: %s in %s cannot be timed", product, kind.name, exc_info=True)
+                    message = "OneDiff: some layers stay in 16 bits, because their speed in %s cannot be measured (%s)"
+                    log.warning(message, kind.name.upper(), product, exc_info=True)
         return measured
 
     def measure(
         self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, time_ms: TimeMs
     ) -> None:
-        """Measure a product in the model's dtype and in a format, and keep the times."""
+        """Measure a product in the model's dtype and in a format, each with its neighbours (timed_forwards.py), and
+        store both times. The kernel's launch config is measured first. Raises what a launch or time_ms raises."""
         result: Any = self._float8_support(device, dtype).result
         trial = product_trial(product, random_on(device, dtype), device, dtype, kind, result)
         if trial is not None:
@@ -279,13 +290,15 @@ class LowBit:
         self.note(product, dtype, kind, plain, rounded)
 
     def forget(self) -> None:
-        """Forget all choices. Measurements in the tuning cache are used again."""
+        """Drop all choices, and the memory of which products could not be timed. Times in the tuning cache stay, and
+        the next choices use them."""
         self._not_timed = set()
         self._forget_results()
 
     @contextlib.contextmanager
     def every_layer_quantized(self) -> Iterator[None]:
-        """A context in which quantizes_every_layer is True."""
+        """A context in which quantizes_every_layer is True, for tests and measurements of errors. Drops all choices at
+        its begin and end."""
         self.quantizes_every_layer = True
         self._forget_results()
         try:
@@ -295,12 +308,13 @@ class LowBit:
             self._forget_results()
 
     def _forget_results(self) -> None:
-        """Make every choice again at the next call: the measurements have changed."""
+        """Drop all choices, so that the next call makes them again: measurements or quantizes_every_layer have changed.
+        """
         self._known.cache_clear()
         self._changes += 1
 
 
 def times_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
-    """The name of a product's times in the tuning cache."""
+    """The name of a product's times in the tuning cache. It includes the current GPU's model."""
     shape = "x".join(map(str, (*product[:3], *(product.size or ()))))
     return named(f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}")

@@ -41,7 +41,8 @@ def product(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | Non
 def scaled_sums(
     tokens: QuantizedTokens, weight: Tensor, scale: Tensor, bias: Tensor | None, result: torch.dtype
 ) -> Tensor:
-    """torch's product with one scale for each factor. scale: the weight's."""
+    """torch's product of tokens (rows, in) and a weight (out, in), plus bias: (rows, out) in the dtype `result`. scale:
+    the weight's single scale (1, 1). The tokens have a single scale too."""
     return torch._scaled_mm(
         tokens.values, weight.t(), scale_a=tokens.scales, scale_b=scale,
         bias=None if bias is None else bias.to(result), out_dtype=result, use_fast_accum=True,
@@ -49,9 +50,9 @@ def scaled_sums(
 
 
 def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
-    """The product of tokens and a weight in bfloat16, (rows, out), and the scales of its rows, float32 (rows, 1), which
-    the consumer of the product must apply. The scales are None if the product is scaled already, because the tokens
-    have a single scale.
+    """The product of tokens and a weight in bfloat16, (rows, out), and the scales of its rows, float32 (rows, 1), by
+    which the operator that reads the product must multiply it. The scales are None if the product is scaled already,
+    because the tokens have a single scale (tokens.unit is None).
 
     In bfloat16, because unscaled sums may overflow in float16.
     """
@@ -73,7 +74,8 @@ class Float8Support(NamedTuple):
 
 def unmet_requirement(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a device cannot compute products of this 8-bit format, FP8 or INT8, for a model of this dtype, in one
-    sentence; None if it meets all known requirements. Computes nothing; float8_support also tries a product."""
+    sentence for the user; None if it meets all known requirements. It computes nothing on the device; float8_support
+    also tries a product."""
     name = kind.name.upper()
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{name} is for models in float16 or bfloat16, and this one is in {str(dtype).removeprefix('torch.')}"
@@ -95,8 +97,8 @@ def unmet_requirement(kind: Kind, device: torch.device, dtype: torch.dtype) -> s
 
 
 def float8_support(device: torch.device, dtype: torch.dtype) -> Float8Support:
-    """Whether float8 products work for a model of this dtype: computes a small one and checks it. It takes a while, so
-    the caller keeps the result for each device. Raises torch.cuda.OutOfMemoryError."""
+    """Whether float8 products work on this device for a model of this dtype: computes small ones there and checks them.
+    That takes a while, so the caller keeps the result for each device and dtype. Raises torch.cuda.OutOfMemoryError."""
     reason = unmet_requirement(FP8, device, dtype)
     if reason is not None:
         return Float8Support(None, reason)
@@ -111,13 +113,14 @@ def float8_support(device: torch.device, dtype: torch.dtype) -> Float8Support:
             continue
         if error <= WORST_PROBE_ERROR:
             return Float8Support(result, None)
-        reason = f"products have an error of {error:.1e}"
+        reason = f"its products have a relative error of {error:.1e}"
     return Float8Support(None, f"PyTorch {torch.__version__} cannot multiply FP8 here: {reason}")
 
 
 def probe_error(device: torch.device, result: torch.dtype) -> float:
-    """The largest relative error of two small products against float32: one with all scales applied, and one whose rows
-    are left to be scaled. Raises what torch raises if it has no such product."""
+    """The larger of the relative errors of two small products on a device, against float32: one with all scales applied
+    (product), and one whose rows are left unscaled (update). result: the dtype of the first one's output. Raises what
+    torch raises if it has no such product."""
     generator = torch.Generator(device).manual_seed(0)
     rows, columns = (
         torch.randn((count, PROBE_ROWS), generator=generator, dtype=torch.float32, device=device)

@@ -27,12 +27,14 @@ from ..kernels import rounding
 from ..kernels.launch_config import random_on
 from ..tuning import EPS, GROUPS, is_single_stream
 
-# The operators decide whether they compute the product in 16 or in eight bits.
+# A forward is timed twice, with operators that compute the product in 16 and in eight bits. Its result is not used.
 Forward = Callable[[Operators], object]
 
 
 def product_forward(product: Product, dtype: torch.dtype, device: torch.device, kind: Kind) -> Forward:
-    """The forward around a product, with random weights that also exist in this 8-bit format."""
+    """A function that computes a product together with the operators around it (see above), as one call of a network
+    would. Its inputs and weights are random, of the product's sizes; the weights exist in `dtype`, which is the
+    model's, and in the 8-bit format `kind`. The memory for them is allocated here."""
     random = random_on(device, dtype)
     if product.size is not None:
         return convolution_forward(product, product.size, random, kind)
