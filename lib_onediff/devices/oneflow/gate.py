@@ -95,7 +95,7 @@ def why_not_for(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype in DTYPES.get(device.type, ()):
         return None
     place = "the GPU" if device.type == "cuda" else device.type
-    return f"this model runs in {str(dtype).removeprefix('torch.')} on {place}, which OneFlow does not support"
+    return f"OneFlow cannot run this model: it does not support {str(dtype).removeprefix('torch.')} on {place}"
 
 
 def why_no_package() -> str | None:
