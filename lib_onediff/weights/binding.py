@@ -329,7 +329,7 @@ class Binding:
             if not has_one_type or len({bias.dtype for bias in biases}) > 1:
                 raise Refusal(f"the layers of {fusion.name} are stored in several types")
             if len({layer.bias is None for layer in members}) > 1:
-                raise Refusal(f"some layers of {fusion.name} have a bias and some have none, which OneDiff does not support")
+                raise Refusal(f"only some layers of {fusion.name} have a bias, which OneDiff does not support")
 
     def _refuse_elsewhere(self, path: str, parameter: Tensor) -> None:
         """Raise Refusal for a parameter that is neither on the device that computes nor in main memory."""
