@@ -1,8 +1,9 @@
-"""Chooses the backends to try for a call, and the layers that are computed in eight bits.
+"""Chooses the backends to try for a call, and the layers that are computed in eight bits (the option Low-bit).
 
-A layer is computed in eight bits if that is faster, and if its class of layers keeps this checkpoint within the user's
-error budget. The error of a class is measured once, in calls of the user's own image: the output with this class alone
-in eight bits, and the output with all chosen classes, each compared with the exact output of the same call.
+A layer is computed in eight bits if that is faster, and if its class of layers (LowBitLayer.layer_class: all
+convolutions, or all linear layers with one role) keeps this checkpoint within the user's error budget. The error of a
+class is measured once, in calls of the user's own image: the output with this class alone in eight bits, and the output
+with all chosen classes, each compared with the exact output of the same call.
 """
 from __future__ import annotations
 
@@ -33,9 +34,9 @@ from .verify import relative_error
 
 log = logging.getLogger("onediff")
 NO_ROOM = "there is not enough GPU memory for the 8-bit weights, or to measure their error"
-NONE_IN_MAIN_MEMORY = "Low-bit only has no effect: all of these weights are on the GPU, none in main memory"
-CHANGES_AT_EACH_CALL = "Low-bit is inactive: the WebUI applies something to the weights that may change at each call"
-TOO_LATE = "Low-bit's error on this checkpoint is not measured yet, and the last steps of an image cannot measure it"
+NONE_IN_MAIN_MEMORY = "Low-bit only has no effect: the whole model is on the GPU, and no part of it in main memory"
+CHANGES_AT_EACH_CALL = "Low-bit is inactive: the WebUI changes the model's weights on the fly, perhaps at each step"
+TOO_LATE = "Low-bit's error on this checkpoint is not measured yet, and cannot be in the last steps of an image"
 NOT_FINITE = "Low-bit's error cannot be measured here: the exact output has NaN or infinite values"
 
 
@@ -44,11 +45,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Candidate(Generic[Result]):
-    """A backend, with its lossy products, that may serve a call or a decode. Both functions raise Refusal if the next
-    candidate must be tried.
+    """A backend that may serve a call or a decode, with or without lossy products. Both functions raise Refusal if this
+    backend cannot serve it, so that the next candidate is tried.
 
     entry: returns the entry of the shape with this backend.
-    serve: called with that entry and with the reason why the candidate before did not serve; returns the result.
+    serve: serve(entry, reason) returns the result. reason: why the candidate before did not serve, for users; "" for
+        the first.
     """
 
     entry: Callable[[], Entry]
@@ -59,11 +61,13 @@ def first_to_serve(
     candidates: Iterable[Candidate[Result]], reason: str, sampling: int | None = None,
     after_failure: Callable[[Attempt[Any]], object] = lambda failed: None,
 ) -> Result:
-    """The result of the first candidate that neither refuses nor fails. A failure is logged, and marks the entry.
+    """The result of the first candidate that neither refuses nor fails. A fault of ours is logged, and its entry is
+    marked as failed; then the next candidate is tried.
 
-    reason: why a faster backend is not among them. sampling: see Entry.blame. after_failure: called after a refusal or
-    failure of serve, before the next candidate is tried. Raises Refusal with the last reason if none serves, and
-    torch.cuda.OutOfMemoryError.
+    candidates: the fastest first. reason: why a faster backend is not among them, for users. sampling: the number of
+    the sampling in progress; see Entry.blame. after_failure: called with the failed attempt after each refusal or fault
+    of a candidate's serve(). Raises Refusal with the last reason if none serves, and torch.cuda.OutOfMemoryError at
+    once.
     """
     for candidate in candidates:
         admitted = attempted(candidate.entry)
@@ -76,14 +80,14 @@ def first_to_serve(
             return made.given()
         reason = made.reason
         if made.fault is not None:
-            reason = entry.blame(f"our forward failed: {first_line(made.fault)}", sampling, is_final=False)
+            reason = entry.blame(f"OneDiff's computation failed: {first_line(made.fault)}", sampling, is_final=False)
             log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)
         after_failure(made)
     raise Refusal(reason)
 
 
 class BackendChoice:
-    """Updates a network's binding for a call, and chooses the backends to try. Callers hold the runtime's lock
+    """Updates a network's binding for a call, and chooses the backends to try. Callers must hold the runtime's lock
     (Services.computing)."""
 
     def __init__(self, services: Services) -> None:
@@ -92,10 +96,11 @@ class BackendChoice:
         self._devices = services.devices
 
     def begin(self, network: Network, settings: Settings, call: Call) -> Candidates:
-        """Update the binding for a call, and return the backends to try.
+        """Update the network's binding for a call, and return the backends to try, with their 8-bit variants if the
+        option Low-bit is on. Drops 8-bit weights that the settings, or this model, do not allow now.
 
-        Raises Refusal if the host must run it. Call it outside of our_modes(): the host's autocast and gradient modes
-        decide whether a call can be served.
+        Raises Refusal if the host must compute the call. Call it outside of our_modes(), because the host's autocast
+        and gradient modes decide whether a call can be served.
         """
         device = call.latent.device
         budget = settings.memory_budget
@@ -123,8 +128,8 @@ class BackendChoice:
         return candidates
 
     def _with_low_bit(self, network: Network, settings: Settings, call: Call, found: Candidates) -> Candidates:
-        """The candidates with the 8-bit variants of the first backend added (Candidates.lossy), or with the reason why
-        there are none."""
+        """The candidates `found` with the 8-bit variants of the first backend added (Candidates.lossy), and with the
+        reasons, joined by "; ", why a variant is missing; "" if none is."""
         if not found.devices[0].traits.takes_lossy:
             other = found.reason or "another backend was chosen"
             return found._replace(reason=f"Low-bit needs the native backend: {other}")
@@ -150,7 +155,12 @@ class BackendChoice:
 
 class LowBitRoute:
     """Chooses the layers of a network to compute in eight bits, measures their errors, and quantizes their weights.
-    Callers hold the runtime's lock (Services.computing). "8-bit weights" are Network.low_bit."""
+    Callers must hold the runtime's lock (Services.computing).
+
+    "8-bit weights" are those that were quantized for the option Low-bit (Network.low_bit). With the option "Low-bit
+    only" (lossy.only), the GPU has them in place of weights that stay in main memory; otherwise it has both. A "choice"
+    (Network.low_bit_choice) says which classes of layers are in eight bits.
+    """
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -159,18 +169,20 @@ class LowBitRoute:
         self._families = services.families
 
     def tune(self, network: Network, lossy: Lossy, call: Call) -> bool:
-        """Measure which products of a call are faster in eight bits, if that is unknown. Returns whether anything was
-        measured."""
+        """Measure which products of a call are faster in eight bits than in 16, if that is unknown. This runs kernels
+        on the GPU, and quantizes nothing. Returns whether anything was measured."""
         return self._devices.lossy.low_bit.tune(lossy, network.bound.layout, call, self._services.time_ms(call))
 
     def fit(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool = False
     ) -> None:
-        """Quantize the weights for a call: those of layers that are faster in eight bits and within the error budget;
-        with lossy.only, of all layers whose 8-bit weights fit on the GPU.
+        """Make sure that the network has the 8-bit weights that a call needs: those of layers that are faster in eight
+        bits and within the error budget; with lossy.only, those of all layers whose 8-bit weights fit on the GPU.
+        Unknown errors are measured first, in this call.
 
-        is_first: this is the shape's first call, which is compared with the host. Measure first which products are
-        faster, so that later calls compute the same layers in eight bits.
+        is_first: whether this is the shape's first call, which is compared with the host. Then it is measured first
+        which products are faster, so that later calls compute the same layers in eight bits.
+
         Raises Refusal if no layer may be in eight bits, if the errors cannot be measured in this call, or if the GPU is
         full: then 8-bit weights are dropped, and not tried again in this sampling.
         """
@@ -186,7 +198,7 @@ class LowBitRoute:
     def _fit_or_raise(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool
     ) -> None:
-        """fit() without its handling of a full GPU and of faults. Raises Refusal and torch.cuda.OutOfMemoryError."""
+        """As fit(), but does not drop 8-bit weights after a failure. Raises Refusal and torch.cuda.OutOfMemoryError."""
         if network.no_room_for_low_bit:
             raise Refusal(NO_ROOM)
         fitting = self._fitting_layers(network, lossy, call, is_first) if lossy.only else None
@@ -197,9 +209,9 @@ class LowBitRoute:
     def _fit(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None
     ) -> None:
-        """Quantize the layers that are wanted now. fitting: names of the layers of which the GPU gets the 8-bit weights
-        alone (Lossy.only); None: the 8-bit weights are kept beside the host's. Raises Refusal if no class of layers is
-        within the budget."""
+        """Quantize the layers that are wanted for a call, after dropping 8-bit weights of other settings. fitting: with
+        lossy.only, the names of the layers whose 8-bit weights fit on the GPU; otherwise None. Raises Refusal if no
+        class of layers is within the budget."""
         budget = settings.low_bit_budget
         low_bit = self._devices.lossy.low_bit
         layout = network.bound.layout
@@ -218,16 +230,17 @@ class LowBitRoute:
             network.fit_low_bit(low_bit.quantizer(), chosen, are_alone=True)
         elif not self._quantize(network, wanted, left_out):
             raise Refusal(
-                "Low-bit is inactive: no class of layers in eight bits keeps this checkpoint within the error budget "
+                "Low-bit is inactive: no group of layers in eight bits keeps this checkpoint within the error budget "
                 f"of {budget:g} (measured)"
             )
 
     def _fitting_layers(self, network: Network, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
-        """Names of the layers in main memory whose 8-bit weights fit on the GPU, in the order of low_bit.wanted, with
-        those that have theirs there already.
+        """For the option "Low-bit only": the names of the layers in main memory whose 8-bit weights fit on the GPU, and
+        of those that have 8-bit weights there already. Layers are taken in the order of low_bit.wanted until the GPU is
+        full. is_first: see fit; at other calls, layers that have 8-bit weights stay the only ones.
 
-        If not all fit, the host is asked to move more weights off the GPU. If it does, the binding is refreshed, and
-        the layers, of which there are more now, are counted again. Raises Refusal if none fits.
+        If not all fit, the host is asked to move more 16-bit weights off the GPU. If it does, the binding is refreshed,
+        and the layers, of which more are in main memory now, are counted again. Raises Refusal if none fits.
         """
         bound = network.bound
         kept = network.low_bit
@@ -260,10 +273,12 @@ class LowBitRoute:
     def _left_out(
         self, network: Network, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds
     ) -> frozenset[str]:
-        """The classes of layers that stay exact. Errors that are unknown are measured first, in this call.
+        """The classes of layers that stay in 16 bits. Errors that are unknown are measured first, in this call, and
+        kept for this checkpoint, also on the disk. Sets Network.low_bit_choice.
 
-        Warm-ups and cached passes measure nothing, because they are not full steps of an image; in these, classes of
-        unknown error are in eight bits. Raises Refusal if the errors cannot be measured in this call, and
+        budget: the largest relative error of the output. wanted: the layers that are faster in eight bits. Warm-ups and
+        cached passes measure nothing, because they are not full steps of an image; they compute classes of unknown
+        error in eight bits. Raises Refusal if the errors cannot be measured in this call, and
         torch.cuda.OutOfMemoryError.
         """
         layout = network.bound.layout
@@ -292,11 +307,12 @@ class LowBitRoute:
         return choice.left_out
 
     def _measured(self, network: Network, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
-        """The choice, after measuring errors until it is known which classes are within the budget.
+        """The choice with the measured errors added, after measuring in this call until it is known which classes are
+        within the budget. half: the half of an image that the call is in; see low_bit_errors.half_of.
 
-        Takes one forward without a graph for each class alone and one for all together; if these exceed the budget, one
-        more each time that a class is left out. Raises Refusal if the exact output is not finite, and
-        torch.cuda.OutOfMemoryError.
+        Runs one forward without a graph for the exact output, one for each class alone, and one for all together; if
+        these exceed the budget, one more each time that a class is left out. Raises Refusal if the exact output is not
+        finite, and torch.cuda.OutOfMemoryError.
         """
         exact: Tensor | None = None
         while due := choice.due(half):
@@ -312,9 +328,9 @@ class LowBitRoute:
         return choice
 
     def _quantize(self, network: Network, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
-        """Quantize exactly the wanted layers whose class is not in left_out. Graphs and 8-bit weights of another choice
-        are dropped first. Returns False, and quantizes nothing, if that leaves no layers. Raises
-        torch.cuda.OutOfMemoryError."""
+        """Quantize the wanted layers whose class is not in left_out. 8-bit weights with another left_out, and graphs
+        that read them, are dropped first. Returns True; or False, and quantizes nothing, if all wanted layers are left
+        out. Raises torch.cuda.OutOfMemoryError."""
         if network.low_bit is not None and network.low_bit.left_out != left_out:
             # Existing graphs were captured for another choice of layers.
             self._graphs.drop_low_bit(network)
@@ -327,7 +343,8 @@ class LowBitRoute:
         return True
 
     def _output(self, network: Network, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
-        """The whole network's output, with these layers alone in eight bits."""
+        """The whole network's output for a call, computed without a graph, with these layers alone in eight bits.
+        layers: their names, of layers that have 8-bit weights."""
         ops = self._devices.lossy.operators()
         whole = replace(call, cut=None)
         source = network.source(lossy, whole, layers)

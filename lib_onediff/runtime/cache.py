@@ -1,6 +1,6 @@
-"""The methods for pages and the API: show, pin and purge resolutions.
+"""What pages and the API call: shows, pins and purges the resolutions of each model that OneDiff has computed.
 
-Data on the disk holds for one machine and one version of our sources (Fingerprint).
+Data on the disk is valid for one machine and one version of our sources (Fingerprint).
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .vae.route import DecoderRoute
 PACKAGE = Path(__file__).resolve().parents[1]
 # Folders of our package that cannot affect an output. Changes in all others, new ones too, make verdicts invalid.
 COMPUTES_NOTHING = {"api", "bench", "ui"}
-# While a call holds the lock for longer than this, a page shows the last numbers.
+# If the runtime's lock is held by a call for longer than this, a page shows the numbers of its last look.
 SECONDS_A_PAGE_WAITS = 0.05
 
 
@@ -41,6 +41,8 @@ class Fingerprint:
     """The properties of a machine that verdicts, times and tuned choices depend on.
 
     gpu: the name of the GPU, or "cpu".
+    driver: its version; "none" on a CPU.
+    torch: its version.
     onediff: our version, and the digest of our sources.
     """
 
@@ -70,8 +72,8 @@ class Fingerprint:
 
 @functools.cache
 def source_digest(package: Path = PACKAGE) -> str:
-    """A digest of the source files that can affect an output, read at the first call. Takes milliseconds, and imports
-    nothing."""
+    """A digest of the files of our package that can affect an output: all but those in COMPUTES_NOTHING. They are read
+    at the first call, in milliseconds, and not imported."""
     digest = hashlib.sha256()
     for folder, inside, names in os.walk(package):
         inside[:] = sorted(name for name in inside if name != "__pycache__" and name not in COMPUTES_NOTHING)
@@ -83,7 +85,8 @@ def source_digest(package: Path = PACKAGE) -> str:
 
 @functools.cache
 def nvidia_driver() -> str:
-    """The NVIDIA driver's version, such as "580.95.05", or "unknown". Calls NVML once, which takes milliseconds."""
+    """The NVIDIA driver's version, such as "580.95.05"; "unknown" without a driver. Calls NVML (NVIDIA's management
+    library) once, which takes milliseconds."""
     version = ctypes.create_string_buffer(96)
     with contextlib.suppress(OSError):
         nvml = ctypes.CDLL("nvml.dll" if os.name == "nt" else "libnvidia-ml.so.1")
@@ -94,7 +97,8 @@ def nvidia_driver() -> str:
 
 
 class Cache:
-    """Shows, pins and purges resolutions, for pages and the API. Every method may be called from any thread."""
+    """Shows, pins and purges resolutions ("512x512") of models, for pages and the API. Every method may be called from
+    any thread."""
 
     def __init__(
         self, services: Services, stepping: Stepping, vae: DecoderRoute, two_gpus: TwoGpusRoute
@@ -110,7 +114,8 @@ class Cache:
     # --- showing --------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[ResolutionRow]:
-        """A row for every resolution of every model, the most recently used first."""
+        """A row for every resolution of every model that is in memory, on the disk or pinned, the most recently used
+        first."""
         services = self._services
         return rows_of(
             services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,
@@ -118,7 +123,8 @@ class Cache:
         )
 
     def totals(self) -> Totals:
-        """The sums over all resolutions: GPU memory and its budget, disk space, calls by route, 8-bit weights."""
+        """The sums over all resolutions and models: GPU memory of graphs and its budget, disk space, calls by route,
+        8-bit weights, and the bytes of weights that are streamed from main memory."""
         counts = self._services.call_stats.calls
         holdings = self._services.holdings
         calls = {route: counts[route] for route in ROUTES}
@@ -133,7 +139,7 @@ class Cache:
         )
 
     def _low_bit(self) -> list[LowBitWeights]:
-        """The 8-bit weights of every network that uses some."""
+        """The 8-bit weights of every network that has some."""
         return [held for network in self._services.networks.values() if (held := network.low_bit) is not None]
 
     def _low_bit_layers(self) -> int:
@@ -141,14 +147,17 @@ class Cache:
         return sum(len(held.names()) for held in self._low_bit())
 
     def _low_bit_errors(self) -> list[LowBitErrors]:
-        """The measured errors of each checkpoint, once: a copy on a second GPU has the same."""
+        """The measured 8-bit errors of each checkpoint, each once: a copy of a network on a second GPU has the same."""
         choices = [
             choice for network in self._services.networks.values() if (choice := network.low_bit_choice) is not None
         ]
         return list(dict.fromkeys(LowBitErrors(one.model, one.budget, one.error, one.errors) for one in choices))
 
     def status(self) -> dict[str, Any]:
-        """How the last image was made, as plain values for a page or JSON; see CallStats.status."""
+        """How the last image was made, and the present state of OneDiff's parts, as plain values for a page or JSON.
+        Has all keys of CallStats.status. Raises nothing: a part that fails is left at its default, and "faults" tells
+        why.
+        """
         # A part that fails adds a fault, and does not affect the other parts.
         part: Any = functools.partial(self._services.guard.attempt, "the status")
         run = part(lambda: self._services.generations.run_settings)
@@ -169,9 +178,11 @@ class Cache:
     # --- pinning and saving ---------------------------------------------------------------------------------------
 
     def open_cache(self, folder: Path | None = None) -> None:
-        """Load the history from a folder, and write to it from now on. Safe to call again with the same folder.
+        """Load the history (times, verdicts, pins and tuned choices) from a folder, and write to it from now on. Safe
+        to call again with the same folder.
 
-        folder: by default that of the environment; without one, nothing is kept on the disk.
+        folder: None: the one that an environment variable names; if there is none, this does nothing, and nothing is
+        kept on the disk. See store.history.chosen_folder.
         """
         folder = folder or chosen_folder()
         if folder is None:
@@ -181,11 +192,11 @@ class Cache:
         self._services.tuning_cache.attach(self._services.history.tuned, self._services.history.tune)
 
     def pin(self, resolution: str, model: str, pinned: bool) -> bool:
-        """Pin a resolution ("512x512") of a model, so that its graphs are dropped last, also in later processes; or
-        unpin it.
+        """Pin a resolution ("512x512") of a model, so that its graphs are dropped last, also in later processes; or, if
+        `pinned` is False, unpin it.
 
-        Returns False, and does nothing, for a resolution without a row or pin. Raises NotKept if it could not be
-        written to the disk.
+        Returns True. Returns False, and does nothing, for a resolution that has no row in rows() (to unpin: and no
+        pin). Raises NotKept if it could not be written to the disk.
         """
         known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
         known = known or (not pinned and (model, resolution) in self._services.history.pins())
@@ -194,7 +205,8 @@ class Cache:
         return known
 
     def keep_history(self) -> None:
-        """Write uses and times to the history. Call it between images."""
+        """Write the resolutions' last uses and times to the history. Call it between images, because it takes the
+        runtime's lock."""
         with self._services.lock:
             entries = self._services.table.entries()
         self._services.call_stats.settle()
@@ -205,7 +217,8 @@ class Cache:
 
     def purge(self, resolutions: Collection[str] | None = None, model: str | None = None) -> int:
         """Forget these resolutions ("512x512") of this model ("SD1"): graphs, verdicts, times, and their data on the
-        disk. None stands for all. Returns the number of bytes of GPU memory that this frees.
+        disk. None stands for all resolutions, and for all models. Returns the number of bytes of GPU memory that this
+        frees. Waits for a call in progress.
 
         If a large graph is dropped, the others of its pool are too, and are captured again later, into less memory.
         Call it while no image is being made (hosts.contract.WebUI.exclusively), because torch cannot free memory
@@ -222,8 +235,9 @@ class Cache:
         return freed
 
     def purge_disk(self) -> int:
-        """Delete the history on the disk and all tuned choices, which are measured again when they are needed. Graphs
-        and pins stay. Returns the number of bytes of disk space that this frees. Raises NotKept."""
+        """Delete the history on the disk, and all tuned choices of kernels, which are measured again when they are
+        needed. Graphs and pins stay. Returns the number of bytes of disk space that this frees. Raises NotKept if the
+        data could not be deleted."""
         before = self._services.history.size_bytes()
         self._services.history.forget()
         self._services.tuning_cache.clear()
@@ -231,8 +245,8 @@ class Cache:
         return max(0, before - self._services.history.size_bytes())
 
     def _look(self) -> MemorySnapshot:
-        """The memory of the graphs now; the last known state if a call holds the lock for longer than
-        SECONDS_A_PAGE_WAITS."""
+        """The GPU memory of the graphs now; the result of the last look if a call holds the lock for longer than
+        SECONDS_A_PAGE_WAITS. Notes graphs that were lost with their networks."""
         if self._services.lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
             try:
                 self._services.graphs.note_lost()
@@ -243,8 +257,9 @@ class Cache:
 
 
 def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
-    """A step policy's counts in an image, and as "reason" why it was inactive at some calls. In state UNTOLD, the
-    counts of all calls, and the reason at the last one."""
+    """A step policy's counts in an image by their names, and as "reason" why it was inactive at some of the image's
+    calls, for users; "" if it never was. For an image in state UNTOLD, whose calls belong to no generation, the counts
+    of all calls, and the reason at the last one."""
     if image.state == UNTOLD:
         return policy.status.copy()
     nothing = {name: 0 for name, value in policy.status.items() if isinstance(value, int)}
@@ -258,6 +273,7 @@ def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
 
 
 def decode_of(image: ImageRecord) -> dict[str, Any]:
-    """The route of an image's last decode, and its reason. route: None if OneDiff saw no decode."""
+    """The last decode of an image, for users: {"route": its route, None if OneDiff saw no decode; "reason": why it took
+    no better route, or ""}."""
     route, reason = image.vae
     return {"route": route or None, "reason": reason}

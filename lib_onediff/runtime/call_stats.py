@@ -1,4 +1,8 @@
-"""Statistics of the last call and the last image: route, reason and times, for pages, the API and the console."""
+"""Statistics of the last call and the last image: route, reason and times, for pages, the API and the console.
+
+A place is a model at a resolution (core.table.Place). A generation is the work of one click on Generate. Calls outside
+of generations, such as those of a loop of one's own over a diffusers UNet, are counted in a log in state UNTOLD.
+"""
 from __future__ import annotations
 
 import contextlib
@@ -19,9 +23,11 @@ from ..core.image import (
     CHECK,
     DONE,
     FAILED,
+    GRAPH,
     HOST,
     INTERRUPTED,
     OPEN,
+    PLAIN,
     ROUTES,
     UNET,
     WHOLE,
@@ -36,19 +42,25 @@ from ..core.table import Entry, Place, Stopwatch, start_timing
 from .generations import Generation, Generations
 
 log = logging.getLogger("onediff")
-# The same line is logged again after this time.
+# The same line is logged again only after this time.
 SECONDS_UNTIL_LOGGED_AGAIN = 10.0
 # The number of kinds of images (see end_image, like) whose seconds by the host are kept.
 MOST_HOST_IMAGES = 100
 NO_IMAGE = "no image has been made yet"
+# What the console says of a call's route. The reason follows, if there is one.
+SENTENCES = {
+    GRAPH: "OneDiff replays the steps as a CUDA graph",
+    PLAIN: "OneDiff computes the steps without a CUDA graph",
+    HOST: "The WebUI computes the steps itself",
+}
 
 
 class LastCall(NamedTuple):
     """The last call of a network, in an image or a warm-up.
 
-    route: None before the first call.
-    reason: why it took no faster route, for users; "" if there is none.
-    entry: of its shape; None if the host computed it.
+    route: one of ROUTES; None before the first call.
+    reason: why it took no faster route, for users; "" if it took the fastest.
+    entry: the entry of its shape; None if the host computed it.
     """
 
     route: str | None = None
@@ -57,12 +69,12 @@ class LastCall(NamedTuple):
 
     @property
     def backend(self) -> str | None:
-        """The name of the backend that computed it; None for the host."""
+        """The name of the backend that computed the call; None if the host did, or before the first call."""
         return None if self.entry is None else self.entry.key.backend
 
 
 class Timing(threading.local):
-    """State of one thread. is_on: whether its present work is being timed."""
+    """State of one thread. is_on: whether the thread is inside of a CallStats.timing context."""
 
     is_on = False
 
@@ -70,11 +82,11 @@ class Timing(threading.local):
 class CallStats:
     """Counts calls and images: the last call, the number of calls by route, and the record of the last image.
 
-    generations: the generations in progress, whose logs are counted in.
+    generations: the generations in progress. Their logs receive the steps that are counted here.
     last_call: the last call of any network, for the status line.
-    parts: for each place, the steps of the last image there that OneDiff has computed.
-    images: the number of images at each place.
-    calls: the number of UNet calls by route.
+    parts: for each place, the part of the last image there that OneDiff has computed.
+    images: the number of finished images at each place.
+    calls: the number of calls of UNets and transformers by route, warm-ups included.
     """
 
     def __init__(self) -> None:
@@ -98,15 +110,15 @@ class CallStats:
 
     @property
     def total(self) -> int:
-        """The number of UNet calls."""
+        """The number of calls of UNets and transformers on all routes."""
         return sum(self.calls.values())
 
     # --- the image ------------------------------------------------------------------------------------------------
 
     @property
     def image(self) -> ImageRecord:
-        """The record of the last image; of the one in progress, from its first step on. A generation that has ended
-        without end_image() has FAILED: the host raised an exception in it."""
+        """The record of the image in progress, from its first step on; otherwise that of the last image. A generation
+        that has ended without end_image() is in state FAILED: the host raised an exception in it."""
         generation = self.generations.innermost
         latest = self._latest
         if generation is not None and generation.log.steps:
@@ -116,12 +128,14 @@ class CallStats:
         return latest.record(FAILED if latest.state == OPEN else "")
 
     def begin_image(self) -> None:
-        """Note that a sampling begins. Outside of generations and warm-ups, this ends the image before it."""
+        """Note that a sampling begins. Outside of generations, this ends the image before it; in a generation or a
+        warm-up, it does nothing."""
         if not self.generations.this_thread.is_warm_up and self.generations.innermost is None:
             self._close()
 
     def _close(self) -> None:
-        """End the image of calls outside of any generation, if there were any."""
+        """End the image that calls outside of any generation were counted in, if there were any: keep its record, and
+        begin a new log."""
         done = self._open
         if done.steps:
             self._open = ImageLog()
@@ -131,12 +145,13 @@ class CallStats:
         self, generation: Generation, like: Hashable, images: int = 1, is_whole: bool = True,
         seconds: float | None = None,
     ) -> ImageRecord:
-        """End the images of a generation, which are done or were interrupted. Returns their record.
+        """End the images of a generation, which are done or were interrupted. Returns their common record, and keeps it
+        as that of the last image.
 
-        like: a key that is equal for images whose seconds can be compared. With OneDiff off, the shortest seconds are
-        kept by this key, and become ImageRecord.host_seconds of later images.
-        images: the number of images. is_whole: False if the user interrupted them. seconds: for each image; by default
-        measured.
+        like: a key that is equal for images whose durations can be compared. If OneDiff was off, the shortest duration
+        is kept by this key, and becomes ImageRecord.host_seconds of later images with OneDiff.
+        images: the number of images. is_whole: False if the user interrupted them. seconds: the duration of each image;
+        None: the time since the generation began, divided by the number of images.
         """
         self._close()
         done = generation.log
@@ -161,7 +176,9 @@ class CallStats:
         return record
 
     def _end(self, done: ImageLog, record: ImageRecord, images: int) -> None:
-        """Keep a record as the last image's, and count its images and steps at their places."""
+        """Keep a record as the last image's, count its images at their places, and write its mean times into the
+        entries of its shapes. done: the log that the record was made of. images: how many to count; 0 after an
+        interruption."""
         done.note_times()
         for part in record.parts:
             if part.model is not None and part.resolution is not None:
@@ -173,13 +190,13 @@ class CallStats:
         self._latest = None
 
     def settle(self) -> None:
-        """Write the times of calls outside of any generation into the entries of their shapes now, because nothing
+        """Write the mean times of calls outside of any generation into the entries of their shapes now, because nothing
         announces the end of their image."""
         self._open.note_times()
 
     def forget(self, entries: Collection[Entry], left: Callable[[], Collection[Entry]]) -> None:
-        """Forget the counts of entries that were removed from the table, and those of places without any entry left.
-        left: returns the remaining entries."""
+        """Forget the counts of entries that were removed from the table, and those of places at which no entry is left.
+        entries: the removed ones. left: returns the remaining entries; called only if there are removed ones."""
         known = set(entries)
         if not known:
             return
@@ -194,7 +211,8 @@ class CallStats:
             self._open = ImageLog()
 
     def _log(self) -> ImageLog | None:
-        """The log of the image that the present call belongs to; None in a warm-up."""
+        """The log of the image that this thread's present call belongs to: of the innermost generation, or that of
+        calls outside of generations. None in a warm-up, which is not counted."""
         generations = self.generations
         if generations.this_thread.is_warm_up:
             return None
@@ -202,13 +220,16 @@ class CallStats:
         return self._open if generation is None else generation.log
 
     def note_first_use(self) -> None:
-        """Count a first use: a call with a check, capture, measurement or compilation that later calls do not need."""
+        """Count a first use in the present image: a check, capture, measurement or compilation that later calls do not
+        need, so that users see why this image took longer."""
         if (current := self._log()) is not None:
             current.first_uses += 1
 
     @contextlib.contextmanager
     def checking(self, device: torch.device) -> Iterator[None]:
-        """A context that times the check of a decode by itself, because later decodes at this size have no check."""
+        """A context around the comparison of a decode with the host's. Counts a first use, and adds the context's time
+        to the present image as CHECK, apart from the decode's, because later decodes at this size have no
+        comparison."""
         self.note_first_use()
         stop = start_timing(device)
         try:
@@ -218,25 +239,31 @@ class CallStats:
                 current.durations[CHECK].add(stop())
 
     def note_cache_options(self, names: Collection[str]) -> None:
-        """Note the options by which a part of the present step is left out."""
+        """Note, for the present image, the names of options by which a part of the present step is not computed, such
+        as DeepCache's."""
         if (current := self._log()) is not None:
             current.cache_options.update(names)
 
     def note_decode(self, route: str, reason: str) -> None:
-        """Note the route of a decode. reason: why it took no better one, for users."""
+        """Note the route of a decode in the present image. reason: why it took no better one, for users; "" if it took
+        the best."""
         if (current := self._log()) is not None:
             current.vae = route, reason
 
     def note_policy(self, name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Add a step policy's counts at a call. before, after: its status before and after the call."""
+        """Add what a step policy has done at a call to the present image. name: the policy's. before, after: its status
+        before and after the call: counts by name, whose differences are added, and the "reason" why it was inactive."""
         if (current := self._log()) is not None:
             done = {key: after[key] - before[key] for key in after if isinstance(after[key], int)}
             current.note_policy(name, done, str(after.get("reason", "")))
 
     @contextlib.contextmanager
     def standing_for(self, host: Stopwatch | None, kind: str = WHOLE) -> Iterator[None]:
-        """A context in which calls are counted in place of another call, such as the prompt's rows in place of a whole
-        batch: with this stopwatch of the host instead of their own shape's, and with this kind instead of WHOLE.
+        """A context in which calls are counted as a replacement for a larger call of the host, such as the rows of the
+        prompt alone in place of the whole batch.
+
+        host: the stopwatch of the host's larger call, with which they are counted instead of their own shape's; None:
+        unknown. kind: the kind of step to count instead of WHOLE.
         """
         before = self._stands_for
         self._stands_for = (host, kind)
@@ -249,10 +276,13 @@ class CallStats:
         self, kind: str, own: Stopwatch | None, host: Stopwatch | None, route: str = "", entry: Entry | None = None,
         reason: str | None = None,
     ) -> Stopwatch | None:
-        """Count one step. Returns the host's stopwatch that it was counted with: that of standing_for inside of one.
+        """Count one step in the present image; in a warm-up, count none. Returns the stopwatch of the host's steps that
+        it was counted with: `host`, or in a standing_for context the one of that; None: unknown.
 
-        own: the stopwatch of such steps. host: the stopwatch of the host's steps that it replaces. route: of the call,
-        "" without one. reason: why it took no faster route; None keeps the last reason, as for a step without a call.
+        kind: what the step computed: WHOLE, CACHED, BY_HOST and so on. own: the stopwatch of steps of this kind and
+        shape. host: the stopwatch of the host's steps that it replaces. route: the route of the call; "" for a step
+        without a call. entry: of the call's shape. reason: why it took no faster route, for users; None keeps the last
+        reason, as for a step without a call.
         """
         if self._stands_for is not None:
             host, kind_of_the_other = self._stands_for
@@ -286,8 +316,8 @@ class CallStats:
 
     @contextlib.contextmanager
     def timing(self, network: str, device: torch.device) -> Iterator[None]:
-        """A context whose time is added to the image in progress. Inside of another such context, and in a warm-up, it
-        does nothing. network: UNET or VAE."""
+        """A context around a call, whose time is added to the image in progress. Inside of another such context in this
+        thread, and in a warm-up, it does nothing. network: UNET or VAE. device: the one whose work is timed."""
         timing = self._timing
         current = self._log()
         if timing.is_on or current is None:
@@ -308,8 +338,8 @@ class CallStats:
                 current.host.add(took)
 
     def _resolution(self, latent: Tensor | None) -> str | None:
-        """The resolution in pixels ("512x768"): of a latent (batch, channels, ..., h, w), or else the one that the
-        generation has announced; None if unknown."""
+        """The resolution in pixels, width x height ("512x768"): that of a latent (batch, channels, ..., h, w); without
+        a latent, the one that the generation has announced. None if unknown."""
         if latent is not None:
             height, width = latent.shape[-2:]
             return f"{width * LATENT_PIXEL}x{height * LATENT_PIXEL}"
@@ -319,9 +349,10 @@ class CallStats:
     def note_host(
         self, reason: str, model: str | None = None, latent: Tensor | None = None, host: Stopwatch | None = None
     ) -> Stopwatch | None:
-        """Count a call that the host computes, for this reason. Returns the host's stopwatch for it; see count.
+        """Count a call that the host computes. Returns the host's stopwatch for it, or None; see count.
 
-        model: the network's name for users. latent: its input. host: the host's stopwatch at this shape. None: unknown.
+        reason: why OneDiff does not compute it, for users. model: the network's name for users. latent: the call's
+        input. host: the host's stopwatch at this shape. None for each of these: unknown.
         """
         self._place = Place(model, self._resolution(latent))
         self.calls[HOST] += 1
@@ -330,7 +361,8 @@ class CallStats:
         return host_times
 
     def note_served(self, served: Served) -> Stopwatch | None:
-        """Count a call that we have computed. Returns the host's stopwatch for it; see count."""
+        """Count a call that OneDiff has computed, and keep it as last_call. Returns the stopwatch of the host's calls
+        that it replaces, or None; see count."""
         entry = served.entry
         route = served.route
         reason = served.reason
@@ -345,12 +377,14 @@ class CallStats:
         return host_times
 
     def _note_last(self, call: LastCall) -> None:
-        """Keep the last call, and log its route if that is another one than before."""
+        """Keep the last call, and log its route and reason if they are other ones than before, but none twice in
+        SECONDS_UNTIL_LOGGED_AGAIN."""
         before = self.last_call
         self.last_call = call
         route = call.route
         reason = call.reason
-        sentence = f"{route} route ({reason})" if reason else f"{route} route"
+        served = SENTENCES.get(str(route), "")
+        sentence = f"{served}: {reason}" if reason else served
         if log.isEnabledFor(logging.DEBUG):
             log.debug("%s%s", sentence, f" {call.entry.key}" if call.entry else "")
         elif (route, reason) != (before.route, before.reason):
@@ -362,14 +396,15 @@ class CallStats:
             self._logged[str(route), reason] = now
 
     def explain(self, reason: str) -> None:
-        """Replace the reason of the last call, after more is known about it. reason: for users."""
+        """Replace the reason of the last call, also in the record of its image, after more is known about it. reason:
+        for users."""
         self.last_call = self.last_call._replace(reason=reason)
         if self._latest is not None:
             self._latest.reason = reason
 
     def status(self, image: ImageRecord | None = None) -> dict[str, Any]:
-        """The record of an image, by default the last one, as plain values for JSON; and the number of all calls by
-        route. See ImageRecord."""
+        """The record of an image as plain values for JSON, and the number of all calls by route. image: by default the
+        one in progress, or the last one. See ImageRecord for the values."""
         image = image or self.image
         return {
             "model": image.model, "backend": image.backend, "lossy": image.lossy, "resolution": image.resolution,
@@ -382,12 +417,13 @@ class CallStats:
 
 
 def differ(one: Place, other: Place) -> bool:
-    """Whether two places differ in a model or resolution that is known of both."""
+    """Whether two places have different models or resolutions. Values that are None (unknown) in one of them do not
+    count."""
     return any(None not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True))
 
 
 def values_of_part(part: ImagePart) -> dict[str, Any]:
-    """A part of an image as plain values for JSON."""
+    """A part of an image (its steps at one place) as plain values for JSON; see ImagePart."""
     return {
         "model": part.model, "resolution": part.resolution, "steps": dict(part.steps), "calls": dict(part.calls),
         "step_ms": part.step_ms, "host_ms": part.host_ms, "ratio": part.ratio,
@@ -395,7 +431,7 @@ def values_of_part(part: ImagePart) -> dict[str, Any]:
 
 
 def values_of(image: ImageRecord) -> dict[str, Any]:
-    """An image as plain values for JSON."""
+    """An image's record as plain values for JSON, with its parts and the images inside of it; see ImageRecord."""
     return {
         "state": image.state, "images": image.images, "seconds": image.seconds, "host_seconds": image.host_seconds,
         "spent": asdict(image.spent), "steps": dict(image.steps), "calls": dict(image.calls),

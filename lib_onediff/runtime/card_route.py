@@ -1,4 +1,5 @@
-"""Serves calls on one GPU: by their plan, or by OneCard.serve_without_plan, the slow path that leads to a plan.
+"""Serves calls on one GPU: by their plan (a kept CUDA graph with everything that is known about such calls), or by
+OneCard.serve_without_plan, the slow path that leads to a plan.
 
 The slow path tries the backends, the fastest first, down to PyTorch's operators launched one by one. If a backend
 fails, its reason is noted and the next one is tried. The slow path's methods, each of which calls the next:
@@ -43,19 +44,19 @@ from .stepping import Stepping
 from .verify import prove, why_cached_pass_differs
 
 log = logging.getLogger("onediff")
-# The host is asked for so many bytes more than a graph lacks, because the free memory varies from call to call.
+# In bytes. The host is asked for so much more than a graph lacks, because the free memory varies from call to call.
 ROOM_TO_SPARE = 64 << 20
 
 
 class CardRoute:
-    """Serves calls on one GPU each, that of their latent.
+    """Serves calls on one GPU each, that of their latent. There is one CardRoute for all networks and GPUs.
 
-    choice: the backends to try. low_bit, patched: the routes of 8-bit products and of calls with functions of other
-        extensions.
+    choice: chooses the backends to try. low_bit: chooses and quantizes the layers in eight bits. patched: serves calls
+        with functions of other extensions.
     """
 
     def __init__(self, services: Services, stepping: Stepping) -> None:
-        """stepping: the step policies, of which answer() uses those that decide for each GPU."""
+        """stepping: the step policies. answer() uses those of them that decide separately for each GPU."""
         self.services = services
         self._stepping = stepping
         self.choice = BackendChoice(services)
@@ -63,24 +64,27 @@ class CardRoute:
         self.patched = PatchedRoute(services)
 
     def card(self, network: Network, settings: Settings, times_host: bool = True) -> OneCard:
-        """The Compute for a network's calls under these settings. times_host: False if the host's forward computes more
-        than these calls, so that its time cannot be compared."""
+        """A new OneCard for a network's calls under these settings. times_host: whether the host's forward, when it is
+        run for a comparison, is timed as the alternative to such a call. False if it computes more than the call, such
+        as the rows of both GPUs."""
         return OneCard(self, network, settings, times_host)
 
     def answer(self, card: OneCard, call: Call, host: Host, is_counted: bool = True) -> Answer:
-        """The output of a call, through the step policies that decide for each GPU. is_counted: False for a part of a
-        call that is counted as a whole.
+        """The answer to a call: by a step policy that decides for each GPU, or computed by `card`.
 
-        Raises Refusal if the host must run it, torch.cuda.OutOfMemoryError, and HostError.
+        host: runs the host's forward of this call, to compare a first output with. is_counted: whether to count the
+        call in the statistics; False for a part of a call that is counted as a whole. Raises Refusal if the host must
+        compute the call, torch.cuda.OutOfMemoryError, and HostError.
         """
         compute = self._stepping.around(card, False, card.network, card.settings, is_counted=is_counted)
         return compute(call, host)
 
 
 class OneCard:
-    """The core.policy.Compute for the calls of one network under these settings. Made anew for each call of the host.
+    """Computes calls of one network on one GPU under fixed settings: a core.policy.Compute. Made anew for each call of
+    the host; step policies may call it several times, or not at all.
 
-    tried: the entry that was tried last; None before.
+    tried: the entry that was tried last on the slow path; None before.
     """
 
     def __init__(self, route: CardRoute, network: Network, settings: Settings, times_host: bool) -> None:
@@ -95,16 +99,17 @@ class OneCard:
         self.tried: Entry | None = None
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The answer to a call: by its plan, or on the slow path. Raises what CardRoute.answer raises."""
+        """The answer to a call: replayed by its plan, or by serve_without_plan. host: see CardRoute.answer; None if the
+        host cannot compute this call. Raises what CardRoute.answer raises."""
         served = replayed(self._services, self.network, call, self.settings)
         if served is None:
             served = self.serve_without_plan(call, host)
         return Answer(served.output, served)
 
     def serve_without_plan(self, call: Call, host: Host | None) -> Served:
-        """Serve a call that no plan serves, and take one step towards a plan for calls like it: the first such call is
-        compared with the host's output, after the second one its graph is captured, the third one replays it and its
-        plan is kept.
+        """Serve a call that no plan serves, and take one step towards a plan for calls like it: the output of the first
+        such call is compared with the host's; after the second one, a graph is captured; the third one replays the
+        graph, and a plan is kept.
 
         host: None: a shape that was not checked before is refused. Raises what CardRoute.answer raises.
         """
@@ -123,8 +128,9 @@ class OneCard:
         return served
 
     def _serve_locked(self, call: Call, functions: FunctionCalls | None) -> Served:
-        """The output by the first backend that serves the call, under the runtime's lock. functions: the call's patch
-        points. Raises Refusal."""
+        """The output by the first backend that serves the call, computed under the runtime's lock. functions: other
+        extensions' functions that the call brings; None if it brings none. Raises Refusal if no backend serves it, and
+        torch.cuda.OutOfMemoryError."""
         services = self._services
         with services.computing(call.latent.device):
             if services.is_between_graphs:
@@ -133,11 +139,12 @@ class OneCard:
             return self._with_overflow_retry(candidates, call, functions)
 
     def _check(self, call: Call, served: Served, functions: FunctionCalls | None, host: Host | None) -> bool:
-        """Compare an output with the host's, unless that was done before. Returns whether it was compared now.
+        """Compare an output with the host's, unless outputs of this shape with these weights were compared before.
+        Returns whether it was compared now.
 
-        functions: the call's patch points; rewound first, because the host calls the same functions again. host: None
-        if the host cannot compute this call. Raises Refusal if the output cannot be used: it differs, or there is no
-        host to compare with. Raises HostError if the host fails.
+        functions: see _serve_locked; rewound first, because the host calls the same functions again. host: None if the
+        host cannot compute this call. Raises Refusal if the output must not be used: it differs from the host's, or
+        there is no host to compare with. Raises HostError if the host fails.
         """
         services = self._services
         bound = self.network.bound
@@ -148,7 +155,7 @@ class OneCard:
         if entry.state is not State.COLD and is_enough:
             return False
         if host is None:
-            raise Refusal("its output is not checked yet")
+            raise Refusal("OneDiff's output at this size was not compared with the WebUI's yet")
         services.call_stats.note_first_use()
         if functions is not None:
             # So that they draw the same random numbers for the host.
@@ -169,8 +176,9 @@ class OneCard:
         return True
 
     def _prepare(self, call: Call, served: Served, captures: bool) -> None:
-        """Prepare later calls like this one: capture their graph, or, if this call has replayed one, keep a plan.
-        captures: whether a graph may be captured; False right after the first comparison with the host."""
+        """Prepare for later calls like this one, after it was answered: capture their graph; or, if this call has
+        replayed a graph, keep a plan. captures: whether a graph may be captured; False right after the first comparison
+        with the host."""
         entry = served.entry
         network = self.network
         device = call.latent.device
@@ -196,7 +204,8 @@ class OneCard:
         return is_decided or self.settings.low_bit == "off"
 
     def _keep_plan(self, call: Call, served: Served) -> None:
-        """Keep a plan for later calls like this one, unless the backend keeps their runner itself."""
+        """Keep a plan for later calls like this one in the network. Does nothing if the network has no runner for them:
+        the backend then keeps its own, and is asked for it at each call."""
         network = self.network
         device = call.latent.device
         runner = network.runner(served.entry.key, call.cut)
@@ -209,11 +218,12 @@ class OneCard:
         network.keep_plan(call.signature, plan)
 
     def check(self, call: Call, served: Served) -> None:
-        """Prove a cached pass: compute it once, with the backend, precision and lossy products of the full pass, and
+        """Check the cached pass of a step policy (DeepCache) against the full pass that was just computed. If its shape
+        was not checked before, compute it once, with the backend, precision and lossy products of the full pass, and
         compare the two outputs, which must be equal. Its entry becomes PROVED or FAILED.
 
-        call: the cached pass (its cut reads). served: the full pass of the same call. Raises Refusal if the entry is
-        FAILED, now or from before.
+        call: the cached pass: the same call with a cut that reads the cached feature. served: the full pass. Raises
+        Refusal if the entry is FAILED, now or from before.
         """
         key = served.entry.key
         call = replace(call, upcast_attention=served.call.upcast_attention)
@@ -226,7 +236,7 @@ class OneCard:
                 cached = partial(self._launch, entry, call)
                 compared = attempted(partial(why_cached_pass_differs, entry, served.output, cached))
                 if compared.fault is not None:
-                    what = f"the cached pass failed: {first_line(compared.fault)}"
+                    what = f"the cached step failed: {first_line(compared.fault)}"
                     entry.blame(what, self.network.sampling_now, is_final=False)
                     log.error("%s (%s)", entry.reason, entry.key, exc_info=compared.fault)
                 elif miss := compared.given():
@@ -237,10 +247,11 @@ class OneCard:
     # --- one backend after the other --------------------------------------------------------------------------------
 
     def _with_overflow_retry(self, candidates: Candidates, call: Call, functions: FunctionCalls | None) -> Served:
-        """The output of a call by the first candidate that serves it.
+        """The output of a call by the first candidate that serves it. functions: see _serve_locked. Raises what
+        _first_to_serve raises.
 
-        If the first output of a shape is not finite, the call is computed again with attention in float32. If that
-        helps, all later calls with these weights use it from the start, also in later processes.
+        If the first output of a shape has NaN or infinite values, the call is computed again with attention in float32.
+        If that helps, all later calls with these weights use it from the start, also in later processes.
         """
         bound = self.network.bound
         tuned = self._services.tuning_cache
@@ -271,8 +282,8 @@ class OneCard:
         """The output by the first candidate that neither refuses nor fails: the 8-bit variants of the first backend,
         then each backend.
 
-        flags: torch's switches for precision, as they are set now, for the entry's key. functions: the call's patch
-        points. Raises Refusal with the last reason if none serves the call, and torch.cuda.OutOfMemoryError.
+        flags: torch's switches for precision, as they are set now, for the entry's key. functions: see _serve_locked.
+        Raises Refusal with the last reason if none serves the call, and torch.cuda.OutOfMemoryError.
         """
         network = self.network
         ways = [(candidates.devices[0], lossy) for lossy in candidates.lossy]
@@ -292,13 +303,14 @@ class OneCard:
     def _candidate(
         self, device: Device, lossy: Lossy, call: Call, functions: FunctionCalls | None, flags: Flags
     ) -> Candidate[Served]:
-        """This backend, with these lossy products, as a candidate for a call."""
+        """The Candidate of this backend with these lossy products for a call. Computes nothing yet."""
         return Candidate(
             partial(self._admitted, device, call, lossy, flags), partial(self._on_device, device, call, functions)
         )
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
-        """The entry of a call's shape with this backend, switched to the verdict for the present weights."""
+        """The entry of a call's shape with this backend, with the verdict that belongs to the present weights. A new
+        entry, in state COLD, if there is none."""
         network = self.network
         bound = network.bound
         layout = bound.layout
@@ -308,7 +320,7 @@ class OneCard:
         return entry.of_weights(network.identity(), network.sampling_now, bound.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
-        """The entry of a call's shape with this backend. Raises Refusal if the backend does not compute such calls."""
+        """As _entry, but raises Refusal if the backend does not compute such calls."""
         device.refuse_call(call, self.network.weight_marks)
         if call.patches is not None and lossy != LOSSLESS:
             # Between 8-bit operators, activations are quantized tensors, which functions of extensions cannot take.
@@ -318,10 +330,11 @@ class OneCard:
     def _on_device(
         self, device: Device, call: Call, functions: FunctionCalls | None, entry: Entry, reason: str
     ) -> Served:
-        """The output by one backend, which loads its kernels first. reason: why the candidate before did not serve.
-        Raises Refusal, also for a shape that has failed, and for a cached pass that check() has not proved."""
+        """The output by one backend, which loads its kernels first. reason: why the candidate before did not serve, for
+        users. Raises Refusal if the backend cannot compute it, if its entry has FAILED, and for a cached pass that
+        check() has not proved. Raises torch.cuda.OutOfMemoryError."""
         if entry.key.is_cached_pass and entry.state is State.COLD:
-            raise Refusal("the cached step is not checked against a whole step yet")
+            raise Refusal("a cached step at this size was not compared with a full one yet")
         self.tried = entry
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
@@ -332,8 +345,9 @@ class OneCard:
     def _replay_or_launch(
         self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
     ) -> Served:
-        """The output by one backend whose kernels are loaded: by the backend's own runner, by a graph, or operator by
-        operator. reason: why the candidate before did not serve. Raises Refusal if the next one is to be tried."""
+        """The output by one backend whose kernels are loaded: by the backend's own runner, by a captured graph, or
+        operator by operator, in this order. Quantizes 8-bit weights first, if the entry needs them. reason: see
+        _on_device; it becomes a part of Served.reason. Raises Refusal if the next backend is to be tried."""
         network = self.network
         lossy = entry.key.lossy
         has_graphs = device.traits.has_graphs
@@ -341,7 +355,7 @@ class OneCard:
         if lossy.low_bit:
             self._route.low_bit.fit(network, lossy, call, self.settings, is_first=is_cold)
         if call.cut is not None and call.cut.reads and call.cut.values != network.bound.epoch.values:
-            raise Refusal("the weights have changed since the last whole step")
+            raise Refusal("the model's weights have changed since the last full step")
         launch = partial(self._launch, entry)
         streamed = network.streamed(lossy, self.settings)
 
@@ -365,12 +379,12 @@ class OneCard:
             work = partial(self._graphs.measured, entry, work)
         output = stopwatch.time(call.latent.device, work, PLAIN)
         if has_graphs:
-            not_yet = "first call at this shape" if is_cold else "its graph is captured after this step"
+            not_yet = "the first step at this size" if is_cold else "its CUDA graph is made after this step"
             reason = reason or entry.no_graph or entry.waits or not_yet
         return Served(output, entry, network.bound.refreshed, PLAIN, with_streamed(reason), call)
 
     def _launch(self, entry: Entry, call: Call) -> Tensor:
-        """The output of our forward, without a graph, operator by operator."""
+        """The output of our forward for a call, launched operator by operator, without a graph."""
         network = self.network
         lossy = entry.key.lossy
         ops = self._devices.operators(entry.key.backend, network.has_wide_norms)
@@ -378,7 +392,8 @@ class OneCard:
         return self._services.families.output(source.layout, source.weights(), ops, call)
 
     def _spread(self, key: ShapeKey, call: Call) -> float:
-        """How far rounding moves this output, computed without functions of other extensions; see rounding.spread."""
+        """How far rounding moves the output of a call, as a relative error; see rounding.spread. The output is computed
+        several times on the reference device, without functions of other extensions and without a cut."""
         network = self.network
         plain = replace(call, patches=None, cut=None)
         ops = self._devices.operators(self._devices.reference.name, network.has_wide_norms)
@@ -395,8 +410,8 @@ class OneCard:
     # --- the graph ------------------------------------------------------------------------------------------------
 
     def _capture(self, entry: Entry, call: Call) -> None:
-        """Capture the graph of a shape that was just served without one. Raises nothing: if the capture fails, the
-        entry has the reason."""
+        """Capture the graph of a shape that was just served without one, unless the backend has no graphs or an earlier
+        capture has failed. If the capture fails, Entry.no_graph has the reason, and nothing is raised."""
         if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
             return
         captured = attempted(lambda: self._capture_now(entry, call))
@@ -411,8 +426,8 @@ class OneCard:
             log.error("%s (%s)", entry.no_graph, entry.key, exc_info=captured.error)
 
     def _capture_now(self, entry: Entry, call: Call) -> None:
-        """Tune kernels, capture the graph, and ask the host for memory that it lacks. Makes no graph if tuning has
-        dropped the 8-bit weights. Raises Refusal, and what the capture raises."""
+        """Tune kernels, capture the graph, and ask the host to free as much GPU memory as the graph lacks. Captures
+        nothing if tuning has dropped the 8-bit weights. Raises Refusal, and what the capture raises."""
         if self._tune(entry.key, call):
             self._services.call_stats.note_first_use()
             # The kernels chosen now must run once outside of the capture, where they load and allocate.
@@ -429,8 +444,9 @@ class OneCard:
             self._graphs.shrink_low_bit(self.network, lacking + ROOM_TO_SPARE)
 
     def _tune(self, key: ShapeKey, call: Call) -> bool:
-        """Measure the fastest kernels, and the 8-bit products that pay, for this call if they are unknown. Returns
-        whether anything was measured."""
+        """Measure the fastest kernels for this call, and which products are faster in eight bits, if that is unknown.
+        Returns whether anything was measured, after which the forward must be launched once more before a capture;
+        False also if 8-bit layers are refused after that."""
         layout = self.network.bound.layout
         low_bit = self._route.low_bit
         attentions = self._services.families.of(layout).attentions(layout, call)
@@ -447,7 +463,8 @@ class OneCard:
 
 
 def kernel_use_of(network: Network, call: Call, lossy: Lossy = LOSSLESS) -> KernelUse:
-    """The KernelUse of a call: everything that decides which kernels it needs."""
+    """The KernelUse of a call: everything that decides which kernels its forward needs. lossy: the 8-bit products that
+    it may use. Call it after the network's binding was refreshed for the call."""
     layout = network.bound.layout
     latent = call.latent
     stored = network.bound.binding.layers.rounded_inputs()

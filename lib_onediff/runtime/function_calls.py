@@ -1,5 +1,5 @@
 """Calls other extensions' functions inside of our forward: keeps their exceptions apart from ours, and can restore the
-random numbers and counters that they have used."""
+states of random generators and counters that they have used, before they are called again."""
 from __future__ import annotations
 
 import contextlib
@@ -14,18 +14,19 @@ from ..core.origins import package
 from ..core.points import EveryPoint, Points
 from .verify import rewinder_of_all
 
-# The packages of code that calls the functions, and belongs to no extension.
+# The packages whose code calls the functions, and belongs to no extension.
 CALLERS = frozenset({package(__name__), "torch"})
 
 
 class FunctionCalls(EveryPoint):
-    """The patch points of one call, whose functions may have to be called several times for it.
+    """The Points of one call: the places in our forward at which other extensions' functions are called. Wraps the
+    call's own Points, so that the functions can be called several times for one call with the same results.
 
     An exception raised in an extension's code becomes a HostError.
     """
 
     def __init__(self, patches: Points, device: torch.device) -> None:
-        """device: the functions may draw random numbers on it."""
+        """patches: the call's own. device: the one on which the functions may draw random numbers."""
         super().__init__(patches)
         self._device = device
         self._rewind: Callable[[], None] | None = None
@@ -45,15 +46,16 @@ class FunctionCalls(EveryPoint):
             raise
 
     def rewind(self) -> None:
-        """Restore the random states, and the functions' own state, from before the first function was called."""
+        """Restore the states of random generators, and the functions' own state, from before the first function of this
+        call ran. Does nothing if none has run. Call it before the functions are called again."""
         if self._rewind is not None:
             self._rewind()
 
     @contextlib.contextmanager
     def rewound_on_failure(self) -> Iterator[None]:
-        """A context that rewinds if the code inside fails, because another backend, or the host, then computes the call
-        and calls the functions again. It does not rewind after a HostError, which ends the call, unless memory ran
-        out."""
+        """A context that calls rewind() if the code inside raises, because another backend, or the host, then computes
+        the call and calls the functions again. After a HostError, which ends the call, it does not, except if memory
+        ran out. The exception is raised again."""
         try:
             yield
         except BaseException as error:
@@ -63,7 +65,7 @@ class FunctionCalls(EveryPoint):
 
 
 def is_an_extensions(error: BaseException) -> bool:
-    """Whether an exception has passed through code that is neither ours nor torch's."""
+    """Whether an exception was raised in, or has passed through, code that is neither ours nor torch's."""
     where: TracebackType | None = error.__traceback__
     while where is not None:
         if package(where.tb_frame.f_globals.get("__name__", "")) not in CALLERS:

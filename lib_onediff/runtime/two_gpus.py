@@ -254,7 +254,7 @@ class TwoGpusRoute:
         if pair is None:
             pair = self._make(network, settings, first_card)
         # Look for changed weights while both GPUs compute. If the copy is stale, its rows are computed again below.
-        if not pair.mirror.is_true():
+        if not pair.mirror.is_up_to_date():
             second = None
             pair.network.plans.clear()
         if second is None:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ..core.origins import HOLDERS, OURS, TORCH, beneath_ours, callables_within, package
-from .values import CONTAINERS, MOST_ENTRIES, as_it_is
+from .values import CONTAINERS, MOST_ENTRIES, safe_to_iterate
 
 # Classes of torch whose methods a forward calls on tensors.
 TENSORS = (torch.Tensor, nn.Parameter)
@@ -49,8 +49,8 @@ Space = dict[str, Any] | types.MappingProxyType[str, Any]
 class Named(NamedTuple):
     """A name that code looks up.
 
-    space: the namespace.
-    owner: the module or class of the namespace, such as "torch.nn.functional".
+    space: the namespace that has the name: the attributes of a Python module or of a class.
+    owner: the full name of that module or class, such as "torch.nn.functional".
     """
 
     space: Space
@@ -59,29 +59,32 @@ class Named(NamedTuple):
 
     @property
     def label(self) -> str:
+        """The full name, such as "torch.nn.functional.linear"."""
         return f"{self.owner}.{self.name}"
 
     @property
     def value(self) -> Any:
+        """The present value of the name. Raises KeyError if the namespace does not have it any more."""
         return self.space[self.name]
 
 
 class Code:
-    """Everything that some code, and OneDiff's own code in torch, reaches by name. Do not keep it, because it keeps all
-    of that alive.
+    """Everything that a network's code reaches by name, directly or through other functions; and everything in torch
+    that OneDiff's own code reaches. Do not keep this object, because it keeps all of that alive.
 
-    classes: the classes whose methods are called, with their bases.
-    functions: all functions reached, by id.
+    classes: the classes whose methods may be called, with their bases, in the order in which they were found.
+    functions: all functions reached, by id, except OneDiff's own.
     named: all look-ups of a name in a namespace, by the namespace's id and the name.
-    absent: by a namespace's id, names that code looks up there and finds elsewhere: as a builtin, or through a module's
-        __getattr__. If such a name is defined in the namespace later, the code calls something else.
+    absent: by a namespace's id, the namespace, and the names that code looks up there and finds elsewhere: as a
+        builtin, or through a module's __getattr__. If such a name is defined in the namespace later, the code calls
+        something else.
     names: all names in code outside of torch, attributes included.
-    named_by_ours, classes_of_ours: the parts of named and classes that OneDiff's own code reaches.
+    named_by_ours, classes_of_ours: those of named and classes that OneDiff's own code reaches.
     """
 
     def __init__(self, roots: Iterable[Any], left_out: Collection[str] = ()) -> None:
-        """roots: classes and functions to begin with. left_out: names that are not followed, each with its Python
-        module ("networks.loaded_networks")."""
+        """roots: the network's classes and functions, from which names are followed. left_out: names that are not
+        followed, each with its Python module ("networks.loaded_networks"). Reads everything now."""
         self._left_out = frozenset(left_out)
         self.classes: dict[type, None] = {}
         self.functions: dict[int, types.FunctionType] = {}
@@ -106,12 +109,15 @@ class Code:
         self._follow_all()
 
     def _follow_all(self) -> None:
-        """Follow every value that waits, and those found on the way."""
+        """Follow every value in _waiting, the list of values to follow, and those found on the way, until none is left.
+        """
         while self._waiting:
             self._follow(self._waiting.pop())
 
     def _follow(self, value: Any) -> None:
-        """Read the value of a name: its code, its class, and the values inside of it."""
+        """Read the value of a name, if it was not read before: add its code and its class, and note the values inside
+        of it to be followed next. Of a function of OneDiff, only the host's function beneath it is followed, if it is a
+        hook."""
         if id(value) in self._seen:
             return
         self._seen[id(value)] = value
@@ -135,7 +141,7 @@ class Code:
             self._add_members(getattr(value, "__dict__", {}))
 
     def _read_ours(self) -> None:
-        """Add the names in torch that our own functions look up."""
+        """Add the names in torch that OneDiff's own functions look up. Their values are followed like any others."""
         for function in our_functions():
             names = names_in(function.__code__)
             space = function.__globals__
@@ -145,7 +151,7 @@ class Code:
                     self._look_up_in(vars(module), module.__name__, names)
 
     def _read(self, function: types.FunctionType) -> None:
-        """Add a function, and follow the names in its bytecode."""
+        """Add a function to `functions`. Unless it is of the standard library, look up the names in its bytecode."""
         space = function.__globals__
         owner = str(space.get("__name__", "?"))
         self.functions[id(function)] = function
@@ -158,14 +164,16 @@ class Code:
         self._look_up(space, owner, names)
 
     def _look_up(self, space: Space, owner: str, names: frozenset[str]) -> None:
-        """Look these names up in a function's globals, and in modules found there. Notes builtins as absent."""
+        """Look these names up in a function's globals, and in modules found there; see _look_up_in. A name that is not
+        in the globals but among Python's builtins is added to `absent`. owner: the function's Python module."""
         hidden = (names & vars(builtins).keys()) - space.keys()
         self._note_absent(space, hidden)
         self._look_up_in(space, owner, names)
 
     def _look_up_in(self, space: Space, owner: str, names: frozenset[str]) -> None:
-        """Add to `named` those of these names that are in a namespace and may compute, and look the names up in modules
-        found there too. owner: the name of the namespace's module."""
+        """Add to `named` those of these names that are in a namespace and may affect what code computes (callables; in
+        files outside of torch also data). If a value is a Python module, look all of these names up in it too. owner:
+        the name of the namespace's module."""
         reads_data = package(owner) not in NOT_READ
         waiting = [(space, owner)]
         seen = {id(space)}
@@ -190,25 +198,25 @@ class Code:
                 self.named.setdefault((id(space), name), Named(space, owner, name))
 
     def _note_absent(self, space: Space, names: Collection[str]) -> None:
-        """Add these names of a namespace to `absent`."""
+        """Add these names, which the namespace does not have, to `absent`."""
         if names:
             self.absent.setdefault(id(space), (space, set()))[1].update(names)
 
     def _add_class(self, kind: type) -> None:
-        """Add a class and its bases, and the members that run for existing objects."""
+        """Add a class and its bases to `classes`, and follow their members except MAKERS; see _add_members."""
         for base in bases_of(kind):
             if base not in self.classes:
                 self.classes[base] = None
                 self._add_members({name: value for name, value in vars(base).copy().items() if name not in MAKERS})
 
     def _add_makers(self, kind: type) -> None:
-        """Add the members of a class that run when an object is made."""
+        """Follow the MAKERS of a class that code may instantiate; see _add_members."""
         for base in bases_of(kind):
             self._add_members({name: vars(base)[name] for name in MAKERS & vars(base).keys()})
 
     def _add_members(self, space: Space) -> None:
-        """Follow those members of a class or object whose names are in some code. The others wait until code with their
-        name is found."""
+        """Follow those members of a class or object whose names are in code that was read. The others are followed when
+        code with their name is read (_note_names). space: the members by name."""
         for name, value in space.copy().items():
             if name in self.names:
                 self._waiting.append(value)
@@ -216,14 +224,15 @@ class Code:
                 self._unnamed.setdefault(name, []).append(value)
 
     def _note_names(self, names: Collection[str]) -> None:
-        """Note that these names are in some code, and follow every known member with one of them."""
+        """Note that code with these names was read, and follow every known member that has one of them."""
         for name in frozenset(names) - self.names:
             self.names.add(name)
             self._waiting.extend(self._unnamed.pop(name, ()))
 
 
 def bases_of(kind: type) -> list[type]:
-    """A class and its bases, without those of the standard library and torch's C base class of tensors."""
+    """A class and its bases in the order of method resolution, without those of Python, the standard library, and
+    torch's C base class of tensors."""
     return [
         base for base in kind.__mro__[:-1]
         if package(base.__module__) not in STANDARD_LIBRARY and base is not torch._C.TensorBase
@@ -231,16 +240,18 @@ def bases_of(kind: type) -> list[type]:
 
 
 def objects_in(container: Any) -> list[Any]:
-    """The members of a container that may have code. None of a container with more than MOST_ENTRIES."""
+    """The members of a container that may have code: of a dictionary its values, without plain values, tensors and
+    modules. An empty list for a container with more than MOST_ENTRIES, and for anything that is not a container."""
     if not isinstance(container, CONTAINERS) or len(container) > MOST_ENTRIES:
         return []
-    now = as_it_is(container)
+    now = safe_to_iterate(container)
     found = now.values() if isinstance(now, dict) else now
     return [one for one in found if not isinstance(one, (*CONSTANT_TYPES, torch.Tensor, nn.Module, types.ModuleType))]
 
 
 def our_functions() -> Iterator[types.FunctionType]:
-    """All functions in those files of OneDiff that compute. These files are all imported before a network is served."""
+    """All functions and methods in those files of OneDiff that compute (OF_OURS), as far as they are imported; they all
+    are before a network is served."""
     # sys.modules may contain any object, and other threads import meanwhile.
     files = [
         module for name, module in sorted(sys.modules.copy().items())
@@ -258,15 +269,16 @@ def our_functions() -> Iterator[types.FunctionType]:
 
 
 def found_elsewhere(module: types.ModuleType, names: Collection[str]) -> set[str]:
-    """Those of these names that a module of torch finds only through its __getattr__, as torch._VF does."""
+    """Those of these names that a Python module of torch finds only through its __getattr__, as torch._VF does. An
+    empty set for any other module."""
     if type(module) is types.ModuleType or package(module.__name__) != TORCH:
         return set()
     return {name for name in names if name not in vars(module) and hasattr(module, name)}
 
 
 def computes(module: str) -> bool:
-    """Whether names are looked up in the module of this name: in every module outside of torch, and in those of torch
-    whose functions compute (OF_TORCH, torch.nn.*, torch._C.*)."""
+    """Whether the Python module of this name may have functions that affect an image, so that names are looked up in
+    it: True for every module outside of torch; of torch's, for OF_TORCH, torch.nn.* and torch._C.*."""
     if package(module) != TORCH:
         return True
     return module in OF_TORCH or module.startswith(("torch.nn.", "torch._C."))

@@ -1,9 +1,10 @@
-"""Finds edits of tensors that torch does not count: `weight.data += ...`, as fusing a LoRA does, and edits of inference
-tensors.
+"""Finds edits of tensors that torch does not count in Tensor._version: `weight.data += ...`, as fusing a LoRA does, and
+edits of inference tensors.
 
 Compares a checksum: the sum, in 64 bits, of all 32-bit words, each multiplied by its own odd number. Any edit of a
-single word changes it, and two edits cancel out with a probability of 2**-32. If only copies in eight bits depend on
-the values, which are approximate anyway, 1 in PART of a matrix's words is summed, some in every row.
+single word changes it, and the effects of two edits on it cancel out with a probability of 2**-32. If only 8-bit copies
+were made from the values, a partial reading is enough, because these copies are approximate anyway: of a matrix, it
+sums 1 in PART of the words, some in every row.
 """
 from __future__ import annotations
 
@@ -21,11 +22,11 @@ CHUNKS = {"cpu": 1 << 17}
 # For other devices.
 CHUNK = 1 << 20
 EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
-# The number of consecutive words in a piece, the unit of partial reads.
+# The number of consecutive words in a piece, the unit of partial readings.
 PIECE = 8
-# A partial read takes every PART-th piece.
+# A partial reading takes every PART-th piece.
 PART = 17
-# Matrices with fewer words are always read in full: partial reads could miss whole rows of them.
+# Matrices with fewer words are always read in full: a partial reading could miss whole rows of them.
 SMALLEST_PARTLY_READ = 1 << 16
 
 
@@ -50,7 +51,8 @@ class MemorySpan(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> MemorySpan:
-        """The span of a tensor, from its first to its last byte."""
+        """The span of a tensor: as many bytes as its numbers take, from the first number on. For a tensor with gaps
+        between its numbers (see is_dense), the bytes are not those of its numbers; use the span to compare alone."""
         start = int(tensor.storage_offset()) * tensor.element_size()
         layout = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
         return cls(
@@ -59,7 +61,7 @@ class MemorySpan(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether some tensor still has the storage."""
+        """Whether the storage exists: some tensor still uses it."""
         return not self.storage.expired()
 
     @property
@@ -77,20 +79,22 @@ class MemorySpan(NamedTuple):
         return found
 
     def stride(self, part: int) -> int:
-        """The step between the pieces that a partial read takes: part for large matrices, otherwise 1."""
+        """The step of a reading: it takes every such piece of this memory. `part` for a large matrix; 1, all pieces,
+        for anything else."""
         return part if self.is_matrix and self.nbytes > SMALLEST_PARTLY_READ * WORD else 1
 
 
-# (spans of one device, part) -> a function that launches their checksums and returns them, int64 (spans,); or None if
-# it cannot read them.
+# A device's kernel for checksums. (spans of one GPU, part; see Contents) -> a function that launches the kernel and
+# returns the checksums, int64 (spans,) on the GPU; None if the kernel cannot read these spans.
 ContentsReader = Callable[[Sequence[MemorySpan], int], "Callable[[], Tensor] | None"]
 
 
 class Contents:
-    """The checksums of some spans of memory at the last reading. The spans may be on several devices.
+    """The checksums of some spans of memory at the last reading. The spans may be on several devices; those on the meta
+    device are left out. The first reading is made, and waited for, when this is constructed.
 
     part: every part-th piece of a large matrix is read; 1: all. reader: a kernel for the checksums; None: torch's
-    operators are used. known: the checksums, int64 (spans,) on the CPU.
+    operators are used. known: the checksums at the last reading, int64 (spans,) on the CPU.
     """
 
     def __init__(self, spans: Sequence[MemorySpan], part: int = 1, reader: ContentsReader | None = None) -> None:
@@ -107,10 +111,11 @@ class Contents:
         self.known = self._begin()()
 
     def begin(self, are_alive: bool = False) -> Callable[[], bool]:
-        """Launch a reading on the GPUs. The returned function reads main memory, waits for the reading but for nothing
-        launched after it, and returns whether any checksum differs from the last reading.
+        """Launch a new reading on the GPUs. The returned function reads main memory, waits for the reading but for
+        nothing launched after it, and returns whether any checksum differs from the last reading; True also if memory
+        of a span was freed. The new checksums then replace `known`, so each change is reported once.
 
-        are_alive: the caller knows that the memory of all spans exists.
+        are_alive: True if the caller knows that the memory of all spans exists, which saves a check.
         """
         try:
             read = self._begin(are_alive)
@@ -128,13 +133,16 @@ class Contents:
         return changed
 
     def _begin(self, are_alive: bool = False) -> Callable[[], Tensor]:
+        """Launch a reading on the GPUs. The returned function waits for it and returns `known`'s next value. Both raise
+        ReferenceError if a span's memory was freed."""
         # Launch on all devices before waiting for the first.
         waiting = [sums.begin(are_alive) for sums in self._devices]
         return lambda: torch.cat([wait() for wait in waiting])[self._order] if waiting else EMPTY
 
 
 class Sums:
-    """Computes the checksums of spans of one device. part, reader: see Contents."""
+    """Computes the checksums of spans of one device. part, reader: see Contents; reader is used on CUDA devices alone.
+    """
 
     def __init__(self, spans: Sequence[MemorySpan], part: int, reader: ContentsReader | None) -> None:
         self._spans = spans
@@ -145,8 +153,9 @@ class Sums:
         self._odd = torch.arange(1, 2 * words + 1, 2, dtype=torch.int64, device=self._device)
 
     def begin(self, are_alive: bool) -> Callable[[], Tensor]:
-        """Launch the reading on a GPU. The returned function waits for it, and returns the checksums, int64 (spans,) on
-        the CPU. Both raise ReferenceError if a span's memory was freed."""
+        """Launch a reading on a CUDA device. The returned function waits for it, and returns the checksums, int64
+        (spans,) on the CPU; for any other device, it also makes the reading. are_alive: see Contents.begin. Both raise
+        ReferenceError if a span's memory was freed."""
         if self._device.type != "cuda":
             return lambda: self._read().cpu()
         if self._launch is None:
@@ -193,6 +202,6 @@ class Sums:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's numbers fill a contiguous range of memory, in any order."""
+    """Whether a tensor's numbers fill a contiguous range of memory without gaps, in any order of its dimensions."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return extent == tensor.numel()

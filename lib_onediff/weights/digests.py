@@ -14,16 +14,17 @@ from .exact_copy import copy_of
 
 
 class WeightsDigest:
-    """Computes the digest of some parameters' numbers, as they are at each read(). Keeps none of them alive.
+    """Computes a digest of the numbers in some parameters each time that read() is called. Keeps no parameter alive.
 
-    Of parameters on the device that computes, all numbers are read; of those in main memory that a GPU computes with, 1
-    in contents.PART.
+    Of parameters on the device that computes, all numbers are read. Of those elsewhere (in main memory, while a GPU
+    computes), only 1 number in contents.PART is read, to save time.
     """
 
     def __init__(
         self, parameters: Sequence[Tensor], device: torch.device, reader: ContentsReader | None = None
     ) -> None:
-        """device: the one that computes. reader: see Contents. After parameters have moved, make a new object."""
+        """device: the one that computes. reader: see Contents. This notes the parameters' addresses: after a parameter
+        has moved to other memory, a new object is needed."""
         self._near: list[MemorySpan] = []
         self._far: list[MemorySpan] = []
         self._reader = reader
@@ -34,8 +35,11 @@ class WeightsDigest:
                 spans.append(MemorySpan.of(parameter))
 
     def read(self, label: str, parameters: Sequence[Tensor]) -> str:
-        """The digest of label and of the parameters' present numbers. parameters: those given to the constructor. Waits
-        for their devices."""
+        """The digest of `label`, any text, and of the parameters' shapes, strides, dtypes and present numbers, as 16
+        hexadecimal digits. Waits for their devices.
+
+        parameters: the same ones that were given to the constructor, which does not keep them.
+        """
         layouts = [(tuple(one.shape), one.stride(), str(one.dtype)) for one in parameters]
         strided = [copy_of(one, torch.contiguous_format) for one in parameters if not is_dense(one)]
         if not self._contents:
@@ -49,8 +53,9 @@ class WeightsDigest:
 
 
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
-    """The digest of a label and of the numbers in tensors on any devices. Makes one copy to the CPU for each device and
-    dtype, and waits for it."""
+    """The digest of a label, any text, and of the numbers in these tensors, in their order, as 16 hexadecimal digits.
+    The tensors may have several dtypes and devices. Makes one copy to the CPU for each dtype and device, and waits for
+    it."""
     values = [tensor.detach().flatten() for tensor in tensors]
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, one in enumerate(values):

@@ -17,27 +17,30 @@ aten: Any = torch.ops.aten
 
 
 @contextmanager
-def nobody_between() -> Iterator[None]:
-    """A context in which operators run without torch modes, tensor subclasses and autograd."""
+def plain_operators() -> Iterator[None]:
+    """A context in which operators run as torch itself defines them: without torch modes, methods of tensor subclasses,
+    and autograd."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad():
         yield
 
 
 def copy_of(source: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-    """A copy of the tensor on the same device."""
-    with nobody_between():
+    """A new detached tensor on the same device with the values of source. memory_format: by default, its strides."""
+    with plain_operators():
         made: Tensor = aten.clone.default(aten.detach.default(source), memory_format=memory_format)
         return made
 
 
 def copy_into(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    """Copy the values of source into target, of the same shape. Returns target."""
-    with nobody_between():
+    """Copy the values of source into the memory of target. They have the same shape, and may be on different devices.
+    Returns target. non_blocking: see Tensor.copy_."""
+    with plain_operators():
         aten.copy_.default(target, aten.detach.default(source), non_blocking)
     return target
 
 
-def rows_of(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
-    """Views of consecutive rows, with counts[i] rows in the i-th one."""
-    with nobody_between():
+def split_rows(tensor: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """Views of a tensor (rows, ...): the first counts[0] rows, the next counts[1] rows, and so on. The sum of counts is
+    the number of rows."""
+    with plain_operators():
         return list(aten.split_with_sizes.default(tensor, list(counts)))

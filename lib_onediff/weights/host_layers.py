@@ -14,22 +14,26 @@ from ..core.origins import layer_within
 from ..core.refusal import Refusal
 from .stored import Format, StoredReader, StoredWeight
 
-LAYERS_GONE = "the WebUI has replaced or unloaded layers of this network"
+LAYERS_GONE = "the WebUI has replaced or unloaded a part of this model"
 
 
 class HostLayers:
     """The layers of one network. Keeps no module and no tensor alive: drop the results of the methods after the call.
 
-    A path is that of a layer with a weight and a bias, or that of a single parameter, which some other module has.
+    A path, such as "blocks.0.norm", is that of a layer with a weight and perhaps a bias, or that of a single parameter:
+    a parameter that our forward reads by itself, from a module that is no such layer. A weight "in few bits" is one
+    that the host stores in 4 or 8 bits, with scales (weights/stored.py).
+
     Methods raise Refusal if the host has unloaded a layer that they read.
 
-    reader: of the weights that the host stores in few bits. None if it stores none.
-    formats: how such weights are stored, and their decoded shapes, by path, as of the last read_formats().
+    reader: reads the weights that the host stores in few bits. None if it stores none so.
+    formats: of each weight in few bits, by path, its Format and its shape when decoded, as of the last read_formats();
+        empty before.
     as_stored: the paths of the parameters that the host never casts.
     """
 
     def __init__(self, network: nn.Module, leaves: Sequence[Any], reader: StoredReader | None) -> None:
-        """leaves: of the network's layout."""
+        """leaves: the descriptions of the layers (core.leaves), each with its path in the network."""
         self.reader = reader
         self.formats: dict[str, tuple[Format, tuple[int, ...]]] = {}
         self.as_stored = frozenset(leaf.path for leaf in leaves if isinstance(leaf, RMSNorm) and leaf.as_stored)
@@ -41,8 +45,9 @@ class HostLayers:
         self._called = [weakref.ref(module) for module, _ in holders.values()]
 
     def follow(self, network: nn.Module) -> bool:
-        """Note anew which LoRA layers are around the layers of the network. Returns False, and changes nothing, if a
-        layer was replaced by another one."""
+        """Look up the modules at the paths again, after the network's modules have changed: LoRA layers may have been
+        put around the layers, or removed. Returns False, and changes nothing, if a layer itself was replaced by another
+        one."""
         called = [holder_of(network, path)[0] for path in self._modules]
         known = self._modules.values()
         if any(layer_within(module) is not layer() for module, layer in zip(called, known, strict=True)):
@@ -57,47 +62,49 @@ class HostLayers:
         return list(self._modules)
 
     def module(self, path: str) -> nn.Module:
-        """The layer at a path; of a single parameter, the module that has it."""
+        """The layer at a path, without a LoRA layer around it; for a single parameter, the module that has it."""
         module = self._modules[path]()
         if module is None:
             raise Refusal(LAYERS_GONE)
         return module
 
     def by_path(self) -> dict[str, nn.Module]:
-        """The layers by their paths in the network, and the modules that have single parameters by theirs."""
+        """The layers by their paths in the network, and the modules that have single parameters by the modules' paths
+        ("" for the network itself)."""
         found: dict[str, nn.Module] = {}
         for path in self._modules:
             found[path.rpartition(".")[0] if path in self._names else path] = self.module(path)
         return found
 
     def modules(self) -> list[nn.Module]:
-        """The values of by_path()."""
+        """The layers, and the modules that have single parameters, each once: the values of by_path()."""
         return list(self.by_path().values())
 
     def casting(self) -> list[nn.Module]:
-        """The layers, without the modules that have single parameters: a layer may cast its parameters by itself, but a
-        single parameter is cast by the forward of the network."""
+        """The layers that may cast their own parameters: all but the modules that have single parameters, which the
+        forward of the network casts."""
         return [self.module(path) for path in self._modules if path not in self._names]
 
     def called(self) -> list[nn.Module]:
-        """The module that the host calls for each of paths(): the layer, or the LoRA layer around it; for a single
-        parameter, the module that has it."""
+        """The module that the host calls for each of paths(), in their order: the layer, or the LoRA layer around it;
+        for a single parameter, the module that has it."""
         pairs = zip(self._called, self._modules.values(), strict=True)
         return all_alive(called() or layer() for called, layer in pairs)
 
     def alive(self) -> list[nn.Module]:
-        """The layers that the host has not unloaded."""
+        """The layers that exist now, and the modules with single parameters: those that the host has not unloaded. They
+        may be fewer than paths(); raises no Refusal."""
         return [module for reference in self._modules.values() if (module := reference()) is not None]
 
     def is_alive(self, path: str) -> bool:
-        """Whether the host has not unloaded the layer at a path."""
+        """Whether the layer at a path exists. False after the host has unloaded it."""
         return self._modules[path]() is not None
 
     # --- parameters -------------------------------------------------------------------------------------------------
 
     def weight_and_bias(self, path: str) -> tuple[Tensor, Tensor | None]:
-        """A layer's weight and bias, or None. Of a weight in few bits, its values as they are stored, (rows, ...); a
-        single parameter is returned as a weight."""
+        """A layer's weight, and its bias or None. A single parameter is returned as a weight without a bias. A weight
+        in few bits is returned as its stored values, (rows, ...), which are not decoded."""
         module = self.module(path)
         if path in self._names:
             single = module._parameters.get(self._names[path])
@@ -114,7 +121,8 @@ class HostLayers:
         return weight, bias
 
     def parameters(self) -> list[Tensor]:
-        """All tensors that the layers compute with: parameters, and the values and scales of weights in few bits."""
+        """All tensors that the layers compute with, in the order of the layout: parameters, and the stored values and
+        the scales of weights in few bits."""
         if not self.formats:
             return [one for layer in self.modules() for one in layer._parameters.values() if one is not None]
         found: list[Tensor] = []
@@ -125,14 +133,15 @@ class HostLayers:
         return found
 
     def vectors(self) -> list[Tensor]:
-        """The biases, and the weights of norms."""
+        """The parameters of one dimension: biases, and the weights of norms."""
         found: list[Tensor] = []
         for path in self._modules:
             found += [one for one in self.weight_and_bias(path) if one is not None and one.dim() == 1]
         return found
 
     def tensors_of(self, layer: nn.Module) -> list[Tensor]:
-        """The tensors of one of the layers, also if its format is unknown."""
+        """The tensors of one of the layers: its parameters, or the stored values and scales. For a weight in few bits
+        whose format is unknown too, where other methods raise Refusal."""
         found: Iterable[Tensor | None] = layer._parameters.values()
         if self.reader is not None:
             found = self.reader.tensors([layer])
@@ -140,19 +149,22 @@ class HostLayers:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the first parameter that is not in few bits and may be cast."""
+        """The dtype of the network: that of the first weight that is neither in few bits nor in as_stored. Every
+        network must have one."""
         plain = (path for path in self._modules if path not in self.formats and path not in self.as_stored)
         return self.weight_and_bias(next(plain))[0].dtype
 
     def shape(self, path: str) -> tuple[int, ...]:
-        """The shape of a layer's weight; of one in few bits, its shape when decoded."""
+        """The shape of a layer's weight; for a weight in few bits, its shape when decoded."""
         stored = self.stored(path)
         return tuple(self.weight_and_bias(path)[0].shape) if stored is None else stored.shape
 
     # --- weights in few bits ----------------------------------------------------------------------------------------
 
     def read_formats(self) -> dict[str, StoredWeight]:
-        """The weights in few bits by path. Notes their formats. Raises Refusal if a format is unknown."""
+        """The weights in few bits, by path; {} if there are none. Sets `formats`. Raises Refusal if a format is
+        unknown.
+        """
         found: dict[str, StoredWeight] = {}
         for path in self._modules if self.reader is not None else ():
             stored = None if path in self._names else self._read(path)
@@ -162,32 +174,35 @@ class HostLayers:
         return found
 
     def stored(self, path: str) -> StoredWeight | None:
-        """The weight of a layer as the host stores it in few bits; None for a layer whose weight is not in few bits."""
+        """The weight of a layer as the host stores it in few bits; None for a layer that was not in few bits at the
+        last read_formats()."""
         return self._read(path) if path in self.formats else None
 
     def _read(self, path: str) -> StoredWeight | None:
+        """The weight of a layer as the host stores it in few bits now; None for one that is not in few bits."""
         return None if self.reader is None else self.reader.weight(self.module(path), path)
 
     def format_names(self) -> list[str]:
-        """The names of the formats of the weights in few bits, the most frequent one first."""
+        """The names (Format.name) of the formats of the weights in few bits, each once, the most frequent one first."""
         return [name for name, _ in Counter(format.name for format, _ in self.formats.values()).most_common()]
 
     def rounded_inputs(self) -> frozenset[tuple[torch.dtype, int]]:
-        """The eight-bit types to which the host rounds the inputs of its layers, each with its rotation (see
-        QuantizedWeight)."""
+        """The eight-bit types to which the host rounds the inputs of layers in few bits, each with the rotation that it
+        applies to the input before (see QuantizedWeight). Empty if it decodes all weights instead."""
         formats = [format for format, _ in self.formats.values()]
         return frozenset((format.kind.dtype, format.rotation) for format in formats if format.kind is not None)
 
 
 def holder_of(network: nn.Module, path: str) -> tuple[nn.Module, str]:
-    """The module at a path, and "". If the path is that of a single parameter: the module that has it, and its name."""
+    """The module at a path of HostLayers, and "". If the path is that of a single parameter: the module that has it,
+    and the parameter's name in that module."""
     above, _, name = path.rpartition(".")
     parent = network.get_submodule(above)
     return (parent, name) if name in parent._parameters else (parent.get_submodule(name), "")
 
 
 def all_alive(layers: Iterable[nn.Module | None]) -> list[nn.Module]:
-    """The layers. Raises Refusal if one is None: the host has unloaded it."""
+    """The same layers as a list. Raises Refusal if one of them is None, because the host has unloaded it."""
     found = list(layers)
     if None in found:
         raise Refusal(LAYERS_GONE)

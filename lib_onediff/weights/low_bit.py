@@ -1,5 +1,6 @@
 """The option Low-bit: finds the layers whose weights may be quantized to eight bits, and keeps the quantized weights
-beside the host's own. They are quantized again when the host's change."""
+beside the host's own. They are quantized again after the host's weights have changed. (stored.py has the weights that a
+model's file stores in 4 or 8 bits.)"""
 from __future__ import annotations
 
 import math
@@ -14,8 +15,8 @@ from ..core.leaves import Block, Convolution, FusedLinear, descriptions
 
 
 class Kind(NamedTuple):
-    """An 8-bit format. name: as in Settings.low_bit. largest: the value to which the largest number of a row is scaled.
-    """
+    """An 8-bit format of weights. name: as in Settings.low_bit. largest: the value to which the largest absolute number
+    of a row is scaled."""
 
     name: str
     dtype: torch.dtype
@@ -29,16 +30,18 @@ INT8 = Kind("int8", torch.int8, 127.0)
 KINDS = (FP8, INT8)
 # The formats that products may use, by Settings.low_bit.
 KINDS_OF = {"fp8": (FP8,), "int8": (INT8,), "auto": KINDS}
-# round(weight, values, scales) quantizes a weight (out, in) into values (out, in) and scales (1, out) or (1, 1).
+# round(weight, values, scales) quantizes a weight (out, in). It writes the results to values (out, in), of an 8-bit
+# dtype, and scales, float32, (1, out) or (1, 1).
 Round = Callable[[Tensor, Tensor, Tensor], None]
 # The source of a convolution's input: it follows a group norm. See core.leaves.NORMED.
 GROUP_NORMED = "group normed"
-# The class of all convolutions; the class of a linear layer is its role in its block. Layers of one class have similar
-# errors, and a class with large errors can stay in 16 bits.
+# A class of layers, which are quantized all or none: all convolutions. The class of a linear layer is its role in its
+# block. Layers of one class have similar errors, and a class with large errors can stay in 16 bits.
 CONVOLUTIONS = "convolutions"
-# The wanted format of each layer, by the layer's name.
+# The wanted format of each layer that is to be quantized, by the layer's name.
 WantedKinds = Mapping[str, Kind]
-# Input features times output features. In smaller layers, computing the scales costs more than the product gains.
+# The fewest weights, input features times output features, of a large layer. In smaller ones, computing the scales
+# costs more than the product gains.
 FEWEST_WEIGHTS = 1 << 20
 # The kernel size, stride and padding of the convolutions that our 8-bit kernel computes.
 KERNEL = 3
@@ -51,6 +54,7 @@ ALIGNED = 16
 SMALLEST_MEAN = 2.0**-4
 # float8 rounds tokens and weights up by at most 1/16, twice each in a GEGLU: (17/16)**4 = 1.27.
 ROUNDING_MARGIN = 1.3
+# The smallest value that gated_scale returns, so that weights of zeros have a scale too.
 SMALLEST_SCALE = 2.0**-100
 # The fewest pixels of feature maps whose convolutions may be in eight bits. Smaller ones use another norm kernel, which
 # gains less.
@@ -58,12 +62,12 @@ FEWEST_PIXELS = 32 * 32
 
 
 class LowBitLayer(NamedTuple):
-    """A layer whose weight, (rows, width), may be in eight bits.
+    """A layer whose weight, as a matrix (rows, width), may be in eight bits.
 
-    name: its key in Weights.
-    source: a TokenLinear's source, or GROUP_NORMED.
+    name: its key in core.layer_weights.Weights.
+    source: the kind of operator that makes the layer's input: a TokenLinear's source, or GROUP_NORMED.
     layer_class: a TokenLinear's role, or CONVOLUTIONS.
-    norm: see TokenLinear.
+    norm: the path of the norm before the layer, or ""; see TokenLinear.
     """
 
     name: str
@@ -75,7 +79,7 @@ class LowBitLayer(NamedTuple):
 
 
 class Product(NamedTuple):
-    """The product of an input (rows, width) and a weight (out, width).
+    """The sizes of a layer's product in one call: of an input (rows, width) and a weight (out, width).
 
     source: see LowBitLayer.
     size: (height, width) of a convolution's feature map, whose pixels are the rows; None for a linear layer.
@@ -89,8 +93,9 @@ class Product(NamedTuple):
 
 
 def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
-    """The linear layers of a block that may be faster in eight bits: the large ones over the image's tokens.
-    fewest_weights: of a large layer, by default FEWEST_WEIGHTS."""
+    """The linear layers of a block that may be faster in eight bits: those over the image's tokens that are large
+    enough, with sizes that kernels take (ALIGNED). fewest_weights: of a layer that is large enough; None:
+    FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
     for layer, source, role, norm in block.token_layers:
         if isinstance(layer, FusedLinear):
@@ -104,7 +109,8 @@ def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[
 
 
 def low_bit_convolutions(block: Block) -> Iterator[LowBitLayer]:
-    """The convolutions of a block that may be faster in eight bits, for feature maps of FEWEST_PIXELS or more."""
+    """The convolutions of a block that our 8-bit kernel can compute. They may be faster in eight bits on feature maps
+    of FEWEST_PIXELS or more; the caller compares the size."""
     for layer in block.convolutions:
         if has_kernel(layer):
             width = KERNEL**2 * layer.in_channels
@@ -118,23 +124,25 @@ def has_kernel(layer: Convolution) -> bool:
 
 
 def every_low_bit_layer(layout: Any) -> list[LowBitLayer]:
-    """All layers of a network whose weights can be in eight bits, large and small."""
+    """All layers of a network whose weights can be in eight bits, large and small: first linear layers over the image's
+    tokens, then convolutions. Layers over the prompt's tokens are not among them; see prompt_layers."""
     blocks = list(layout.layers(Block))
     linear = [layer for block in blocks for layer in low_bit_layers(block, fewest_weights=0)]
     return linear + [layer for block in blocks for layer in low_bit_convolutions(block)]
 
 
 def prompt_layers(layout: Any) -> list[str]:
-    """The names of the layers over the prompt's tokens. They are in eight bits only with Low-bit only, where the GPU
-    has the 8-bit weights alone."""
+    """The names of the linear layers over the prompt's tokens. They are put in eight bits by the option "Low-bit only"
+    alone, where the GPU has only the 8-bit weights of a layer."""
     return [layer.name for block in layout.layers(Block) for layer in block.prompt_layers]
 
 
 def low_bit_products(
     layout: Any, batch: int, height: int, width: int, tokens: int, fewest_weights: int | None, convolutions: bool
 ) -> dict[str, Product]:
-    """The products of a call that may be in eight bits, by the layers' names. height, width: of the latent.
-    tokens: of the prompt. fewest_weights: see low_bit_layers. convolutions: whether to include convolutions."""
+    """The products of a call that may be in eight bits, by the layers' names. batch, height, width: of the latent.
+    tokens: how many the prompt has. fewest_weights: see low_bit_layers. convolutions: whether to include convolutions.
+    """
     found = {}
     for part, size in layout.sized_layers(height, width, tokens):
         pixels = size[0] * size[1]
@@ -148,12 +156,14 @@ def low_bit_products(
 
 
 class LowBitWeights:
-    """The 8-bit weights of one network. Their addresses stay the same, because captured graphs contain them.
+    """The 8-bit weights of one network. Empty at first; fit() adds weights. Their addresses stay the same, because
+    captured graphs contain them.
 
-    left_out: classes of layers without 8-bit weights.
-    are_alone: whether they replace weights in main memory, rather than being kept beside weights on the GPU.
-    fitted_to: the state of the weights from which all were quantized.
-    gated_scales: LayerWeights.gated_scale by layer.
+    left_out: the classes of layers (LowBitLayer.layer_class) for which the caller wants no 8-bit weights.
+    are_alone: whether the GPU has these 8-bit weights in place of weights that stay in main memory (the option "Low-bit
+        only"). False: it has them beside the host's weights.
+    fitted_to: the value of fit's `state` when all weights were last quantized; None before, and after a failure.
+    gated_scales: LayerWeights.gated_scale, by the name of the linear layer before a GEGLU.
     """
 
     def __init__(
@@ -176,10 +186,12 @@ class LowBitWeights:
     def fit(
         self, state: Callable[[], object], weights_of: Callable[[str], LayerWeights], wanted: WantedKinds
     ) -> None:
-        """Quantize the wanted weights that are not kept yet; and all kept ones again, if the weights have changed.
+        """Quantize the wanted weights that are not kept yet; and quantize all kept ones again, at their addresses, if
+        the host's weights have changed since the last call. Kept weights that are not wanted now stay.
 
-        state: returns a value that is equal as long as the weights are unchanged. weights_of: returns a layer's weights
-        on the device that computes. Raises torch.cuda.OutOfMemoryError, and what weights_of raises.
+        state: returns a value that is equal as long as the host's weights are unchanged. weights_of: returns the
+        weights of the layer with this name, LoRAs included, on the device that computes. Raises
+        torch.cuda.OutOfMemoryError, and what weights_of raises; the next call then quantizes everything again.
         """
         due: dict[str, list[Kind]] = {}
         if state() != self.fitted_to:
@@ -212,19 +224,22 @@ class LowBitWeights:
         self.fitted_to = state()
 
     def give_up(self, size: int) -> None:
-        """Free at least `size` bytes, newest first. Raises KeyError if there are fewer."""
+        """Drop 8-bit weights of at least `size` bytes, the newest first. Graphs that read them must not be replayed
+        after this. Raises KeyError, and has dropped all, if there are fewer bytes."""
         while size > 0:
             _, kept = self._kept.popitem()
             size -= kept.nbytes
 
     def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:
-        """The names of the linear layers with a weight in one of these formats. Their products need no other weight."""
+        """The names of the linear layers with a weight in one of these formats. A forward that uses these formats reads
+        no 16-bit weight of such a layer (a convolution may need both)."""
         return frozenset(name for name, kind in list(self._kept) if kind in kinds and name in self._linear)
 
     def kept(
         self, kinds: Collection[Kind], names: Collection[str] | None = None
     ) -> dict[str, tuple[QuantizedWeight, ...]]:
-        """The weights in these formats, by layer. names: of these layers alone; None: of all."""
+        """The weights in these formats, by the layer's name; several for a layer that was quantized to several formats.
+        names: only of these layers; None: of all."""
         found: dict[str, tuple[QuantizedWeight, ...]] = {}
         for (name, kind), weight in self._kept.items():
             if kind in kinds and (names is None or name in names):
@@ -236,23 +251,23 @@ class LowBitWeights:
         return {name for name, _ in list(self._kept)}
 
     def kinds(self) -> set[Kind]:
-        """The formats of the weights."""
+        """The formats that some of the weights have."""
         return {kind for _, kind in list(self._kept)}
 
     @property
     def bytes(self) -> int:
-        """GPU memory of the 8-bit weights."""
+        """The bytes of GPU memory of the 8-bit weights."""
         return sum(kept.nbytes for kept in list(self._kept.values()))
 
 
 def kind_of(values: Tensor) -> Kind:
-    """The format of 8-bit values, by their dtype."""
+    """The format of 8-bit values, by their dtype. Raises StopIteration for a dtype of no Kind."""
     return next(kind for kind in KINDS if kind.dtype == values.dtype)
 
 
 def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
-    """Uninitialised memory for a weight (out, in) in a format: values, and one scale for each row, or a single one if
-    that is enough for float8.
+    """Uninitialised memory for a weight (out, in) in a format: values, and one scale for each row; or a single scale,
+    if the format is float8 and one is enough for this weight's numbers. Waits for the GPU.
 
     The number of scales stays when the weight is edited: no LoRA makes a row a thousand times smaller than the others.
     """
@@ -263,12 +278,14 @@ def empty_like(weight: Tensor, kind: Kind) -> QuantizedWeight:
 
 
 def gated_scale(weight: Tensor, bias: Tensor | None, norm: LayerWeights) -> Tensor:
-    """The float8 scale for the output of a GEGLU after a layer norm and a linear layer: a power of two, float32 ().
+    """A scale, float32 (), a power of two, with which no output of a GEGLU overflows in float8. The GEGLU follows a
+    linear layer, which follows a layer norm. Because the scale depends on weights alone, no maximum of the output has
+    to be computed at each step.
 
-    weight: (2 n, width), bias: (2 n,), of the linear layer. A row after a layer norm has at most the length
-    sqrt(width), so the Cauchy-Schwarz inequality bounds both halves of the GEGLU's input; and |GELU(x)| <= |x|. The
-    bound is about a hundred times the usual values, which costs no precision: float8 has the same relative precision
-    over a range of 28,000.
+    weight: (2 n, width), bias: (2 n,), of the linear layer. norm: of the layer norm. A row after a layer norm has at
+    most the length sqrt(width), so the Cauchy-Schwarz inequality bounds both halves of the GEGLU's input; and
+    |GELU(x)| <= |x|. The bound is about a hundred times the usual values, which costs no precision: float8 has the same
+    relative precision over a range of 28,000.
     """
     wide = weight.detach().float()
     factor = norm.weight.detach().to(wide)
@@ -281,14 +298,14 @@ def gated_scale(weight: Tensor, bias: Tensor | None, norm: LayerWeights) -> Tens
 
 
 def as_rows(weight: Tensor) -> Tensor:
-    """A weight as (out, in): a linear layer's as it is; a convolution's, (out, in, height, width), reshaped to (out,
-    height * width * in), as in QuantizedWeight."""
+    """A weight as a matrix: a linear layer's, (out, in), as it is; a convolution's, (out, in, height, width), as a new
+    or viewed tensor (out, height * width * in), the order of QuantizedWeight."""
     return weight if weight.dim() == 2 else weight.detach().permute(0, 2, 3, 1).flatten(1).contiguous()
 
 
 def one_scale_suffices(weight: Tensor) -> bool:
-    """Whether one scale, that of the largest value, is enough for every row of a weight (out, in) to keep its relative
-    precision in float8. Waits for the GPU."""
+    """Whether one scale for a whole weight (out, in), that of its largest number, keeps the relative precision of every
+    row in float8. Waits for the GPU."""
     means = torch.linalg.vector_norm(weight.detach(), dim=1, dtype=torch.float32) / weight.shape[1] ** 0.5
     # Rows of zeros are exact at any scale.
     means = torch.where(means == 0, math.inf, means)
@@ -296,6 +313,6 @@ def one_scale_suffices(weight: Tensor) -> bool:
 
 
 def largest_of(weight: Tensor) -> Tensor:
-    """The largest absolute value, float32 ()."""
+    """The largest absolute number of a weight, float32 (), on its device."""
     largest: Tensor = torch.linalg.vector_norm(weight.detach(), math.inf, dtype=torch.float32)
     return largest

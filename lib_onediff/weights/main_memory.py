@@ -12,20 +12,21 @@ from ..core.refusal import Refusal
 # weight would waste much of it.
 CHUNK_BYTES = 1 << 28
 ALIGNED_BYTES = 256
-# Main memory that is left free for other programs.
+# Bytes of main memory that are left free for other programs.
 SPARE_BYTES = 1 << 30
 
 
 class MainMemory:
-    """Allocates tensors in main memory, inside of large chunks; see CHUNK_BYTES."""
+    """Allocates tensors in main memory, inside of large chunks; see CHUNK_BYTES. A chunk is freed when no tensor in it
+    is left and this object has begun another chunk or is gone."""
 
     def __init__(self) -> None:
         self._chunk: Tensor | None = None
         self._used = 0
 
     def empty(self, count: int, dtype: torch.dtype, pinned: bool) -> Any:
-        """A tensor (count,) without values. pinned: page-locked, so that a GPU can copy from it while it computes.
-        Raises Refusal if there is no room."""
+        """An uninitialised tensor (count,). pinned: whether the memory is page-locked, so that a GPU can copy from it
+        while it computes; all calls for one object pass the same value. Raises Refusal if there is no room."""
         size = aligned(count * dtype.itemsize)
         try:
             if self._chunk is None or self._used + size > len(self._chunk):
@@ -34,8 +35,8 @@ class MainMemory:
         except (RuntimeError, MemoryError) as full:
             said = str(full).partition("\n")[0]
             raise Refusal(
-                "a part of the weights is in main memory, and the system gave no pinned memory for their copies to "
-                f"the GPU: {said}"
+                "a part of the model is in main memory, and OneDiff got no memory there from which the GPU can copy "
+                f"while it computes: {said}"
             ) from None
         start = self._used
         self._used += size
@@ -45,13 +46,14 @@ class MainMemory:
 
 
 def aligned(size: int) -> int:
-    """The size, rounded up to a multiple of ALIGNED_BYTES, so that a tensor of any dtype can follow."""
+    """A size in bytes, rounded up to a multiple of ALIGNED_BYTES, so that a tensor of any dtype can follow."""
     return -(-size // ALIGNED_BYTES) * ALIGNED_BYTES
 
 
 def new_chunk(size: int, pinned: bool) -> Tensor:
-    """A tensor of `size` bytes in main memory. Raises MemoryError if fewer are available (Linux would kill a process
-    instead), and RuntimeError."""
+    """An uninitialised tensor of `size` bytes in main memory. Raises MemoryError if it would leave fewer than
+    SPARE_BYTES free (Linux would kill a process instead of refusing), and RuntimeError if torch cannot allocate it. May
+    empty torch's cache of pinned memory."""
     free = free_main_memory()
     if free is not None and free < size + SPARE_BYTES:
         # torch caches memory that was pinned before: free it.
@@ -60,13 +62,14 @@ def new_chunk(size: int, pinned: bool) -> Tensor:
             empty()
         free = free_main_memory() or 0
         if free < size + SPARE_BYTES:
-            raise MemoryError(f"{free >> 20} MiB are free")
+            raise MemoryError(f"only {free >> 20} MiB are free")
     with torch.inference_mode(False):
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def free_main_memory() -> int | None:
-    """Bytes that can be allocated without swapping; None on systems without /proc/meminfo."""
+    """Bytes of main memory that can be allocated without swapping; None if unknown, as on systems without
+    /proc/meminfo."""
     try:
         with open("/proc/meminfo", encoding="ascii") as meminfo:
             fields = dict(line.split(":", 1) for line in meminfo)

@@ -14,14 +14,16 @@ from .scan import HostTraits
 
 
 class MirrorUNet(BoundUNet):
-    """The bound copy of a network (the source) on another device: the source's layout, over parameters of our own,
-    which no other code moves.
+    """A copy of a network (the source) on another device, bound like the source: it has the source's layout, and
+    parameters of our own, which no other code moves or edits.
 
-    refresh(), after the source's, copies all weights if any has changed. Keeps no reference to the host's module.
+    refresh(), after the source's refresh(), copies all weights if any has changed. Keeps no reference to the host's
+    module.
     """
 
     def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
-        """copy: the result of empty_copy(source.binding), which the caller keeps alive."""
+        """copy: the result of empty_copy(source.binding), which the caller keeps alive. It has no values before the
+        first refresh()."""
 
         def yardstick(
             host: Callable[[], Tensor], copy: nn.Module, decoded: Sequence[nn.Module]
@@ -41,13 +43,15 @@ class MirrorUNet(BoundUNet):
         even by equal ones: then a new copy is needed."""
         return source is self._source and source.has_binding and source.binding is self._copied_binding
 
-    def is_true(self) -> bool:
-        """Whether the copies have the values that the source had at its last look for changes."""
+    def is_up_to_date(self) -> bool:
+        """Whether the copies have the values that the source had when it was last compared for edits. False before the
+        first refresh(), and after a copy has failed."""
         return self.is_of(self._source) and self._copied == self._source.epoch.values
 
     def refresh(self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
-        """See BoundUNet.refresh; call it after the source's refresh for the same call. If any weight has changed,
-        copies of all weights are launched. Also raises torch.cuda.OutOfMemoryError."""
+        """Bring the copy up to date with the source. Call it after the source's refresh for the same call. If any
+        weight has changed, copies of all weights are launched. Parameters: see BoundUNet.refresh; room is not used.
+        Also raises torch.cuda.OutOfMemoryError."""
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
         if self.code_changes != self._source.code_changes:
@@ -61,16 +65,17 @@ class MirrorUNet(BoundUNet):
         self.refreshed = self.epoch
 
     def layout_now(self) -> Any:
-        """The source's layout: the copy's modules only have parameters."""
+        """The source's layout as it is now. (The copy's modules have parameters alone, from which no layout can be
+        read.)"""
         return self._source.layout_now()
 
     def identity(self, sampling: Hashable = None) -> str:
-        """The source's identity, because the weights are equal."""
+        """The source's identity, because the weights are equal. sampling: see BoundUNet.identity."""
         return self._source.identity(sampling)
 
     def _copy_changes(self) -> None:
-        """Launch copies of all weights, if the source's values have changed since the last copy. Edits are looked for
-        by the source; this only compares versions."""
+        """Launch copies of all weights, if the source's version of values (epoch.values) is not that of the last copy.
+        The source itself looks for edits, in its refresh()."""
         if self._copied == self._source.epoch.values:
             return
         # From now on, the source's contents are compared in full, because any edit makes the copies stale.
@@ -86,15 +91,16 @@ class MirrorUNet(BoundUNet):
         self.baseline.advance(values=1)
 
     def release(self) -> None:
-        """Drop the binding. The copies are freed with their module."""
+        """Drop the binding; the next refresh() makes it again, and copies all weights. This frees no weights: they are
+        freed with the module `copy`."""
         self._binding = None
         self._copied = None
         self.baseline.parameters = None
 
 
 def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
-    """Modules whose parameters have the same names, shapes and dtypes as a binding's, on another device and without
-    values. Raises torch.cuda.OutOfMemoryError."""
+    """A module tree with uninitialised parameters on a device. They have the same paths, shapes and dtypes as the
+    parameters of a binding. Raises torch.cuda.OutOfMemoryError."""
     root = nn.Module()
     # torch would not count the edits of parameters made in inference mode.
     with torch.inference_mode(False), torch.no_grad():
@@ -112,5 +118,5 @@ def empty_copy(binding: Binding, device: torch.device) -> nn.Module:
 
 
 def bytes_of(binding: Binding) -> int:
-    """Bytes of a copy of this binding's parameters."""
+    """The bytes that a copy of a binding's parameters takes on another GPU."""
     return sum(parameter.nbytes for parameter in binding.layers.parameters())

@@ -1,9 +1,9 @@
-"""A network as it was at the last look for changes, and the comparison with it around each replay.
+"""Finds out whether a network has changed since it was last read: compares it with its Baseline around each replay.
 
 Tree: the modules and their order, their classes, attributes and hooks, and all code that they reach by name
-(reached.py). Parameters: their identity, addresses, layouts and counts of edits. Baseline: everything that a replay is
-compared with. The code in weights/ that runs at each replay is in this file, and avoids a Python call for each module.
-contents.py and on_the_fly.py are used as well if a network needs them.
+(reached.py). Parameters: their identity, addresses, layouts and counts of edits. Baseline: both of these, and
+everything else that a replay is compared with. What is compared at each replay is in this file, without a Python call
+for each module; contents.py and on_the_fly.py are used as well if a network needs them.
 """
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ BOOKKEEPING = frozenset({
     "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_state_dict_hooks", "_state_dict_pre_hooks",
     "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
 })
+# The attribute in which diffusers' attention modules keep their attention processor.
 PROCESSOR = "processor"
 FORWARDS = ("forward", "_forward")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -41,22 +42,24 @@ of_children = operator.itemgetter("_modules")
 of_hooks = tuple(map(operator.itemgetter, HOOKS))
 of_parameters = operator.itemgetter("_parameters")
 layout_of = operator.attrgetter("shape", "dtype")
+# A module's __dict__.
 State = dict[str, Any]
 
 
 class ModuleStates:
-    """Modules at the time when this was made, to find out later whether they still compute the same: their classes,
-    attributes, hooks and children. Keeps none of them alive."""
+    """The classes, attributes, hooks and children of some modules, as they are when this is made, to find out later
+    whether the modules still compute the same. Keeps no module alive."""
 
     def __init__(self, modules: Sequence[nn.Module], ignored: Collection[str], foreign: Mapping[int, Any]) -> None:
-        """modules: the root first. ignored: names of attributes that are not compared here. foreign: the processors
-        that are compared by identity alone, as same(processor), by the index of their module."""
+        """modules: the root first. ignored: names of attributes that are not compared. foreign: the attention
+        processors (PROCESSOR) that are compared by identity alone: snapshot.same(processor), by the index of the module
+        that has it."""
         states: list[State] = list(map(state_of, modules))
         self.foreign = dict(foreign)
         self.classes = list(map(type, modules))
         self.attributes = Names(states, [
-            [name for name in state.copy() if name not in ignored and not (name == PROCESSOR and place in foreign)]
-            for place, state in enumerate(states)
+            [name for name in state.copy() if name not in ignored and not (name == PROCESSOR and index in foreign)]
+            for index, state in enumerate(states)
         ])
         self._count = len(modules)
         self._sizes = list(map(len, states))
@@ -67,23 +70,23 @@ class ModuleStates:
         others = {id(child): child for child in children if child is not None and id(child) not in known}
         every = [*modules, *others.values()]
         self._modules = list(map(weakref.ref, every))
-        places = {id(one): place for place, one in enumerate((*every, None))}
-        self._parents = places_with(of_children, states)
-        self._children = [places[id(child)] for child in children]
-        self._hooked = [places_with(hooks, states) for hooks in of_hooks]
+        indices = {id(one): index for index, one in enumerate((*every, None))}
+        self._parents = indices_with(of_children, states)
+        self._children = [indices[id(child)] for child in children]
+        self._hooked = [indices_with(hooks, states) for hooks in of_hooks]
         self._hooks: list[tuple[int, str, Any]] = []
-        for place, state in enumerate(states):
+        for index, state in enumerate(states):
             for name in HOOKS:
                 if state[name]:
-                    self._hooks.append((place, name, snapshot(state[name])))
+                    self._hooks.append((index, name, snapshot(state[name])))
 
     def modules(self) -> list[Any]:
-        """The modules; None for one that is gone."""
+        """The modules that this was made of, in the same order; None for one that was freed."""
         return [reference() for reference in self._modules[:self._count]]
 
     def are_unchanged(self, root: nn.Module) -> bool:
-        """Whether the modules compute the same as when this was made. root: the first of them. Takes a millisecond
-        for all of SDXL's UNet."""
+        """Whether the modules compute the same as when this was made; False also if one was freed. root: the first of
+        them, which the caller has. Takes a millisecond for all of SDXL's UNet."""
         every: list[Any] = [reference() for reference in self._modules]
         if every[0] is not root or None in every:
             return False
@@ -101,32 +104,33 @@ class ModuleStates:
         known_children = map([*every, None].__getitem__, self._children)
         return (
             list(map(type, modules)) == self.classes
-            and places_with(of_children, states) == self._parents
+            and indices_with(of_children, states) == self._parents
             and len(children) == len(self._children)
             and all(map(operator.is_, children, known_children))
             and list(map(len, states)) == self._sizes
-            and [places_with(hooks, states) for hooks in of_hooks] == self._hooked
-            and all(snapshot(states[place][name]) == known for place, name, known in self._hooks)
+            and [indices_with(hooks, states) for hooks in of_hooks] == self._hooked
+            and all(snapshot(states[index][name]) == known for index, name, known in self._hooks)
             and self.attributes.are_unchanged(states)
-            and all(same(states[place][PROCESSOR]) == known for place, known in self.foreign.items())
+            and all(same(states[index][PROCESSOR]) == known for index, known in self.foreign.items())
         )
 
 
 class Tree:
-    """A module tree at the time when this was made, to find out later whether it still computes the same. Keeps no
-    module alive.
+    """The modules of a network and the code that they run, as they are when this is made, to find out later whether
+    they still compute the same. Parameters' values are not compared here. Keeps no module alive.
 
-    reached: the code that it runs.
-    hosts: the packages of its modules' classes, such as "diffusers", "torch", or an extension's.
+    reached: the code that the modules run.
+    hosts: the packages of the modules' and processors' classes, such as "diffusers", "torch", or an extension's.
     """
 
     def __init__(
         self, root: nn.Module, ignored: Collection[str], placed: Collection[str], tokens: Tokens | None = None,
         before: Tree | None = None, synced: Collection[str] = (),
     ) -> None:
-        """ignored: names of attributes that are not compared here. placed: names of attributes that are compared, and
-        are not part of the digest. tokens: names for objects without a digest by value. before: an earlier tree of this
-        root, whose code is reused if it is unchanged. synced: see HostTraits."""
+        """root: the network. ignored: names of attributes that are not compared. placed: names of attributes that are
+        compared, and are not part of the digest, because they only tell where weights are kept. tokens: the names for
+        objects without a digest by value; None: new ones. before: an earlier tree of this root, whose `reached` is used
+        again if it is unchanged, which saves time. synced: see HostTraits."""
         modules = list(root.modules())
         states: list[State] = list(map(state_of, modules))
         self._ignored = BOOKKEEPING.union(ignored)
@@ -139,19 +143,21 @@ class Tree:
         packages = {package(kind.__module__) for kind in classes}
         foreign: dict[int, Any] = {}
         processors: list[type] = []
-        for place, state in enumerate(states):
+        for index, state in enumerate(states):
             if PROCESSOR in state:
                 kind = type(state[PROCESSOR])
                 if package(kind.__module__) in packages:
                     processors.append(kind)
                 else:
-                    foreign[place] = same(state[PROCESSOR])
+                    foreign[index] = same(state[PROCESSOR])
         self._states = ModuleStates(modules, self._ignored, foreign)
         self.hosts = frozenset(package(kind.__module__) for kind in (*classes, *processors))
         self.reached: Reached = self._read_code(states, processors, before)
 
     def _read_code(self, states: Sequence[State], processors: Sequence[type], before: Tree | None) -> Reached:
-        """The code of all classes, of the objects that modules hold, and of functions set on modules."""
+        """The code of the modules' classes, of the classes of the objects in modules' attributes, and of functions set
+        on modules. states: the modules'. processors: the classes of attention processors whose code counts. before: see
+        __init__."""
         functions: list[Any] = []
         # Of objects that are not modules, the code of their classes is read.
         classes: list[type] = []
@@ -171,45 +177,47 @@ class Tree:
         return Reached(sources, functions, self._tokens, self._synced)
 
     def is_unchanged(self, root: nn.Module) -> bool:
-        """Whether the modules compute the same as when this was made. Takes a millisecond for SDXL's UNet."""
+        """Whether the modules and the code that they reach are the same as when this was made. root: the network that
+        this was made of. Takes a millisecond for SDXL's UNet."""
         return self._states.are_unchanged(root) and self.reached.is_unchanged()
 
     def part(self, chosen: Collection[int]) -> ModuleStates:
-        """The present states of the modules whose id is in chosen, which contains the root's."""
+        """The ModuleStates of some modules of the tree, as they are now. chosen: the ids of these modules, among them
+        the root's."""
         modules: list[Any] = []
         foreign: dict[int, Any] = {}
-        for place, module in enumerate(self._states.modules()):
+        for index, module in enumerate(self._states.modules()):
             if id(module) in chosen:
-                if place in self._states.foreign:
-                    foreign[len(modules)] = self._states.foreign[place]
+                if index in self._states.foreign:
+                    foreign[len(modules)] = self._states.foreign[index]
                 modules.append(module)
         return ModuleStates(modules, self._ignored, foreign)
 
     @cached_property
     def digest(self) -> str:
-        """A digest, equal in any process, of the classes, all code that they reach, and the plain attributes that are
-        not in placed. Valid as long as is_unchanged() is true."""
+        """A digest, equal in any process, of the classes, all code that they reach, and the attributes that the code
+        may read, without those in `placed`. Valid as long as is_unchanged() is true."""
         modules = self._states.modules()
-        paths = {id(module): str(place) for place, module in enumerate(modules)}
+        paths = {id(module): str(index) for index, module in enumerate(modules)}
         digests = Digests(self._tokens, paths)
         attributes: list[tuple[int, str, str]] = []
-        for place, module in enumerate(modules):
+        for index, module in enumerate(modules):
             for name, value in vars(module).copy().items():
-                if type(value) in PLAIN_TYPES or self._is_foreign(place, name):
+                if type(value) in PLAIN_TYPES or self._is_foreign(index, name):
                     continue
                 if self._is_read(name, value):
-                    attributes.append((place, name, digests.of_data(value)))
+                    attributes.append((index, name, digests.of_data(value)))
         classes = list(map(name_of, self._states.classes))
         return short(repr((self.reached.digest, self._states.attributes.digest(self._placed), classes, attributes)))
 
-    def _is_foreign(self, place: int, name: str) -> bool:
-        """Whether an attribute is a processor of another package. place: the index of the module."""
-        return name == PROCESSOR and place in self._states.foreign
+    def _is_foreign(self, index: int, name: str) -> bool:
+        """Whether an attribute is an attention processor that is compared by identity alone. index: of its module."""
+        return name == PROCESSOR and index in self._states.foreign
 
     def _is_read(self, name: str, value: Any) -> bool:
         """Whether an attribute that is not a plain value is part of the digest: a function, an object or a built-in
-        container whose name the network's code uses. Containers of other classes are not: they are configurations of
-        diffusers, which differ between equal networks."""
+        container, under a name that the network's code uses. Subclasses of built-in containers are not part: they are
+        configurations of diffusers, which differ between equal networks."""
         if name not in self.reached.names or name in self._ignored or name in self._placed or name in FORWARDS:
             return False
         if isinstance(value, CONTAINERS):
@@ -218,11 +226,15 @@ class Tree:
 
 
 class Parameters:
-    """The parameters of some modules at the time when this was made, to find out later whether they moved or were
-    edited. Keeps none of them alive."""
+    """The addresses, layouts and counts of edits of some modules' parameters, as they are when this is made, to find
+    out later whether the parameters have moved or were edited. Keeps no parameter alive.
+
+    has_reader: whether the tensors were read by a StoredReader.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], reader: StoredReader | None = None) -> None:
-        """reader: for weights in few bits: their values and scales are noted instead of parameters."""
+        """reader: for networks with weights in 4 or 8 bits: the stored values and scales are noted in place of these
+        weights. None: the modules' own parameters are noted."""
         self._modules = list(map(weakref.ref, modules))
         self._reader = reader
         self.has_reader = reader is not None
@@ -243,8 +255,8 @@ class Parameters:
         self._all_counted = not any(map(Tensor.is_inference, parameters))
 
     def in_place(self) -> list[Any] | None:
-        """The parameters, if every module is alive and every parameter has the noted address. None otherwise: the
-        memory at these addresses may have been freed, and must not be read.
+        """The parameters that the modules have now, if every module is alive and every parameter has the noted address.
+        None otherwise: the memory at the noted addresses may have been freed, so a graph must not read it.
 
         Takes 0.2 ms for SDXL's UNet. Do not keep the list after the call, because it keeps the parameters alive.
         """
@@ -264,8 +276,8 @@ class Parameters:
         return None
 
     def are_same(self, parameters: Sequence[Any]) -> bool:
-        """Whether these are the same tensor objects that were noted, with the same shapes, dtypes and strides, and the
-        weights in few bits among them are decoded as before. parameters: the result of in_place()."""
+        """Whether these are the same tensor objects that were noted, with the same shapes, dtypes and strides, and
+        weights in 4 or 8 bits have the same format. Values may differ. parameters: the result of in_place()."""
         known = [reference() for reference in self._references]
         if not all(map(operator.is_, parameters, known)):
             return False
@@ -294,36 +306,44 @@ class Parameters:
         return self._edits != before
 
     def note_edits(self) -> None:
-        """Note the edits so far, so that were_edited does not report them."""
+        """Note the edits so far, so that were_edited does not report them. Does nothing if in_place() is None."""
         present = self.in_place()
         if present is not None:
             self.were_edited(present)
 
     def are_unchanged(self) -> bool:
-        """Whether the parameters are the same objects, at the same addresses and in the same layouts."""
+        """Whether the parameters are the same objects, at the same addresses and in the same layouts. Values may
+        differ."""
         found = self.in_place()
         return found is not None and self.are_same(found)
 
 
 class Part(NamedTuple):
-    """What a cached pass of a network reads, as it was when this was made. states: of the modules whose parameters it
-    reads, of all above them, and of those without parameters beside them. parameters: those of these modules."""
+    """The part of a network that a cached pass of a step policy (DeepCache) runs, as it was when this was made.
+
+    states: of the layers that the pass reads, of the modules that contain them, and of modules without parameters
+        beside them. See with_surroundings.
+    parameters: of these layers.
+    """
 
     states: ModuleStates
     parameters: Parameters
 
 
 class Baseline:
-    """A network as it was at the last look for changes. Each call compares the network with it; a replay does so while
-    the GPU computes. Keeps no module alive.
+    """A network as it was when it was last read or compared. Each call compares the network with its baseline; a replay
+    does so while the GPU computes. Keeps no module alive.
+
+    BoundUNet, which reads the network, sets and clears the attributes.
 
     epoch: the versions, increased when a difference is found; see Epoch.
-    tree: the modules; None if they must be noted before a replay.
-    parameters: the addresses of the weights; None if they must be noted before a replay.
+    tree: the modules; None if they must be read anew: then nothing may be replayed.
+    parameters: the addresses of the weights; None if they must be bound anew: then nothing may be replayed.
     contents: checksums of the weights' numbers; None if torch counts all edits that matter.
-    wanted_lora: returns a key of the LoRAs that the host wants to merge; None for hosts that merge them by themselves.
-    lora: its result when LoRAs were last merged.
-    parts: of the cached passes that are replayed, by what they read. They hold as long as tree and parameters.
+    wanted_lora: returns a key of the LoRAs that the host wants to merge into the weights; None for hosts that merge
+        them before they call the network.
+    lora: the result of wanted_lora when LoRAs were last merged.
+    parts: the Parts of cached passes, by the ids of the layers that they read. Valid as long as tree and parameters.
     begin_applied: starts to compare the functions that the host applies to its weights at each use with those of the
         last refresh, and returns a function that ends the comparison and returns whether they are the same. None if
         the host applies nothing.
@@ -332,8 +352,8 @@ class Baseline:
     def __init__(
         self, root: nn.Module, wanted_lora: Callable[[], Hashable] | None = None, is_copy: bool = False
     ) -> None:
-        """root: the network. is_copy: it is a copy of ours, which no other code changes, so that nothing is compared.
-        wanted_lora: see the class."""
+        """root: the network. is_copy: whether it is a copy of ours, which no other code changes, so that nothing needs
+        to be compared. wanted_lora: see the class."""
         self._root = weakref.ref(root)
         self._is_copy = is_copy
         self.epoch = Epoch()
@@ -346,13 +366,14 @@ class Baseline:
         self.parts: dict[Hashable, Part] = {}
 
     def advance(self, structure: int = 0, addresses: int = 0, values: int = 0) -> None:
-        """Increase the versions of the epoch by these."""
+        """Increase each version of the epoch by the number given for it."""
         now = self.epoch
         self.epoch = Epoch(now.structure + structure, now.addresses + addresses, now.values + values)
 
     def part(self, layers: Sequence[nn.Module]) -> Part | None:
-        """The part of the network that a pass through these layers alone reads. None if the whole network must be
-        compared: checksums are in use, weights are stored in few bits, or the network has changed since it was read."""
+        """The Part of a pass that reads these layers alone, for begin_part. Made at the first call with these layers,
+        and kept in `parts`. None if such a pass must compare the whole network: checksums are in use, weights are
+        stored in 4 or 8 bits, the network is a copy of ours, or it has changed since it was read."""
         tree = self.tree
         root = self._root()
         if tree is None or root is None or self._is_copy or self.parameters is None:
@@ -370,9 +391,9 @@ class Baseline:
         return known
 
     def begin_part(self, part: Part) -> Callable[[], bool] | None:
-        """As begin, for a replay that reads this part alone. Other modules are compared before the next replay that
-        reads them; their edits have no effect before that. Functions that the host applies to weights are compared for
-        all modules."""
+        """Like begin, for a replay that reads this part alone, so that less is compared. Edits of other modules cannot
+        affect this replay; they are found before the next replay that reads those modules. Functions that the host
+        applies to weights are compared for all modules."""
         tree = self.tree
         root = self._root()
         if tree is None or root is None or self.contents is not None:
@@ -396,18 +417,21 @@ class Baseline:
         return is_same
 
     def _note_edits(self) -> None:
-        """Increase epoch.values. The parts do not report these edits again."""
+        """Increase epoch.values, after edits of values were found. Note the edits in all parts, so that these do not
+        report them again."""
         self.advance(values=1)
         for part in self.parts.values():
             part.parameters.note_edits()
 
     def begin(self) -> Callable[[], bool] | None:
         """Start to compare the network with this baseline, before a replay. Returns a function to call after the replay
-        was launched; None if it must not be launched, because weights have moved or the host wants other LoRAs.
+        was launched; None if the replay must not be launched, because weights have moved, the host wants other LoRAs,
+        or the network must be read anew.
 
         That function returns whether the replay's output is valid: False if the modules, their code, the parameter
         objects, or the functions that the host applies to them have changed. An edit of values in place only increases
-        epoch.values: the graph has read the edited values, and the caller decides.
+        epoch.values and gives True: the graph has read the edited values. A caller with copies of the old values must
+        compare epoch.values itself.
         """
         parameters = self.parameters
         if self._is_copy:
@@ -438,10 +462,9 @@ class Baseline:
         return is_same
 
     def look_for_edits(self) -> bool:
-        """Increase epoch.values if values were edited in place since the last look. Returns True, edited or not.
-
-        Returns False, and counts no edit, if the parameters are other objects or have moved, so that they must be bound
-        again.
+        """Increase epoch.values if values were edited in place since they were last compared. Returns whether the
+        parameters are still the same objects at the same addresses, edited or not. If they are not, no edit is counted,
+        and they must be bound again. Waits for checksums, if these are in use.
         """
         parameters = self.parameters
         present = None if parameters is None else parameters.in_place()
@@ -455,8 +478,9 @@ class Baseline:
 
 
 def with_surroundings(root: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
-    """The ids of the root, of these layers, of all modules that contain them, and of everything without parameters in
-    such a module (an activation, for example). A module may be contained in several others."""
+    """The ids of all modules that affect a pass through these layers: of the root, of the layers, of all modules that
+    contain them, and of the modules without parameters directly in one of these (an activation, for example), with
+    everything inside. A module may be contained in several others."""
     parents: dict[int, list[nn.Module]] = {}
     for module in root.modules():
         for child in module.children():
@@ -477,29 +501,33 @@ def with_surroundings(root: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
 
 
 def unchanged() -> bool:
-    """The result of Baseline.begin for a network that is not compared."""
+    """The function that Baseline.begin returns for a copy of ours, which is not compared: the replay is valid."""
     return True
 
 
 def code_holders_in(value: Any) -> list[Any]:
-    """The functions, and the objects with code, in an attribute's value: the value itself, or a container's members."""
+    """The functions and the objects with code (has_code) in an attribute's value: the value itself, or those of a
+    container's members that are such. [] if there are none."""
     found = objects_in(value) if isinstance(value, CONTAINERS) else [value]
     return [one for one in found if isinstance(one, FUNCTIONS) or has_code(one)]
 
 
 def has_code(value: Any) -> bool:
-    """Whether the methods of an object's class are read for changes."""
+    """Whether the methods of an object's class are compared: False for plain values, containers, tensors and modules,
+    and for classes of NOT_READ, such as the standard library's."""
     if isinstance(value, (*PLAIN_CLASSES, *CONTAINERS, Tensor, nn.Module)):
         return False
     return package(type(value).__module__) not in NOT_READ
 
 
-def places_with(part_of: Callable[[State], Any], states: Sequence[State]) -> list[int]:
-    """The indices of the states in which this part is not empty."""
+def indices_with(part_of: Callable[[State], Any], states: Sequence[State]) -> list[int]:
+    """The indices of the states in which a part is not empty. part_of: returns that part of a state, a dictionary such
+    as its "_modules"."""
     return list(compress(range(len(states)), map(part_of, states)))
 
 
 def members_of(part_of: Callable[[State], State], states: Iterable[State]) -> list[Any]:
-    """The values in this part of all states, concatenated."""
+    """The values in a part of each state, in one list. part_of: returns that part of a state, a dictionary such as its
+    "_parameters"."""
     parts = filter(None, map(part_of, states))
     return list(chain.from_iterable(map(dict.values, parts)))

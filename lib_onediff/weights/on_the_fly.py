@@ -1,4 +1,5 @@
-"""Casts and functions, such as LoRAs, that a host applies to a network's weights at each use.
+"""Casts and functions that a host applies to a network's weights "on the fly": at each use, such as LoRAs that it does
+not merge into the weights.
 
 AppliedFunctions makes tensors from them, at addresses that stay the same; operands.py replaces the stored parameters by
 these. OnTheFly finds out whether the host still applies the same, and makes the tensors anew if not.
@@ -21,6 +22,7 @@ from .contents import Contents, ContentsReader, MemorySpan
 from .digests import digest_of_values
 from .scan import Casts, FunctionReader, LowRankUpdate, Parts, WeightFunctions
 
+# The functions of a layer to whose parameters the host applies none.
 NOTHING = WeightFunctions()
 
 
@@ -28,14 +30,18 @@ class OnTheFly:
     """The functions and casts that a host applies to the weights of one network at each use, and the tensors made from
     them.
 
+    BoundUNet calls refresh() before our forward is launched or captured, and is_unchanged() and begin_contents() around
+    each replay.
+
     may_apply: whether the host applies some, or can begin to without a change of the module tree. If not, is_unchanged
         need not be called.
-    applied: the tensors made from the host's functions, and from small parameters that it casts. None if the host
-        computes with the parameters as they are.
+    applied: the tensors made from the host's functions, and from biases and weights of norms that it casts (matrices
+        are cast at each use). None if the host computes with the parameters as they are, and after drop().
     """
 
     def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
-        """reader, casts: see HostTraits.functions and HostTraits.casts."""
+        """reader: HostTraits.functions; None if the host applies no functions that we could read. casts:
+        HostTraits.casts; None if it casts nothing."""
         self._reader = reader
         self._casts = casts
         self.may_apply = reader is not None
@@ -49,29 +55,32 @@ class OnTheFly:
         self._contents: Contents | None = None
 
     def cast_to(self, binding: Binding, dtype: torch.dtype) -> torch.dtype | None:
-        """The dtype to which the host casts the parameters for inputs of this dtype; None if it uses them as they are
-        stored."""
+        """The dtype to which the host casts the parameters when the network's input has this dtype; None if it uses
+        them as they are stored."""
         is_as_stored = binding.layers.dtype == dtype and not binding.layers.formats
         if self._casts is None or dtype not in BOUND_DTYPES or is_as_stored:
             return None
         return self._casts.to(binding.layers.casting(), dtype)
 
     def has_wide_norms(self, binding: Binding) -> bool:
-        """Whether the host computes norms in float32 when it computes the rest in float16: it does not cast their
-        parameters, and torch.autocast computes norms in float32."""
+        """Whether the host computes norms in float32 and the rest in a 16-bit dtype: it casts weights, but not those of
+        norms, because torch.autocast computes norms in float32."""
         return binding.cast_to is not None and self._casts is not None and not self._casts.norms
 
     def refresh(
         self, binding: Binding, are_unedited: bool, room: Callable[[], int] | None,
         contents_reader: ContentsReader | None,
     ) -> bool | None:
-        """Make `applied` from the functions and casts that the host applies now.
+        """Make `applied` from the functions and casts that the host applies now. Waits for a comparison of their
+        tensors' numbers with those of the last refresh.
 
-        are_unedited: whether the parameters are known to be unchanged since the last refresh. room: returns how many
-        bytes copies of weights may take; None: any number. contents_reader: see Contents.
+        are_unedited: whether the network's parameters are known to be unchanged since the last refresh. room: returns
+        how many bytes the changed copies of weights may take; None: any number. contents_reader: see Contents.
 
-        Returns None if nothing has changed since the last refresh, and otherwise whether some tensor has another
-        address. Raises Refusal if the copies do not fit, or if a LoRA is on the meta device.
+        Returns None if nothing has changed since the last refresh. Otherwise returns whether any tensor in `applied`
+        has moved to another address or is gone, so that graphs with the old addresses are invalid; False if the new
+        values are at the old addresses. Raises Refusal if the copies do not fit, if the LoRAs cannot be computed, or if
+        a LoRA is on the meta device.
         """
         reader = self._reader
         if reader is None and self._casts is None:
@@ -103,8 +112,8 @@ class OnTheFly:
         return moved
 
     def is_unchanged(self, binding: Binding) -> bool:
-        """Whether the host applies the same as at the last refresh, except for the numbers in its tensors, which
-        begin_contents compares."""
+        """Whether the host applies the same functions and casts as at the last refresh. The numbers in the functions'
+        tensors are not compared; begin_contents does that. False if a function cannot be computed by us any more."""
         try:
             parts = Parts() if self._reader is None else self._reader.parts(binding.layers.called())
         except Refusal:
@@ -114,15 +123,16 @@ class OnTheFly:
         return self._was_made_of(parts, binding)
 
     def _was_made_of(self, parts: Parts, binding: Binding) -> bool:
-        """Whether `applied` was made from equal parts, and is valid for the binding's dtype."""
+        """Whether `applied` was made from equal parts and for the binding's present dtype, so that it need not be made
+        again. Always False for functions whose result may differ at each use (WeightFunctions.lasting)."""
         if self.applied is None or not self.applied.lasting or self.applied.dtype != binding.dtype:
             return False
         return all(reference() is not None for reference in self._references) and parts.mark() == self._mark
 
     def begin_contents(self) -> Callable[[], bool]:
-        """Start to compare the numbers in the tensors of the host's functions with those of the last refresh. The
-        returned function waits for the comparison, and returns whether they are equal. A difference is reported once,
-        and makes the next refresh renew `applied`."""
+        """Start to compare the numbers in the tensors of the host's functions, such as LoRA matrices, with those of the
+        last refresh. The returned function waits for the comparison, and returns whether they are equal; True if there
+        are no such tensors. A difference is reported once, and makes the next refresh renew `applied`."""
         changed = None if self._contents is None else self._contents.begin()
 
         def have_same_contents() -> bool:
@@ -135,13 +145,15 @@ class OnTheFly:
         return have_same_contents
 
     def identity(self) -> str:
-        """A digest of the functions that are applied, with the numbers in their tensors; "" if there are none."""
+        """A digest, equal in any process, of the functions that are applied, with the numbers in their tensors; "" if
+        no function with tensors is applied."""
         if self._contents is None or self.applied is None:
             return ""
         return digest_of_values(repr(self._facts), [self._contents.known])
 
     def drop(self) -> bool:
-        """Free `applied`, which the next refresh makes again. Returns whether there was one."""
+        """Free the GPU memory of `applied`, which the next refresh makes again. Returns whether there was one; then
+        graphs that read it are invalid."""
         had_any = self.applied is not None
         self.applied = None
         self._contents = None
@@ -149,29 +161,32 @@ class OnTheFly:
 
     @property
     def copies(self) -> bool:
-        """Whether `applied` has copies of the host's parameters, which are stale after an edit of those."""
+        """Whether `applied` has changed or cast copies of the host's parameters, which are stale after the host edits
+        the parameters. (LoRAs computed beside a layer are no such copies.)"""
         return self.applied is not None and bool(self.applied.weights or self.applied.biases)
 
     @property
     def has_narrow_loras(self) -> bool:
-        """Whether some LoRAs are computed in a dtype with fewer digits than the network's. Checks then do not measure
-        how far rounding moves the output, because that would excuse real errors."""
+        """Whether the host computes some LoRAs in a dtype with fewer digits than the network's. The comparison with the
+        host then does not measure how far rounding moves the output (runtime/rounding.py), because the large rounding
+        of these LoRAs would excuse real errors."""
         return self.applied is not None and any(one.scales for one in self.applied.low_rank.values())
 
     @property
     def copies_matrices(self) -> bool:
-        """Whether `applied` has copies of whole matrices, which any edit of the host's own makes stale."""
+        """Whether `applied` has copies of matrices too, and not of biases and norms alone."""
         return self.applied is not None and any(tensor.dim() > 1 for tensor in self.applied.weights.values())
 
     def applied_now(self) -> AppliedFunctions | None:
-        """`applied`. Raises Refusal between drop and refresh, when it is needed and was freed."""
+        """`applied`, for a forward that is launched now. None if the host computes with the parameters as they are.
+        Raises Refusal if tensors are needed, and drop() has freed them since the last refresh."""
         if self.applied is None and self._is_needed:
             raise Refusal("OneDiff freed its copies of LoRAs, to make room on the GPU")
         return self.applied
 
     def marks(self, binding: Binding) -> tuple[str, ...]:
-        """The ways in which the host changes its weights before it computes with them, in words for ShapeKey.weights:
-        "LoRA on the fly"."""
+        """The ways in which the host does not use its weights as they are stored, for users and for ShapeKey.weights:
+        for example ("INT8 (ConvRot) weights", "LoRA on the fly"). () if it uses them as they are stored."""
         if self.applied is None:
             return tuple(f"{name} weights" for name in binding.layers.format_names())
         stored = str(binding.layers.dtype).removeprefix("torch.")
@@ -186,17 +201,20 @@ class OnTheFly:
 
     @property
     def bytes(self) -> int:
-        """The memory of all tensors that were made."""
+        """The bytes of all tensors in `applied`; 0 if it is None."""
         return 0 if self.applied is None else self.applied.bytes
 
 
 class AppliedFunctions:
-    """The tensors made from a host's functions for one network. They keep their addresses as long as the same kinds of
-    functions are on the same layers, because captured graphs contain the addresses.
+    """The tensors made from a host's functions and casts for one network. They keep their addresses as long as the same
+    kinds of functions are on the same layers, because captured graphs contain the addresses.
+
+    An object is made for each refresh, filled once by fit(), and then only read.
 
     dtype: of the computation.
-    low_rank: the LoRAs of each layer by path, and of each fused layer by name.
-    weights, biases: the changed or cast parameters, which replace the layers' own, by the same names.
+    low_rank: LoRAs that are computed beside a layer: those of each layer by path, and of each fused layer by name.
+    weights, biases: the changed or cast parameters, by the same paths and names. They replace the stored ones; layers
+        that are not in these dictionaries keep theirs.
     lasting: whether all functions are; see WeightFunctions.
     """
 
@@ -204,8 +222,9 @@ class AppliedFunctions:
         self, dtype: torch.dtype, device: torch.device, casts_norms: bool = True,
         before: AppliedFunctions | None = None, as_stored: Collection[str] = (),
     ) -> None:
-        """device: where the tensors are made. casts_norms: see Casts.norms. before: those of the last refresh, whose
-        memory is written over. as_stored: see HostLayers.as_stored."""
+        """device: the one where the tensors are made. casts_norms: see Casts.norms. before: the object of the last
+        refresh: fit() writes over the memory of its tensors, so it must not be used again. None at the first refresh.
+        as_stored: see HostLayers.as_stored."""
         self.dtype = dtype
         self._device = device
         self._casts_norms = casts_norms
@@ -220,18 +239,22 @@ class AppliedFunctions:
 
     @property
     def bytes(self) -> int:
-        """The memory of all tensors that were made."""
+        """The bytes of all tensors that were made."""
         return sum(tensor.nbytes for tensor in list(self._made.values()))
 
     def fit(
         self, functions: Mapping[str, WeightFunctions], weights: Weights, paths: Mapping[str, Sequence[str]],
         room: Callable[[], int] | None, decoded: Callable[[str, torch.dtype], Tensor | None] = lambda path, dtype: None,
     ) -> bool:
-        """Make all tensors. functions: the functions on each layer, by path. weights: the stored parameters, some of
-        them on another device, or only their shapes; see Binding.shapes. paths: see Binding.products. room: see
-        OnTheFly.refresh. decoded: see Binding.decoded.
+        """Make all tensors, and set low_rank, weights and biases.
 
-        Returns whether any tensor has another address than before. Raises Refusal if there is no room.
+        functions: the functions on each layer that has some, by path. weights: the stored parameters, some of them on
+        another device, or only their shapes; see Binding.shapes. paths: for each product of our forward, the paths of
+        its layers; see Binding.products. room: see OnTheFly.refresh. decoded: returns the decoded weight of a layer at
+        a path; None if it is not stored in 4 or 8 bits.
+
+        Returns whether any tensor of the last refresh has another address or is gone, or a new one was added. Raises
+        Refusal if there is no room, or if the host alone can compute these functions.
         """
         self._decoded = decoded
         self.lasting = all(one.lasting for one in functions.values())
@@ -258,7 +281,8 @@ class AppliedFunctions:
     def _refuse_without_room(
         self, groups: Mapping[str, Mapping[str, WeightFunctions]], weights: Weights, room: Callable[[], int] | None
     ) -> None:
-        """Raise Refusal if the copies of matrices that functions change need more than room() bytes."""
+        """Raise Refusal if the copies of matrices that functions change need more bytes than room() and the tensors of
+        the last refresh have. groups: the functions on each layer, by product and path; see fit."""
         copied = 0
         for name, group in groups.items():
             weight = weights[name].weight
@@ -271,13 +295,16 @@ class AppliedFunctions:
         written_over = sum(tensor.nbytes for tensor in self._before.values())
         if needed > left + written_over:
             raise Refusal(
-                f"LoRAs or functions on the fly need {needed / MEBIBYTE:.0f} MiB for copies of weights, and 'Graph "
-                f"memory in MiB' has {max(0, left) / MEBIBYTE:.0f} MiB left"
+                f"the WebUI changes weights on the fly, and their changed copies need {needed / MEBIBYTE:.0f} MiB; "
+                f"'Graph memory in MiB' has {max(0, left) / MEBIBYTE:.0f} MiB left"
             )
 
     def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], weights: Weights) -> None:
-        """Make the LoRAs of a group of layers: one matrix with the down matrices of all, and for each layer one with
-        its up matrices. name: of the group; see Binding.products. group: the functions on each of its layers, by path.
+        """Make the LoRAs of one product, and add them to low_rank: one matrix with the down matrices of all its layers,
+        and for each layer with LoRAs one up matrix.
+
+        name: of the product; see Binding.products. group: the functions on each of its layers, by path. weights: see
+        fit.
         """
         updates = [update for one in group.values() for update in one.updates]
         narrow = [update.down.dtype for update in updates if self._is_narrow(update)]
@@ -307,8 +334,9 @@ class AppliedFunctions:
         self.low_rank[name] = LowRank(down, tuple(ups))
 
     def _place_ups(self, name: str, ups: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies of the up matrices of all layers of a group, by path. If their ranks are equal, they are views of one
-        tensor, one below the other, which a kernel reads as one."""
+        """Copies of up matrices, by path, at addresses that stay the same. If all ranks are equal, the copies are views
+        of one tensor, one below the other, which a kernel reads as one. name: of the product. ups: the up matrix (out,
+        ranks) of every layer of the product, by path."""
         if len({up.shape[1] for up in ups.values()}) > 1:
             return self._place_apart(ups)
         together = torch.cat(list(ups.values())).to(self.dtype)
@@ -316,24 +344,24 @@ class AppliedFunctions:
         return dict(zip(ups, placed.split([len(up) for up in ups.values()]), strict=True))
 
     def _place_apart(self, ups: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """As _place_ups, but each copy is a tensor of its own: for ranks that differ from layer to layer, and for
-        groups with LoRAs on some of their layers only."""
+        """Like _place_ups, but each copy is a tensor of its own: for ranks that differ from layer to layer, and for
+        products with LoRAs on some of their layers alone."""
         return {path: self._place("up", path, up).copy_(up) for path, up in ups.items()}
 
     def _is_narrow(self, update: LowRankUpdate) -> bool:
-        """Whether the host computes a LoRA in a dtype with fewer digits than the layer's."""
+        """Whether the host computes a LoRA in a dtype with fewer digits than that of the computation."""
         kind = update.down.dtype
         return update.in_own_type and torch.finfo(kind).eps > torch.finfo(self.dtype).eps
 
     def _fit_narrow_updates(
         self, name: str, group: Mapping[str, WeightFunctions], weights: Weights, dtype: torch.dtype
     ) -> None:
-        """As _fit_updates, for LoRAs that the host computes in this dtype, which has fewer digits than the network's.
-        Up matrices are not joined, because the host rounds each LoRA's result. Raises Refusal if the group has LoRAs of
-        other dtypes too."""
+        """Like _fit_updates, for LoRAs that the host computes in `dtype`, which has fewer digits than the network's.
+        The up matrices of a layer's LoRAs are not joined into one, because the host rounds the result of each LoRA.
+        Raises Refusal if the product has LoRAs of other dtypes too."""
         updates = [update for one in group.values() for update in one.updates]
         if any(update.down.dtype != dtype or update.up.dtype != dtype for update in updates):
-            raise Refusal(f"the LoRAs of {name} are stored in several types")
+            raise Refusal(f"LoRAs on the same layer ({name}) are stored in several types")
         all_downs = torch.cat([update.down for update in updates]).to(self._device)
         down = self._place("down", name, all_downs, dtype).copy_(all_downs)
         ups: list[tuple[int, Tensor]] = []
@@ -360,10 +388,12 @@ class AppliedFunctions:
         self, kind: str, found: dict[str, Tensor], name: str, group: Mapping[str, WeightFunctions], weights: Weights,
         is_cast: bool,
     ) -> None:
-        """Make the changed or cast parameters of a group: one tensor for all, and a view of it for each layer.
+        """Make the changed or cast weights or biases of one product: one tensor for all its layers, and a view of it
+        for each layer. Does nothing if the host neither changes nor casts any of them.
 
-        kind: "weight" or "bias". found: receives them, by the group's name and the layers' paths. is_cast: whether the
-        host casts them.
+        kind: "weight" or "bias". found: self.weights or self.biases, to which they are added by the product's name and
+        the layers' paths. name, group, weights: see _fit_updates. is_cast: whether the host casts these parameters, and
+        the cast copies are to be made here.
         """
         together: Tensor | None = getattr(weights[name], kind)
         changes = [getattr(one, kind) for one in group.values()]
@@ -382,12 +412,15 @@ class AppliedFunctions:
             if change is not None:
                 changed = change(parameter.detach().to(self._device, self.dtype, copy=True))
                 if changed.shape != parameter.shape:
-                    raise Refusal(f"a LoRA or function applied on the fly changes the size of {path}")
+                    raise Refusal(f"a LoRA that the WebUI applies on the fly changes the size of the layer {path}")
             found[path] = piece.copy_(changed)
 
     def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialised tensor with the shape and strides of `like`. It has the address of the one made for this
-        kind and name at the last refresh, if that has the same layout. dtype: by default, that of the computation."""
+        """An uninitialised tensor with the shape and strides of `like`, which the caller fills. It has the address of
+        the one made for this kind and name at the last refresh, if that has the same layout.
+
+        kind: what the tensor is, such as "down". name: the layer's or product's. dtype: None: that of the computation.
+        """
         kept = self._before.get((kind, name))
         dtype = dtype or self.dtype
         layout = like.shape, like.stride(), dtype, self._device
@@ -398,8 +431,9 @@ class AppliedFunctions:
 
 
 def joint_factors(updates: Sequence[LowRankUpdate], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The LoRAs of one layer joined into one: up (out, ranks) and down (ranks, in, ...), in float32, both `balanced`.
-    The ranks of a linear layer are padded with zeros to a multiple of RANKS."""
+    """The LoRAs of one layer joined into a single one: (up (out, ranks), down (ranks, in, ...)), in float32. up
+    includes the scales, and both are scaled as by `balanced`. The ranks of a linear layer are padded with zeros to a
+    multiple of RANKS."""
     pairs = [balanced(update, device) for update in updates]
     up = torch.cat([up for up, _ in pairs], dim=1)
     down = torch.cat([down for _, down in pairs])
@@ -410,9 +444,9 @@ def joint_factors(updates: Sequence[LowRankUpdate], device: torch.device) -> tup
 
 
 def balanced(update: LowRankUpdate, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The up and down matrices of a LoRA in float32, up multiplied by its scale. Rows of down are divided by powers of
-    two, and columns of up multiplied by them, so that the rows have a length near 1 and the product with down does not
-    overflow in float16."""
+    """The up and down matrices of a LoRA, as (up, down) in float32, with the LoRA's scale multiplied into up. Rows of
+    down are divided by powers of two, and columns of up multiplied by the same, so that the rows have a length near 1
+    and the product with down does not overflow in float16."""
     up = update.up.to(device, torch.float32)
     down = update.down.to(device, torch.float32)
     length = down.flatten(1).norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny)

@@ -15,7 +15,8 @@ a list of steps.
 7. `WithLowBit` adds the copies in eight bits. They were rounded from the operand of step 6, so they replace its weight
    and its LoRAs.
 
-In steps 1 and 2, the weight of a layer in few bits (weights/stored.py) is its values as they are stored, of any dtype.
+A weight "in few bits" is one that the host stores in 4 or 8 bits (weights/stored.py). In steps 1 and 2, the weight of
+such a layer is its values as they are stored, of any dtype.
 """
 from __future__ import annotations
 
@@ -37,26 +38,27 @@ from .streaming import Streaming, Units
 class OperandStep(ABC):
     """One step from a stored parameter to an operand, for one forward.
 
-    replaced: the names of the layers whose weight this step makes without the weight of the steps before it. The
-    constructors of earlier steps (Streamed, Decoded, Cast) take the names that later steps replace, as `replaced`: they
-    need not copy, decode or cast those weights.
+    replaced: the names of the layers whose weight this step makes without using the weight that earlier steps return.
+    The constructors of earlier steps (Streamed, Decoded, Cast) take the names that later steps replace, as `replaced`,
+    because they need not copy, decode or cast those weights.
     """
 
     replaced: frozenset[str] = frozenset()
 
     @abstractmethod
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
-        """The operand of a layer after this step. before: its operand after the earlier steps."""
+        """The operand of a layer after this step; `before` itself if the step changes nothing of it. name: a layer's
+        path, or a fused layer's name. before: the operand after the earlier steps."""
 
     def bias(self, name: str, before: Tensor | None) -> Tensor | None:
         """The bias of a layer after this step, for a forward that reads it without the weight. before: the bias after
-        the earlier steps."""
+        the earlier steps; None if the layer has none."""
         return before
 
 
 class Operands(Mapping[str, LayerWeights]):
-    """The operands of one forward, by the layer's name. Each is made when it is read, so that there is never a second
-    copy of the whole network.
+    """The operands of one forward, by the layer's name. Each is made again whenever it is read, so that there is never
+    a second copy of the whole network. Streamed layers must be read in the forward's order.
 
     stored: the parameters of every layer by path, and of every fused layer by name; see Binding.weights.
     steps: the steps in their order.
@@ -74,7 +76,7 @@ class Operands(Mapping[str, LayerWeights]):
         return operand
 
     def bias(self, name: str) -> Tensor | None:
-        """The bias of a layer, without making its weight."""
+        """The bias of a layer after all steps, without making its weight; None if it has none."""
         bias = self.stored[name].bias
         for step in self.steps:
             bias = step.bias(name, bias)
@@ -95,8 +97,8 @@ class Streamed(OperandStep):
     """
 
     def __init__(self, streaming: Streaming, stored: Weights, units: Units, replaced: frozenset[str]) -> None:
-        """units: the order in which the forward reads its layers. replaced: layers whose weight is not copied, because
-        a later step makes it."""
+        """stored: see Operands. units: the layers in the order in which the forward reads them, in groups; see
+        Family.units. replaced: layers whose weight is not copied, because a later step makes it."""
         self._forward = streaming.forward(units, replaced)
         self._stored = stored
         self._members = streaming.members
@@ -119,9 +121,9 @@ class Streamed(OperandStep):
 class Decoded(OperandStep):
     """After Streamed: makes the operands of layers whose weights are in few bits.
 
-    If the host multiplies all members of a layer in one eight-bit type, the operand has the numbers of the file
-    (LayerWeights.low_bit), and nothing is rounded again. Otherwise the host's own function decodes the weight at each
-    use, so that there is never a decoded copy of the network.
+    If the host multiplies all members of a fused layer in one eight-bit type, the operand's LayerWeights.low_bit has
+    the numbers of the file, and nothing is rounded again; its weight then has a shape and no values. Otherwise the
+    host's own function decodes the weight at each use, so that there is never a decoded copy of the network.
     """
 
     def __init__(
@@ -129,8 +131,8 @@ class Decoded(OperandStep):
         replaced: frozenset[str], channels_last: bool,
     ) -> None:
         """before: the operands after the earlier steps. streaming: None if no parameter is in main memory. replaced:
-        layers whose weight is not decoded, because a later step makes it. channels_last: the memory order of the
-        weights of convolutions."""
+        layers whose weight is not decoded, because a later step makes it. channels_last: whether decoded weights of
+        convolutions are put in channels-last order."""
         self._binding = binding
         self._before = before
         self._streaming = streaming
@@ -160,15 +162,15 @@ class Decoded(OperandStep):
         return before._replace(weight=self._last_weight)
 
     def bias(self, name: str, before: Tensor | None) -> Tensor | None:
-        """As OperandStep.bias. The biases of layers that cannot lie together (Binding.apart) are joined at each call,
-        so that a CUDA graph joins their present values."""
+        """See OperandStep.bias. The members of some fused layers cannot share a tensor (Binding.apart): their biases
+        are concatenated here at each call, so that a CUDA graph reads their present values."""
         if name not in self._binding.apart:
             return before
         biases = [bias for path in self._binding.members(name) if (bias := self._before.bias(path)) is not None]
         return torch.cat(biases) if biases else None
 
     def _scales(self, path: str, stored: StoredWeight | None) -> Sequence[Tensor]:
-        """The scales of a layer's weight on the device that computes."""
+        """The scales of a layer's weight on the device that computes; () for a weight that is not in few bits."""
         if stored is None:
             return ()
         return stored.scales if self._streaming is None else self._streaming.scales(path, stored)
@@ -176,8 +178,9 @@ class Decoded(OperandStep):
     def _weight(
         self, name: str, values: Tensor, members: Sequence[StoredWeight | None], scales: Sequence[Sequence[Tensor]]
     ) -> Tensor:
-        """The decoded weight of a layer, (out, ...). values: those of all members, one below the other; ignored for
-        members that cannot lie together (Binding.apart). scales: those of each member."""
+        """The weight of a layer, (out, ...), decoded to the dtype of the computation. values: the stored values of all
+        members, one below the other; not used for members that cannot share a tensor (Binding.apart). members: the
+        fused layer's members, or the layer alone; None for a weight that is not in few bits. scales: of each member."""
         binding = self._binding
         pieces: Sequence[Tensor] = (values,)
         if name in binding.apart:
@@ -196,9 +199,9 @@ class Decoded(OperandStep):
 def quantized(
     values: Tensor, members: Sequence[StoredWeight | None], scales: Sequence[Sequence[Tensor]]
 ) -> QuantizedWeight | None:
-    """The weights of layers over the same input as one operand in eight bits. None unless the host multiplies all of
-    them in the same eight-bit type and rotation. values: those of all members, (sum of rows, width). scales: those of
-    each member."""
+    """The weights of a fused layer's members as one operand in eight bits, with the numbers of the file. None unless
+    the host multiplies all of them in the same eight-bit type and rotation. values: of all members, (sum of rows,
+    width). members: None for a weight that is not in few bits. scales: of each member."""
     stored = [member for member in members if member is not None]
     if len(stored) < len(members) or not are_multiplied_alike(member.format for member in stored):
         return None
@@ -211,8 +214,9 @@ def quantized(
 
 
 class Changed(OperandStep):
-    """After Decoded: replaces parameters by those that the host's functions have changed, and small ones by cast
-    copies. Both were made at the last refresh, in the dtype of the computation, so Cast returns them as they are."""
+    """After Decoded: replaces parameters by AppliedFunctions' tensors: those that the host's functions have changed,
+    and cast copies of biases and norms. They were made at the last refresh, in the dtype of the computation, so Cast
+    returns them as they are."""
 
     def __init__(self, applied: AppliedFunctions) -> None:
         self._weights = applied.weights
@@ -232,12 +236,12 @@ class Changed(OperandStep):
 
 
 class Cast(OperandStep):
-    """After Changed: casts weights to the dtype of the computation, at each use."""
+    """After Changed: casts weights to the dtype of the computation, at each use. Does nothing for weights in it."""
 
     def __init__(self, dtype: torch.dtype, replaced: Collection[str] = (), vectors: bool = False) -> None:
-        """replaced: layers whose weight is not cast, because a later step makes it. vectors: whether to cast biases and
-        the weights of norms too. False if the host computes with some of them as they are stored; then Changed has cast
-        copies of the others."""
+        """dtype: of the computation. replaced: layers whose weight is not cast, because a later step makes it. vectors:
+        whether to cast biases and the weights of norms too. False if Changed has cast copies of those that the host
+        casts; the host computes with the others as they are stored."""
         self._dtype = dtype
         self._left = replaced
         self._vectors = vectors
@@ -256,6 +260,7 @@ class Cast(OperandStep):
         return before.to(self._dtype) if self._vectors and before is not None else before
 
     def _weight(self, name: str, before: Tensor) -> Tensor:
+        """The weight of a layer, cast; `before` itself if it need not be cast."""
         if before.dtype == self._dtype or name in self._left:
             return before
         if before.dim() == 1:
@@ -278,7 +283,8 @@ class WithLoras(OperandStep):
 
 
 class WithLowBit(OperandStep):
-    """The last step: adds the eight-bit copies of weights. LoRAs were added to the weights before these were rounded.
+    """The last step: adds the eight-bit copies of weights that the option Low-bit has made. LoRAs were added to the
+    weights before these were rounded, so the operands of such layers have no LoRAs.
 
     replaced: the layers of which only the eight-bit weight is read. Their operand's weight has a shape and a dtype, and
     no values.
@@ -288,8 +294,9 @@ class WithLowBit(OperandStep):
         self, kept: Mapping[str, tuple[QuantizedWeight, ...]], gated_scales: Mapping[str, Tensor], dtype: torch.dtype,
         replaced: frozenset[str] = frozenset(),
     ) -> None:
-        """kept, gated_scales: LayerWeights.low_bit and LayerWeights.gated_scale, by the layer's name. dtype: of the
-        products' results."""
+        """kept: the eight-bit copies (LayerWeights.low_bit), by the layer's name; other layers stay as they are.
+        gated_scales: LayerWeights.gated_scale, by the layer's name. dtype: of the products' results. replaced: see the
+        class."""
         self._kept = kept
         self._gated_scales = gated_scales
         self._dtype = dtype
@@ -335,8 +342,9 @@ def steps_of(
 
 
 def source_of(bound: BoundUNet, call: Call, low_bit: WithLowBit | None = None) -> Source:
-    """The Source of a call's forward: layout, dtype and operands. Raises Refusal if memory that a step needs was freed.
-    """
+    """The Source of a call's forward: layout, dtype, and a function that makes the operands of one run of the forward.
+    low_bit: None for exact products. Call it after bound.refresh(). Raises Refusal if memory that a step needs was
+    freed since then."""
     binding = bound.binding
     streaming = bound.streaming_now()
     units: Units = () if streaming is None else bound.units(call)
@@ -350,8 +358,9 @@ def source_of(bound: BoundUNet, call: Call, low_bit: WithLowBit | None = None) -
 
 
 def merged_operand(binding: Binding, on_the_fly: OnTheFly, name: str) -> LayerWeights:
-    """A layer's operand with the LoRAs added to its weight, on the device that computes: the input of the quantization
-    to eight bits. Raises Refusal if memory that a step needs was freed."""
+    """A layer's exact operand with the LoRAs added to its weight, on the device that computes: the option Low-bit
+    quantizes this weight. Copies a layer in main memory to the device. name: a layer's path, or a fused layer's name.
+    Raises Refusal if memory that a step needs was freed."""
     # One layer is copied as a whole, not in the order of a forward.
     stored = {name: binding.weights_on(binding.device, name)}
     steps = steps_of(binding, stored, None, (), on_the_fly.applied_now())

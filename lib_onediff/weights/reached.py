@@ -1,6 +1,7 @@
 """Finds out whether the code that a network runs has changed: the values of the names in it, and the functions' bodies.
 
-code.py finds the names. Their values are noted once, and compared at every call.
+code.py finds the names. Reached notes their values once, and they are compared with the present ones at every call.
+Extensions of a WebUI replace functions at any time, and a CUDA graph would go on with the old ones.
 """
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from .code import Code, Named
 from .snapshot import BY_IDENTITY, is_plain, snapshot
 from .values import Digests, Tokens, name_of, short
 
+# The __dict__ of a module, class or file.
 Namespace = Mapping[str, Any]
 # Annotations do not affect computation and are slow to compare.
 ANNOTATIONS = frozenset({"__annotations__", "__annotations_cache__", "__annotate__", "__annotate_func__"})
@@ -29,12 +31,13 @@ IN_DIGEST = (int, float, complex, bool, str, bytes, type(None), tuple, torch.dty
 
 
 class Alike(NamedTuple):
-    """A group of namespaces with the same names to compare, which are compared in one go.
+    """A group of namespaces in which the same names are compared, so that one pass without Python calls compares all.
 
-    indices: of these namespaces in the list of all.
-    pick: selects them from all namespaces.
+    names: the names that are compared.
+    indices: the positions of these namespaces in the list of all namespaces.
+    pick: returns these namespaces from the list of all.
     values: returns the values of the names in one namespace: a tuple; for a single name the value itself.
-    known: its result for each namespace when this was made.
+    known: the results of `values` when this was made, one for each of these namespaces.
     """
 
     names: tuple[str, ...]
@@ -49,7 +52,8 @@ class Names:
     find out later whether they have changed."""
 
     def __init__(self, spaces: Sequence[Namespace], names: Iterable[Iterable[str]]) -> None:
-        """names: for each namespace, the names to compare."""
+        """names: for each of the spaces, in their order, the names to compare. Keeps no space alive, but plain values.
+        Raises KeyError if a space does not have one of its names."""
         self._others: list[tuple[int, str, Any]] = []
         # Values that are compared by identity, and must not be kept alive.
         self._objects: list[tuple[int, str]] = []
@@ -71,8 +75,8 @@ class Names:
         self._plain = [alike_at(spaces, plain_names, indices) for plain_names, indices in indices_of.items()]
 
     def are_unchanged(self, spaces: Sequence[Namespace]) -> bool:
-        """Whether the names have the same values now. spaces: the namespaces in the same order. Raises KeyError if a
-        name is gone."""
+        """Whether the names have the same values as when this was made. spaces: the same namespaces in the same order.
+        Raises KeyError if a namespace does not have one of its names any more."""
         for alike in self._plain:
             if list(map(alike.values, alike.pick(spaces))) != alike.known:
                 return False
@@ -83,7 +87,8 @@ class Names:
         return all(snapshot(spaces[index][name]) == before for index, name, before in self._others)
 
     def digest(self, left_out: Collection[str]) -> str:
-        """A digest of the plain values of all names but those left out, equal in any process."""
+        """A digest, equal in any process, of the names and those of their values whose type is in IN_DIGEST, as they
+        were when this was made. left_out: names that are not part of it."""
         found: dict[int, list[tuple[str, str]]] = {}
         for alike in self._plain:
             for index, row in zip(alike.indices, alike.known, strict=True):
@@ -97,7 +102,7 @@ class Names:
 
 
 def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], indices: list[int]) -> Alike:
-    """The Alike of the namespaces at these indices."""
+    """The Alike of the namespaces at these indices of spaces, with their present values. Each has all of the names."""
     # A slice, because an itemgetter of one index returns the item and not a sequence.
     wanted = indices if len(indices) > 1 else [slice(indices[0], indices[0] + 1)]
     pick = operator.itemgetter(*wanted)
@@ -107,8 +112,8 @@ def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], indices: list[
 
 
 class Bodies:
-    """The bodies of functions: their code, and the values of their defaults and closures, to find out later whether
-    they have changed."""
+    """The bodies of functions as they are when this is made: their code, and the values of their defaults and closures,
+    to find out later whether they have changed. Functions with a closure are not kept alive."""
 
     def __init__(self, functions: Sequence[types.FunctionType]) -> None:
         # Functions without a closure cannot keep a model alive, and are compared in one go.
@@ -125,7 +130,7 @@ class Bodies:
         self._known = list(map(body_of, self._plain))
 
     def are_unchanged(self) -> bool:
-        """Whether all bodies are the same, and no function was freed."""
+        """Whether all bodies are the same as when this was made; False also if a function was freed."""
         if list(map(body_of, self._plain)) != self._known:
             return False
         for reference, known in self._others:
@@ -145,7 +150,8 @@ EMPTY = types.CellType()
 
 
 def snapshot_of_body(function: types.FunctionType) -> tuple[Any, ...]:
-    """A function's code, and snapshots of its defaults and of the contents of its closure."""
+    """A function's code, and snapshots of its positional defaults and of the contents of its closure. Equal to an
+    earlier result as long as these are unchanged."""
     cells = function.__closure__ or ()
     held = [snapshot(cell.cell_contents) for cell in cells if cell != EMPTY]
     return function.__code__, snapshot(function.__defaults__), len(cells), held
@@ -157,16 +163,17 @@ TORCH_STATE = ("torch's default dtype", "torch's modes")
 
 class Reached:
     """The code that some classes and functions run, with everything that it reaches by name and the state of torch that
-    it reads, to find out later whether any of it has changed.
+    it reads, as they are when this is made, to find out later whether any of it has changed.
 
-    sources: the classes that it was made from, besides functions.
-    names: all names in the code outside of torch.
+    sources: the classes that it was made from.
+    names: all names that occur in the code outside of torch; see Code.
     """
 
     def __init__(
         self, sources: Sequence[type], functions: Sequence[Any], tokens: Tokens, left_out: Collection[str] = (),
     ) -> None:
-        """tokens: names for objects without a digest by value. left_out: see Code."""
+        """sources, functions: the classes and functions of a network, where reading begins. tokens: names for objects
+        without a digest by value. left_out: see Code."""
         code = Code([*sources, *functions], left_out)
         self.sources = sources
         self.names = code.names
@@ -194,7 +201,8 @@ class Reached:
         self._torch_state = torch_state()
 
     def is_unchanged(self) -> bool:
-        """Whether nothing has changed. Takes a third of a millisecond."""
+        """Whether neither code nor values nor torch's state have changed since this was made. Takes a third of a
+        millisecond."""
         try:
             return (
                 list(map(len, self._class_spaces)) == self._sizes
@@ -207,14 +215,15 @@ class Reached:
             return False
 
     def named(self) -> Iterator[Named]:
-        """Every name that the code reaches, in the globals of files and in classes."""
+        """Every name that is compared: those that code looks up in Python modules, and the members of classes."""
         yield from self._named
         yield from members_of_classes(self._classes)
 
     @cached_property
     def facts(self) -> dict[str, str]:
-        """The digest of each name's value, by its label ("torch.nn.functional.linear"), and those of torch's state.
-        Equal in any process, and valid as long as is_unchanged() is true. Takes tens of milliseconds."""
+        """The digest of each name's value, by the name's label ("torch.nn.functional.linear"), and the state of torch
+        by the labels of TORCH_STATE. Computed at the first use, in tens of milliseconds. Equal in any process, except
+        for values without a digest by value, and valid as long as is_unchanged() is true."""
         digests = Digests(self._tokens)
         found = {named.label: digests.of_data(named.value) for named in self.named()}
         default_dtype, modes = TORCH_STATE
@@ -224,24 +233,28 @@ class Reached:
 
     @property
     def facts_of_ours(self) -> dict[str, str]:
-        """The part of facts that OneDiff's own operators depend on. Graphs and copies of weights are valid as long as
-        these are equal, because the host's own code, such as that of its LoRAs, does not run in a graph."""
+        """The part of `facts` that OneDiff's own operators depend on. As long as these are equal, graphs and copies of
+        weights stay valid, even if code of the host, such as that of its LoRAs, has changed: none of it runs in a
+        graph.
+        """
         named = [*self._named_by_ours, *members_of_classes(self._classes_of_ours)]
         labels = [one.label for one in named]
         return {label: self.facts[label] for label in (*labels, *TORCH_STATE)}
 
     def changed(self, before: Mapping[str, str]) -> list[Named]:
-        """The names whose values have changed. before: the facts of an earlier Reached."""
+        """The names whose values differ from those in `before`, the facts of an earlier Reached. A name that is not in
+        `before` does not count as changed."""
         facts = self.facts
         return [one for one in self.named() if facts[one.label] != before.get(one.label, facts[one.label])]
 
     @cached_property
     def digest(self) -> str:
+        """A digest of all facts, which identifies this state of the code."""
         return short(repr(sorted(self.facts.items())))
 
 
 def members_of_classes(classes: Sequence[type]) -> Iterator[Named]:
-    """The members of classes, without annotations."""
+    """The members of classes, each as a Named, without annotations and without members of base classes."""
     for kind in classes:
         space = vars(kind)
         for name in list(space):
@@ -250,8 +263,8 @@ def members_of_classes(classes: Sequence[type]) -> Iterator[Named]:
 
 
 def torch_state() -> tuple[Any, ...]:
-    """The state of torch that a forward depends on besides its arguments: the default dtype, and the torch modes that
-    every operator goes through (torch.set_default_device sets one)."""
+    """The state of torch that a forward depends on besides its arguments, to compare with a later result: the default
+    dtype, and the torch modes that every operator goes through (torch.set_default_device sets one)."""
     modes = list(map(snapshot, function_modes()))
     return torch.get_default_dtype(), modes, torch._C._len_torch_dispatch_stack()
 

@@ -1,8 +1,8 @@
 """Finds code of other extensions in a network. Defines HostTraits, a host's properties that its adapter knows.
 
-Also defines the functions that a host applies to a layer's weights at each use, such as a LoRA that is not merged. A
-plain LoRA is computed beside the layer, by two small products. Any other function is applied to a copy of the weight,
-again whenever it changes.
+Also defines the types that describe the functions that a host applies to a layer's weights at each use, such as a LoRA
+that is not merged. We compute a plain LoRA beside the layer, by two small products. We apply any other function to a
+copy of the weight, again whenever one of them changes.
 """
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from .reached import Reached
 from .stored import StoredReader
 from .values import FUNCTIONS, Digests, Tokens
 
+# (a parameter, in the dtype computed in) -> the changed parameter; may write to its argument and return it.
 Change = Callable[[Tensor], Tensor]
 # Attributes of layers in which the Forge family keeps the functions that it applies to weights at each call, such as
 # LoRAs that are not merged. Its adapter reads them at each call.
@@ -48,7 +49,7 @@ CALLED_BY_TORCH = ("_conv_forward", "__call__", "_call_impl", "_wrapped_call_imp
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """A LoRA's update of a weight: scale * up @ down.
+    """What a LoRA adds to a layer's weight: scale * up @ down.
 
     up: (out, rank).
     down: (rank, in), or (rank, in, height, width) of a convolution.
@@ -64,12 +65,13 @@ class LowRankUpdate:
 
 @dataclass(frozen=True)
 class WeightFunctions:
-    """The functions that a host applies to the parameters of one layer, in the dtype computed in.
+    """The functions that a host applies to the parameters of one layer at each use.
 
-    updates: the LoRAs of its weight, if nothing else is applied to the weight; otherwise ().
-    weight, bias: functions that return the changed parameter, and may write to their argument; None if there is none,
-        or only updates.
-    lasting: whether the functions return the same result until their parts change.
+    updates: the LoRAs of the weight, if it only applies LoRAs to the weight; otherwise ().
+    weight, bias: the function that it applies to this parameter, LoRAs included; None if it applies none, or if
+        `updates` has all.
+    lasting: whether the functions return the same result until their Parts change. If not, they are applied anew at
+        each call.
     """
 
     updates: tuple[LowRankUpdate, ...] = ()
@@ -82,8 +84,8 @@ class WeightFunctions:
 class Casts:
     """How a host casts the parameters of its layers at each use.
 
-    to: to(layers, dtype) returns the dtype to which it casts their parameters for inputs of this dtype; None if it uses
-        them as they are stored.
+    to: to(layers, dtype) returns the dtype to which the host casts the parameters of these layers, which are all of a
+        network's, if the input has this dtype; None if it uses them as they are stored.
     norms: whether it casts the parameters of norms too.
     """
 
@@ -93,13 +95,13 @@ class Casts:
 
 @dataclass
 class Parts:
-    """Everything that a host's functions compute with at one moment. Drop it after the call, because it keeps all of it
-    alive.
+    """Everything that a host's functions for some layers compute with now, to find out later whether they still apply
+    the same. Drop it after the call, because it keeps all of it alive.
 
-    indices: of the layers with functions, in the list of layers.
+    indices: of the layers with functions, in the list of layers that FunctionReader.parts was given.
     facts: plain data, such as a LoRA's strength.
-    objects: parts that are compared by identity.
-    tensors: parts that are compared by their numbers.
+    objects: objects that are compared by identity, such as the functions.
+    tensors: tensors that are compared by their numbers, such as a LoRA's matrices.
     """
 
     indices: list[int] = field(default_factory=list)
@@ -108,26 +110,30 @@ class Parts:
     tensors: list[Tensor] = field(default_factory=list)
 
     def mark(self) -> list[object]:
-        """A list that is equal for equal parts, as long as the parts are alive: an id may be reused later. Of tensors
-        it contains addresses, layouts and counts of edits, not the numbers."""
+        """A list to keep in place of the parts: it equals the mark of later parts if these are the same. Of tensors it
+        contains addresses, layouts and counts of edits, not the numbers. Valid as long as the objects and tensors are
+        alive, because an id may be reused later."""
         tensors = self.tensors
         where = [list(map(look, tensors)) for look in (Tensor.data_ptr, layout_of, Tensor.stride)]
         return [self.indices, self.facts, list(map(id, self.objects)), where, edit_counts(tensors)]
 
 
 class FunctionReader(Protocol):
-    """Reads the functions that one host applies to the parameters of its layers at each use."""
+    """Reads the functions that one host applies to the parameters of its layers at each use. Each host that does so has
+    one."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        """Whether the host can add functions for these layers without changing the module tree, so that each call must
-        look for them."""
+        """Whether the host can add functions for these layers without changing a module that Baseline compares, so that
+        parts() must be called at each call of the network, even while there are no functions."""
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
-        """The parts of all functions of these layers now. Every call reads them; that takes about 5 microseconds for a
-        layer with a LoRA. Raises Refusal if only the host can compute one."""
+        """The Parts of all functions of these layers now; empty Parts if there are none. Every call of a network reads
+        them; that takes about 5 microseconds for a layer with a LoRA. Raises Refusal if only the host can compute one.
+        """
 
     def of(self, layer: nn.Module) -> WeightFunctions:
-        """The functions of one of the layers that parts() found. Raises Refusal if only the host can compute them."""
+        """The functions of one of the layers for which parts() found some. Raises Refusal if only the host can compute
+        them."""
 
 
 # See HostTraits.
@@ -136,20 +142,23 @@ Yardstick = Callable[[Callable[[], Tensor], nn.Module, Sequence[nn.Module]], Cal
 
 @dataclass(frozen=True)
 class HostTraits:
-    """Properties of a host's networks that its adapter knows.
+    """Properties of a host's networks that its adapter knows. The defaults are those of a host without any of them.
 
-    trusted: Python modules whose patches of classes the adapter knows, and takes into account if they matter.
-    inert: inert(network, module) returns whether the forward set on this module's instance now computes the same as its
-        class's forward.
-    sync_lora: merges LoRAs into the parameters of these layers. For hosts that do it late, in each layer's forward.
-    wanted_lora: returns a key of the LoRAs that sync_lora merges, which is equal as long as there is nothing to merge.
-    synced: names in the host's forward that sync_lora replaces, each with its Python module
-        ("networks.loaded_networks"). They are not followed as code, because their effect is in the weights.
-    brought: brought(network, path) returns whether the adapter knows the forward set on the instance of the module at
-        this path, and passes its functions with each call, as Call.patches.
-    yardstick: takes the host's forward of a call, the network, and the layers that the host multiplies in eight bits
-        and our forward does not. Returns the forward with these approximations, and others such as 8-bit attention,
-        switched off, to compare with. None: the host approximates nothing.
+    trusted: names of Python modules whose patches of classes the adapter knows, and takes into account if they matter.
+    inert: inert(network, module) returns whether a forward that was set on this module's instance computes the same now
+        as its class's forward, so that it can be ignored.
+    sync_lora: merges the wanted LoRAs into the parameters of these layers, in place. For hosts that do it late, in each
+        layer's forward, which our forward does not call. None: the host has merged them before it calls the network.
+    wanted_lora: returns a key of the LoRAs that sync_lora would merge now. While it equals the key after the last
+        merge, there is nothing to merge.
+    synced: names in the host's forward that tell which LoRAs to merge, each with its Python module
+        ("networks.loaded_networks"). They are not followed as code, because sync_lora puts their effect in the weights.
+    brought: brought(network, path) returns whether the adapter knows the forward that was set on the instance of the
+        module at this path, and passes its functions with each call, as Call.patches.
+    yardstick: yardstick(host, network, layers) returns the host's forward to compare our output with. host: the host's
+        forward of a call. layers: those that the host multiplies in eight bits and our forward does not. The result is
+        that forward with this approximation, and others such as 8-bit attention, switched off. None: the host
+        approximates nothing.
     functions: reads the functions that the host applies to its weights at each use; None: networks with such functions
         are refused.
     casts: how the host casts its weights at each use; None if it does not.
@@ -178,8 +187,8 @@ class HostTraits:
 
 
 def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
-    """Raise Refusal for the first module inside of a network that may compute something else than its class's original
-    code. Takes some milliseconds.
+    """Raise Refusal if a module inside of a network may compute something else than its class's original code. The
+    reason names the first such module. Takes some milliseconds; called when a network is read.
 
     The reasons are: a method or function set on an instance; a hook; a LoRA that is not merged; dropout in training
     mode; or a method of a class that was replaced by code from a Python module that is neither the class's own nor in
@@ -202,24 +211,24 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
             if isinstance(state[attribute], FUNCTIONS) and attribute not in run[kind]:
                 foreign = foreign_parts(Named(state, kind.__module__, attribute), host_traits.trusted)
                 if foreign:
-                    raise Refusal(f"{name} has a {attribute} of its own, set by {author(foreign[0])}")
+                    raise Refusal(f"{name}.{attribute} was replaced by {author(foreign[0])}")
         for method in run[kind]:
             own = own_method(module, method) if method in state else None
             if own is None:
                 continue
             is_forward = method in FORWARDS
             if not (is_forward and (host_traits.inert(network, module) or host_traits.brought(network, name))):
-                raise Refusal(f"{name} has a {method} of its own, set by {author(own)}")
+                raise Refusal(f"{name}.{method} was replaced by {author(own)}")
         for hook in (*state["_forward_hooks"].values(), *state["_forward_pre_hooks"].values()):
             if origin(hook) not in host_traits.movers:
-                raise Refusal(f"{name} has a forward hook, set by {author(hook)}")
+                raise Refusal(f"{author(hook)} has set a hook on {name}")
         if host_traits.functions is None and any(state.get(name) for name in APPLIED_AT_CALL):
             raise Refusal(
                 "a LoRA is applied at each step instead of being merged (fp16 LoRA in Diffusion in Low Bits, or low "
                 "VRAM)"
             )
         if isinstance(module, nn.Dropout) and module.training and module.p > 0:
-            raise Refusal(f"{name} drops values (the network is in training mode)")
+            raise Refusal(f"the model is in training mode, in which {name} drops values at random")
     for kind, methods in (processors | run).items():
         for method in methods:
             refuse_replaced(kind, method, host_traits.trusted)
@@ -229,11 +238,12 @@ def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
 def replaced_names(
     reached: Reached, hosts: Collection[str], before: Mapping[str, str], trusted: Collection[str]
 ) -> list[Named]:
-    """The names in a network's code whose values an extension has replaced: values that have changed since the network
-    was first read; functions in torch that are not torch's; and functions of extensions in the host's files.
+    """The names in a network's code whose values were replaced: values that have changed since the network was first
+    read; functions in torch that are not torch's; and functions of extensions in the host's files. [] if there are
+    none.
 
-    hosts: the packages of the network's classes. before: Reached.facts when the network was first read. trusted: see
-    HostTraits.
+    reached: the code of the network now. hosts: the packages of the network's classes. before: Reached.facts when the
+    network was first read. trusted: see HostTraits.
     """
     found = {named.label: named for named in reached.changed(before)}
     for named in reached.named():
@@ -243,8 +253,8 @@ def replaced_names(
 
 
 def was_replaced(named: Named, known: Collection[str]) -> bool:
-    """Whether the value of a name in torch or in a host's file contains a function of an extension. known: see
-    foreign_parts."""
+    """Whether the value of a name contains a function that does not belong there: for a name in torch, a function that
+    is in no installed package; for a name in any other file, a function of an extension. known: see foreign_parts."""
     files = [str(globals_of(one).get("__file__")) for one in foreign_parts(named, known)]
     if package(named.owner) in NOT_READ:
         # Functions of installed packages do not count: some decorate torch's.
@@ -254,22 +264,23 @@ def was_replaced(named: Named, known: Collection[str]) -> bool:
 
 
 def foreign_parts(named: Named, known: Collection[str]) -> list[Any]:
-    """The functions in a name's value that are of other code than torch, OneDiff, the known Python modules and
-    packages, and the package that the name belongs to."""
+    """The functions in a name's value whose code is foreign: of none of torch, OneDiff, the standard library, the known
+    Python modules and packages, and the package that the name belongs to. [] for a value that is not code."""
     if not may_compute(named.value):
         return []
     return [one for one in parts_of(named.value) if not is_of(one, {*known, package(named.owner)})]
 
 
 def may_compute(value: Any) -> bool:
-    """Whether a value can be called, or is a descriptor around a function. Classes do not count."""
+    """Whether a value can be called, or is a property, staticmethod or classmethod. False for classes."""
     return (callable(value) and not isinstance(value, type)) or isinstance(value, (property, staticmethod, classmethod))
 
 
 def has_unseen_state(replaced: Named, hosts: Collection[str]) -> bool:
-    """Whether the new value of a replaced name may depend on state besides its arguments that cannot be compared: only
-    plain values in its closure, globals and objects can. A check of one call then proves nothing for the next, so the
-    caller refuses such a network."""
+    """Whether the result of a function that was put in place of another may depend on state that cannot be compared
+    with an earlier one. (Plain values in its closure, in its globals and in objects there can be compared.) Then a
+    comparison of one call's output with the host's proves nothing for the next call, so the caller refuses such a
+    network. hosts: the packages of the network's classes, whose code is compared elsewhere."""
     digests = Digests(Tokens())
     known = {*NOT_READ, *hosts, OURS}
     digests.of(replaced.value)
@@ -285,7 +296,8 @@ def has_unseen_state(replaced: Named, hosts: Collection[str]) -> bool:
 
 
 def reason_of(replaced: Named) -> str:
-    """A sentence for users: which function was replaced, and by whom."""
+    """A sentence for users: which function was replaced, and by which extension or Python module; for a value that is
+    not code, that it was changed."""
     if not may_compute(replaced.value):
         return f"{replaced.label} was changed"
     return f"{replaced.label} was replaced by {author(replaced.value)}"
@@ -294,11 +306,11 @@ def reason_of(replaced: Named) -> str:
 def refuse_replaced(
     kind: type, method: str = "forward", trusted: Collection[str] = (), below: object = None
 ) -> None:
-    """Raise Refusal if a method of a class was replaced by code of another Python package than the class's, which is
-    not in trusted either. Does nothing if the class has no such method.
+    """Raise Refusal if a method of a class was replaced by code of another Python package than the class's, unless that
+    code's Python module is in trusted. Does nothing if the class has no such method.
 
-    below: the function to judge; by default the class's, below our own patch. A hook of ours passes the function that
-    it calls as the host's.
+    below: the function to judge. None: the class's present method, or the one below it if it is a hook of ours. A hook
+    of ours passes the function that it calls as the host's.
     """
     owner = next((base for base in kind.__mro__ if method in base.__dict__), None)
     if owner is None:
@@ -316,21 +328,24 @@ def refuse_replaced(
 
 
 def refuse_global_hooks() -> None:
-    """Raise Refusal if a hook is set on all modules. Takes microseconds."""
+    """Raise Refusal if a forward hook is set on all modules of torch (register_module_forward_hook). Takes
+    microseconds.
+    """
     everywhere = nn.modules.module
     for hook in (*everywhere._global_forward_hooks.values(), *everywhere._global_forward_pre_hooks.values()):
-        raise Refusal(f"a forward hook is set on all modules, by {author(hook)}")
+        raise Refusal(f"{author(hook)} has set a hook on all models")
 
 
 def is_of(function: object, authors: Collection[str]) -> bool:
-    """Whether a function's code belongs to torch, OneDiff, or one of these Python modules or packages."""
+    """Whether a function's code belongs to torch, OneDiff, the standard library, or one of these Python modules or
+    packages. authors: their names."""
     module = str(globals_of(function).get("__name__"))
     return module in authors or package(module) in authors or package(module) in (OURS, *NOT_READ)
 
 
 def called_by(kind: type) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The methods that run when a module of this class is called: the forwards, the methods that they call by name, and
-    so on. And all names in the code of these methods."""
+    """The names of the methods that run when a module of this class is called (the forwards, the methods that they call
+    by name, and so on), and all names that occur in the code of these methods."""
     called = dict.fromkeys(FORWARDS)
     names: set[str] = set()
     waiting = [*FORWARDS]
@@ -350,10 +365,11 @@ def called_by(kind: type) -> tuple[tuple[str, ...], frozenset[str]]:
 
 
 def own_method(module: nn.Module, name: str) -> object | None:
-    """The attribute of this name that is set on a module's instance. None if there is none.
+    """The attribute of this name that was set on a module's instance and hides the class's method. None if there is
+    none.
 
-    Also None if it is the class's own method, bound, which an extension leaves behind when it undoes its patch; our own
-    patch of the class is ignored for this.
+    Also None if it is the class's own method, bound to the module, which an extension leaves behind when it undoes its
+    patch. If our hook replaces the class's method, the method below the hook counts as the class's own.
     """
     own = module.__dict__.get(name)
     if getattr(own, "__self__", module) is not module:

@@ -1,4 +1,5 @@
-"""Snapshots of objects: a later snapshot in the same process is equal if the object still computes the same.
+"""Snapshots of objects, to find out later whether an object still computes the same: its snapshots in one process are
+equal as long as it does.
 
 No snapshot keeps a module, a tensor or a function's closure alive. Objects are identified by weak references, because
 an id() may be reused.
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 
 from ..core.edits import edit_count
 from .contents import MemorySpan
-from .values import CONTAINERS, FUNCTIONS, MOST_ENTRIES, as_it_is
+from .values import CONTAINERS, FUNCTIONS, MOST_ENTRIES, safe_to_iterate
 
-# Values of these types are their own snapshots: any computation gives the same with equal ones.
+# Values of these types are their own snapshots: code computes the same with equal ones.
 PLAIN_CLASSES = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.Size,
     torch.memory_format, torch.layout, type, types.BuiltinFunctionType, types.GetSetDescriptorType,
@@ -31,11 +32,13 @@ PLAIN_TYPES = frozenset(PLAIN_CLASSES)
 BY_IDENTITY = (types.FunctionType, nn.Module)
 # The depth of nested containers and objects that are compared; deeper ones are compared by type and length alone.
 DEEPEST = 4
+# Returns the __dict__ of an object.
 state_of = operator.attrgetter("__dict__")
 
 
 class Same:
-    """Identifies an object without keeping it alive: equal to another Same of the same object alone."""
+    """Identifies an object without keeping it alive. Two are equal only if both were made of the same object. The
+    object's own == is not called."""
 
     __slots__ = ("reference",)
 
@@ -51,7 +54,8 @@ class Same:
 
 
 def same(value: Any) -> Any:
-    """A Same of an object; its class if it does not support weak references."""
+    """A Same of an object, to compare with a later one. For an object that does not support weak references, its class.
+    """
     try:
         return Same(value)
     except TypeError:
@@ -59,12 +63,13 @@ def same(value: Any) -> Any:
 
 
 def no_object() -> None:
-    """A stand-in for a weakref.ref that has no object yet: returns None."""
+    """None, always: used in place of a weakref.ref until there is an object to refer to."""
     return None
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is its own snapshot: equal values compute the same, and it cannot keep a model alive."""
+    """Whether a value can be its own snapshot: code computes the same with an equal value, and keeping the value does
+    not keep a model alive."""
     kind = type(value)
     if kind in PLAIN_TYPES:
         return True
@@ -81,8 +86,9 @@ def is_plain(value: Any) -> bool:
 
 
 def snapshot(value: Any, depth: int = 0) -> Any:
-    """The snapshot of a value: of a container, the snapshots of its members; of a tensor, its MemorySpan and its count
-    of edits; of another object, its identity and its plain attributes. depth: the number of objects around it."""
+    """The snapshot of a value: of a plain value, itself; of a container, the snapshots of its members; of a tensor, its
+    MemorySpan and its count of edits; of a module or a function with a closure, its identity; of another object, its
+    identity and its plain attributes. depth: the number of containers and objects around the value."""
     if is_plain(value):
         return value
     if isinstance(value, CONTAINERS):
@@ -103,19 +109,20 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 
 
 def snapshot_of_container(container: Any, depth: int) -> tuple[Any, ...]:
-    """See snapshot. Of a container that is too large or too deep, its type and length."""
+    """The snapshot of a container: its type, and the snapshots of its members in their order, of a dictionary keys and
+    values in turn. For one with more than MOST_ENTRIES members or more than DEEPEST deep, its type and length."""
     kind = type(container)
     size = len(container)
     if size > MOST_ENTRIES or depth > DEEPEST:
         return kind, size
-    now = as_it_is(container)
+    now = safe_to_iterate(container)
     entries: Iterable[Any] = chain.from_iterable(now.items()) if isinstance(now, dict) else now
     return kind, tuple([one if type(one) in PLAIN_TYPES else snapshot(one, depth + 1) for one in entries])
 
 
 def snapshot_of_attribute(value: Any, depth: int) -> Any:
-    """The snapshot of an attribute of an object that is not a module: of plain values and functions as usual; of any
-    other value its type."""
+    """The snapshot of an attribute of an object that is not a module: for a plain value or a function, see snapshot;
+    for any other value, its type alone."""
     if is_plain(value):
         return value
     return snapshot(value, depth + 1) if isinstance(value, FUNCTIONS) else type(value)

@@ -1,7 +1,8 @@
-"""Weights that a file stores in 4 or 8 bits: their values, scales and the host's function that decodes them.
+"""Weights "in few bits": those that a model's file stores in 4 or 8 bits, with their scales and the host's function
+that decodes them. (The weights that the option Low-bit quantizes are in low_bit.py.)
 
-Each such host has a StoredReader, which returns them as a StoredWeight, without a copy. operands.Decoded makes the
-operands of kernels from it.
+Each host with such weights has a StoredReader, which returns them as a StoredWeight, without a copy. operands.Decoded
+makes the operands of kernels from it.
 """
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from .low_bit import Kind
 
-# (values, scales, dtype) -> the weight, in the shape of its layer.
+# (values, scales, dtype) -> a new tensor: the decoded weight in this dtype, in the shape of its layer.
 Decode = Callable[[Tensor, Sequence[Tensor], torch.dtype], Tensor]
 
 
@@ -39,14 +40,15 @@ class Format:
 
 
 def are_multiplied_alike(formats: Iterable[Format | None]) -> bool:
-    """Whether a host multiplies all weights of these formats in the same eight-bit type and rotation. None is the
-    format of a plain weight, which is not multiplied in eight bits."""
+    """Whether a host multiplies all weights of these formats in eight bits, in the same type and rotation, so that one
+    product can compute them. formats: of the weights; None: of a plain weight, which is not multiplied in eight
+    bits."""
     ways = {None if one is None or one.kind is None else (one.kind, one.rotation) for one in formats}
     return len(ways) == 1 and None not in ways
 
 
 class StoredWeight(NamedTuple):
-    """A weight in few bits. values and scales are plain tensors over the host's own memory.
+    """A weight in few bits. values and scales are plain tensors (no subclass of Tensor) over the host's own memory.
 
     shape: of the decoded weight, (out, ...).
     values: the numbers as they are stored.
@@ -72,9 +74,10 @@ class StoredReader(Protocol):
         network. Raises Refusal if the format is unknown or incomplete."""
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
-        """All tensors that these layers compute with, as plain tensors, in the order of the layers. This runs at every
-        call of a network, and takes a tenth of a millisecond for 500 layers."""
+        """All tensors that these layers compute with, as plain tensors, in the order of the layers: parameters, and the
+        values and scales of weights in few bits. This runs at every call of a network, and takes a tenth of a
+        millisecond for 500 layers."""
 
     def facts(self, layers: Sequence[nn.Module]) -> list[object]:
-        """Plain data that is equal as long as each weight of these layers has the same Format and shape. This runs at
-        every call of a network."""
+        """Plain data to compare with a later result: it is equal as long as each weight of these layers has the same
+        Format and shape. This runs at every call of a network."""

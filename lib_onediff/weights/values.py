@@ -1,4 +1,5 @@
-"""Digests of functions and plain values: equal in any process for the same code and equal values."""
+"""Digests of functions and plain values: texts that are equal in any process for the same code and equal values.
+Verdicts on the disk belong to code with these digests."""
 from __future__ import annotations
 
 import functools
@@ -23,14 +24,14 @@ SAME_IN_ANY_PROCESS = (
     int, float, complex, bool, str, bytes, type(None), type(Ellipsis), torch.dtype, torch.device, torch.memory_format,
     torch.layout, range, slice, re.Pattern,
 )
-# Functions written in C: their digest is their name.
+# Types of functions written in C: their digest is their name.
 NATIVE = (
     types.BuiltinFunctionType, types.GetSetDescriptorType, types.MemberDescriptorType, types.WrapperDescriptorType,
     types.MethodDescriptorType, types.ClassMethodDescriptorType, types.MethodWrapperType,
 )
 FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 CONTAINERS = (dict, list, tuple, set, frozenset)
-# Larger tensors have no digest by value.
+# In bytes. Larger tensors have no digest by value.
 MOST_BYTES = 1 << 16
 # Of a container with more entries, only type and length count.
 MOST_ENTRIES = 256
@@ -39,13 +40,15 @@ MOST_WITHIN = 4
 # The depth of nested values of any kind, such as a partial of a function with defaults, beyond which values have no
 # digest by value.
 DEEPEST = 32
+# Packages whose classes are identified by their names: their code is not read.
 KNOWN_BY_NAME = sys.stdlib_module_names | {"torch"}
+# A part of the qualified names of classes that are defined in functions.
 LOCAL = "<locals>"
 
 
 class Tokens:
-    """Unique names (tokens) for objects without a digest by value, which differ in every process. Also caches the
-    digests of code objects."""
+    """Gives each object without a digest by value a unique text (its token), which is the same in this process as long
+    as the object exists, and another one in every other process. Also caches the digests of code objects."""
 
     def __init__(self) -> None:
         self._process = secrets.token_hex(8)
@@ -55,7 +58,7 @@ class Tokens:
         self._known: dict[int, tuple[weakref.ref[Any], str]] = {}
 
     def of(self, value: Any) -> str:
-        """The token of an object."""
+        """The token of an object. For an object that does not support weak references, a new one at each call."""
         return self._of(value, lambda: f"{self._process} {next(self._numbers)}")
 
     def of_code(self, code: types.CodeType) -> str:
@@ -63,6 +66,8 @@ class Tokens:
         return self._of(code, lambda: digest_of_code(code))
 
     def _of(self, value: Any, make: Callable[[], str]) -> str:
+        """The text that is known for an object; for an unknown object, make(), which is kept without keeping the
+        object alive."""
         reference, found = self._known.get(id(value), (None, ""))
         if reference is None or reference() is not value:
             found = make()
@@ -72,13 +77,16 @@ class Tokens:
 
 
 class Digests:
-    """Computes digests of values. An object is made for one pass, in which values must not change.
+    """Computes digests of values. An object is made for one pass, in which values must not change, because it keeps
+    results. It also keeps the values alive.
 
-    modules: the paths of a network's modules, by id. unseen: values without a digest by value, and values that could
-    change without a change of their snapshot.
+    unseen: the values of this pass that had no digest by value, and those that could change without a change of their
+        snapshot. The caller reads it after the pass: if there are any, changes may stay unnoticed.
     """
 
     def __init__(self, tokens: Tokens, modules: Mapping[int, str] = types.MappingProxyType({})) -> None:
+        """tokens: for values without a digest by value. modules: the paths of a network's modules, by id; these are
+        identified by their paths, and other modules get a token."""
         self._tokens = tokens
         self._modules = modules
         # By id, with the value, to keep it alive.
@@ -90,8 +98,9 @@ class Digests:
         self.unseen: list[Any] = []
 
     def of(self, value: Any) -> str:
-        """A digest that is equal for equal values: of plain values, of code, and of values that consist of these. Any
-        other value gets its token, which differs in every process, and is added to `unseen`."""
+        """The digest of a value: equal in any process for equal plain values, for the same code, and for containers and
+        objects that consist of these. Any other value gets its token, which differs in every process, and is added to
+        `unseen`."""
         if isinstance(value, SAME_IN_ANY_PROCESS):
             return f"{type(value).__name__} {value!r}"
         known = self._known.get(id(value))
@@ -117,8 +126,8 @@ class Digests:
         return found
 
     def of_data(self, value: Any) -> str:
-        """As of(), but for an object that is neither code nor plain: a digest of its class, its plain attributes and
-        its functions, instead of all attributes."""
+        """Like of(), except for an object that is neither code nor a container nor plain: its class, its plain
+        attributes and its functions count, and other attributes do not. So it gets no token."""
         is_object = not isinstance(value, (*SAME_IN_ANY_PROCESS, *NATIVE, *CONTAINERS, type, types.ModuleType))
         if not is_object or isinstance(value, FUNCTIONS):
             return self.of(value)
@@ -127,6 +136,7 @@ class Digests:
         return f"{name_of(type(value))} {plain_in(value)} {functions or ''}"
 
     def _of(self, value: Any) -> str:
+        """The digest of a value that is not plain, by its type; see of(). Calls of() for the values inside of it."""
         kind = type(value)
         if kind is types.FunctionType:
             return self._of_function(value)
@@ -137,10 +147,10 @@ class Digests:
             is_method = hasattr(owner, "__dict__") and not isinstance(owner, (type, types.ModuleType))
             return f"{name_of(value)} {self.of(owner) if is_method else ''}"
         if isinstance(value, dict):
-            pairs = (f"{self.of(name)}: {self.of(one)}" for name, one in as_it_is(value).items())
+            pairs = (f"{self.of(name)}: {self.of(one)}" for name, one in safe_to_iterate(value).items())
             return self._of_many(value, pairs, True)
         if isinstance(value, (set, frozenset)):
-            return self._of_many(value, map(self.of, as_it_is(value)), True)
+            return self._of_many(value, map(self.of, safe_to_iterate(value)), True)
         if isinstance(value, (list, tuple)):
             return self._of_many(value, map(self.of, value))
         if isinstance(value, (types.MethodType, staticmethod, classmethod)):
@@ -159,6 +169,7 @@ class Digests:
         return self._of_object(value)
 
     def _of_function(self, function: types.FunctionType) -> str:
+        """The digest of a function's code, defaults and closure. For a hook of ours, that of the function beneath."""
         host = beneath_ours(function)
         if host is not function:
             return self.of(host)
@@ -171,6 +182,7 @@ class Digests:
         return " ".join(found)
 
     def _of_class(self, kind: type) -> str:
+        """The name of a class; for a class that is defined in a function, a digest of its name and its methods."""
         name = name_of(kind)
         if LOCAL not in name:
             return name
@@ -178,8 +190,9 @@ class Digests:
         return self._of_many(kind, (name, *methods), True)
 
     def _of_many(self, value: Any, parts: Iterable[str], are_sorted: bool = False) -> str:
-        """The digest of a value that consists of parts. parts: their digests. are_sorted: whether to ignore their
-        order."""
+        """The digest of a value that consists of several. parts: the digests of these. are_sorted: whether their order
+        is ignored. For a container with more than MOST_ENTRIES members, only its type and length, and it is added to
+        `unseen`."""
         if hasattr(value, "__len__") and len(value) > MOST_ENTRIES:
             self.unseen.append(value)
             return f"{name_of(type(value))} of {len(value)}"
@@ -187,12 +200,15 @@ class Digests:
         return f"{name_of(type(value))} {short(repr(found))}"
 
     def _of_tensor(self, tensor: Tensor) -> str:
+        """The digest of a small dense tensor on the CPU, by its values; the token of any other tensor."""
         if tensor.device.type != "cpu" or tensor.nbytes > MOST_BYTES or tensor.is_quantized or tensor.is_sparse:
             return self._token(tensor)
         values = tensor.detach().contiguous().view(-1).view(torch.uint8).tolist()
         return f"{tensor.dtype} {tuple(tensor.shape)} {short(repr(values))}"
 
     def _of_object(self, value: Any) -> str:
+        """The digest of an object of any other class, by its class and all its attributes. For a class of the standard
+        library or torch, by its plain attributes alone. The object's token, if it has no __dict__ or has __slots__."""
         kind = type(value)
         if kind is CACHE:
             return f"cached {self.of(value.__wrapped__)}"
@@ -210,12 +226,14 @@ class Digests:
         return self._of_many(value, (self.of(kind), self.of(state)))
 
     def _token(self, value: Any) -> str:
+        """The class and the token of a value, which is added to `unseen`."""
         self.unseen.append(value)
         return f"{name_of(type(value))} {self._tokens.of(value)}"
 
 
-def as_it_is(container: Any) -> Any:
-    """A copy of a dictionary or set, because other threads may change it meanwhile; any other container itself.
+def safe_to_iterate(container: Any) -> Any:
+    """A shallow copy of a dictionary or set, because iterating fails if another thread changes it meanwhile; any other
+    container itself.
 
     Uses the methods of the built-in classes alone. Those of a subclass may do other things: transformers' mappings
     import modules.
@@ -229,13 +247,14 @@ def as_it_is(container: Any) -> Any:
 
 
 def plain_in(value: Any) -> dict[str, Any]:
-    """The attributes of an object that are plain values."""
+    """The attributes of an object whose values have the same repr in any process, by name. {} for an object without
+    __dict__."""
     state = getattr(value, "__dict__", {})
     return {name: one for name, one in state.copy().items() if isinstance(one, SAME_IN_ANY_PROCESS)}
 
 
 def name_of(value: Any) -> str:
-    """The module and the qualified name of a class or function, for a digest."""
+    """The Python module and the qualified name of a class or function, such as "torch.nn.modules.linear.Linear"."""
     return f"{getattr(value, '__module__', None)}.{getattr(value, '__qualname__', '?')}"
 
 
@@ -245,7 +264,8 @@ def short(text: str) -> str:
 
 
 def digest_of_code(code: types.CodeType) -> str:
-    """A digest of a code object that does not depend on its file name and line numbers."""
+    """A digest, equal in any process, of a code object: its instructions, names and constants, without its file name
+    and line numbers."""
     constants = [
         digest_of_code(one) if isinstance(one, types.CodeType) else repr_of_constant(one) for one in code.co_consts
     ]
@@ -255,7 +275,8 @@ def digest_of_code(code: types.CodeType) -> str:
 
 
 def repr_of_constant(constant: Any) -> str:
-    """The repr of a constant in code, with the members of sets sorted: their order differs between processes."""
+    """The repr of a constant in code, with the members of sets sorted, because their order differs between processes.
+    """
     if isinstance(constant, frozenset):
         return repr(sorted(map(repr_of_constant, constant)))
     if isinstance(constant, tuple):

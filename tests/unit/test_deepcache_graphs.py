@@ -153,7 +153,7 @@ def test_if_the_cached_pass_fails_full_passes_are_used(rig: Rig, monkeypatch: py
     rig.begin(STEPS[:6])
     assert rig.sample(STEPS[:6]) == [FULL] * 6
     assert entry(CACHED).state is State.FAILED
-    assert "cached pass failed: a kernel is missing" in rig.reason
+    assert "cached step failed: a kernel is missing" in rig.reason
 
 
 def test_a_cached_pass_that_differs_from_the_full_one_is_not_used(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

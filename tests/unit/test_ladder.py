@@ -46,7 +46,7 @@ def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
     assert now() == ("cudagraph", "plain")
     native = entry_of(NATIVE)
     assert native.state is State.FAILED and "\n" not in native.reason
-    assert native.reason.startswith("our forward failed: ") and native.reason.endswith("(backend native)")
+    assert native.reason.startswith("OneDiff's computation failed: ") and native.reason.endswith("(backend native)")
     assert (str(fault).splitlines() or [type(fault).__name__])[0] in native.reason
     assert reason() == native.reason, "the user is told why it is not native"
     for once_more in (True, False):
@@ -69,7 +69,8 @@ def test_where_every_backend_fails_the_host_serves(
     call = a_call(unet)
     for _ in range(2):
         assert torch.equal(served(unet, call), diffusers_output(unet, call))
-        assert now()[1] == "host" and reason() == "our forward failed: torch is broken too (backend cudagraph)"
+        assert now()[1] == "host"
+        assert reason() == "OneDiff's computation failed: torch is broken too (backend cudagraph)"
     assert {entry.state for entry in runtime.table.entries()} == {State.FAILED}
 
 
@@ -162,7 +163,7 @@ def test_if_a_backend_does_not_load_the_next_one_serves_and_the_unet_can_be_free
     for size in ((8, 8), (8, 8), (8, 16)):
         assert error(unet, a_call(unet, *size)) < CLOSE
         assert now() == ("cudagraph", "plain")
-        assert reason() == "our forward failed: no image for this device (backend native)"
+        assert reason() == "OneDiff's computation failed: no image for this device (backend native)"
     gone = weakref.ref(unet)
     lib_onediff.uncompile_unet(unet)
     del unet

@@ -109,7 +109,7 @@ def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: Weather, option:
         error = relative_error(output, expected)
         assert error <= 1.02 * budget, (budget, found())
         assert (now()[0] == EXACT) == (not used())
-        assert budget or "no class of layers" in reason() and "budget of 0 (measured)" in reason()
+        assert budget or "no group of layers" in reason() and "budget of 0 (measured)" in reason()
         assert bool(used()) == bool(runtime.totals().low_bit)
         assert len(used()) >= last, "more budget, more layers"
         last = len(used())

@@ -237,11 +237,11 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
     "DoRA": (dora, "the LoRA a is not a plain one (D"),
     "LoHa": (loha, "peft.tuners.loha.layer.Linear"),
     "modules to save": (lambda unet: add(unet, modules_to_save=["conv_out"]), "peft.utils.other.ModulesToSaveWrapper"),
-    "a hook on a LoRA": (lambda unet: hooked(unet, TO_QUERY), f"{TO_QUERY} has a forward hook"),
-    "a hook within": (lambda unet: hooked(unet, f"{TO_QUERY}.lora_A.a"), f"{TO_QUERY}.lora_A.a has a forward hook"),
-    "another forward": (lambda unet: replaced(unet, TO_QUERY), f"{TO_QUERY} has a forward of its own"),
+    "a hook on a LoRA": (lambda unet: hooked(unet, TO_QUERY), f"has set a hook on {TO_QUERY}"),
+    "a hook within": (lambda unet: hooked(unet, f"{TO_QUERY}.lora_A.a"), f"has set a hook on {TO_QUERY}.lora_A.a"),
+    "another forward": (lambda unet: replaced(unet, TO_QUERY), f"{TO_QUERY}.forward was replaced by"),
     "another forward within": (
-        lambda unet: replaced(unet, f"{TO_QUERY}.base_layer"), f"{TO_QUERY}.base_layer has a forward of its own"
+        lambda unet: replaced(unet, f"{TO_QUERY}.base_layer"), f"{TO_QUERY}.base_layer.forward was replaced by"
     ),
     "training": (lambda unet: add(unet, lora_dropout=1e-9) or unet.train(), "drops values"),
 }

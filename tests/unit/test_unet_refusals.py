@@ -66,8 +66,8 @@ def pad_by(unet: Any, mode: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (hook, "mid_block.resnets.0 has a forward hook"),
-    (own_forward, "mid_block.resnets.0 has a forward of its own, set by test_unet_refusals"),
+    (hook, "test_unet_refusals has set a hook on mid_block.resnets.0"),
+    (own_forward, "mid_block.resnets.0.forward was replaced by test_unet_refusals"),
     (wrapped, f"{ATTENTION}.to_out.0 is a .*AdapterLinear"), (another_class, "LoudLinear"),
     (lambda unet: pad_by(unet, "reflect"), "conv_in is a .*Conv2d: padding mode reflect"),
     (lambda unet: setattr(unet, "conv_act", nn.GELU()), "the output's activation is GELU"),
@@ -121,7 +121,7 @@ def test_dropout_in_training_mode_and_an_extra_parameter_are_left_to_the_host() 
         (lambda: unet.mid_block.register_parameter("strange", nn.Parameter(torch.zeros(3))),
          "1 parameters that OneDiff does not know, such as mid_block.strange"),
         (lambda: delattr(unet.mid_block, "strange"), ""),
-        (unet.train, "dropout drops values (the network is in training mode)"),
+        (unet.train, "dropout drops values at random"),
     ):
         change()
         # A parameter that no code uses is not noticed by itself: this attribute is.

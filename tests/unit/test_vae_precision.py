@@ -304,7 +304,7 @@ def test_a_message_names_a_black_image_of_the_hosts_that_ours_cannot_decode(capl
     latent = a_latent(host.decoder)
     with caplog.at_level(logging.WARNING, "onediff"):
         assert decode(host, latent).isnan().all()
-    hooked = "conv_out has a forward hook"
+    hooked = "has set a hook on conv_out"
     assert last()[0] == "host" and last()[1].count(hooked) == 2
     assert len(caplog.messages) == 1 and hooked in caplog.messages[0]
 

@@ -72,7 +72,7 @@ def of_diffusers() -> Any:
     return diffusers_vae().decoder
 
 
-HOOK = "conv_out has a forward hook"
+HOOK = "has set a hook on conv_out"
 PARAMETER = "1 parameters that OneDiff does not know, such as conv_out.adapter"
 
 

@@ -72,11 +72,11 @@ def test_an_internal_error_loses_no_image(host: Host, monkeypatch: pytest.Monkey
     latent = a_latent(host.decoder)
     for _ in range(2):
         assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
-        assert last() == ("host", "our forward failed: first line (backend eager)")
+        assert last() == ("host", "OneDiff's computation failed: first line (backend eager)")
     monkeypatch.undo()
     # After two failures, our forward is not tried again.
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
-    assert last() == ("host", "our forward failed: first line (backend eager)")
+    assert last() == ("host", "OneDiff's computation failed: first line (backend eager)")
     decode(host, a_latent(host.decoder, 3, 3))
     assert last() == ("ours", "")
 
@@ -158,7 +158,7 @@ def test_if_a_kernel_fails_torchs_operators_decode(native: Stand) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     native.resize = native.breaks
-    reason = "our forward failed: no such kernel (backend native)"
+    reason = "OneDiff's computation failed: no such kernel (backend native)"
     for _ in range(2):
         assert relative_error(our_picture(decoder, latent), host_picture(decoder, latent)) < 1e-5
         assert last() == ("ours", reason)
