@@ -32,6 +32,8 @@ class FunctionCalls(EveryPoint):
         self._rewind: Callable[[], None] | None = None
 
     def at(self, point: str, *arguments: Any) -> Any:
+        """The result of the point of this name, which calls the extension's function there, if there is one. The first
+        time that there is, random states are saved before. Raises HostError if the extension's code raises."""
         if self._rewind is None and self.has_function(point, *arguments):
             # Save the states just before the first function of the call runs: by then, the GPU is busy with the first
             # part of a replay, and saving them costs no time.

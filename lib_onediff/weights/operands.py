@@ -70,6 +70,7 @@ class Operands(Mapping[str, LayerWeights]):
         self._in_order = [step.operand for step in steps]
 
     def __getitem__(self, name: str) -> LayerWeights:
+        """The operand of a layer, made now by all steps in their order. name: a path, or a fused layer's name."""
         operand = self.stored[name]
         for make in self._in_order:
             operand = make(name, operand)
@@ -104,6 +105,7 @@ class Streamed(OperandStep):
         self._members = streaming.members
 
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
+        """The copies of a layer's weight and bias on the device that computes; `before` for what is not streamed."""
         if name in self._members:
             fused, first, count = self._members[name]
             joint = self.operand(fused, self._stored[fused])
@@ -114,6 +116,7 @@ class Streamed(OperandStep):
         return LayerWeights(before.weight if weight is None else weight, before.bias if bias is None else bias)
 
     def bias(self, name: str, before: Tensor | None) -> Tensor | None:
+        """The copy of a layer's bias on the device that computes; `before` if it is not streamed."""
         bias = self._forward.bias(name)
         return before if bias is None else bias
 
@@ -144,6 +147,7 @@ class Decoded(OperandStep):
         self._last_weight: Tensor | None = None
 
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
+        """See the class. `before` for a layer without weights in few bits, and for one that a later step replaces."""
         binding = self._binding
         if name in binding.apart:
             before = before._replace(bias=self.bias(name, None))
@@ -224,6 +228,7 @@ class Changed(OperandStep):
         self.replaced = frozenset(applied.weights)
 
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
+        """The operand with the changed or cast parameters of the layer in place of the stored ones, if it has some."""
         weight = self._weights.get(name)
         bias = self._biases.get(name, before.bias)
         if weight is not None:
@@ -232,6 +237,7 @@ class Changed(OperandStep):
         return before if bias is before.bias else before._replace(bias=bias)
 
     def bias(self, name: str, before: Tensor | None) -> Tensor | None:
+        """The changed or cast bias of the layer; `before` if it has none."""
         return self._biases.get(name, before)
 
 
@@ -250,6 +256,7 @@ class Cast(OperandStep):
         self._last_weight: Tensor | None = None
 
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
+        """The operand with its weight cast, and with its bias cast if `vectors`; see __init__."""
         bias = self.bias(name, before.bias)
         weight = self._weight(name, before.weight)
         if weight is before.weight and bias is before.bias:
@@ -257,6 +264,7 @@ class Cast(OperandStep):
         return before._replace(weight=weight, bias=bias)
 
     def bias(self, name: str, before: Tensor | None) -> Tensor | None:
+        """The bias, cast if `vectors`; see __init__."""
         return before.to(self._dtype) if self._vectors and before is not None else before
 
     def _weight(self, name: str, before: Tensor) -> Tensor:
@@ -278,6 +286,7 @@ class WithLoras(OperandStep):
         self._low_rank = applied.low_rank
 
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
+        """The operand with the layer's LoRAs as LayerWeights.low_rank; `before` if it has none."""
         low_rank = self._low_rank.get(name)
         return before if low_rank is None else before._replace(low_rank=low_rank)
 
@@ -303,6 +312,7 @@ class WithLowBit(OperandStep):
         self.replaced: frozenset[str] = replaced
 
     def operand(self, name: str, before: LayerWeights) -> LayerWeights:
+        """The operand with the layer's eight-bit copies and without its LoRAs; `before` if it has no such copies."""
         kept = self._kept.get(name)
         if kept is None:
             return before

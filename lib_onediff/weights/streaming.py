@@ -299,6 +299,7 @@ class StreamedForward:
     each call shows how far it is, and so which parts of the ring may be overwritten. A run needs a new object."""
 
     def __init__(self, streaming: Streaming, schedule: CopySchedule) -> None:
+        """schedule: of this forward; made by Streaming.forward(), which constructs these objects."""
         self._streaming = streaming
         self._copy_schedule = schedule
         self._unit = -1
