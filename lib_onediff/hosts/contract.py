@@ -29,7 +29,13 @@ Result = TypeVar("Result")
 UNETS = ("SD1", "SD2", "SDXL")
 # The name of the adapter for a WebUI that OneDiff does not support.
 NO_HOST = "unknown"
-BYPASSED = "no step of this image reached OneDiff, and no extension was found that bypasses it"
+# A reason for users, if a sampling has ended without a call of our forward.
+BYPASSED = "another extension seems to compute this image's steps without OneDiff; which one is unknown"
+# The end of the reason for users, if a WebUI or its checkpoint lacks something that OneDiff needs.
+NOT_SUPPORTED = (
+    "this version of OneDiff does not support that, and the WebUI makes its images without OneDiff (a newer version of "
+    "OneDiff may help)"
+)
 # Names of models for users, by the WebUI's class names, if the two differ.
 NAMES = {
     "ErnieImage": "Ernie Image", "Flux2": "Flux.2", "Krea2": "Krea 2", "Lumina2": "Lumina 2", "QwenImage": "Qwen-Image",
@@ -48,9 +54,10 @@ class WebUI:
     release: for users ("Forge Neo 2.26").
     network_classes: the classes of networks that OneDiff serves.
     models: the names of these models, for users.
-    checkpoint_paths: attributes that a checkpoint must have.
-    unmet: a sentence on what this release or its checkpoint lacks; None if it lacks nothing.
-    patches: the patches of the classes of its networks and VAEs.
+    checkpoint_paths: dotted paths of the attributes that a loaded checkpoint must have.
+    unmet: why OneDiff does nothing here, in one sentence for the user: what this release, or the loaded checkpoint,
+        lacks. None if nothing is missing.
+    patches: those of the classes of its networks and VAEs.
     """
 
     name = NO_HOST
@@ -65,60 +72,68 @@ class WebUI:
         self.unmet = unmet
 
     def network(self, checkpoint: Any) -> Any:
-        """The UNet or transformer of a checkpoint, of any class; None if it has none."""
+        """The UNet or transformer of a checkpoint, also of a class that OneDiff does not serve; None if the checkpoint
+        has none, or is None."""
         return None
 
     def host_traits(self, unet: Any) -> HostTraits:
-        """The HostTraits of a network: how this WebUI treats its modules and weights."""
+        """How this WebUI treats the modules and weights of a network: what OneDiff must know to read them."""
         return HostTraits()
 
     def before_sampling(self, p: Any) -> None:
-        """Called before each sampling of the generation p, the WebUI's processing object. Adapters adopt its UNet and
-        VAE, and tell the runtime that a sampling begins."""
+        """Called before each sampling of the generation p, the WebUI's processing object: two with hires fix. Adapters
+        adopt its UNet and VAE, and tell the runtime that a sampling begins. Does nothing in this class."""
 
     def after_run(self, p: Any) -> None:
-        """Called when the generation p is done."""
+        """Called when the generation p, the WebUI's processing object, is done: tells the patches and the runtime that
+        its last sampling has ended."""
         for forwards in self.patches:
             forwards.end_sampling()
         runtime.end_sampling()
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """Make one UNet call with random inputs, as the WebUI does in a step, so that OneDiff makes the shape ready.
-        width, height: in pixels. batch: the rows of the call. tokens: the context length.
+        """Make one UNet call with random inputs, as the WebUI does in a step, so that OneDiff makes the shape ready
+        before an image needs it.
 
-        Raises Refusal if OneDiff does not serve the checkpoint. Call it through exclusively().
+        width, height: in pixels. batch: the rows of the call. tokens: the context length. Raises Refusal if OneDiff
+        does not serve the checkpoint, as this class always does. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
         """Decode the random latents of `images` images, as the WebUI does after a sampling, so that OneDiff makes the
-        VAE's shape ready. width, height: in pixels.
+        VAE's shape ready before an image needs it.
 
-        Raises Refusal if OneDiff does not serve the checkpoint. Call it through exclusively().
+        width, height: in pixels. Raises Refusal if OneDiff does not serve the checkpoint, as this class always does.
+        Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        """(batch, tokens) of each UNet call that the WebUI may make in a step, for `images` images at once and a prompt
-        of this context length: the shapes that pre-warming makes ready. The usual call comes first."""
+        """(batch, tokens) of each kind of UNet call that the WebUI may make in a step: the shapes that pre-warming
+        makes ready. The usual one comes first: prompt and negative prompt in one call of 2 * images rows.
+
+        images: how many are made at once. tokens: the prompt's context length.
+        """
         return (2 * images, tokens), (images, tokens)
 
     # --- the same for all WebUIs ----------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Patch the classes, so that OneDiff serves the calls of UNets and VAEs. Safe to call twice."""
+        """Patch the WebUI's classes of UNets and VAEs, so that OneDiff serves their calls. Safe to call twice."""
         for forwards in self.patches:
             forwards.serve()
 
     def stop(self) -> None:
-        """Undo serve(), and restore every network. Safe to call twice."""
+        """Undo serve(), and give every network ordinary parameters with the same values, so that nothing of ours is
+        left. Safe to call twice. A failure of ours is logged, and does not keep the rest from being restored."""
         for forwards in self.patches:
             runtime.guard.attempt("restoring the WebUI's functions", forwards.stop)
         runtime.guard.attempt("restoring the UNets' weights", runtime.release_all)
 
     def hooks(self) -> int:
-        """1 while any of our functions replaces a method of the WebUI, else 0; for the status. So 1 after serve(),
-        however often it was called, and 0 after stop()."""
+        """The number "hooks" in the status: 1 from serve() to stop(), while our functions replace the WebUI's methods;
+        otherwise 0. It does not count methods or calls of serve()."""
         return int(any(forwards.active for forwards in self.patches))
 
     def loads_at_start(self) -> bool:
@@ -126,12 +141,16 @@ class WebUI:
         return False
 
     def model_loaded(self, checkpoint: Any) -> None:
-        """Called when the WebUI has loaded a checkpoint. Sets `unmet` to what the checkpoint lacks of checkpoint_paths,
-        or to None. While OneDiff serves, adopts its UNet, or logs why it does not serve it."""
+        """Called when the WebUI has loaded a checkpoint. Between serve() and stop(), adopts its UNet, or logs a warning
+        with the reason why OneDiff does not serve it.
+
+        If this adapter has checkpoint_paths, `unmet` becomes a sentence on the first path that the checkpoint lacks;
+        None if it lacks none.
+        """
         if self.checkpoint_paths:
             path = first_missing(checkpoint, self.checkpoint_paths)
             self.unmet = path and (
-                f"{self.release} has loaded a checkpoint without {path}: this version of OneDiff does not support that"
+                f"{self.release} has loaded a checkpoint without {path}: {NOT_SUPPORTED}"
             )
         if self.hooks():
             self.adopt(checkpoint)
@@ -139,16 +158,22 @@ class WebUI:
                 log.warning("%s.", why_not)
 
     def before_step(self, params: Any) -> None:
-        """Called when the WebUI's denoiser begins a step. params: its CFGDenoiserParams. Adapters keep what they need
-        to tell the prompt's rows."""
+        """Called when the WebUI's CFG denoiser begins a step. params: its CFGDenoiserParams. Adapters that need them to
+        find the prompt's rows in the step's calls keep them. Does nothing in this class."""
 
     def notes(self) -> list[str]:
-        """Sentences for users on settings of the WebUI that matter while OneDiff is in use."""
+        """Sentences for users on settings of the WebUI that have another effect, or none, while OneDiff is in use; []
+        if there are none."""
         return []
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """The result of work(), run while the WebUI makes no image, in the thread that makes its images. Waits for the
-        image in progress; raises Refusal where waiting could be a deadlock."""
+        """The result of work(), which runs while the WebUI makes no image. Waits for the image in progress, and holds
+        the WebUI's lock until work() ends, so that no other begins. Exceptions of work() are raised here.
+
+        work() runs in this thread, unless the WebUI makes all images in one thread, as Forge does: then in that one.
+        Such an adapter raises Refusal if waiting could be a deadlock. For a WebUI that OneDiff does not support, just
+        runs work().
+        """
         if self.name == NO_HOST:
             return work()
         from modules import call_queue
@@ -157,14 +182,14 @@ class WebUI:
             return work()
 
     def data_folder(self) -> Path:
-        """The WebUI's data folder; by default, our cache folder is inside of it."""
+        """The folder in which the WebUI keeps its own data. OneDiff's cache folder is inside of it by default."""
         from modules import paths
 
         return Path(paths.data_path)
 
     def checkpoint(self) -> Any:
-        """The loaded checkpoint; None if none is loaded yet. Never loads one; the WebUI's own shared.sd_model loads one
-        when it is read."""
+        """The loaded checkpoint; None if none is loaded yet, or if OneDiff does not support this WebUI. Never loads
+        one: so it does not read the WebUI's shared.sd_model, which would."""
         if self.name == NO_HOST:
             return None
         from modules import sd_models
@@ -172,34 +197,39 @@ class WebUI:
         return getattr(sd_models.model_data, "sd_model", None)
 
     def unet_of(self, checkpoint: Any) -> Any:
-        """A checkpoint's UNet if OneDiff serves its class; otherwise None."""
+        """A checkpoint's UNet or transformer if OneDiff serves its class; otherwise None, as for no checkpoint."""
         network = self.network(checkpoint)
         return network if type(network) in self.network_classes else None
 
     def adopt(self, checkpoint: Any) -> Any:
-        """Make the runtime serve this checkpoint's UNet, and return the UNet; None if OneDiff does not serve its
-        class."""
+        """Give this checkpoint's UNet to the runtime, which serves its calls from now on, and return it. If OneDiff
+        does not serve its class, does nothing and returns None."""
         unet = self.unet_of(checkpoint)
         if unet is not None:
             runtime.adopt(unet, host_traits=self.host_traits(unet))
         return unet
 
     def kind_of(self, checkpoint: Any) -> str:
-        """The name of a checkpoint's model for users."""
+        """The name for users of a checkpoint's model, also of one that OneDiff does not serve: "Flux.2". It comes from
+        the name of the checkpoint's class; compare model_name."""
         # A1111's class for SD3 is SD3Inferencer.
         return name_of_model(type(checkpoint).__name__.removesuffix("Inferencer"))
 
     def why_not_served(self, checkpoint: Any = None) -> str | None:
-        """Why OneDiff does not serve a checkpoint, by default the loaded one, in one line for the user. `unmet` comes
-        first, whatever is loaded. None if OneDiff serves it, or no checkpoint is loaded."""
+        """Why OneDiff does not serve a checkpoint, by default the loaded one, in one line for the user. None if OneDiff
+        serves it, or if no checkpoint is loaded. If `unmet` is set, it is the answer for any checkpoint."""
         checkpoint = self.checkpoint() if checkpoint is None and self.unmet is None else checkpoint
         if self.unmet is not None or checkpoint is None or self.unet_of(checkpoint) is not None:
             return self.unmet
         return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {listed(self.models)}"
 
     def call_to_warm(self, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]) -> Call:
-        """A call of the loaded checkpoint's UNet with random inputs, for warm(). noise: noise(*shape) draws a tensor.
-        Raises Refusal if there is no UNet that OneDiff serves."""
+        """A Call with random inputs for the UNet of the loaded checkpoint, which this adopts. warm() of the adapters
+        then passes these inputs to the UNet.
+
+        width, height: in pixels. batch: the rows of the call. tokens: the context length. noise: noise(*shape) returns
+        a random tensor of this shape. Raises Refusal if OneDiff is off, or if it serves no loaded checkpoint.
+        """
         if not self.hooks():
             raise Refusal(OFF_IN_SETTINGS)
         unet = self.adopt(self.checkpoint())
@@ -210,24 +240,25 @@ class WebUI:
         return runtime.services.families.of(layout).example(layout, size, batch, tokens, noise)
 
     def model_name(self, checkpoint: Any = None) -> str | None:
-        """The model's name in the rows of the table ("SD1"); None if OneDiff does not serve it. checkpoint: by default
-        the loaded one."""
+        """The name under which the table and the history have a checkpoint's shapes ("SD1"), from its UNet's structure;
+        None if OneDiff does not serve it, or if none is loaded. checkpoint: by default the loaded one."""
         return runtime.model_name(self.unet_of(self.checkpoint() if checkpoint is None else checkpoint))
 
 
-def name_of_model(kind: str) -> str:
-    """The name for users of the model whose class has this name."""
-    return NAMES.get(kind, kind)
+def name_of_model(class_name: str) -> str:
+    """The name for users of the model whose class in a WebUI has this name: the class's name itself unless NAMES has
+    another one."""
+    return NAMES.get(class_name, class_name)
 
 
 def listed(words: Sequence[str]) -> str:
-    """The words as a list in a sentence: "SD1, SD2 and SDXL"; a single word as it is."""
+    """The words as a list in a sentence: "SD1, SD2 and SDXL"; a single word as it is. words: at least one."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
 def random_state_kept() -> AbstractContextManager[object]:
-    """A context that restores torch's random states at its end, so that numbers drawn inside do not
-    change the next image."""
+    """A context at whose end torch's random states, of the CPU and of all GPUs, are as at its beginning, so that
+    numbers drawn inside do not change the next image."""
     return torch.random.fork_rng(devices=range(torch.cuda.device_count()))
 
 
@@ -235,11 +266,11 @@ def random_state_kept() -> AbstractContextManager[object]:
 
 
 class Need(NamedTuple):
-    """An attribute that a module of the WebUI must have, or OneDiff patches nothing.
+    """An attribute that one of the WebUI's Python modules must have; otherwise, OneDiff patches nothing.
 
     module: the Python module's name.
     name: of the attribute, dotted for a member of a class.
-    parameters: names of parameters that the function must take.
+    parameters: if the attribute is a function, names of parameters that it must take.
     """
 
     module: str
@@ -248,7 +279,8 @@ class Need(NamedTuple):
 
 
 def offers(module: str) -> bool:
-    """Whether the WebUI has this module. Imports its parent packages, but not the module itself."""
+    """Whether a Python module of this name could be imported, which shows the kind of WebUI. Imports its parent
+    packages, but not the module itself."""
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, AttributeError, ValueError):
@@ -256,15 +288,16 @@ def offers(module: str) -> bool:
 
 
 def check_needs(release: str, needs: Iterable[Need]) -> None:
-    """Raise Refusal with a sentence on the first need that this release of the WebUI does not meet."""
+    """Raise Refusal with a sentence for the user on the first of these needs that is not met. Imports their Python
+    modules. release: the WebUI's name and version, for the sentence."""
     for need in needs:
         if lack := lack_of(need):
-            raise Refusal(f"{release} has {lack}: this version of OneDiff does not support that, and changes nothing")
+            raise Refusal(f"{release} has {lack}: {NOT_SUPPORTED}")
 
 
 def lack_of(need: Need) -> str:
-    """What the WebUI lacks of a need, in words that complete "the WebUI has ..."; "" if it lacks nothing. Imports the
-    need's module."""
+    """Why a need is not met, in words that complete "the WebUI has ...", such as "no state in modules.shared"; "" if it
+    is met. Imports the need's Python module; an exception while importing it counts as not met."""
     try:
         module = importlib.import_module(need.module)
     except Exception as error:
@@ -278,11 +311,11 @@ def lack_of(need: Need) -> str:
 
 
 def takes(function: Any, parameter: str, module: str) -> bool:
-    """Whether a function has a parameter of this name. Decorators with __wrapped__ are looked through. False for an
-    object without a signature.
+    """Whether a function takes a parameter of this name. Of a decorated function with __wrapped__, the function inside
+    counts. False for an object without a signature.
 
-    module: the Python module that should define the function. A function of another package with *args and **kwargs
-        counts as well: it is assumed to wrap the module's own.
+    module: the name of the Python module that should define the function. A function of another package with *args and
+        **kwargs counts as taking any parameter: it is assumed to wrap the module's own function.
     """
     try:
         parameters = inspect.signature(function).parameters
@@ -294,7 +327,7 @@ def takes(function: Any, parameter: str, module: str) -> bool:
 
 
 def first_missing(holder: Any, paths: Iterable[str]) -> str | None:
-    """The first of these dotted attribute paths that `holder` does not have; None if it has all."""
+    """The first of these dotted attribute paths ("shared.state") that `holder` does not have; None if it has all."""
     for path in paths:
         try:
             attrgetter(path)(holder)

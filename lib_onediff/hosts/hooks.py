@@ -34,19 +34,20 @@ OTHER_VAE = "OneDiff does not support this kind of VAE"
 
 
 def note_host(unet: Any, reason: str) -> None:
-    """Count a call of this UNet that the host serves, with the reason for the user. The usual Declined of UNets'
-    hooks."""
+    """Count a call of this UNet that the host computes without OneDiff, with the reason for the user. The default for
+    a ClassPatch's `declined`."""
     runtime.note_host(reason, unet)
 
 
 class Link:
-    """A function of ours that replaces a method of a class, and what belongs to it.
+    """One function of ours that replaces a method of a class, as a link in the chain of functions that extensions and
+    OneDiff have put on top of each other.
 
-    original: the function that it has replaced.
-    active: whether it may serve; otherwise it passes every call on to original.
-    is_in_chain: whether calls of the class may reach it, directly or through a function that an extension has put
-        above.
-    function: the function that is set on the class. link_of recognises it by its closure, which contains this link.
+    original: the function that ours has replaced, which it calls.
+    active: whether our function may serve; otherwise it passes every call on to original.
+    is_in_chain: whether calls of the class may reach our function, directly or through a function that an extension has
+        put above it.
+    function: our function, as it is set on the class. link_of recognises it by its closure, which contains this link.
     untraced: does the work of function. Once the compiler is imported, it is replaced by one that torch.compile does
         not trace.
     """
@@ -105,7 +106,7 @@ class ClassPatch:
 
     @property
     def active(self) -> bool:
-        """Whether our function serves calls now: after apply(), and before undo()."""
+        """Whether our function may serve calls now: after apply(), and before undo()."""
         return self._link is not None and self._link.active
 
     @property
@@ -121,14 +122,18 @@ class ClassPatch:
         return None if self._link is None else self._link.function
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """Returns (ours, host) for calls of this object: our function that serves them, and the host's function, which
-        ours may call. None: the call goes to `original` directly. original: the function that ours has replaced on the
-        class. Must not raise, because it runs outside of the guard."""
+        """(ours, host) for the present call of this object: our function that serves it, and the host's function, which
+        ours may call, and which runs if ours fails. None: the call goes to `original` directly. Every call runs this.
+
+        original: the function that ours has replaced on the class. An override must not raise, because it runs outside
+        of the guard.
+        """
         return self._replacement, original
 
     def apply(self) -> None:
-        """Set the replacement on the class, or on top of another extension's patch that does not call ours. Safe to
-        call twice."""
+        """Put our function in place of the class's present method, and make it active. If it was put there before, it
+        stays where it is: another extension's patch above it is taken to call it. If other code has put the class's own
+        method back, our function is set again. Safe to call twice."""
         with self._lock:
             top = self._remove_inactive_links()
             link = self._link
@@ -143,8 +148,9 @@ class ClassPatch:
             link.is_in_chain = True
 
     def _link_above(self, top: Callable[..., Any]) -> Link:
-        """A link whose original is this function. If the last link has the same original, it is used again, so that
-        bound methods of its function, which other code may have kept, serve again."""
+        """A link whose original is the function `top`. It is not set on the class here. If the last link has the same
+        original, that link, so that bound methods of its function, which other code may have kept, serve again;
+        otherwise a new one, and the last link becomes inactive."""
         last = self._link
         if last is not None and last.original is top:
             return last
@@ -156,16 +162,16 @@ class ClassPatch:
         return link
 
     def undo(self) -> None:
-        """Make the replacement inactive, and remove it from the class; below another extension's patch it stays, and
-        passes all calls on. Safe to call twice."""
+        """Make our function inactive, and give the class its earlier method back. Below another extension's patch our
+        function stays, and passes all calls on. Safe to call twice."""
         with self._lock:
             if self._link is not None:
                 self._link.active = False
                 self._remove_inactive_links()
 
     def _remove_inactive_links(self) -> Callable[..., Any]:
-        """Remove our inactive functions from the top of the class, and mark their links as not in the chain. Returns
-        the function that the class then has. An inactive function below another extension's patch stays."""
+        """Remove our inactive functions from the top of the chain, and mark their links as not in it. Returns the
+        function that the class then has as its method. An inactive function below another extension's patch stays."""
         found: Callable[..., Any] = self.owner.__dict__[self.method]
         while (link := link_of(found)) is not None and not link.active:
             link.is_in_chain = False
@@ -174,14 +180,15 @@ class ClassPatch:
         return found
 
     def _is_own_method(self, function: Any) -> bool:
-        """Whether a function is the method from the class's own definition. If the class has it, other code has
-        removed our patch."""
+        """Whether a function is the method from the class's own definition, by its name and Python package. If the
+        class has this function after apply(), other code has removed ours."""
         is_named_so = getattr(function, "__qualname__", "") == f"{self.owner.__qualname__}.{self.method}"
         return is_named_so and package(origin(function)) == package(self.owner.__module__)
 
     def keep_out_of_traces(self) -> None:
-        """Make torch.compile skip the replacement from now on: tracing our code would take minutes. Does nothing until
-        the compiler is imported, so it is called again later."""
+        """Make torch.compile skip our code from now on, because tracing it would take minutes. The host's method is
+        still traced where our function passes a call on to it. Does nothing until the compiler is imported, so callers
+        repeat this before each sampling."""
         if self._is_traced and is_compiler_here():
             self._is_traced = False
             # Nothing that our function calls is compiled. The host's function, which the link calls, still is.
@@ -191,14 +198,16 @@ class ClassPatch:
 
 
 def stepped_over(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, wrapped so that torch.compile does not trace it. Functions that it calls are still traced."""
+    """The function, wrapped so that torch.compile does not trace it. Functions that it calls are still traced. Imports
+    the compiler."""
     found: Callable[..., Any] = torch.compiler.disable(function, recursive=False)
     return found
 
 
 def link_of(function: Any) -> Link | None:
-    """The link of a function; None if it is not ours. It is found in the closure, and not in an attribute, because
-    decorators, and hooks of accelerate and diffusers, copy a function's attributes to their own."""
+    """The Link whose function this is; None if the function is not one of a Link. It is found in the function's closure
+    and not in an attribute, because decorators, and hooks of accelerate and diffusers, copy a function's attributes to
+    their own functions."""
     code = getattr(function, "__code__", None)
     if code is None or "link" not in code.co_freevars:
         return None
@@ -207,11 +216,11 @@ def link_of(function: Any) -> Link | None:
 
 
 class StandIn(Protocol):
-    """Serves the calls of one object of a TablePatch, as a replacement for this object alone. Must not keep that object
-    alive."""
+    """Decides who serves the calls of one object in the table of a TablePatch. Must not keep that object alive."""
 
     def look_up(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """See ClassPatch.look_up. one: the object."""
+        """(ours, host) for the present call of the object `one`; None: the call goes to `original`. As
+        ClassPatch.look_up."""
 
 
 class TablePatch(ClassPatch):
@@ -227,7 +236,7 @@ class TablePatch(ClassPatch):
         self._table: WeakDictionary[Any, StandIn] = WeakDictionary()
 
     def get(self, one: Any) -> Any:
-        """The StandIn of an object; None if it has none."""
+        """The StandIn of an object; None if the object is not in the table."""
         try:
             return self._table.get(one)
         except TypeError:  # not hashable, or without weak references: such objects are never in the table
@@ -238,7 +247,8 @@ class TablePatch(ClassPatch):
         return self._table.keys()
 
     def put(self, one: Any, stand_in: StandIn) -> None:
-        """Serve this object by a StandIn. Raises TypeError if it does not support weak references."""
+        """Serve the calls of this object by a StandIn from now on, in place of an earlier one. Puts our function on the
+        class if it is not there. Raises TypeError if the object does not support weak references."""
         with self._lock:
             is_new = self.get(one) is None
             self._table[one] = stand_in
@@ -248,14 +258,16 @@ class TablePatch(ClassPatch):
             weakref.finalize(one, self._undo_if_unused).atexit = False
 
     def take(self, one: Any) -> None:
-        """Undo put(). Safe to call twice."""
+        """Undo put(): the object runs the host's method again. If no object is left in the table, our function is
+        removed from the class. Safe to call twice."""
         with self._lock:
             if self.get(one) is not None:
                 del self._table[one]
             self._undo_if_unused()
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """See ClassPatch. None for an object that is not in the table."""
+        """What the object's StandIn returns; None for an object that is not in the table, so that the host's method
+        runs. See ClassPatch.look_up."""
         try:
             stand_in = self._table.get(module)
         except TypeError:  # as in get
@@ -270,12 +282,14 @@ class TablePatch(ClassPatch):
 
 
 def never_called(*given: Any, **named: Any) -> Any:
-    """The replacement of a TablePatch, which look_up never returns: each object's StandIn has its own."""
+    """Raises LookupError. A TablePatch has to give ClassPatch some replacement, and gives this; its look_up never
+    returns it, because each object's StandIn has its own."""
     raise LookupError("called for an object that has no StandIn")
 
 
 class ForwardPatches:
-    """Replaces the forwards of several classes by the same function, for all objects of these classes.
+    """Replaces the forwards of several classes by one function of ours, for all objects of these classes, from serve()
+    to stop().
 
     classes: at least one. replacement, hook, declined: see ClassPatch.
     patches: the ClassPatch of each class.
@@ -290,15 +304,17 @@ class ForwardPatches:
 
     @property
     def active(self) -> bool:
-        """Whether the forwards are replaced now."""
+        """Whether the forwards are replaced now: after serve(), and before stop()."""
         return self.patches[0].active
 
     def are_for(self, module: Any) -> bool:
-        """Whether a module's class is one of these classes, and not derived from one."""
+        """Whether a module's class is one of those whose forward this replaces. False for a derived class, and for
+        None."""
         return any(type(module) is patch.owner for patch in self.patches)
 
     def refuse_derived(self, module: Any) -> None:
-        """Raise Refusal for a module of a derived class, whose methods may compute something else."""
+        """Raise Refusal unless the module's class is one of those whose forward this replaces. A call that has reached
+        our forward may be of a derived class, whose other methods may compute something else."""
         if not self.are_for(module):
             kind = type(module)
             raise Refusal(
@@ -317,14 +333,15 @@ class ForwardPatches:
             patch.undo()
 
     def end_sampling(self) -> None:
-        """Called when a generation's last sampling has ended. Does nothing here; UNetHooks overrides it."""
+        """Called when a generation's last sampling has ended. Does nothing here; see UNetHooks."""
 
 
 class AnnouncedSampling(NamedTuple):
-    """A sampling that a host has announced, and that may not have ended.
+    """A sampling that a host has announced, and whose end it has not announced yet.
 
-    generation: the guard's number of the generation. is_second_pass: whether it is the second pass of hires fix.
-    calls_before: the number of all UNet calls that OneDiff has counted before it.
+    generation: the number of the generation that it belongs to (Guard.generation).
+    is_second_pass: whether it is the second pass of hires fix.
+    calls_before: the number of UNet calls that OneDiff had counted when the sampling was announced.
     """
 
     generation: int
@@ -333,7 +350,8 @@ class AnnouncedSampling(NamedTuple):
 
 
 class UNetHooks(ForwardPatches):
-    """Replaces UNets' forwards. If no call of a sampling has reached our forward, tells the user why."""
+    """Replaces UNets' forwards. If no call of a sampling has reached our forward, shows the user the reason: another
+    extension may call the UNet in a way that bypasses OneDiff."""
 
     def __init__(self, classes: Iterable[type], forward: Replacement, why_bypassed: Callable[[], str]) -> None:
         """classes: those of the UNets. forward: serves a call; see Replacement. why_bypassed: returns why a sampling's
@@ -343,14 +361,15 @@ class UNetHooks(ForwardPatches):
         self._announced: AnnouncedSampling | None = None
 
     def stop(self) -> None:
-        """Undo serve(), and forget the announced sampling."""
+        """Undo serve(), and forget the announced sampling, so that nothing is said about its calls. Safe to call twice.
+        """
         super().stop()
         self._announced = None
 
     def begin_sampling(self, p: Any, unet: nn.Module | None) -> None:
         """Note that the generation p, the WebUI's processing object, begins a sampling with this UNet, and that the
-        sampling before it has ended. Sets our forward on the class again if other code has removed it. unet: None if
-        OneDiff does not serve the network."""
+        generation's sampling before it has ended (end_sampling). Also sets our forwards on their classes again if other
+        code has removed them. unet: None if OneDiff does not serve the network: then no sampling is noted."""
         for patch in self.patches:
             patch.keep_out_of_traces()
             if patch.active:
@@ -371,8 +390,9 @@ class UNetHooks(ForwardPatches):
             self._announced = AnnouncedSampling(generation, is_second_pass, runtime.call_stats.total)
 
     def end_sampling(self) -> None:
-        """Called when the announced sampling has ended. If no UNet call has reached OneDiff in it, notes for the user
-        why (why_bypassed), unless the user has interrupted it or OneDiff is suspended."""
+        """Called when the announced sampling has ended. If no UNet call reached OneDiff in it, gives the user the
+        reason (why_bypassed), unless the user has interrupted the image or OneDiff is suspended. Does nothing if no
+        sampling is announced."""
         announced = self._announced
         self._announced = None
         if announced is None or announced.calls_before != runtime.call_stats.total:
@@ -382,7 +402,7 @@ class UNetHooks(ForwardPatches):
 
 
 def was_interrupted() -> bool:
-    """Whether the user has interrupted or skipped the WebUI's present job."""
+    """Whether the user has interrupted or skipped the image that the WebUI makes now, or made last."""
     from modules.shared import state
 
     return bool(state.interrupted or state.skipped or getattr(state, "stopping_generation", False))
@@ -392,14 +412,15 @@ def serve_call(
     unet: nn.Module, read: Callable[[], Call], host: Callable[[], Tensor], prompt_rows: Callable[[], PromptRows],
     host_traits: HostTraits | None = None,
 ) -> Tensor:
-    """The output of a UNet's call, ours or the host's.
+    """The output of a UNet's call: the runtime's, or the host's if the call cannot be read. Raises only exceptions of
+    the host.
 
     read: converts the host's arguments to a Call, or raises Refusal. Any other exception of read() counts as a fault of
         ours, unless the host's forward fails too.
-    host: the host's own forward with these arguments.
+    host: runs the host's own forward with these arguments.
     prompt_rows: returns the prompt's rows, or raises Refusal if they are unknown. It is called only if a step policy
         needs them.
-    host_traits: see Runtime.run.
+    host_traits: of a UNet that may not be adopted yet; None if it was adopted before.
     """
     unread: Attempt[Call] | None = None
     try:
@@ -414,7 +435,8 @@ def serve_call(
 class VaeHooks(ForwardPatches):
     """Replaces the forwards of decoders and encoders of VAEs whose classes are like ldm's.
 
-    host_traits: see HostTraits; the same for all of them.
+    classes: their Decoder and Encoder.
+    host_traits: how the host treats their modules and weights; the same for all of them.
     check: check(module) raises Refusal if the adapter knows a reason why the host must decode or encode.
     upcasts: returns whether the host computes attention scores in float32 for inputs of any dtype.
     """
@@ -431,25 +453,27 @@ class VaeHooks(ForwardPatches):
         self._upcasts = upcasts
 
     def stop(self) -> None:
-        """Undo serve(), and restore every decoder and encoder."""
+        """Undo serve(), and make the runtime forget every decoder and encoder. Safe to call twice."""
         super().stop()
         runtime.vae.release_all()
 
     def begin_run(self, decoder: Any) -> None:
-        """Note that a sampling begins whose image will most likely be decoded by this decoder. If the decoder is of
-        another class, or has another extension's forward, notes for the user why OneDiff will not decode."""
+        """Called when a sampling begins whose image will most likely be decoded by this decoder. Adopts it, so that
+        OneDiff decodes. If the decoder is of a class that OneDiff does not serve, or another extension has set a
+        forward on it, gives the user that reason already. decoder: None if the VAE has none."""
         if not self.are_for(decoder):
             return runtime.vae.note_host(OTHER_VAE, is_decode=False)
         runtime.vae.adopt(decoder, host_traits=self._host_traits)
         replaced = own_method(decoder, "forward")
         if replaced is not None:
             # It may decode without calling our forward. If it does call ours, that notes the decode.
-            reason = f"another extension decodes the image in its own way ({author(replaced)}, tiles?)"
+            reason = f"another extension decodes the image itself, perhaps in tiles ({author(replaced)})"
             runtime.vae.note_host(reason, is_decode=False)
 
     def _forward(self, original: Callable[..., Tensor], decoder: nn.Module, z: Tensor, **kwargs: Any) -> Tensor:
-        """Replaces Decoder.forward(self, z, **kwargs) and Encoder.forward(self, x, **kwargs). original: the forward
-        that it has replaced."""
+        """The output of a decoder or encoder (decoder), ours or the host's; replaces Decoder.forward(self, z, **kwargs)
+        and Encoder.forward(self, x, **kwargs). original: the host's forward. kwargs: refused if there are any, so that
+        the host computes."""
 
         def check() -> None:
             self.refuse_derived(decoder)

@@ -16,10 +16,10 @@ MOST_WAITING = 50
 
 
 class HostImages:
-    """Reads the WebUI's state, and lists its images as jobs. The Job of an image in progress is the same object until
-    the image is done; while the image waits, it has another one.
+    """Reads the WebUI's state, and lists the images that it makes now or later as jobs. An image has one Job object
+    while it waits, and another one from its beginning until it is done.
 
-    generations: our list of generations that are being made.
+    generations: OneDiff's own list of generations that are being made.
     """
 
     def __init__(self, generations: Generations) -> None:
@@ -29,11 +29,13 @@ class HostImages:
         self._waiting: dict[str, Job] = {}
 
     def jobs(self) -> list[Job]:
-        """The image in progress, then the waiting ones, in the WebUI's order."""
+        """The image in progress, with its progress up to now, then the waiting ones in the WebUI's order; [] if there
+        are none."""
         return [*self._in_progress(), *self._not_begun()]
 
     def _in_progress(self) -> Iterable[Job]:
-        """The image that the WebUI makes now; nothing if it makes none. Updates the image's Job."""
+        """Yields the Job of the image that the WebUI makes now, with its title, steps, seconds and progress updated;
+        yields nothing if the WebUI makes none."""
         made = self._generations.alive()
         state = getattr(module_of_host("shared"), "state", None)
         # The first generation is the WebUI's; others are parts of it, which an extension makes. A generation that has
@@ -56,7 +58,7 @@ class HostImages:
         yield job
 
     def _not_begun(self) -> Iterable[Job]:
-        """The images that wait, at most MOST_WAITING of them."""
+        """The Jobs of the images that wait, in the WebUI's order, at most MOST_WAITING of them."""
         # list() copies it, because other threads of the WebUI change it.
         tasks = list(getattr(module_of_host("progress"), "pending_tasks", ()))[:MOST_WAITING]
         self._waiting = {task: self._waiting.get(task) or Job(IMAGE, "", SOURCE, state=QUEUED) for task in tasks}
@@ -64,14 +66,14 @@ class HostImages:
 
 
 def step_of_host() -> tuple[int, int]:
-    """(step, number of steps) of the batch that the WebUI makes now, from its own state; (0, 0) if unknown."""
+    """(steps done, all steps) of the batch that the WebUI makes now, from the WebUI's own state; (0, 0) if unknown."""
     state = getattr(module_of_host("shared"), "state", None)
     steps = number_of(state, "sampling_steps")
     return min(steps, number_of(state, "sampling_step")), steps
 
 
 def number_of(state: Any, name: str) -> int:
-    """A number of the WebUI's state; 0 if the state has no number of this name."""
+    """The integer attribute of this name in the WebUI's state; 0 if there is none, or no state (None)."""
     value = getattr(state, name, 0)
     return value if isinstance(value, int) else 0
 

@@ -25,9 +25,12 @@ OTHER_TIMESTEPS = "with DDIM and PLMS, this model's timesteps are unknown (Euler
 
 
 def record_next_call(sampler: Any, method: str) -> list[float]:
-    """A list of numbers that is empty at first. The next call of this method of the sampler fills it with the numbers
-    that the method returns. Does not keep the sampler or its model alive. A failure while recording is logged by the
-    guard, and the method's result is returned in any case."""
+    """A list of numbers, empty at first. When the WebUI next calls this method of the sampler, the list is filled with
+    the numbers of the tensor that the method returns; later calls do not change it.
+
+    Replaces the method of this one object until then. Does not keep the sampler or its model alive. A failure while
+    recording is logged, and the WebUI gets the method's result in any case.
+    """
     numbers: list[float] = []
 
     def recording(original: HostMethod, *args: Any, **kwargs: Any) -> Any:
@@ -40,14 +43,16 @@ def record_next_call(sampler: Any, method: str) -> list[float]:
 
 
 def record(answer: Tensor, numbers: list[float]) -> None:
-    """Replace the content of `numbers` by the values of `answer`."""
+    """Replace the content of the list `numbers`, in place, by the values of the tensor `answer`, flattened."""
     numbers[:] = [float(value) for value in answer.flatten().tolist()]
 
 
 def sampling_of(p: Any) -> Sampling:
-    """The Sampling that the generation p, the WebUI's processing object, is about to begin. If the sampler's timesteps
-    cannot be known, one with the reason (Sampling.why_not). Patches the sampler object for one call, to record its
-    schedule."""
+    """A Sampling for the sampling that the generation p, the WebUI's processing object, is about to begin. Call it
+    before the sampler computes its schedule: it replaces that method of p.sampler for one call, to record the schedule.
+
+    If the sampler's timesteps cannot be known, returns a Sampling with why_not, the reason for the user.
+    """
     sampler = getattr(p, "sampler", None)
     second_pass = bool(getattr(p, "is_hr_pass", False))
     function = getattr(sampler, "func", None)
@@ -71,7 +76,8 @@ def sampling_of(p: Any) -> Sampling:
 
 
 def counts_in_timesteps(sampler: Any) -> bool:
-    """Whether a sampler's timesteps are those that the network is called with.
+    """Whether DDIM's or PLMS's timesteps in this sampler are those with which the network is called. If not, they do
+    not tell which step a call belongs to.
 
     Forge converts DDIM's timesteps, 0 to 999, to noise levels, and its predictor converts these to the network's
     timesteps. For SD and SDXL these are the same numbers; for flow models they are the noise level, or a multiple of
@@ -87,7 +93,8 @@ def counts_in_timesteps(sampler: Any) -> bool:
 
 
 def eta_of(p: Any) -> float:
-    """DDIM's eta of the generation p: the amount of noise added between steps."""
+    """DDIM's eta for the generation p, the WebUI's processing object: the amount of noise that is added between steps.
+    p.eta counts, or else the WebUI's setting; 0 if there is neither."""
     from modules import shared
 
     own = getattr(p, "eta", None)
@@ -95,19 +102,20 @@ def eta_of(p: Any) -> float:
 
 
 def churn_of(p: Any) -> float:
-    """The setting s_churn of the generation p: with more than 0, the sampler adds noise and changes its timesteps."""
+    """The sigma churn for the generation p, the WebUI's processing object: above 0, the sampler adds noise and changes
+    its timesteps. The WebUI's setting counts, or else p.s_churn; 0 if there is neither."""
     from modules import shared
 
     return float(getattr(shared.opts, "s_churn", getattr(p, "s_churn", 0.0)))
 
 
 def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
-    """The CFG scale of a sampling of the generation p; None if unknown. second_pass: whether it is the second pass of
-    hires fix.
+    """The CFG scale that step policies use for a sampling of the generation p; None if unknown. second_pass: whether it
+    is the second pass of hires fix.
 
-    The Forge family has a separate scale for the second pass (hr_cfg, 1 by default). It only counts if the second pass
-    has a checkpoint of its own: step policies take a model for a few-step model if the scale is 1, and the
-    default would make them take every model for one.
+    The Forge family has a separate scale for the second pass (hr_cfg, 1 by default). It is returned only if the second
+    pass also has a checkpoint of its own. Otherwise cfg_scale is, because at a scale of 1 step policies take a model
+    for a few-step model, and that default would make every model one.
     """
     own = second_pass and getattr(p, "hr_checkpoint_info", None) is not None
     scale = getattr(p, "hr_cfg", None) if own else None
@@ -116,8 +124,8 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
 
 
 def timesteps_of(sampler: Any, sigmas: list[float]) -> list[float] | None:
-    """The timesteps that the UNet gets for these noise levels, sigmas; None if there are none yet, or if the sampler is
-    gone (None)."""
+    """The timesteps with which the sampler calls the UNet at these noise levels (sigmas), in their order. None if there
+    are no levels yet, or if the sampler is None because it is gone."""
     if not sigmas or sampler is None:
         return None
     wrapped = sampler.model_wrap

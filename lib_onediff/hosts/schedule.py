@@ -12,11 +12,11 @@ HostMethod = Callable[..., Any]
 
 
 def replace_next_call(target: Any, method: str, replacement: Callable[..., Any]) -> None:
-    """Replace a method of one object for its next call. At that call, the object gets its method back before the
-    replacement runs. Does not keep the object alive.
+    """Replace the method of this name (method) of one object (target) for its next call. At that call, the object gets
+    its own method back, and then the replacement runs in its place. Does not keep the object alive.
 
-    replacement: called as replacement(original, *args, **kwargs). original is the object's method; if the object is
-        being deleted, a function that does nothing.
+    replacement: replacement(original, *args, **kwargs) returns what the call returns. original is the object's own
+        method, bound; if the object is being deleted, a function that does nothing.
     """
     known = weakref.ref(target)
     # Another extension may have replaced the method of this object too.
@@ -40,13 +40,14 @@ def replace_next_call(target: Any, method: str, replacement: Callable[..., Any])
 
 
 def nothing(*args: Any, **kwargs: Any) -> None:
-    """Does nothing: the original of an object that is being deleted."""
+    """Does nothing. replace_next_call passes it as `original` if the object is being deleted."""
 
 
 def why_no_forecast(sampler: str, is_first_order: bool) -> str:
-    """Why an output of this sampler cannot be extrapolated from earlier ones, in one line for the user; "" if it can.
+    """Why the network's output cannot be extrapolated from earlier steps with this sampler, in one line for the user;
+    "" if it can.
 
-    sampler: its name; "" if unknown. is_first_order: whether each step uses one output and adds no noise.
+    sampler: its name; "" if unknown. is_first_order: whether each of its steps uses one output and adds no noise.
     """
     if not sampler:
         return UNKNOWN_SAMPLER

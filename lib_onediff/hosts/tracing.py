@@ -1,5 +1,6 @@
-"""torch.compile and our hooks: the compiler skips our hooks; if its graph must be whole, it traces the
-host's method."""
+"""torch.compile and our hooks: the compiler does not trace our hooks, at the price of a graph break. If its graph must
+not have breaks (fullgraph=True), it traces the host's method in place of the hook, and that code runs without OneDiff.
+"""
 from __future__ import annotations
 
 import logging
@@ -15,17 +16,18 @@ is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambd
 
 
 def is_compiler_here() -> bool:
-    """Whether torch.compile's tracer is imported already; if not, nothing can be tracing. Asking the tracer itself
-    would import it, which takes seconds."""
+    """Whether torch.compile's tracer (torch._dynamo) is imported already; if not, nothing can be tracing. Does not
+    import it, which would take seconds."""
     return "torch._dynamo" in sys.modules
 
 
 def must_be_whole() -> bool:
-    """Whether the graph that torch.compile traces now must not have breaks (fullgraph=True); True too if this torch
-    does not tell. If True, logs a warning for the user that the call is compiled without OneDiff.
+    """Whether the graph that torch.compile traces now must not have breaks (fullgraph=True), so that it cannot step
+    over our hook; True too if this version of torch does not show that. If True, logs a warning for the user that
+    OneDiff does not compute the compiled code.
 
-    Only code that is being traced may call this. torch.compile runs it at that moment, and takes its result as a
-    constant.
+    Only code that torch.compile is tracing may call this. It runs this function while it traces, and takes the result
+    as a constant.
     """
     try:
         tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()
@@ -34,7 +36,10 @@ def must_be_whole() -> bool:
         log.debug("this version of torch does not show whether graph breaks are allowed", exc_info=True)
         whole = True
     if whole:
-        log.warning("torch.compile compiles this call without OneDiff: its graph must be whole (fullgraph=True).")
+        log.warning(
+            "The model is compiled by torch.compile with fullgraph=True. OneDiff cannot speed up code compiled so; the "
+            "images are the same as without OneDiff."
+        )
     return whole
 
 

@@ -12,7 +12,7 @@ from test_generations import BY_HOST, OURS, RELEASES, close, same
 
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.hosts import this_webui
-from lib_onediff.hosts.contract import WebUI
+from lib_onediff.hosts.contract import NOT_SUPPORTED, WebUI
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.ui import status
 
@@ -29,7 +29,7 @@ def refuses(host: Host, lack: str) -> None:
     """Check that OneDiff patches nothing, with a reason that begins with these words after the WebUI's name."""
     before = host.forwards()
     adapter = host.start()
-    reason = f"{RELEASES[host.name][1]} {lack}: this version of OneDiff does not support that, and changes nothing"
+    reason = f"{RELEASES[host.name][1]} {lack}: {NOT_SUPPORTED}"
     assert type(adapter) is WebUI and adapter.why_not_served() == reason
     assert host.forwards() == before
     current = status.current_status(adapter)
@@ -80,7 +80,7 @@ def test_the_host_serves_while_a_checkpoint_lacks_an_attribute(host: Host) -> No
     adapter = host.start()
     host.checkpoint = SimpleNamespace(**{name: value for name, value in vars(whole).items() if name != path})
     host.announce()
-    reason = f"{adapter.release} has loaded a checkpoint without {path}: this version of OneDiff does not support that"
+    reason = f"{adapter.release} has loaded a checkpoint without {path}: {NOT_SUPPORTED}"
     assert adapter.why_not_served() == reason and runtime.guard.faults == []
     host.checkpoint = whole
     made, calls = calls_of(host.generate)

@@ -436,7 +436,7 @@ UNKNOWN = {
     "no power of four": (
         "INT8", lambda host, layer: with_params(layer, convrot=True, convrot_groupsize=32), "a ConvRot group of 32"
     ),
-    "not baked": ("GGUF Q8_0", unbaked, "stored as GGUF Q8_0 (it is not baked)"),
+    "not baked": ("GGUF Q8_0", unbaked, "not finished loading a weight stored as GGUF Q8_0"),
 }
 
 

@@ -234,7 +234,7 @@ def replaced(unet: Any, path: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
-    "DoRA": (dora, "the LoRA a is not a plain one (D"),
+    "DoRA": (dora, "the LoRA a is of a kind that OneDiff does not support (D"),
     "LoHa": (loha, "peft.tuners.loha.layer.Linear"),
     "modules to save": (lambda unet: add(unet, modules_to_save=["conv_out"]), "peft.utils.other.ModulesToSaveWrapper"),
     "a hook on a LoRA": (lambda unet: hooked(unet, TO_QUERY), f"has set a hook on {TO_QUERY}"),

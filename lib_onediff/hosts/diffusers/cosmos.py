@@ -15,7 +15,16 @@ def cosmos_call(
     network: Any, hidden_states: Tensor, timestep: Tensor, encoder_hidden_states: Tensor,
     condition_mask: Tensor | None = None, padding_mask: Any = None, **others: Any,
 ) -> AnimaCall:
-    """Our call for these arguments of the host's forward. The masks become channels of the latent, as in the host.
+    """Our Call for these arguments of CosmosTransformer3DModel.forward. The latent of the Call has the masks as
+    additional channels, as the host's forward concatenates them.
+
+    network: the host's.
+    hidden_states: (batch, channels, frames, height, width).
+    timestep: (1,) or (batch,).
+    encoder_hidden_states: the prompt, (batch, tokens, width).
+    condition_mask: (batch, 1, frames, height, width).
+    padding_mask: (1, 1, height, width) in any resolution; resized to the latent.
+    others: refused unless None.
 
     Raises Refusal for arguments that our forward does not compute. For masks of wrong shapes it raises torch's
     exceptions, as the host does.
@@ -34,7 +43,8 @@ def cosmos_call(
     most = max(network.rope.max_size)
     if any(side % patch or side > patch * most for side in size):
         raise Refusal(
-            f"the latent is {tuple(hidden_states.shape)}: its sides must be up to {most} whole patches of {patch}"
+            f"the latent's height and width ({size[0]} and {size[1]}) must be multiples of {patch}, up to "
+            f"{most * patch}"
         )
     parts = [hidden_states] if condition_mask is None else [hidden_states, condition_mask]
     if network.config.concat_padding_mask:

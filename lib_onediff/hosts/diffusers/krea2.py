@@ -14,16 +14,16 @@ from ...families.krea2.call import Krea2Call
 
 # The pipeline packs a latent's patches of this height and width into tokens.
 PATCH = 2
-# The attention_kwargs that have no effect.
+# The attention_kwargs with which the host's forward computes the same as without any.
 UNSCALED: tuple[dict[str, float], ...] = ({}, {"scale": 1.0})
 
 
 class Krea2Calls:
     """Converts the calls of one network. The host's latent is tokens, each a packed patch; ours is an image.
 
-    Both calls have the tokens' positions as a tensor, for the rotary embedding. On the CPU, we need the height and
-    width of the image, which only the last position tells. Reading it waits for the GPU, so it is read once for each
-    tensor of positions, and the result is kept.
+    Both calls have the tokens' positions as a tensor, for the rotary embedding. To unpack the tokens, we also need the
+    image's height and width as numbers. They follow from the last position. Reading it waits for the GPU, so the result
+    is kept as long as calls pass the same tensor object of positions, as a pipeline's steps do.
     """
 
     def __init__(self) -> None:
@@ -35,8 +35,15 @@ class Krea2Calls:
         position_ids: Tensor, encoder_attention_mask: Tensor | None = None,
         attention_kwargs: dict[str, Any] | None = None, **others: Any,
     ) -> Krea2Call:
-        """Our call for these arguments of the host's forward. Raises Refusal for arguments that our forward does not
-        compute."""
+        """Our Call for these arguments of Krea2Transformer2DModel.forward. Raises Refusal for arguments that our
+        forward does not compute.
+
+        network: not used; every call_of takes it.
+        hidden_states: the packed latent, (batch, image tokens, channels * 4).
+        encoder_hidden_states: the prompt, (batch, prompt tokens, text layers, width).
+        position_ids: (tokens of prompt and image, 3).
+        others: refused unless None.
+        """
         passed = [name for name, value in others.items() if value is not None]
         if (attention_kwargs or {}) not in UNSCALED:
             passed.append("attention_kwargs")
@@ -55,11 +62,11 @@ class Krea2Calls:
         )
 
     def _grid_of(self, positions: Tensor, tokens: int) -> tuple[int, int]:
-        """(rows, columns) of the image's patches. They follow from the last position, which is the image's lower right
-        patch.
+        """(rows, columns) of the image's patches. They follow from the last position, which is that of the image's
+        lower right patch. If they do not fit the number of tokens, (1, tokens): one row of patches.
 
-        positions: (tokens of prompt and image, 3); the image's tokens come last, row by row. tokens: the number of the
-            image's. If rows * columns is another number, the tokens are taken as one row: (1, tokens).
+        positions: (tokens of prompt and image, 3), with row and column last; the image's tokens come last, row by row.
+        tokens: the number of the image's tokens.
         """
         known = None if self._positions is None else self._positions()
         if known is not positions:
@@ -71,18 +78,20 @@ class Krea2Calls:
 
 
 def image_of(tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """Unpacks tokens to an image: (batch, rows * columns, channels * 4) to (batch, channels, 2 * rows, 2 * columns)."""
+    """The image that these tokens are the packed patches of: (batch, rows * columns, channels * 4) becomes
+    (batch, channels, 2 * rows, 2 * columns). rows, columns: of patches."""
     return functional.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
 
 
 def tensor_of(sample: Tensor, call: Call) -> Tensor:
-    """The sample that the host's forward has returned, as an image of the size of call.latent, which is the shape of
-    our output: so both can be compared. The host's sample is packed tokens."""
+    """The sample that the host's forward has returned, unpacked to the shape of our output, so that both can be
+    compared. sample: packed tokens, (batch, tokens, channels * 4). call: gives the height and width."""
     height, width = call.latent.shape[-2:]
     return image_of(sample, height // PATCH, width // PATCH)
 
 
 def sample_of(output: Tensor) -> Tensor:
-    """Our output, an image, as the host's sample: packed tokens."""
+    """Our output, (batch, channels, height, width), packed as the host returns it: contiguous tokens,
+    (batch, tokens, channels * 4)."""
     packed: Tensor = functional.pixel_unshuffle(output, PATCH).flatten(2).transpose(1, 2)
     return packed.contiguous(memory_format=torch.contiguous_format)

@@ -24,9 +24,9 @@ GEOMETRY = ("kernel_size", "stride", "padding", "dilation", "groups")
 
 
 class Factors(NamedTuple):
-    """One adapter's update of one layer.
+    """One LoRA's update of one layer: scaling * up(down(input)), before the pipeline's own scale.
 
-    name: the adapter's.
+    name: the adapter's, as peft calls a LoRA.
     down, up: the factors, which are layers themselves.
     scaling: a number, or a tensor if the pipeline has prepared its adapters for hot-swapping.
     """
@@ -38,21 +38,24 @@ class Factors(NamedTuple):
 
 
 class LoraReader:
-    """The weights.scan.FunctionReader of one network.
+    """Reads the unmerged LoRAs of one network, so that our forward adds them; a weights.scan.FunctionReader.
 
-    scale: the pipeline's factor for all LoRAs, cross_attention_kwargs["scale"], set at each call by use_scale().
-        diffusers writes it to the layers during a call; OneDiff leaves the layers unchanged.
+    scale: the pipeline's factor for all LoRAs in the present call, cross_attention_kwargs["scale"]; see use_scale.
+        diffusers would write it to the layers during the call; OneDiff leaves the layers unchanged.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        """See FunctionReader."""
+        """Whether LoRA layers are among these. Otherwise, a LoRA can only come with a change of the module tree, and
+        calls need not look for one. See FunctionReader."""
         return bool(lora_indices(layers))
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
-        """See FunctionReader."""
+        """Everything that the active LoRAs of these layers compute with now: the indices of the layers, factors and
+        scales. Every call compares it with the last one's, to find changes. Raises Refusal for a disabled LoRA that is
+        fused into the weights."""
         parts = Parts(facts=[self.scale])
         for index in lora_indices(layers):
             layer: Any = layers[index]
@@ -76,7 +79,8 @@ class LoraReader:
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
-        """See FunctionReader. Raises Refusal if the layer's LoRAs are not plain ones."""
+        """What the active LoRAs add to this LoRA layer's weight and bias, with the pipeline's scale. Raises Refusal if
+        a LoRA is of another kind than a plain one (DoRA), or of a form that our forward does not compute."""
         refuse_unsupported(layer)
         within: Any = layer_within(layer)
         updates: list[LowRankUpdate] = []
@@ -92,9 +96,12 @@ class LoraReader:
         return WeightFunctions(tuple(updates), bias=partial(with_biases, biases) if has_bias else None)
 
     def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
-        """Use this scale of a pipeline's call for all LoRAs of the UNet. whole: whether our forward computes all
-        attentions. If it does not, the host's modules compute some, and they would ignore the scale. Raises Refusal if
-        only the host can compute this."""
+        """Set `scale` for the present call. Raises Refusal if only diffusers can apply this scale to the UNet's LoRAs.
+
+        scale: what the pipeline passes; anything but a number other than 0 is refused.
+        whole: whether our forward computes all attentions. If it does not, attention modules of the host run too, and
+            would not apply the scale.
+        """
         if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
             # After a scale of 0, diffusers cannot restore the adapters' weights.
             raise Refusal("the pipeline's LoRA scale is 0 or not a number")
@@ -109,18 +116,21 @@ class LoraReader:
 
 
 def with_biases(biases: Sequence[tuple[Tensor, float]], bias: Tensor) -> Tensor:
-    """A layer's bias plus the biases of its LoRAs. biases: each with the factor by which it is multiplied."""
+    """A layer's bias plus the biases of its LoRAs, as a new tensor. biases: those of the LoRAs, each with the factor by
+    which it is multiplied."""
     return sum((scale * part.to(bias) for part, scale in biases), start=bias)
 
 
 def lora_indices(layers: Sequence[nn.Module]) -> list[int]:
-    """The indices of LoRA layers among these. Most often there are none; that takes 20 microseconds for SDXL."""
+    """The indices of the LoRA layers among these layers. Every call runs this: most often there are none, and finding
+    that out takes 20 microseconds for SDXL."""
     kinds = {kind for kind in set(map(type, layers)) if is_lora(kind)}
     return [index for index, layer in enumerate(layers) if type(layer) in kinds] if kinds else []
 
 
 def active_factors(layer: Any) -> list[Factors]:
-    """The updates that a LoRA layer's forward adds now, in its order."""
+    """The updates that a LoRA layer's forward would add now, in the order in which it adds them; [] if its LoRAs are
+    disabled, or one is merged."""
     # Reads the attributes behind the properties disable_adapters and active_adapters, because this runs for every layer
     # at every call.
     if layer._disable_adapters or layer.merged_adapters:
@@ -135,14 +145,15 @@ def active_factors(layer: Any) -> list[Factors]:
 
 
 def refuse_unsupported(layer: Any) -> None:
-    """Raise Refusal if a LoRA layer now does anything else than add plain LoRAs."""
+    """Raise Refusal if an active LoRA of this LoRA layer is not a plain one (DoRA), or if our forward cannot add it:
+    its shapes, dtype, bias or convolution do not fit."""
     within: Any = layer_within(layer)
     for name, down, up, _ in active_factors(layer):
         # Older releases of peft have use_dora instead of lora_variant.
         variant = getattr(layer, "lora_variant", {}).get(name)
         if variant is not None or getattr(layer, "use_dora", {}).get(name):
             kind = "DoRA" if variant is None else type(variant).__name__
-            raise Refusal(f"the LoRA {name} is not a plain one ({kind})")
+            raise Refusal(f"the LoRA {name} is of a kind that OneDiff does not support ({kind})")
         one = down.weight
         other = up.weight
         fits = one.shape[1:] == within.weight.shape[1:] and other.flatten(1).shape == (len(within.weight), len(one))
@@ -160,5 +171,6 @@ def refuse_unsupported(layer: Any) -> None:
 
 
 def casts_inputs(layer: Any) -> bool:
-    """Whether peft casts the input of a LoRA layer to the LoRA's dtype; otherwise, another dtype is an error."""
+    """Whether peft casts the input of a LoRA layer to the LoRA's dtype. If not, an input of another dtype is an error
+    in peft. True for releases of peft without this option."""
     return bool(getattr(layer, "cast_input_dtype_enabled", True))

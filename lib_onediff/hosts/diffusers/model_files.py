@@ -34,8 +34,8 @@ LENGTH_BYTES = 8
 
 
 def read_text(file: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
-    """The UTF-8 text of a regular file. most: its largest size in bytes. errors: see bytes.decode. Raises Refusal for a
-    file that cannot be read, is larger, or is not a regular file."""
+    """The UTF-8 text of a regular file. Raises Refusal for a file that cannot be read or decoded, is larger than `most`
+    bytes, or is not a regular file. errors: how invalid UTF-8 is decoded; see bytes.decode."""
     shown = f"{file.name} in {file.parent.name}"
     try:
         with open(os.open(file, READING), "rb") as opened:
@@ -50,8 +50,8 @@ def read_text(file: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> s
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model. Raises Refusal if the file cannot be read, or contains anything else than
-    one object."""
+    """The object in a JSON file of a model, as a dictionary. Raises Refusal if the file cannot be read (read_text), is
+    not valid JSON, or has no object at its top."""
     text = read_text(file)
     try:
         content = json.loads(text)
@@ -63,7 +63,8 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_shapes(file: Path) -> Shapes:
-    """The shape of each tensor in a .safetensors file, by name. Raises Refusal for any other file."""
+    """The shape of each tensor in a .safetensors file, by the tensor's name. Reads no weights. Raises Refusal for a
+    file of another kind, an incomplete one, or one with too many tensors."""
     from safetensors import SafetensorError, safe_open
 
     if file.suffix != WEIGHTS:
@@ -81,7 +82,8 @@ def read_shapes(file: Path) -> Shapes:
 
 
 def check_header(file: Path) -> None:
-    """Raise Refusal or OSError for a file that is not regular, or whose .safetensors header is too large."""
+    """Raise Refusal for a file that is not a regular one, or whose .safetensors header is too large, which safetensors
+    would read into memory; OSError for a file that cannot be read."""
     if not stat.S_ISREG(file.stat().st_mode):
         raise Refusal(readable(f"{file.name} is not a regular file."))
     with file.open("rb") as opened:
@@ -91,8 +93,9 @@ def check_header(file: Path) -> None:
 
 
 def weight_files(part: Path) -> list[str]:
-    """The names of the .safetensors files in a folder of a model, such as unet. Raises Refusal if there are none, or if
-    an index of weights in the folder names any other file: libraries load the files in an index, even a pickle."""
+    """The names of the .safetensors files in one network's folder of a model (unet), sorted. Raises Refusal if there
+    are none, or if an index of weights in the folder names any other file: libraries load the files that an index
+    names, even a pickle. part: the folder."""
     names = sorted(os.listdir(part))
     found = [name for name in names if name.endswith(WEIGHTS) and (part / name).is_file()]
     if not found:
@@ -104,7 +107,8 @@ def weight_files(part: Path) -> list[str]:
 
 
 def check_index(file: Path, weights: list[str]) -> None:
-    """Raise Refusal if a JSON file is an index of weights and names other files than these. weights: names of files."""
+    """Raise Refusal if a JSON file is an index of weights (diffusers' and transformers' *.index.json) and names other
+    files than these, or is a damaged index. Accepts a JSON file of another kind. weights: names of files."""
     content = read_json(file)
     by_tensor = content.get("weight_map")
     if by_tensor is None and "index" not in as_systems_compare(file.name):
@@ -120,8 +124,9 @@ def check_index(file: Path, weights: list[str]) -> None:
 
 
 def check_files(folder: Path) -> None:
-    """Raise Refusal if a model folder contains something that a model does not need: Python code, an adapter, a pipe, a
-    device, or a link to a file outside of the folder (of the model, in a Hugging Face cache)."""
+    """Raise Refusal if a model folder, or a folder in it, contains something that could harm and that no model needs:
+    Python code, an adapter (ADAPTER), a pipe, a device, or a link to something outside of the folder. A folder in a
+    Hugging Face cache may link to the other files of its model in the cache. Call this before anything is loaded."""
     root = folder.resolve()
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
         root = root.parent.parent
@@ -137,7 +142,8 @@ def check_files(folder: Path) -> None:
 
 
 def check_file(path: Path, folder: Path, root: Path) -> None:
-    """Check one file or folder for check_files. root: the folder that links may lead into."""
+    """Raise Refusal if this file or folder must not be in a model folder; see check_files. folder: the model folder.
+    root: the folder that links may lead into."""
     shown = path.relative_to(folder)
     name = as_systems_compare(path.name)
     # Links inside of the folder that have no target, or lead to themselves, are harmless: nothing can read them.
@@ -154,6 +160,6 @@ def check_file(path: Path, folder: Path, root: Path) -> None:
 
 
 def as_systems_compare(name: str) -> str:
-    """A file's name in the form in which some file systems compare names: macOS and Windows ignore the case of letters,
-    Windows also dots and spaces at the end."""
+    """A file's name in one form for all names that some file system takes for the same: macOS and Windows ignore case
+    and Unicode variants, Windows also dots and spaces at the end. So a forbidden name is found in any spelling."""
     return unicodedata.normalize("NFKC", name).casefold().rstrip(". ")

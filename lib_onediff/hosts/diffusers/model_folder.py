@@ -37,8 +37,12 @@ LARGEST_SAMPLE = 100_000
 
 
 def load_folder(folder: Path, dtype: torch.dtype) -> Any:
-    """The pipeline of a folder, with its weights in dtype on the CPU. Raises Refusal if the folder is not a Stable
-    Diffusion model, or not safe to load; also raises the exceptions of diffusers and transformers."""
+    """The diffusers pipeline of a model folder, with its weights in dtype on the CPU: Stable Diffusion, XL, or for an
+    XL refiner the img2img pipeline. Its class follows from the UNet, never from model_index.json.
+
+    Raises Refusal if the folder is not a Stable Diffusion model in diffusers' layout, or not safe to load. Exceptions
+    of diffusers and transformers are raised as they are.
+    """
     import diffusers
     import transformers
 
@@ -75,8 +79,8 @@ def load_folder(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def load_unet(path: Path) -> Any:
-    """The UNet of a model folder in diffusers' layout, of its unet folder, or of a .safetensors checkpoint, in float32
-    on the CPU. Raises as load_folder."""
+    """The UNet2DConditionModel in a model folder in diffusers' layout, in its unet folder, or in a .safetensors
+    checkpoint, in float32 on the CPU. path: any of the three. Raises as load_folder."""
     from diffusers import UNet2DConditionModel
 
     if not path.is_dir():
@@ -89,8 +93,11 @@ def load_unet(path: Path) -> Any:
 
 
 def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
-    """The network in a checked folder (check_network), with weights in dtype. Reads the float16 files if there are no
-    others. kind: its class, of diffusers or transformers. Raises Refusal if weights are missing."""
+    """The network in a folder, in eval mode, with its weights in dtype on the CPU. The folder must have passed
+    check_network. Reads the .fp16 files only if there are no others.
+
+    kind: the network's class, of diffusers or transformers. Raises Refusal if weights are missing.
+    """
     options: dict[str, Any] = {}
     if is_text_encoder(kind):
         options["config"] = text_config(kind, read_json(folder / CONFIG))
@@ -106,8 +113,8 @@ def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
 
 
 def check_network(folder: Path, kind: Any) -> None:
-    """Raise Refusal if a network's weights or configuration are not safe to load; see weight_files,
-    check_numbers and check_size."""
+    """Raise Refusal if the weights or the configuration in a network's folder are not safe to load: files that are not
+    .safetensors, invalid numbers, or a much larger network than there are weights for. kind: the network's class."""
     names = weight_files(folder)
     config = read_json(folder / CONFIG)
     check_numbers(folder.name, config)
@@ -115,18 +122,22 @@ def check_network(folder: Path, kind: Any) -> None:
 
 
 def is_text_encoder(kind: Any) -> bool:
-    """Whether a class of networks is one of transformers', and not of diffusers'."""
+    """Whether a network's class is of the library transformers, as text encoders are, and not of diffusers."""
     return bool(kind.__module__.startswith("transformers."))
 
 
 def text_config(kind: Any, config: dict[str, Any]) -> Any:
-    """The configuration object of a text encoder, with the entries of TEXT_CONFIG."""
+    """A text encoder's configuration object with the entries of TEXT_CONFIG; those that config lacks get their
+    defaults. kind: the encoder's class. config: the content of its config.json."""
     return kind.config_class(**{name: config[name] for name in TEXT_CONFIG if name in config})
 
 
 def check_size(folder: Path, kind: Any, config: dict[str, Any], names: list[str]) -> None:
-    """Raise Refusal if a configuration describes a much larger network than there are weights for, which could take all
-    time or memory. names: of the files with weights."""
+    """Raise Refusal if a configuration describes a much larger network than there are weights for: creating it could
+    take hours, or all memory.
+
+    folder: the network's. kind: its class. config: the content of its config.json. names: of its files with weights.
+    """
     shapes = [shape for name in names for shape in read_shapes(folder / name).values()]
     counts = [most_in(config[name], name, folder) for name in COUNTS if config.get(name) is not None]
     blocks = [len(config[name]) for name in BLOCKS if isinstance(config.get(name), list)]
@@ -142,8 +153,8 @@ def check_size(folder: Path, kind: Any, config: dict[str, Any], names: list[str]
 
 
 def most_in(value: Any, name: str, folder: Path) -> int:
-    """The largest number in the entry `name` of a configuration: a whole number from 1, or nested lists of them. Raises
-    Refusal for other values."""
+    """The largest number in `value`, which must be a whole number from 1, or a list of such numbers or lists. Raises
+    Refusal for other values. name: of the value in the configuration of the network in `folder`, for the message."""
     if isinstance(value, list) and value:
         return max(most_in(one, name, folder) for one in value)
     if not is_whole(value) or value < 1:
@@ -152,8 +163,8 @@ def most_in(value: Any, name: str, folder: Path) -> int:
 
 
 def check_numbers(part: str, config: dict[str, Any]) -> None:
-    """Raise Refusal for quantized weights, and for numbers in a configuration that the libraries would only check while
-    they make an image. part: the name of the network's folder ("unet")."""
+    """Raise Refusal for quantized weights, and for invalid numbers in a configuration that would otherwise fail only
+    while an image is made. part: the name of the network's folder ("unet"), which tells the numbers it must have."""
     if config.get("quantization_config") is not None:
         raise Refusal(f"The weights of the {part} are quantized, which OneDiff cannot load.")
     if part == "unet":
@@ -172,18 +183,18 @@ def check_numbers(part: str, config: dict[str, Any]) -> None:
 
 
 def is_whole(value: Any) -> bool:
-    """Whether a value is an integer; False for a boolean."""
+    """Whether a value is a Python int, of either sign; False for a boolean."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_real(value: Any) -> bool:
-    """Whether a value is a finite number."""
+    """Whether a value is a finite int or float; False for a boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def load_scheduler(folder: Path) -> Any:
-    """The scheduler of a folder. Raises Refusal unless its class is one that diffusers lists as exchangeable,
-    LCMScheduler or TCDScheduler."""
+    """The scheduler that a folder's scheduler_config.json describes. Raises Refusal for invalid numbers, and for a
+    class that is neither in diffusers' KarrasDiffusionSchedulers, nor LCMScheduler or TCDScheduler."""
     import diffusers
     from diffusers.schedulers import KarrasDiffusionSchedulers
 
@@ -196,8 +207,8 @@ def load_scheduler(folder: Path) -> Any:
 
 
 def check_schedule(config: dict[str, Any]) -> None:
-    """Raise Refusal for numbers in a scheduler's configuration with which it would take all memory, or make useless
-    images."""
+    """Raise Refusal for invalid numbers in a scheduler's configuration: with those, it would take all memory, or make
+    useless images. An entry that is not there is valid."""
     steps = config.get("num_train_timesteps", 1000)
     if not is_whole(steps) or not 0 < steps <= MOST_TRAIN_STEPS:
         raise Refusal(readable(f"The model's scheduler has num_train_timesteps = {steps!r}, which is not valid."))

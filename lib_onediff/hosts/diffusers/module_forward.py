@@ -3,6 +3,9 @@
 The forward of a module's class is replaced once, by a function that looks the module up in a weak table. Libraries that
 set a forward of their own on the module's instance (accelerate, diffusers' hooks, torch.compile) keep a bound method of
 the forward that they found. Such references are bound again, to the function that the class has now.
+
+"Our function" is the one that is set on the class (hooks.ClassPatch). "The host's own forward" is what the module would
+run without OneDiff: the class's forward, with hooks of diffusers around it if there are any.
 """
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ COMPILED = "_torchdynamo_orig_callable"
 
 class ModuleForward(abc.ABC):
     """Serves the calls of one module in place of its class's forward, as a hooks.StandIn. Does not keep the module
-    alive. Subclasses say how (serve).
+    alive. Subclasses implement serve() and declined().
 
     kind: the module's class when this was created.
     bound_to: the function of the class that the forwards kept by other code were last bound to (rebind_kept_forwards).
@@ -55,9 +58,9 @@ class ModuleForward(abc.ABC):
         self._turn = threading.local()
 
     def look_up(self, module: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]] | None:
-        """See hooks.StandIn. The second of the pair, the host's function, is the class's forward, with diffusers' hooks
-        around it if there are any. None if this thread is running that function already: then the hooks are calling the
-        class's forward, and it must run."""
+        """(our function for this call, the host's own forward for it); see ClassPatch.look_up, which calls this for
+        every call of the module's class. None, so that `original` runs, if this thread is inside the host's own forward
+        already: then diffusers' hooks are calling the class's forward."""
         if getattr(self._turn, "is_hosts", False):
             return None
         present = module.__dict__.get("forward")
@@ -72,9 +75,9 @@ class ModuleForward(abc.ABC):
         return functools.partial(self._answer, original), host
 
     def _below_front(self, module: nn.Module, host: Callable[..., Any]) -> Callable[..., Any]:
-        """The host's own forward of a module on which hooks of diffusers were registered after our front (add_front),
-        so that they call the front. Makes them call what is below the front, and returns that. If no hook calls a
-        front, returns `host`."""
+        """The host's own forward of a module with diffusers' hooks, some of which were registered above our front
+        (add_front) and call it. Changes the first such hook to call what is below the front, and returns that, callable
+        as host(module, ...). Returns `host` unchanged if no hook calls a front."""
         for reference in hooks_of(module):
             if is_front(reference.forward):
                 reference.forward = reference.forward.__wrapped__
@@ -82,8 +85,8 @@ class ModuleForward(abc.ABC):
         return host
 
     def _by_hooks(self, forward: Callable[..., Any], module: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Call the host's own forward of a module, with diffusers' hooks around it. forward: is bound to the module,
-        and does not take it as an argument."""
+        """The output of the host's own forward of a module, with diffusers' hooks around it. While it runs, look_up
+        returns None in this thread. forward: already bound to the module, which is not passed to it."""
         self._turn.is_hosts = True
         try:
             return forward(*args, **kwargs)
@@ -93,7 +96,8 @@ class ModuleForward(abc.ABC):
     def _answer(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Serve a call of a module with a forward on its instance; see serve."""
+        """The output of serve() for a module with a forward on its instance. Before that, adds a front (add_front) if
+        diffusers' offloading hooks were set around our function, so that the next call reaches us before them."""
         present = module.__dict__.get("forward")
         if present is not None and not is_front(present) and only_moves(module):
             # Hooks of diffusers were set around our function later, and this call came through them. With a front, the
@@ -105,23 +109,26 @@ class ModuleForward(abc.ABC):
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Serve a call of this module, and return what the host's forward would return.
+        """What the host's own forward would return for this call of the module, computed by our forward or by `host`.
 
         original: the forward of the class below our patch; only its signature is used.
-        host: the host's own forward, host(module, *args, **kwargs), with hooks around it if there are any.
+        host: host(module, *args, **kwargs) runs the host's own forward.
+        args, kwargs: the caller's.
         """
 
     @classmethod
     @abc.abstractmethod
     def declined(cls, module: Any, reason: str) -> None:
         """Called when the guard runs the host's own forward in place of serve(), because OneDiff is suspended or
-        serve() has failed. Not called if serve() itself passes the call to the host. reason: for the user."""
+        serve() has failed; notes that for the status. Not called if serve() itself passes the call to the host.
+        reason: for the user."""
 
 
 def arguments_by_name(
     module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of a call, by parameter. original: the class's forward below our patch.
+    """The arguments of a call of a module's forward by parameter name, without defaults. original: the class's forward
+    below our patch. args, kwargs: those by position, without the module, and by keyword.
 
     Raises Refusal if other code has replaced the class's forward, above or below our patch; also for arguments that the
     forward does not take, so that the host raises its own error. Signature.bind would do the same, but takes a tenth of
@@ -137,10 +144,11 @@ def arguments_by_name(
 
 @functools.lru_cache(maxsize=16)
 def parameters_of(kind: type, present: Callable[..., Any], original: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of a forward's parameters, without self.
+    """The names of the parameters of a class's forward (original), in order and without self. Cached by all three
+    arguments.
 
-    present: the class's present forward. original: the one below our patch. Raises Refusal if other code has replaced
-    either.
+    present: the function that the class has now. original: the forward below our patch. Raises Refusal if other code
+    has replaced either.
     """
     for function in (beneath_ours(present), original):
         refuse_replaced(kind, below=function)
@@ -151,21 +159,25 @@ def parameters_of(kind: type, present: Callable[..., Any], original: Callable[..
 
 
 def patch_of(kind: type) -> Any:
-    """The TablePatch of a class's forward; None if no module of this class was attached in this process."""
+    """The TablePatch of a class's forward; None if replace_forward was never called for a module of this class. It
+    remains when all its modules are restored."""
     return runtime.patches.get((kind, "forward"))
 
 
 def attached(module: Any) -> Any:
-    """The ModuleForward of a module; None if it has none."""
+    """The ModuleForward that serves a module's calls; None if the module is not attached (replace_forward)."""
     patch = patch_of(type(module))
     return None if patch is None else patch.get(module)
 
 
 def replace_forward(module: nn.Module, forward: type[ModuleForward], whose: str) -> None:
-    """Serve the calls of a module, of one of diffusers' classes, by a ModuleForward. Safe to call twice.
+    """Attach a module of one of diffusers' classes: a new ModuleForward serves its calls from now on. A module that is
+    attached already keeps its ModuleForward.
 
-    Raises ValueError if other code has replaced the module's own forward. whose: the module's name in this message,
-    such as "this UNet's".
+    forward: a subclass of ModuleForward, which is called with the module's class. whose: the module's name in the error
+        message, such as "this UNet's".
+
+    Raises ValueError if other code has replaced the module's own forward.
     """
     kind = type(module)
     patch = patch_of(kind)
@@ -181,9 +193,10 @@ def replace_forward(module: nn.Module, forward: type[ModuleForward], whose: str)
 
 
 def keep_replaced(module: nn.Module) -> None:
-    """Set our function on the class of an attached module again if other code has removed it, and bind the forwards
-    that other code keeps of such modules to it. Does nothing for other modules. Called before each sampling of a
-    pipeline."""
+    """Set our function on the class of an attached module again if other code has removed it. Then the class may have
+    another function of ours, so the forwards that other code keeps of all attached modules of the class are bound to it
+    (rebind_kept_forwards). Does nothing for a module that is not attached. Called before each sampling of a pipeline.
+    """
     patch = patch_of(type(module))
     if patch is None or patch.get(module) is None:
         return
@@ -194,7 +207,7 @@ def keep_replaced(module: nn.Module) -> None:
 
 
 def restore_forward(module: nn.Module) -> None:
-    """Undo replace_forward: calls of the module, and of forwards that other code keeps, run the host's own forward.
+    """Undo replace_forward: the module, and the forwards that other code keeps of it, run the host's own forward again.
     Does nothing for a module that is not attached."""
     patch = patch_of(type(module))
     if patch is None or patch.get(module) is None:
@@ -209,8 +222,9 @@ def restore_forward(module: nn.Module) -> None:
 
 
 def refuse_foreign(module: nn.Module, whose: str) -> None:
-    """Raise ValueError if the forward on a module's instance is neither its class's, nor one with hooks that OneDiff
-    knows around its class's."""
+    """Raise ValueError if the forward on a module's instance may compute something else than its class's forward.
+    Accepted are no forward on the instance, the class's own, and the class's own inside of accelerate's hooks, of
+    diffusers' offloading hooks, or of torch.compile. whose: see replace_forward."""
     slot = BEHIND_A_HOOK if BEHIND_A_HOOK in module.__dict__ else "forward"
     present = module.__dict__.get(slot)
     own = getattr(present, COMPILED, present)
@@ -222,8 +236,9 @@ def refuse_foreign(module: nn.Module, whose: str) -> None:
 
 
 def rebind_kept_forwards(module: nn.Module) -> None:
-    """Make every forward of this module that other code keeps reach our function: bind its methods (kept_forwards) to
-    it, and add a front (add_front) to forwards on the instance that only move weights or are torch.compile's."""
+    """Make every forward of this module that other code keeps (kept_forwards) call our function: rebinds bound methods
+    to it, and adds a front (add_front) to forwards on the instance that torch.compile or offloading hooks have set.
+    The module must be attached."""
     patch = patch_of(type(module))
     patch.get(module).bound_to = patch.function
     for holder, name in kept_forwards(module):
@@ -238,12 +253,12 @@ def rebind_kept_forwards(module: nn.Module) -> None:
 
 
 def add_front(module: nn.Module, slot: str) -> None:
-    """Replace the forward in an attribute of a module's instance by a front: a functools.partial of our function, with
-    the previous forward as its __wrapped__.
+    """Replace the forward in the attribute `slot` of a module's instance by a front: a functools.partial of our
+    function, with the previous forward as its __wrapped__. A front that is there already is renewed.
 
-    A call then reaches our function first. Where the host's own forward is needed, our function calls __wrapped__.
-    diffusers' own hooks install the same kind of partial. The only object of ours that a front refers to is the
-    class's function. So a deep copy of the module, which is not attached, runs the host's forward.
+    A call then reaches our function before hooks or compiled code. Where the host's own forward is needed, our function
+    calls __wrapped__. diffusers' own hooks install the same kind of partial. The only object of ours that a front
+    refers to is the class's function. So a deep copy of the module, which is not attached, runs the host's forward.
     """
     present: Any = module.__dict__[slot]
     below = present.__wrapped__ if is_front(present) else present
@@ -252,19 +267,21 @@ def add_front(module: nn.Module, slot: str) -> None:
 
 
 def is_front(forward: Any) -> bool:
-    """Whether a forward on a module's instance is a front; see add_front."""
+    """Whether this object is a front of ours; see add_front. None is not one."""
     return type(forward) is functools.partial and link_of(forward.func) is not None
 
 
 def is_bound(forward: Any, module: nn.Module) -> bool:
-    """Whether a forward is a method bound to this very module, of our function or of the class's function below it."""
+    """Whether a forward is a method bound to this very module, and its function is ours or the class's own forward.
+    The module's class must have a patch (patch_of)."""
     if type(forward) is not types.MethodType or forward.__self__ is not module:
         return False
     return beneath_ours(forward.__func__) is beneath_ours(patch_of(type(module)).original)
 
 
 def kept_forwards(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """The places where other code keeps a forward of a module, each as a dictionary and a key in it."""
+    """The places where other code may keep a forward of a module, each as (dictionary, key): the module's own
+    attributes in SLOTS, and those of diffusers' hooks. Places without a forward are left out."""
     state = module.__dict__
     holders = [(state, slot) for slot in SLOTS]
     holders += [(vars(one), name) for one in hooks_of(module) for name in ("forward", "original_forward")]
@@ -275,14 +292,14 @@ def kept_forwards(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
 
 
 def hooks_of(module: nn.Module) -> list[Any]:
-    """The objects in which diffusers keeps the forwards that its hooks wrap, the innermost hook's first; [] without
-    hooks."""
+    """The objects in which diffusers keeps the forwards that a module's hooks wrap (HookRegistry._fn_refs), one for
+    each hook, the innermost hook's first; [] without hooks."""
     return list(getattr(module.__dict__.get(HOOKS), "_fn_refs", None) or ())
 
 
 def only_moves(module: nn.Module) -> bool:
-    """Whether a module has hooks of diffusers, and all of them only move weights between GPU and main memory. False for
-    offloading to disk, where weights are in neither between calls."""
+    """Whether a module has hooks of diffusers, and all of them only move weights between GPU and main memory (group
+    offloading). False without hooks, and for offloading to disk, where weights are in no memory between calls."""
     hooks = module.__dict__[HOOKS].hooks if hooks_of(module) else {}
     groups = (getattr(hook, "group", None) for hook in hooks.values())
     on_disk = any(getattr(group, "offload_to_disk_path", None) is not None for group in groups)
@@ -290,5 +307,5 @@ def only_moves(module: nn.Module) -> bool:
 
 
 def unwrapped(module: Any) -> Any:
-    """The module inside of the result of torch.compile(module); any other object is returned as it is."""
+    """The module inside of the result of torch.compile(module); any other object, also None, is returned as it is."""
     return vars(module).get("_modules", {}).get("_orig_mod", module) if isinstance(module, nn.Module) else module

@@ -1,5 +1,5 @@
-"""The classes of diffusers' networks that OneDiff serves: how to convert a call to ours, and our output
-to the host's."""
+"""The table of diffusers' classes of networks that OneDiff serves: how to convert a call of each to ours, and our
+output to the host's."""
 from __future__ import annotations
 
 from collections.abc import Callable

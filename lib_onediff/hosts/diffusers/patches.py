@@ -1,5 +1,8 @@
 """Reads what users add to a diffusers UNet: IP-Adapters as image prompts, which our forward computes itself; FreeU and
-other attention processors as patch points of our forward."""
+other attention processors as patch points, at which our forward calls the host's code.
+
+A "plain" processor, or one that "our forward computes itself", needs no such call.
+"""
 from __future__ import annotations
 
 import logging
@@ -27,14 +30,15 @@ QUERY = ".to_q"
 
 
 class UNetPatches(PatchPoints):
-    """The attention processors and FreeU settings of a UNet at one call, as patch points.
+    """The attention processors and FreeU settings of a UNet at one call, as patch points: our forward calls these
+    methods, and they run the host's code.
 
-    unet: kept by a weak reference.
+    unet: the host's; kept by a weak reference.
     processors: of all its attentions.
     image_tokens: for each IP-Adapter, its projected image embeddings, (batch, images, tokens, width); None if there is
         no IP-Adapter.
-    arguments: the pipeline's cross_attention_kwargs, which processors get.
-    known: the classes of processors that our forward computes itself, besides plain attention.
+    arguments: the pipeline's cross_attention_kwargs, which the host's attentions get.
+    known: the classes of processors that our forward computes itself, besides those of plain attention.
     """
 
     def __init__(
@@ -65,13 +69,15 @@ class UNetPatches(PatchPoints):
         return kind in self._known or is_plain(kind)
 
     def has_function(self, point: str, *arguments: Any) -> bool:
-        """See Points."""
+        """Whether the method of this name (join, whole_attention) runs the host's code for these arguments. For
+        whole_attention, begin_block must have been called. See Points."""
         if point == "join":
             return arguments[0] in self._freeu
         return point == "whole_attention" and not self._is_ours(type(self._attentions[arguments[0]].processor))
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        """See PatchPoints. Applies FreeU by diffusers' own function."""
+        """The hidden states and the skip of an output stage, before they are concatenated: after diffusers' own FreeU
+        function, as new tensors, or the given ones if the stage has no FreeU. index: of the stage. See PatchPoints."""
         if index not in self._freeu:
             return hidden_states, skip
         from diffusers.utils.torch_utils import apply_freeu
@@ -84,7 +90,8 @@ class UNetPatches(PatchPoints):
         return joined
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """See PatchPoints."""
+        """Called before each transformer block: finds the host's modules of its two attentions, for whole_attention.
+        Returns whether the host must compute one of them. place: not used. See PatchPoints."""
         unet: Any = self._unet()
         paths = block.self_attention.out.path, block.cross_attention.out.path
         modules = (unet.get_submodule(path.removesuffix(OUT)) for path in paths)
@@ -94,7 +101,8 @@ class UNetPatches(PatchPoints):
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
-        """See PatchPoints. Runs the host's attention module if our forward does not compute its processor."""
+        """The output of the host's attention module in the present block (begin_block); None if our forward computes
+        its processor itself. attention: SELF_ATTENTION or CROSS_ATTENTION. See PatchPoints."""
         module = self._attentions[attention]
         if self._is_ours(type(module.processor)):
             return None
@@ -106,7 +114,10 @@ class UNetPatches(PatchPoints):
 
 
 class Additions(NamedTuple):
-    """What a UNet computes in one call besides its own layers: the UNetCall's fields of these names."""
+    """What a UNet computes in one call besides its own layers: the fields of these names in UNetCall.
+
+    patches: None if there is nothing at which the host's code must run.
+    """
 
     patches: UNetPatches | None = None
     image_prompts: tuple[ImagePrompt, ...] = ()
@@ -115,10 +126,12 @@ class Additions(NamedTuple):
 def additions_of(
     unet: Any, processors: dict[str, Any], latent: Tensor, added: dict[str, Any], arguments: dict[str, Any]
 ) -> Additions:
-    """The Additions of a call with this latent. Raises Refusal for arguments that OneDiff does not support.
+    """What this UNet computes in a call besides its own layers. IP-Adapters that our forward cannot compute as image
+    prompts become patches, which run diffusers' processors. Raises Refusal for cross_attention_kwargs that OneDiff does
+    not support.
 
-    processors: by the path of their attention. added: the pipeline's added_cond_kwargs. arguments: the pipeline's
-    cross_attention_kwargs.
+    processors: of all attentions, by the attention's path. latent: the call's. added: the pipeline's added_cond_kwargs.
+    arguments: the pipeline's cross_attention_kwargs, without scale.
     """
     unknown = sorted(set(arguments) - {MASKS})
     if unknown:
@@ -146,11 +159,11 @@ def additions_of(
 def image_prompts(
     processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None
 ) -> tuple[ImagePrompt, ...]:
-    """One image prompt for each IP-Adapter of these processors. Raises Refusal if diffusers must run the processors
-    itself, or must raise its own error for their inputs.
+    """One image prompt for each IP-Adapter of these processors, in the adapters' order. Raises Refusal if diffusers
+    must run the processors itself, or must raise its own error for their inputs.
 
-    processors: those of IP-Adapters, by the path of their attention. latent: of the call. image_tokens: see
-        UNetPatches.
+    processors: those of IP-Adapters, by the path of their attention; each has the layers and scales of all adapters.
+    latent: the call's. image_tokens: see UNetPatches.
     """
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
         raise Refusal("they are not at an image prompt's layers")
@@ -161,10 +174,11 @@ def image_prompts(
 
 
 def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens: Tensor) -> ImagePrompt:
-    """The image prompt of one adapter, with the tokens of all its images, for each attention where its scale is not 0.
-    Raises Refusal for tokens, scales or layers that our forward does not take.
+    """The image prompt of one IP-Adapter: its keys and values for the tokens of all its images, in each attention where
+    its scale is not 0. Computes them. Raises Refusal for tokens, scales or layers that our forward does not take.
 
-    index: the adapter's, in the lists that each processor has. tokens: (batch, images, tokens, width).
+    processors, latent: see image_prompts. index: the adapter's, in the lists that each processor has. tokens: the
+    adapter's, (batch, images, tokens, width).
     """
     if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
         raise Refusal(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")

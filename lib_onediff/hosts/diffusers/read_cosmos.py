@@ -1,4 +1,5 @@
-"""Reads the layout of diffusers' CosmosTransformer3DModel, which is the network of Cosmos-Predict2 and Anima."""
+"""Reads diffusers' CosmosTransformer3DModel, the network of Cosmos-Predict2 and Anima, into a layout: the description
+of its structure and layers by which our forward computes it."""
 from __future__ import annotations
 
 from operator import attrgetter
@@ -35,14 +36,15 @@ def is_cosmos(network: nn.Module) -> bool:
 
 
 def made_of_anima(network: Any) -> bool:
-    """Whether a CosmosTransformer3DModel was loaded from an Anima model, by the name of its files. Cosmos-Predict2 is
-    the same network with other weights, so this only decides the model's name for users."""
+    """Whether a CosmosTransformer3DModel was loaded from Anima's files: whether their name contains "anima". Cosmos-
+    Predict2 is the same network with other weights, so this only decides the model's name for users."""
     return "anima" in str(network.config.get("_name_or_path")).lower()
 
 
 def read_cosmos(network: Any) -> AnimaLayout:
-    """The layout of a CosmosTransformer3DModel. in_channels includes the masks, which the network takes as channels of
-    the latent. Raises Refusal if the module is built in another way."""
+    """The layout of a CosmosTransformer3DModel. Its in_channels are the latent's and those of the masks, which the
+    network takes as channels of the latent. Raises Refusal if the module is built in a way that our forward does not
+    compute."""
     leaves = LeafReader(network, reads_loras=True)
     time = network.time_embed
     final = network.norm_out
@@ -88,7 +90,8 @@ def read_cosmos(network: Any) -> AnimaLayout:
 
 
 def cosmos_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
-    """The layout of a transformer block. Raises Refusal for one that computes anything else."""
+    """The layout of one CosmosTransformerBlock. Raises Refusal for a block that computes anything else than our
+    forward. leaves: the reader of the network, which notes the parameters that are read."""
     own = block.attn1
     cross = block.attn2
     into, between, out = block.ff.net

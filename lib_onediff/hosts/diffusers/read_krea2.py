@@ -1,4 +1,5 @@
-"""Reads the layout of diffusers' Krea2Transformer2DModel."""
+"""Reads diffusers' Krea2Transformer2DModel into a layout: the description of its structure and layers by which our
+forward computes it."""
 from __future__ import annotations
 
 from operator import attrgetter
@@ -26,6 +27,7 @@ ATTENTION = attrgetter(*(
     ("to_q", "to_k", "to_v", "to_gate", "norm_q", "norm_k", "to_out.0", "num_heads", "num_kv_heads")
 ))
 FEED_FORWARD = attrgetter("ff.gate", "ff.up", "ff.down")
+# The parameter of a block, and of the last layer, that is added to the timestep's scales, shifts and gates.
 TABLE = "scale_shift_table"
 
 
@@ -35,8 +37,8 @@ def is_krea2(network: nn.Module) -> bool:
 
 
 def read_krea2(network: Any) -> Krea2Layout:
-    """The layout of a Krea2Transformer2DModel, whose latents are packed in patches. Raises Refusal if the module is
-    built in another way."""
+    """The layout of a Krea2Transformer2DModel, which takes a latent's patches as tokens (PATCH). Raises Refusal if the
+    module is built in a way that our forward does not compute."""
     leaves = LeafReader(network, reads_loras=True)
     time = network.time_embed
     fusion = network.text_fusion
@@ -75,8 +77,9 @@ def read_krea2(network: Any) -> Krea2Layout:
 
 
 def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
-    """The attention and feed-forward layers of a block of the transformer or of the text fusion. Raises Refusal for a
-    block that computes anything else."""
+    """The layout of the attention and feed-forward layers of a block, either of the transformer or of the text fusion.
+    Raises Refusal for a block that computes anything else than our forward. leaves: the reader of the network, which
+    notes the parameters that are read."""
     attention = block.attn
     for kind, *modules in (
         ("Krea2RMSNorm", block.norm1, block.norm2, attention.norm_q, attention.norm_k), ("Krea2Attention", attention),

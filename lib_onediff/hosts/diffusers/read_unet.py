@@ -1,5 +1,8 @@
-"""Reads the layout of diffusers' UNet2DConditionModel, and finds what users add to it: attention processors, FreeU and
-IP-Adapters."""
+"""Reads diffusers' UNet2DConditionModel into a layout: the description of its structure and layers by which our forward
+computes it. Also finds what users add to a UNet: attention processors, FreeU and IP-Adapters.
+
+`leaves` is the reader of the network, which notes the parameters that are read.
+"""
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
@@ -44,7 +47,8 @@ def is_diffusers_unet(unet: nn.Module) -> bool:
 
 
 def read_diffusers(unet: Any) -> UNetLayout:
-    """The layout of a UNet2DConditionModel. Raises Refusal if the module is built in another way."""
+    """The layout of a UNet2DConditionModel. What users add to it is in layout.foreign, in words; each call reads it
+    anew (patches.py). Raises Refusal if the module is built in a way that our forward does not compute."""
     leaves = LeafReader(unet, reads_loras=True)
     refuse_diffusers_variants(unet, leaves)
     processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
@@ -83,31 +87,34 @@ def attentions_of(unet: nn.Module) -> dict[str, Any]:
 
 
 def is_plain(kind: type) -> bool:
-    """Whether a class of attention processors computes plain softmax attention."""
+    """Whether attention processors of this class compute plain softmax attention: diffusers' own of PLAIN_PROCESSORS.
+    """
     return kind.__name__ in PLAIN_PROCESSORS and kind.__module__.partition(".")[0] == "diffusers"
 
 
 def has_ip_adapter(unet: Any) -> bool:
-    """Whether an IP-Adapter's projection of image embeddings is loaded into a UNet."""
+    """Whether an IP-Adapter is loaded into a UNet, by its projection of image embeddings."""
     return type(unet.encoder_hid_proj).__name__ == IMAGE_PROJECTION
 
 
 def has_freeu(block: Any) -> bool:
-    """Whether enable_freeu has set its four factors on an up block; a factor of 0 counts as not set."""
+    """Whether FreeU is on for an up block: enable_freeu has set its four factors. As in diffusers, it is off if one of
+    them is 0."""
     # enable_freeu sets plain numbers. They are read without getattr, which takes microseconds for a missing attribute.
     return all(vars(block).get(name) for name in FREEU_FACTORS)
 
 
 def foreign_parts(unet: Any, kinds: Collection[type]) -> tuple[str, ...]:
-    """What a UNet computes besides its own layers, in words for the user, each once; () if nothing. kinds: the classes
-    of its attention processors."""
+    """What a UNet computes besides its own layers, in words for the user: image prompts of IP-Adapters, other attention
+    processors, FreeU. () if nothing. kinds: the classes of its attention processors."""
     found = ["an IP-Adapter's image prompt"] if has_ip_adapter(unet) else []
     found += sorted(f"attention processor {kind.__name__}" for kind in kinds if not is_plain(kind))
     return (*found, "FreeU") if any(map(has_freeu, unet.up_blocks)) else tuple(found)
 
 
 def refuse_diffusers_variants(unet: Any, leaves: LeafReader) -> None:
-    """Raise Refusal for a UNet with inputs or layers that our forward does not compute."""
+    """Raise Refusal for a UNet with inputs or layers outside of its blocks that our forward does not compute, such as
+    class labels."""
     config = unet.config
     text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
     if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
@@ -123,13 +130,15 @@ def refuse_diffusers_variants(unet: Any, leaves: LeafReader) -> None:
 
 
 def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
-    """Raise Refusal if an activation is not SiLU. where: words for it, for the user."""
+    """Raise Refusal if an activation is not SiLU. where: the activation in words, which begin the reason for the user.
+    """
     if leaves.kind(activation) != "SiLU":
         raise Refusal(f"{where} is {leaves.kind(activation)}; OneDiff supports SiLU only")
 
 
 def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
-    """The layout of a UNet's timestep embedding: sinusoids and two layers."""
+    """The layout of a UNet's timestep embedding: sinusoids, two linear layers, and in LCM a condition. Raises Refusal
+    for an embedding with other activations."""
     projection = unet.time_proj
     embedding = unet.time_embedding
     require_silu(embedding.act, "the time embedding's activation", leaves)
@@ -143,7 +152,8 @@ def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
 
 
 def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
-    """The layout of an SDXL-like UNet's embedding of y; None for other UNets."""
+    """The layout of an SDXL-like UNet's embedding of the pooled prompt and the sizes; None for UNets without one.
+    Raises Refusal if its activation is not SiLU."""
     if unet.config.addition_embed_type is None:
         return None
     embedding = unet.add_embedding
@@ -152,10 +162,13 @@ def diffusers_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 
 
 def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) -> list[list[Any]]:
-    """The modules of a down, middle or up block, in the order of the host's forward, as one list for each residual
-    block: [residual block, the attention after it]; in a middle block [first residual block], then [attention, residual
-    block]. The attention is None if the block has none. known: the classes of blocks that are allowed; Refusal for
-    others."""
+    """The modules of a down, middle or up block in the order of the host's forward, as one list for each residual
+    block. Up- and downsamplers are left out.
+
+    In down and up blocks, a list is [residual block, the attention after it or None]. In a middle block, the first list
+    is [residual block], the others are [attention or None, residual block]. known: the names of the classes of blocks
+    that are allowed. Raises Refusal for another class.
+    """
     if leaves.kind(block) not in known:
         raise leaves.unknown(block)
     resnets = list(block.resnets)
@@ -166,19 +179,19 @@ def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) 
 
 
 def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
-    """The layout of a Downsample2D. Raises Refusal unless it is a convolution with a padding of 1."""
+    """The layout of a UNet's Downsample2D. Raises Refusal unless it is a convolution with a padding of 1."""
     leaves.require(layer, use_conv=True, norm=None, padding=1)
     return Downsample(leaves.convolution(layer.conv))
 
 
 def diffusers_upsample(layer: Any, leaves: LeafReader) -> Upsample:
-    """The layout of an Upsample2D. Raises Refusal unless it interpolates, and then convolves. Also for the VAE's."""
+    """The layout of an Upsample2D, of a UNet or a VAE. Raises Refusal unless it interpolates, and then convolves."""
     leaves.require(layer, use_conv=True, norm=None, use_conv_transpose=False, interpolate=True)
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 
 
 def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
-    """The layout of a ResnetBlock2D. Raises Refusal for one with options that our forward does not compute."""
+    """The layout of a UNet's ResnetBlock2D. Raises Refusal for one with options that our forward does not compute."""
     leaves.require(block, upsample=None, downsample=None, time_embedding_norm="default", skip_time_act=False)
     leaves.require(block, output_scale_factor=1.0)
     require_silu(block.nonlinearity, f"the activation of {leaves.path(block)}", leaves)
@@ -191,8 +204,8 @@ def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def diffusers_transformer(transformer: Any, leaves: LeafReader) -> SpatialTransformer:
-    """The layout of a Transformer2DModel. Raises Refusal unless its input is an image, and its blocks are of the usual
-    kind."""
+    """The layout of a Transformer2DModel with all its blocks. Raises Refusal unless its input is an image (not
+    vectorized or patched), and each block can be read by diffusers_block."""
     leaves.require(transformer, is_input_continuous=True)
     return read_transformer(transformer, diffusers_block, leaves)
 
@@ -209,8 +222,11 @@ def diffusers_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 
 def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = False) -> None:
-    """Raise Refusal for an attention that computes more than queries, keys, values, attention and output. is_residual:
-    whether it is a VAE's attention, which also has a norm, and adds its output to its input."""
+    """Raise Refusal for an Attention that computes more than queries, keys, values, attention and output. Marks the
+    parameters that fuse_qkv_projections has left behind as unused.
+
+    is_residual: whether it is a VAE's attention, which also has a group norm and adds its output to its input.
+    """
     if type(attention.processor).__name__ == FUSED_PROCESSOR:
         raise Refusal("fuse_qkv_projections() is on: call unfuse_qkv_projections(), OneDiff fuses them without a copy")
     for name in FUSED_LAYERS:

@@ -1,4 +1,6 @@
-"""Reads the layouts of the decoder and the encoder of diffusers' AutoencoderKL."""
+"""Reads the decoder and the encoder of diffusers' AutoencoderKL, each into a layout: the description of its structure
+and layers by which our forward computes it. `leaves` is the reader of the network, which notes the parameters that are
+read."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -28,7 +30,8 @@ def is_diffusers(half: nn.Module) -> bool:
 
 
 def read_diffusers(half: Any) -> DecoderLayout:
-    """The layout of an AutoencoderKL's Decoder or Encoder. Raises Refusal if the module is built in another way."""
+    """The layout of an AutoencoderKL's Decoder or Encoder (half). Raises Refusal if the module is built in a way that
+    our forward does not compute."""
     leaves = LeafReader(half)
     require_silu(half.conv_act, "the output's activation", leaves)
     if hasattr(half, "up_blocks"):
@@ -40,8 +43,8 @@ def read_diffusers(half: Any) -> DecoderLayout:
 
 
 def diffusers_level(block: Any, leaves: LeafReader) -> list[Any]:
-    """The modules of one block, of a class in LEVELS, in the order of the host's forward; its up- or downsampler comes
-    last."""
+    """The modules of one block, in the order of the host's forward; its up- or downsampler comes last. None stands for
+    an attention that the block does not have. Raises Refusal for a block whose class is not in LEVELS."""
     resamplers = getattr(block, "upsamplers", None) or getattr(block, "downsamplers", None) or ()
     return [*chain(*modules_of(block, leaves, LEVELS)), *resamplers]
 
@@ -61,7 +64,8 @@ def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
 
 
 def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
-    """The layout of a VAE's attention over pixels. Raises Refusal for one that computes anything else."""
+    """The layout of a VAE's attention over pixels. Raises Refusal for one that computes anything else than softmax
+    attention after a group norm, added to its input."""
     check_attention(attention, leaves, is_residual=True)
     processor = type(attention.processor)
     if not is_plain(processor):

@@ -1,4 +1,5 @@
-"""Reads the layout of diffusers' ZImageTransformer2DModel."""
+"""Reads diffusers' ZImageTransformer2DModel into a layout: the description of its structure and layers by which our
+forward computes it."""
 from __future__ import annotations
 
 from typing import Any
@@ -27,7 +28,8 @@ def is_z_image(network: nn.Module) -> bool:
 
 
 def read_z_image(network: Any) -> ZImageLayout:
-    """The layout of a ZImageTransformer2DModel. Raises Refusal if the module is built in another way."""
+    """The layout of a ZImageTransformer2DModel. Raises Refusal if the module is built in a way that our forward does
+    not compute."""
     if network.siglip_embedder is not None:
         raise Refusal("it also takes images as prompts (omni), which OneDiff does not support")
     if list(network.all_x_embedder) != [LAYERS]:
@@ -43,7 +45,8 @@ def read_z_image(network: Any) -> ZImageLayout:
 
 
 def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
-    """The layout of a block's self attention. Raises Refusal for one that computes anything else."""
+    """The layout of a block's self attention. Raises Refusal for one that computes anything else than our forward.
+    leaves: the reader of the network, which notes the parameters that are read."""
     leaves.expect("Attention", attention)
     leaves.expect("Dropout", *attention.to_out[1:])
     if leaves.kind(attention.processor) != "ZSingleStreamAttnProcessor":

@@ -24,10 +24,10 @@ FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler", "FlowMatchEulerDiscret
 
 
 class LoopAnnouncer:
-    """Announces the samplings of one pipeline to the runtime, as a hooks.StandIn of its progress_bar: pipelines of
-    diffusers run all their steps inside of the progress bar. Keeps neither the pipeline nor the UNet alive.
+    """Tells the runtime when a pipeline's samplings of a network begin and end. It serves the pipeline's progress_bar
+    as a hooks.StandIn: pipelines of diffusers run all their steps inside of the progress bar.
 
-    unet: the network whose samplings these are.
+    Keeps neither the pipeline nor the network alive. unet: the network, which need not be a UNet.
     """
 
     def __init__(self, pipe: Any, unet: nn.Module) -> None:
@@ -35,19 +35,20 @@ class LoopAnnouncer:
         self._unet = reference_to(unet)
 
     def look_up(self, one: Any, original: Callable[..., Any]) -> tuple[Replacement, Callable[..., Any]]:
-        """See hooks.StandIn."""
+        """(our function for a call of progress_bar, the host's); see ClassPatch.look_up. one: the pipeline."""
         return self._announce, original
 
     def _announce(self, host: HostFunction, pipe: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Serves a call of progress_bar: returns the host's bar, and follows it. A failure of ours leaves the bar as it
-        is."""
+        """The host's progress bar for this call of progress_bar, after _follow. A failure of ours is logged, and the
+        bar is returned in any case. host: the pipeline's own progress_bar."""
         bar = host(pipe, *args, **kwargs)
         runtime.guard.attempt("following a pipeline's steps", partial(self._follow, bar))
         return bar
 
     def _follow(self, bar: Any) -> None:
-        """Announce that a sampling begins now, and its end when this progress bar is closed. The loop closes it; if the
-        loop fails, Python does when it deletes the bar."""
+        """Tell the runtime that a sampling begins now, and replace the bar's next close() by one that tells its end.
+        The loop closes the bar; if the loop fails, Python does when it deletes the bar. Does nothing for a bar that is
+        not tqdm's."""
         from tqdm import tqdm
 
         if not isinstance(bar, tqdm):
@@ -62,7 +63,9 @@ class LoopAnnouncer:
         self._begin()
 
     def _begin(self) -> None:
-        """Tell the runtime that a sampling begins. Does nothing if the pipeline or the UNet is gone."""
+        """Tell the runtime that a sampling of this network begins, with the pipeline's scheduler and guidance scale.
+        Before that, sets our forward on the network's class again if other code has removed it. Does nothing if the
+        pipeline or the network is gone."""
         pipe = self._pipe()
         unet = self._unet()
         if pipe is not None and unet is not None:
@@ -72,15 +75,16 @@ class LoopAnnouncer:
             runtime.begin_sampling(unet, sampling_of(lambda: scheduler, guidance_scale_of(pipe)), of_all=False)
 
     def _end(self) -> None:
-        """Tell the runtime that the sampling has ended."""
+        """Tell the runtime that the sampling has ended. Does nothing if the network is gone."""
         unet = self._unet()
         if unet is not None:
             runtime.end_sampling(unet)
 
 
 def announce_samplings(pipe: Any, unet: nn.Module) -> None:
-    """Announce this pipeline's samplings of this UNet from now on. Does nothing if its progress_bar is not diffusers':
-    step policies are then inactive, because no sampling begins."""
+    """Tell the runtime from now on when this pipeline's samplings of this network begin and end; see LoopAnnouncer. If
+    the pipeline has a progress_bar of its own, does nothing: step policies are then inactive, because the runtime does
+    not learn of any sampling."""
     owner = owner_of_bar(pipe)
     if owner is None:
         return
@@ -93,7 +97,7 @@ def announce_samplings(pipe: Any, unet: nn.Module) -> None:
 
 
 def stop_announcing(pipe: Any) -> None:
-    """Undo announce_samplings. Does nothing if it was not called."""
+    """Undo announce_samplings for this pipeline. Does nothing if it was not called."""
     owner = owner_of_bar(pipe)
     patch = None if owner is None else runtime.patches.get((owner, BAR))
     if patch is not None:
@@ -101,24 +105,26 @@ def stop_announcing(pipe: Any) -> None:
 
 
 def owner_of_bar(pipe: Any) -> type | None:
-    """The class of diffusers that defines a pipeline's progress_bar; None if diffusers does not define it."""
+    """The class of diffusers that defines a pipeline's progress_bar, one of its bases or its own; None if there is
+    none. A class of other code that calls itself diffusers' does not count."""
     return next((
         kind for kind in type(pipe).__mro__
         if BAR in vars(kind) and package(kind.__module__) == "diffusers" and is_genuine(kind)
     ), None)
 
 
-def reference_to(pipe: Any) -> Callable[[], Any]:
-    """A weak reference to a pipeline or network; a function that returns None if the object supports none."""
+def reference_to(one: Any) -> Callable[[], Any]:
+    """A function that returns this object, a pipeline or network, as long as other code keeps it alive; then None. For
+    an object without weak references, it always returns None."""
     try:
-        return weakref.ref(pipe)
+        return weakref.ref(one)
     except TypeError:
         return lambda: None
 
 
 def guidance_scale_of(pipe: Any) -> float | None:
-    """The guidance scale of the image that a pipeline is making; None if unknown. If the guidance is built into the
-    UNet, as in LCM, it is at most 1: each step then has one prediction, as at a scale of 1."""
+    """The CFG scale of the image that a pipeline is making now; None if unknown. If the pipeline computes no negative
+    prompt, as with LCM, whose guidance is built into the UNet, at most 1 whatever scale is set."""
     scale = getattr(pipe, "_guidance_scale", None)
     if not isinstance(scale, (int, float)):
         return None
@@ -126,8 +132,8 @@ def guidance_scale_of(pipe: Any) -> float | None:
 
 
 def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = None) -> Sampling:
-    """The Sampling of a diffusers scheduler. The scheduler must have set its timesteps when the UNet is first called,
-    and not before. scheduler: returns the scheduler, or None if there is none."""
+    """A Sampling that reads its timesteps from a diffusers scheduler at the network's first call; only then must the
+    scheduler have set them. scheduler: returns the scheduler; None if it is gone. guidance_scale: None if unknown."""
     clock = Clock(scheduler)
     return Sampling(
         times=clock.times, read=clock.read, guidance_scale=guidance_scale,
@@ -136,7 +142,8 @@ def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = Non
 
 
 def is_first_order(scheduler: Any) -> bool:
-    """Whether this is a scheduler of diffusers whose steps use one output of the network and add no noise."""
+    """Whether this is a scheduler of diffusers whose steps use one output of the network and add no noise, so that the
+    output may be extrapolated from earlier ones. False for a scheduler that is not known, and for None."""
     kind = type(scheduler)
     adds_noise = getattr(getattr(scheduler, "config", None), "stochastic_sampling", False)
     is_known = kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
@@ -144,21 +151,23 @@ def is_first_order(scheduler: Any) -> bool:
 
 
 class Clock:
-    """The timesteps of a scheduler, as numbers. Their values are read from the GPU once. scheduler: returns the
-    scheduler; None if it is gone."""
+    """The timesteps of a scheduler during one sampling, as numbers. They are read from the GPU once, at first use.
+    scheduler: returns the scheduler; None if it is gone."""
 
     def __init__(self, scheduler: Callable[[], Any]) -> None:
         self._scheduler = scheduler
         self._values: list[float] = []
 
     def times(self) -> list[float] | None:
-        """See Sampling.times. A scheduler of order 2 has two timesteps for each step; the first one begins it."""
+        """The timesteps at which the sampling's steps begin, in the scheduler's order; None if the scheduler is gone.
+        Of a scheduler of order 2, every second one: it has two timesteps for each step. See Sampling.times."""
         scheduler = self._scheduler()
         return None if scheduler is None else self._all(scheduler)[::max(1, int(getattr(scheduler, "order", 1)))]
 
     def read(self, timestep: Tensor) -> float | None:
-        """See Sampling.read. A pipeline passes a view of one of the scheduler's timesteps, so its offset in memory is
-        the index of that one, and we need not wait for the GPU."""
+        """The number in a call's timestep, (batch,) or (); None if its rows differ. A pipeline passes a view of one of
+        the scheduler's timesteps: its offset in memory is the index of that one, and nothing waits for the GPU. The
+        value of any other tensor is read from the GPU. See Sampling.read."""
         ours: Any = getattr(self._scheduler(), "timesteps", None)
         same_memory = ours is not None and (timestep.dtype, timestep.device) == (ours.dtype, ours.device) and (
             timestep.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr()
@@ -168,6 +177,6 @@ class Clock:
         return self._all(self._scheduler())[timestep.storage_offset() - ours.storage_offset()]
 
     def _all(self, scheduler: Any) -> list[float]:
-        """All timesteps of the scheduler. Waits for the GPU the first time."""
+        """All values of scheduler.timesteps, in its order. Waits for the GPU the first time, and keeps them."""
         self._values = self._values or [float(value) for value in scheduler.timesteps.tolist()]
         return self._values

@@ -31,14 +31,14 @@ OPTIONS: dict[str, type] = {
     "errors": str, "do_lower_case": bool, "add_prefix_space": bool, "clean_up_tokenization_spaces": bool,
 }
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
-# The flags of an added token.
+# The flags of a token that was added to the vocabulary (transformers' AddedToken).
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 VERSION_LINE = "#version: 0.2"
 
 
 def load_tokenizer(folder: Path, kind: Any) -> Any:
-    """The tokenizer in a folder of a model, such as tokenizer_2. kind: the class CLIPTokenizer of transformers. Raises
-    Refusal if its files are missing or invalid."""
+    """The tokenizer in one of a model's folders, such as tokenizer_2, loaded from a checked copy. kind: the class
+    CLIPTokenizer of transformers. Raises Refusal if its files are missing or invalid."""
     with tempfile.TemporaryDirectory(prefix="onediff-tokenizer-") as copy:
         copy_tokenizer(folder, Path(copy))
         try:
@@ -53,8 +53,9 @@ def load_tokenizer(folder: Path, kind: Any) -> Any:
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Write the checked files of the tokenizer in source into target, an empty folder. Raises Refusal if a file is
-    missing or invalid."""
+    """Read the tokenizer's files in the folder source, check them, and write what is safe into target, an empty folder:
+    vocab.json, merges.txt, and a tokenizer_config.json with known options only. Raises Refusal if a file is missing or
+    invalid."""
     added = write_words(source, target)
     config = read_json(source / CONFIG) if (source / CONFIG).exists() else {}
     special = read_json(source / SPECIAL) if (source / SPECIAL).exists() else {}
@@ -73,8 +74,9 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def write_words(source: Path, target: Path) -> dict[str, Any]:
-    """Write the checked vocab.json and merges.txt of the tokenizer in source into target. Returns its added tokens, by
-    number. Raises Refusal if a file is missing or invalid."""
+    """Write a checked vocab.json and merges.txt of the tokenizer in the folder source into target. Returns the tokens
+    that were added to its vocabulary, unchecked, by number as text; see read_words. Raises Refusal if a file is missing
+    or invalid."""
     words, merges, added = read_words(source)
     (target / VOCABULARY).write_text(json.dumps(words), encoding="utf-8")
     (target / MERGES).write_text("\n".join([VERSION_LINE, *merges, ""]), encoding="utf-8")
@@ -82,8 +84,13 @@ def write_words(source: Path, target: Path) -> dict[str, Any]:
 
 
 def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]:
-    """A tokenizer's vocabulary, {word: number}; its merges, each as "a b"; and its added tokens, by number. They come
-    from vocab.json and merges.txt, or else from tokenizer.json. Raises Refusal if a file is missing or invalid."""
+    """(vocabulary, merges, added) of the tokenizer in a folder: {word: number}; the BPE merges, each as "a b"; and the
+    tokens that were added to the vocabulary later, {number as text: token}, {} without any. Added tokens are not
+    checked yet (added_tokens).
+
+    They come from vocab.json and merges.txt, or else from tokenizer.json. Raises Refusal if both are missing, or a
+    vocabulary or merges are invalid.
+    """
     added: dict[str, Any] = {}
     if (folder / VOCABULARY).exists() and (folder / MERGES).exists():
         words: Any = read_json(folder / VOCABULARY)
@@ -106,7 +113,8 @@ def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]
 
 
 def checked_words(words: Any, folder: Path) -> dict[str, int]:
-    """The words, if they are a vocabulary, {word: number}, with each number once. Raises Refusal otherwise."""
+    """The words as they are, if they are a vocabulary, {word: number}, not empty or too large, with each number once.
+    Raises Refusal otherwise. words: from a file, so of any type. folder: for the message."""
     if not isinstance(words, dict) or not 0 < len(words) <= MOST_WORDS:
         raise Refusal(f"The vocabulary in {folder.name} is empty, or has more than {MOST_WORDS} words.")
     numbers = {number for number in words.values() if is_number(number)}
@@ -116,7 +124,10 @@ def checked_words(words: Any, folder: Path) -> dict[str, int]:
 
 
 def checked_merges(merges: Any, words: dict[str, int], folder: Path) -> list[str]:
-    """The merges, each as "a b", if each joins two words of the vocabulary to a third one. Raises Refusal otherwise."""
+    """The BPE merges, each as "a b". Raises Refusal unless each joins two words of the vocabulary to a third one.
+
+    merges: from a file, so of any type; each as "a b" or ["a", "b"]. words: the vocabulary. folder: for the message.
+    """
     found = []
     for merge in merges if isinstance(merges, list) and len(merges) <= MOST_WORDS else [None]:
         pair = merge.split(" ") if isinstance(merge, str) else merge
@@ -129,15 +140,19 @@ def checked_merges(merges: Any, words: dict[str, int], folder: Path) -> list[str
 
 
 def tokens_in(content: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The special tokens that a configuration file has, by name ("bos_token"). Raises Refusal for an invalid one."""
+    """The special tokens of TOKENS that a configuration has, by name ("bos_token"), each in the form of token_of.
+    Raises Refusal for an invalid one. folder: for the message."""
     return {name: token_of(content[name], folder) for name in TOKENS if content.get(name) is not None}
 
 
 def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The added tokens, by number, in the form of tokenizer_config.json (added_tokens_decoder). given: the same,
-    unchecked. Raises Refusal for an invalid one."""
+    """The tokens that were added to a tokenizer's vocabulary, checked: {number as text: {"content": text, flags}}, as
+    added_tokens_decoder in tokenizer_config.json. Raises Refusal for an invalid number or token.
+
+    given: by number, each a text or a dictionary. folder: for the message.
+    """
     if len(given) > MOST_WORDS or not all(str(number).isdecimal() and is_number(int(number)) for number in given):
-        raise Refusal(f"The added tokens in {folder.name} have invalid numbers.")
+        raise Refusal(f"The tokens that were added to the vocabulary in {folder.name} have invalid numbers.")
     found = {}
     for number, token in given.items():
         plain = token_of(token, folder)
@@ -147,8 +162,11 @@ def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def token_of(token: Any, folder: Path) -> Any:
-    """A token from a configuration file, checked: its text, or a dictionary with its text and flags. Raises Refusal for
-    an empty or too long text."""
+    """A token from a file, checked: its text; if it was given as a dictionary, one with its text ("content"), those
+    flags in FLAGS that are booleans, and "__type", the mark by which transformers reads an AddedToken.
+
+    Raises Refusal unless the text is a string, neither empty nor too long. folder: for the message.
+    """
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str) or not 0 < len(content) <= LONGEST_WORD:
         raise Refusal(f"A token in {folder.name} is empty, or longer than {LONGEST_WORD} letters.")

@@ -60,20 +60,22 @@ FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 
 def is_served(network: Any) -> bool:
-    """Whether OneDiff serves this network: it is of one of diffusers' classes in NETWORKS, and not of a derived one."""
+    """Whether OneDiff can serve this object: it is a network of one of diffusers' classes in NETWORKS, and not of a
+    derived class. It need not be attached."""
     return isinstance(network, nn.Module) and any(one.is_one(network) for one in NETWORKS)
 
 
 @dataclass(eq=False)
 class HostsAnswer:
     """The host's own forward with the arguments of one call. Calling this object runs it, and returns the sample as one
-    tensor, which can be compared with our output. If the host serves the call, `answer` is what the caller gets.
+    tensor in the shape of our output, to compare both or to serve the call. It may be called several times.
 
     network: the row of NETWORKS for the module's class.
-    call: the same call, as ours.
+    call: the same call as our Call.
     host, module, args, kwargs: the forward, and what it is called with.
-    answer: what the host's forward returned last; None before the first run.
-    sample: the sample in it, as one tensor.
+    answer: what the host's forward returned last, which the caller gets if the host serves the call; None before the
+        first run.
+    sample: the sample in it, as the last call of this object has returned it; None before the first run.
     """
 
     network: DiffusersNetwork
@@ -91,7 +93,8 @@ class HostsAnswer:
     raises_host_errors: ClassVar[bool] = True
 
     def __call__(self) -> Tensor:
-        """Run the host's forward; see HostsAnswer."""
+        """The sample of the host's forward, as one tensor. Sets answer and sample. The lists among the caller's
+        arguments are as before afterwards, although the host removes elements; see leave_lists_as_the_host."""
         # The host removes elements from a list, and may run several times. So each run gets the whole list.
         lists = [one for one in (*self.args, *self.kwargs.values()) if type(one) is list]
         before = list(map(list, lists))
@@ -107,7 +110,8 @@ class HostsAnswer:
         return sample
 
     def leave_lists_as_the_host(self) -> None:
-        """Leave the caller's lists as the host's forward left them."""
+        """Remove those elements from the lists among the caller's arguments that the host's forward removed when it ran
+        last. Called if the host's answer is returned, so that the caller finds what it expects."""
         for one, left in self._left:
             one[:] = left
 
@@ -116,7 +120,8 @@ class Processors(NamedTuple):
     """The attention processors of a UNet at one call.
 
     processors: one for each attention module, in the order of attentions_of.
-    are_foreign: whether the UNet computes anything besides its own layers; see foreign_parts.
+    are_foreign: whether the UNet computes anything besides its own layers with plain attention, such as an IP-Adapter
+        or FreeU; see foreign_parts.
     upcast: whether attention scores are computed in float32.
     """
 
@@ -126,11 +131,11 @@ class Processors(NamedTuple):
 
 
 class DiffusersForward(ModuleForward):
-    """Serves the calls of one network of a class in NETWORKS, UNets and transformers, and keeps what its calls depend
-    on besides their arguments.
+    """Serves the calls of one network, a UNet or transformer of a class in NETWORKS.
 
-    kind: the network's class. Attributes: loras reads the network's LoRAs that are not merged. pipeline() returns the
-    pipeline that calls the network; None if unknown (note_pipeline).
+    kind: the network's class.
+    loras: reads the network's LoRAs that are not merged.
+    pipeline: pipeline() returns the pipeline that calls the network; None if unknown (note_pipeline).
     """
 
     hook = "the UNet's forward"
@@ -149,11 +154,12 @@ class DiffusersForward(ModuleForward):
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """See ModuleForward."""
+        """The answer of the network to this call, in the form of the host's forward (tuple, or an output object with
+        the field sample): by our forward, or by the host's if only that can compute it. See ModuleForward."""
         unread: Attempt[Any] | None = None
         try:
             if type(module) is not self.kind:
-                raise Refusal(f"its class was changed to {type(module).__qualname__}")
+                raise Refusal(f"the network's class was changed to {type(module).__qualname__}")
             given = arguments_by_name(module, original, args, kwargs)
             return_dict = given.pop("return_dict", True)
             call = self._call_of(module, **given)
@@ -178,12 +184,13 @@ class DiffusersForward(ModuleForward):
 
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:
-        """See ModuleForward. Counts the call as the host's."""
+        """Count the call as one that the host computed, with the reason for the user. See ModuleForward."""
         runtime.note_host(reason, module)
 
     def _prompt_rows(self, host: HostFunction, unet: Any, given: dict[str, Any]) -> PromptRows:
-        """The prompt's rows of a UNet's call. given: the call's arguments by name. Raises Refusal if the rows are
-        unknown, as for every network that is not a UNet."""
+        """Which rows of a UNet's call are the prompt's, and a function that computes them alone by the host's forward
+        (host). given: the call's arguments by name. Raises Refusal if the rows are unknown, as for every network that
+        is not a UNet."""
         if "sample" not in given:
             raise Refusal(APART)
         rows = rows_of_prompt(self.pipeline(), given["sample"])
@@ -197,8 +204,9 @@ class DiffusersForward(ModuleForward):
         down_intrablock_additional_residuals: Any = None, cross_attention_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> Call:
-        """Our Call for these arguments of UNet2DConditionModel.forward. Raises Refusal if only the host can compute
-        them."""
+        """Our Call for these arguments of UNet2DConditionModel.forward, with the attention processors, FreeU, LoRA
+        scale and ControlNet residuals that are set now. Raises Refusal if only the host can compute the call. others:
+        further arguments, refused unless None or {}."""
         if isinstance(encoder_hidden_states, (tuple, list)):
             raise Refusal("the prompt's embedding has several parts, which OneDiff does not support")
         for name, value in others.items():
@@ -241,8 +249,8 @@ class DiffusersForward(ModuleForward):
         )
 
     def _processors_of(self, unet: Any) -> Processors:
-        """The UNet's attention processors at this call. Its attention modules are searched once, because replacing one
-        changes the network's structure, which every call compares."""
+        """The UNet's attention processors at this call. The attention modules are searched at the first call only, and
+        kept by weak references: replacing one changes the network's structure, which every call compares elsewhere."""
         attentions: list[Any] = [reference() for reference in self._attentions.values()]
         if not attentions or None in attentions:
             modules = attentions_of(unet)
@@ -265,10 +273,11 @@ class DiffusersForward(ModuleForward):
 
 
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:
-    """Serve the calls of this network by our forward. The host's own forward still runs for calls that we do not serve;
-    runtime.status() has the reason. settings: override the runtime's for this network. Safe to call twice.
+    """Serve the calls of this network, a UNet or transformer, by our forward from now on. Calls that our forward does
+    not compute still run the host's; runtime.status() has the reason. Safe to call twice.
 
-    Raises Refusal if OneDiff does not serve the network's class, and ValueError if other code has replaced its forward.
+    settings: for this network, in place of the runtime's; None: the runtime's. Raises Refusal if OneDiff does not serve
+    the network's class, and ValueError if other code has replaced its forward.
     """
     if not is_served(unet):
         kind = type(unet)
@@ -280,21 +289,22 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
 
 def follow(unet: nn.Module, pipe: Any) -> None:
-    """Note the pipeline that uses an attached UNet, and announce its samplings to the runtime. Step policies do nothing
-    without both: they need the samplings and the guidance."""
+    """Note which pipeline calls an attached network (note_pipeline), and tell the runtime when the pipeline's samplings
+    begin and end (announce_samplings). Step policies are inactive without it. Keeps neither alive."""
     note_pipeline(unet, reference_to(pipe))
     announce_samplings(pipe, unet)
 
 
 def note_pipeline(unet: nn.Module, pipeline: Callable[[], Any]) -> None:
-    """Note the pipeline that calls an attached UNet: it decides which rows are the prompt's. Does nothing for a UNet
-    that is not attached. pipeline: returns it, or None if it is gone."""
+    """Note which pipeline calls an attached network, because the pipeline's class tells which rows of a call are the
+    prompt's. Does nothing for a network that is not attached. pipeline: returns the pipeline; None if it is gone."""
     if (forward := attached(unet)) is not None:
         forward.pipeline = pipeline
 
 
 def detach(unet: nn.Module) -> None:
-    """Undo attach: the UNet runs its own forward again, with ordinary parameters of the same values."""
+    """Undo attach: the network runs its own forward again, with parameters of the same values that share no memory with
+    ours. Does nothing for a network that is not attached."""
     restore_forward(unet)
     runtime.release(unet)
 
@@ -303,11 +313,11 @@ def detach(unet: nn.Module) -> None:
 
 
 def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
-    """The timestep as (batch,), from a number, a tensor without dimensions, or a tensor of one or `batch` values.
-    Raises Refusal for other shapes.
+    """The timestep as (batch,) for the sample's batch, from a number, a tensor without dimensions, or a tensor of one
+    or `batch` values. A tensor keeps its dtype; a number becomes float32. Raises Refusal for other shapes.
 
     This follows UNet2DConditionModel.get_time_embed: a number is rounded as there, whatever torch's default dtype and
-    device are, and only a tensor without dimensions is moved to the sample's device.
+    device are, and only a number or a tensor without dimensions is moved to the sample's device.
     """
     if not isinstance(timestep, Tensor):
         dtype = torch.float64 if isinstance(timestep, float) else torch.int64
@@ -322,9 +332,12 @@ def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
 
 
 def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tensor | None:
-    """y of an SDXL-like UNet, (batch, width) in the sample's dtype: the pooled text, then the sinusoids of the numbers
-    in time_ids, concatenated in the wider of their dtypes, as UNet2DConditionModel.get_aug_embed does. None for other
-    UNets. Raises Refusal for other conditions."""
+    """UNetCall.y for an SDXL-like UNet, (batch, width) in the sample's dtype: the pooled prompt, then the sinusoids of
+    the sizes in time_ids, concatenated in the wider of their dtypes, as UNet2DConditionModel.get_aug_embed does. None
+    for UNets that take no such input.
+
+    added: the pipeline's added_cond_kwargs. Raises Refusal unless they are text_embeds and time_ids.
+    """
     if unet.config.addition_embed_type is None:
         return None
     given = set(added or ()) - {"image_embeds"}
@@ -340,8 +353,8 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
 
 
 def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) -> Tensor:
-    """The sample that a UNet's own forward returns for these arguments. Copies the list from which it removes
-    elements."""
+    """The sample that a UNet's own forward returns for these arguments. The caller's list under CONSUMED stays as it
+    is: the forward removes elements from a copy. given: the arguments by name, without return_dict."""
     consumed = given.get(CONSUMED)
     again = {**given, CONSUMED: list(consumed)} if consumed else given
     sample: Tensor = host(unet, **again, return_dict=False)[0]
@@ -349,8 +362,11 @@ def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) 
 
 
 def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
-    """The prompts' rows of a call that this pipeline makes. pipe: None if the pipeline is unknown. Raises Refusal if
-    the rows are unknown, with the reason."""
+    """Which rows of a call are the prompt's, if this pipeline makes the call: the second half. Raises Refusal if the
+    pipeline computes no negative prompt, or may have another order of rows.
+
+    pipe: None if the pipeline is unknown, which is refused. latent: the call's.
+    """
     if pipe is None:
         raise Refusal(NO_PIPELINE)
     kind = type(pipe)
@@ -365,15 +381,17 @@ def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
 
 
 def arguments_of_prompt(given: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """The arguments of UNet2DConditionModel.forward for a call of these rows alone."""
+    """The arguments of UNet2DConditionModel.forward for a call of these rows alone. Tensors with as many rows as the
+    call, also those in lists and dictionaries, are sliced; tensors with a single row stay, and so does what is in
+    FOR_ALL_ROWS. given: the arguments of the whole call, by name, which are not changed."""
     batch = given["sample"].shape[0]
     return {name: value if name in FOR_ALL_ROWS else rows_within(value, rows, batch) for name, value in given.items()}
 
 
 def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intrablock: Any) -> Control | None:
-    """The residuals of a ControlNet (down, middle) and of a T2I adapter (intrablock) as a Control, which adds them
-    where UNet2DConditionModel.forward does; None if it adds none. Raises Refusal for residuals in a form that our
-    forward does not take."""
+    """The residuals of a ControlNet (down, middle) and of a T2I adapter (intrablock) as a Control: our forward adds
+    them where UNet2DConditionModel.forward does. None if that adds none. Raises Refusal for residuals in a form that
+    our forward does not take. down, middle, intrablock: the arguments of that forward; None if not given."""
     if intrablock is None and middle is None and down is not None:
         raise Refusal("a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated")
     if intrablock is not None and type(intrablock) is not list:
@@ -392,20 +410,21 @@ def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intr
 
 
 def is_for_middle(unet: Any, sample: Tensor, waiting: list[Tensor]) -> bool:
-    """Whether the host adds a T2I adapter's residual after the middle block: the first of those that wait after the
-    down blocks, if it has the middle block's shape."""
+    """Whether the host adds a T2I adapter's residual after the middle block. It adds the first of `waiting`, those that
+    the down blocks have left over (adapter_slots), if that has the shape of the middle block's output."""
     return bool(waiting) and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample)
 
 
 def residuals_taken(unet: Any, sample: Tensor, intrablock: list[Tensor]) -> int:
-    """The number of a T2I adapter's residuals that the host's forward removes from the front of the caller's list."""
+    """The number of a T2I adapter's residuals that the host's forward removes from the front of the caller's list. We
+    remove as many if our forward serves the call. intrablock: the list before that."""
     waiting = adapter_slots(unet, intrablock)[1]
     return len(intrablock) - len(waiting) + is_for_middle(unet, sample, waiting)
 
 
 def adapter_slots(unet: Any, residuals: Sequence[Tensor]) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
-    """A T2I adapter's residuals, distributed over our input stages: (one or None for each stage, those left over).
-    residuals: in the adapter's order.
+    """A T2I adapter's residuals, distributed over the input stages of our forward as the host does: (a residual or None
+    for each stage, the residuals left over); without residuals, ((), []). residuals: in the adapter's order.
 
     Each down block of the host takes one, after its last attention, or at its end if it has no attention.
     """
@@ -426,7 +445,7 @@ def adapter_slots(unet: Any, residuals: Sequence[Tensor]) -> tuple[tuple[Tensor 
 
 
 def deepest_shape(unet: Any, sample: Tensor) -> tuple[int, ...]:
-    """The shape of the middle block's output."""
+    """The shape of the middle block's output for this latent (sample): (batch, channels, height, width)."""
     reduction = 2 ** sum(len(block.downsamplers or ()) for block in unet.down_blocks)
     height, width = (math.ceil(side / reduction) for side in sample.shape[-2:])
     return sample.shape[0], unet.config.block_out_channels[-1], height, width

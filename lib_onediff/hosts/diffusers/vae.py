@@ -22,20 +22,21 @@ INPUT = "sample"
 
 
 class DecoderForward(ModuleForward):
-    """Serves the calls of one decoder, or of one encoder, in place of its class's forward. runtime.vae.decode serves
-    both."""
+    """Serves the calls of one decoder, or of one encoder, of an AutoencoderKL in place of its class's forward. Both go
+    to runtime.vae.decode, which computes either."""
 
     hook = "the VAE's forward"
 
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """See ModuleForward."""
+        """The output of the decoder or encoder for this call: by our forward, or by the host's if only that can compute
+        it. See ModuleForward."""
         latent: Any = args[0] if args else kwargs.get(INPUT)
 
         def check() -> None:
             if type(module) is not self.kind:
-                raise Refusal(f"its class was changed to {type(module).__qualname__}")
+                raise Refusal(f"the class of the VAE's decoder or encoder was changed to {type(module).__qualname__}")
             given = arguments_by_name(module, original, args, kwargs)
             if not isinstance(given.pop(INPUT, None), Tensor):
                 raise Refusal("the VAE's decoder or encoder is called without a tensor")
@@ -47,13 +48,15 @@ class DecoderForward(ModuleForward):
 
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:
-        """See ModuleForward. Counts the decode as the host's, with the reason for the user."""
+        """Count this decode or encode as one that the host computed, with the reason for the user. See ModuleForward.
+        """
         runtime.vae.note_host(reason)
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
-    """The decoder and the encoder of a pipeline's AutoencoderKL; the decoder alone if the encoder is not of diffusers'
-    own class; [] for any other kind of VAE. owner: the pipeline."""
+    """[decoder, encoder] of a pipeline's AutoencoderKL, without the wrapper of torch.compile; the decoder alone if the
+    encoder is not of diffusers' own class; [] if the decoder is not, as in other kinds of VAE, or without a VAE. owner:
+    the pipeline, or any object with an attribute vae."""
     vae = getattr(owner, "vae", None)
     decoder, encoder = (unwrapped(getattr(vae, name, None)) for name in ("decoder", "encoder"))
     if not isinstance(decoder, nn.Module) or not is_diffusers(decoder):
@@ -62,10 +65,11 @@ def halves_of(owner: Any) -> list[nn.Module]:
 
 
 def attach(decoder: nn.Module, settings: Settings | None = None) -> None:
-    """Serve the calls of this decoder or encoder by our forward. The host's own forward still runs for calls that we do
-    not serve. settings: override the runtime's for this module. Safe to call twice.
+    """Serve the calls of this decoder or encoder by our forward from now on. Calls that our forward does not compute
+    still run the host's. Safe to call twice.
 
-    Raises Refusal if its class is not diffusers' own, and ValueError if other code has replaced its forward.
+    settings: for this module, in place of the runtime's; None: the runtime's. Raises Refusal if its class is not
+    diffusers' own, and ValueError if other code has replaced its forward.
     """
     if not is_diffusers(decoder):
         raise Refusal(f"{type(decoder).__module__}.{type(decoder).__qualname__} is not a class of diffusers' VAE")

@@ -15,11 +15,15 @@ from .read_z_image import MULTIPLE, PATCH
 def z_image_call(
     network: Any, x: Any, t: Tensor, cap_feats: Any, patch_size: int = PATCH, f_patch_size: int = 1, **others: Any
 ) -> ZImageCall:
-    """Our call for these arguments of the host's forward. Raises Refusal for those that our forward does not compute.
+    """Our Call for these arguments of ZImageTransformer2DModel.forward. Raises Refusal for those that our forward does
+    not compute.
 
-    x: a list of latents, (channels, 1, height, width) each.
-    t: (batch,), from 0 for noise to 1 for the image; our timestep is 1 - t.
-    cap_feats: a list of prompts, (tokens, width) each.
+    network: the host's.
+    x: a list of latents, (channels, 1, height, width) each, all of one size.
+    t: (batch,) in float32, from 0 for noise to 1 for the image; the timestep of our Call is 1 - t.
+    cap_feats: a list of prompts, (tokens, width) each. They may have several lengths; the Call has them padded.
+    patch_size, f_patch_size: of the latent's height and width, and of its frames.
+    others: refused unless None or {}.
     """
     passed = [name for name, value in others.items() if value is not None and value != {}]
     if passed:
@@ -28,7 +32,7 @@ def z_image_call(
         raise Refusal(f"the diffusers pipeline passes patches of {f_patch_size} frames and {patch_size} a side")
     for inputs in (x, cap_feats):
         if not (isinstance(inputs, list) and inputs and all(isinstance(one, Tensor) for one in inputs)):
-            raise Refusal("the latents or the prompts are not a list of tensors (omni?)")
+            raise Refusal("the latents or the prompts are not lists of tensors (images as prompts are not supported)")
     if len({(one.shape, one.dtype) for one in x}) > 1:
         raise Refusal("the latents have several sizes")
     if any(one.dim() != 2 for one in cap_feats) or len({(one.shape[1], one.dtype) for one in cap_feats}) > 1:
@@ -39,24 +43,28 @@ def z_image_call(
     if not isinstance(t, Tensor) or t.shape != (len(x),) or t.dtype != torch.float32:
         raise Refusal("the timestep is not one for each image, in float32")
     context, lengths, is_ragged = joined_prompts(cap_feats, MULTIPLE)
-    refuse_places(network, (context.shape[1] + 1, size[2] // PATCH - 1, size[3] // PATCH - 1))
+    refuse_positions(network, (context.shape[1] + 1, size[2] // PATCH - 1, size[3] // PATCH - 1))
     return ZImageCall(torch.stack(x).squeeze(2), 1.0 - t, context, lengths, is_ragged, t)
 
 
-def refuse_places(network: Any, last: tuple[int, int, int]) -> None:
-    """Raise Refusal if the host's table of rotary embeddings ends before the last position along an axis: the host
-    raises an error then, and must raise it itself. last: the last position along each axis."""
+def refuse_positions(network: Any, last: tuple[int, int, int]) -> None:
+    """Raise Refusal if the host's table of rotary embeddings has no entry for one of these positions. The host raises
+    an error then, and the refusal lets it do that.
+
+    last: the last position along each axis of the rotary embedding: token of the prompt, row and column of patches.
+    """
     most = network.rope_embedder.axes_lens
-    if any(place >= length for place, length in zip(last, most, strict=True)):
-        raise Refusal(f"the prompt or the latent is longer than the {most} positions of this model")
+    if any(position >= length for position, length in zip(last, most, strict=True)):
+        raise Refusal(f"the prompt or the image is larger than this model allows (positions along each axis: {most})")
 
 
 def tensor_of(sample: list[Tensor], call: Call) -> Tensor:
-    """The sample that the host's forward has returned, a list of (channels, 1, height, width), as one tensor in the
-    shape of our output, so that both can be compared."""
+    """The sample that the host's forward has returned, as one tensor in the shape of our output, (batch, channels,
+    height, width), so that both can be compared. sample: a list of (channels, 1, height, width). call: not used."""
     return torch.stack(sample).squeeze(2)
 
 
 def sample_of(output: Tensor) -> list[Tensor]:
-    """Our output, (batch, channels, height, width), in the form of the host's sample: a list."""
+    """Our output, (batch, channels, height, width), in the form of the host's sample: a list of (channels, 1, height,
+    width)."""
     return list(output.unsqueeze(2).unbind(0))

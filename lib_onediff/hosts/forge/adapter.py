@@ -43,8 +43,8 @@ def release() -> str:
 
 
 def version_and_release() -> tuple[str, str]:
-    """The version and the release that the WebUI's modules_forge.forge_version has, such as ("neo", "2.26"); "" for one
-    that it does not have."""
+    """(version, release) in the WebUI's Python module modules_forge.forge_version, such as ("neo", "2.26"). "" for one
+    that the module does not have, and for both without the module."""
     try:
         module = importlib.import_module("modules_forge.forge_version")
     except ImportError:
@@ -56,8 +56,8 @@ class Forge(WebUI):
     """The adapter of Forge and Forge Neo; see contract.WebUI. Adapters of other WebUIs of the family override the
     attributes, selected_checkpoint and vae_attention.
 
-    networks: the networks that OneDiff serves. A release without the first one is refused; of the others, those that it
-        lacks are left out.
+    networks: the classes of networks that OneDiff serves. A release without the first one is refused; of the others,
+        those that it lacks are left out.
     vae_module: the Python module with the VAE's Decoder and Encoder.
     memory: the Python module of the memory management.
     sampling: the Python module with sampling_prepare and sampling_cleanup.
@@ -74,21 +74,23 @@ class Forge(WebUI):
     )
 
     def selected_checkpoint(self) -> Any:
-        """The checkpoint that the user has selected. Loads it if it is not loaded yet; pre-warming needs it before the
-        first image."""
+        """The checkpoint that the user has selected. If it is not loaded yet, loads it, which the WebUI does only with
+        the first image; pre-warming needs it earlier. Raises the WebUI's exceptions."""
         from modules import sd_models
 
         return sd_models.forge_model_reload()[0]
 
     def vae_attention(self, decoder: Any) -> Any:
-        """The function with which a VAE's decoder computes attention. Its name differs between releases."""
+        """The function with which a VAE's decoder computes attention now; None if the release has it under a name that
+        OneDiff does not know."""
         vae = importlib.import_module(type(decoder).__module__)
         older = getattr(vae, "attention_function_single_head_spatial", None)
         return getattr(vae, "attention_function_vae", older)
 
     @classmethod
     def needs(cls) -> tuple[Need, ...]:
-        """What the WebUI must have. If anything is missing, OneDiff patches nothing."""
+        """Everything that OneDiff needs in the WebUI's Python modules, of the networks only for the first one. If
+        anything is missing, OneDiff patches nothing."""
         return (
             *cls.networks[0].needs(),
             Need(cls.vae_module, "Decoder.forward", ("z",)), Need(cls.vae_module, "Encoder.forward", ("x",)),
@@ -99,7 +101,8 @@ class Forge(WebUI):
         )
 
     def __init__(self, release: str) -> None:
-        """Raises Refusal if this release lacks something that OneDiff needs."""
+        """release: the WebUI's name and version for users. Raises Refusal if this release lacks something that OneDiff
+        needs (needs)."""
         check_needs(release, self.needs())
         super().__init__(release)
         # Copies, because a HostNetwork caches what it has found in this WebUI.
@@ -128,34 +131,36 @@ class Forge(WebUI):
     # --- patching the classes -------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """See WebUI. Also adopts the checkpoint that is loaded already."""
+        """Patch the WebUI's classes, and adopt the checkpoint that is loaded already. Safe to call twice. See WebUI."""
         with self._lock:
             super().serve()
             if self.checkpoint() is not None:
                 self.model_loaded(self.checkpoint())
 
     def stop(self) -> None:
-        """See WebUI. Also gives the WebUI's backups memory of their own (unshare_backups)."""
+        """Undo serve(), restore every network, and give the WebUI's backups of weights memory of their own
+        (unshare_backups). Safe to call twice. See WebUI."""
         with self._lock:
             super().stop()
             unshare_backups(patcher_of(self.checkpoint()))
             self._refusals.clear()
 
     def checkpoint(self) -> Any:
-        """See WebUI."""
+        """The loaded checkpoint; None if none is loaded. Never loads one. See WebUI."""
         # Before the WebUI loads its first checkpoint, it has a placeholder without forge_objects. Classic deletes a
         # checkpoint before it loads the next one.
         found = super().checkpoint()
         return None if getattr(found, "forge_objects", None) is None else found
 
     def network(self, checkpoint: Any) -> Any:
-        """See WebUI."""
+        """The UNet or transformer of a checkpoint; None if the checkpoint has none, or is None. See WebUI."""
         return getattr(getattr(patcher_of(checkpoint), "model", None), "diffusion_model", None)
 
     # --- a generation ---------------------------------------------------------------------------------------------
 
     def before_sampling(self, p: Any) -> None:
-        """See WebUI. Does nothing while our hooks are not in place."""
+        """Called before each sampling of the generation p: adopts its UNet and VAE, and tells the hooks that a sampling
+        begins. Does nothing unless OneDiff serves (hooks). See WebUI."""
         if not self.hooks():
             return
         vae = getattr(getattr(p.sd_model, "forge_objects", None), "vae", None)
@@ -167,13 +172,14 @@ class Forge(WebUI):
         self._begin_sampling(sampling_of(p))
 
     def _begin_sampling(self, sampling: Sampling) -> None:
-        """Note that this sampling begins. Each UNet is checked again at its first call in it (_check)."""
+        """Note that this sampling begins, and forget the results of _check, so that each UNet is checked again at its
+        first call. The runtime learns of the sampling at that call too."""
         self._refusals.clear()
         self._sampling = sampling
 
     def _why_bypassed(self) -> str:
-        """Why the calls of a sampling did not reach our forward; see UNetHooks. Names the extension that calls the UNet
-        itself, if it can be found."""
+        """Why the calls of the last sampling did not reach our forward, in one line for the user: names the extension
+        that bypasses it, or is BYPASSED if none is found. See UNetHooks."""
         patcher = patcher_of(self.checkpoint())
         unet = self.unet_of(self.checkpoint())
         owner = None if unet is None else forward_above(unet, [patch.function for patch in self._unets.patches])
@@ -190,8 +196,9 @@ class Forge(WebUI):
     # --- one call -------------------------------------------------------------------------------------------------
 
     def _forward(self, original: Callable[..., Tensor], unet: nn.Module, *arguments: Any, **named: Any) -> Tensor:
-        """Replaces the forward of each class in network_classes. original: the forward that it has replaced. arguments,
-        named: the host's."""
+        """The output of a network's call, ours or the host's; replaces the forward of each class in network_classes.
+        original: the host's forward. arguments, named: the host's, by position and by keyword. Raises TypeError for
+        arguments that the host's forward does not take either."""
         given = HostCall.of(self._host_network(unet).parameters, arguments, named)
 
         def prompt_rows() -> PromptRows:
@@ -201,7 +208,8 @@ class Forge(WebUI):
         return serve_call(unet, lambda: self._read(unet, given), lambda: given.run(original, unet), prompt_rows)
 
     def _read(self, unet: nn.Module, given: HostCall) -> Call:
-        """The Call for the host's call of a network. Raises Refusal if the host must compute it."""
+        """Our Call for this call of the host, with all that extensions do in it. Raises Refusal if only the host's
+        forward can compute it, or if the host must compute all calls of this network (_check)."""
         self._check(unet)
         given.require_tensors()
         network = self._host_network(unet)
@@ -213,12 +221,16 @@ class Forge(WebUI):
         return network.call_of(unet, given, upcasts, network.names_read, prompts, changed)
 
     def _host_network(self, unet: Any) -> HostNetwork:
-        """The HostNetwork of a network's class; the first one if unet is None."""
+        """The HostNetwork of a network's class or a base of it; the first one for any other object, and for None."""
         return next((one for one in self._networks if isinstance(unet, one.kind)), self._networks[0])
 
     def _check(self, unet: nn.Module) -> None:
-        """Raise Refusal if the host must compute this UNet's calls now. At its first call in a sampling, the UNet
-        itself is checked and adopted; the WebUI's functions that it uses are checked at every call."""
+        """Raise Refusal if the host must compute this UNet's calls now. Called at every call.
+
+        At a UNet's first call in a sampling, its class and weights are checked and the result is kept; the UNet is
+        adopted, and the runtime is told that the sampling begins. The WebUI's functions that the UNet uses are checked
+        at every call.
+        """
         if unet not in self._refusals:
             refusal = ""
             try:
@@ -238,11 +250,13 @@ class Forge(WebUI):
         self._host_network(unet).check()
 
     def host_traits(self, unet: Any) -> HostTraits:
-        """See WebUI. One for each class of networks."""
+        """How this WebUI treats the modules and weights of a network: one HostTraits for each class. See WebUI."""
         return self._traits[self._host_network(unet).kind]
 
     def _make_room(self, unet: nn.Module, size: int) -> int:
-        """See HostTraits.make_room. Calls the function with which the WebUI makes room for another model."""
+        """Let the WebUI move at least `size` bytes of this UNet's weights from the GPU to main memory, as it does to
+        make room for another model. Returns the number of bytes that it has moved; 0 if the UNet is not the loaded
+        checkpoint's, or the WebUI cannot move a part of it. See HostTraits.make_room."""
         patcher = patcher_of(self.checkpoint())
         unload = getattr(patcher, "partially_unload", None)
         if unload is None or getattr(patcher.model, "diffusion_model", None) is not unet:
@@ -250,11 +264,12 @@ class Forge(WebUI):
         return int(unload(patcher.offload_device, size))
 
     def _reserve_memory(self, p: Any, unet: nn.Module) -> None:
-        """Make the WebUI leave more GPU memory free when it loads the weights for this sampling: as much as steps of
-        this size have lacked before. Without it, weights are moved off the GPU between two steps, which takes a second.
-        Does nothing if none was lacking.
+        """Make the WebUI leave more GPU memory free when it loads the weights for a sampling of the generation p: as
+        much as the steps of earlier samplings at this size lacked. Without it, weights are moved off the GPU between
+        two steps, which takes a second. Does nothing if none was lacking.
 
-        Like ControlNets, this replaces the patcher by a clone, which only this sampling uses.
+        Replaces the model patcher (p.sd_model.forge_objects.unet) by a clone, which only this sampling uses, as
+        ControlNets do.
         """
         size = tuple(getattr(p, name, None) for name in ("width", "height", "batch_size", "is_hr_pass"))
         lacking = runtime.room_lacked(unet, size)
@@ -264,7 +279,8 @@ class Forge(WebUI):
             patcher.add_extra_preserved_memory_during_sampling(lacking)
 
     def _check_vae(self, decoder: Any) -> None:
-        """Raise Refusal if an extension has replaced the attention of the WebUI's VAE."""
+        """Raise Refusal if an extension has replaced the function with which the WebUI's VAE computes attention: only
+        the host calls it."""
         function = self.vae_attention(decoder)
         if origin(function) not in (self._networks[0].attention.functions, self.vae_module):
             raise Refusal(f"the attention of the WebUI's VAE was replaced by {author(function)}")
@@ -272,7 +288,8 @@ class Forge(WebUI):
     # --- notes, pre-warming ---------------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        """See WebUI. Options of the WebUI that have no effect where OneDiff computes."""
+        """Sentences for users on options of the WebUI that are set and have no effect where OneDiff computes: its
+        attention, its torch.compile. [] if there are none, or if OneDiff is off. See WebUI."""
         if not self.hooks():
             return []
         found = []
@@ -290,8 +307,12 @@ class Forge(WebUI):
         return found
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """See WebUI. Loads the selected checkpoint if it is not loaded yet. Also raises Refusal if the call did not
-        reach our forward."""
+        """Make one UNet call with random inputs, as the WebUI does in a step, so that OneDiff makes the shape ready.
+        Loads the selected checkpoint if it is not loaded yet. Call it through exclusively(). See WebUI.
+
+        Raises Refusal if OneDiff does not serve the checkpoint or is off, if the checkpoint cannot be loaded, or if the
+        call did not reach our forward.
+        """
         if not self.hooks():
             raise Refusal(OFF_IN_SETTINGS)
         try:
@@ -326,7 +347,8 @@ class Forge(WebUI):
             raise Refusal(self._why_bypassed())
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        """See WebUI. Does nothing if GPU memory is short."""
+        """Decode random latents of this many images, so that OneDiff makes the VAE's shape ready. Does nothing if GPU
+        memory is short. A checkpoint must be loaded. Call it through exclusively(). See WebUI."""
         checkpoint = self.checkpoint()
         memory = importlib.import_module(self.memory)
         vae = checkpoint.forge_objects.vae
@@ -342,15 +364,16 @@ class Forge(WebUI):
                 checkpoint.decode_first_stage(latent)
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """See WebUI. The WebUI makes images in its main thread. Called there, this raises Refusal instead of
-        waiting."""
+        """The result of work(), which runs in the WebUI's main thread, where it makes images, while it makes none.
+        Waits for the image in progress; raises Refusal instead if called in the main thread itself, which must not
+        wait. Exceptions of work() are raised here. See WebUI."""
         from modules.call_queue import queue_lock
         from modules_forge import main_thread
 
         if threading.current_thread() is threading.main_thread():
             # Waiting could be a deadlock: the thread that has the lock may be waiting for this one.
             if not queue_lock.acquire(blocking=False):
-                raise Refusal("the WebUI is making an image")
+                raise Refusal("the WebUI is making an image: try again when it is done")
             try:
                 return work()
             finally:
@@ -368,8 +391,9 @@ def patcher_of(checkpoint: Any) -> Any:
 
 
 def unshare_backups(patcher: Any) -> None:
-    """Copy the weights that the WebUI has put aside before it merged a LoRA into memory of their own, if they are views
-    of our tensors. Called when OneDiff stops; Runtime.release does the same for the UNet's parameters."""
+    """Give the WebUI's backups of weights, which it made before it merged LoRAs, memory of their own where they are
+    views of our tensors, so that these can be freed. Changes the backups' tensors in place. patcher: a model patcher;
+    None does nothing. Called when OneDiff stops; Runtime.release does the same for the UNet's parameters."""
     # Forge keeps these weights in its LoRA loader, the others in the patcher.
     for holder in (getattr(getattr(patcher, "model", None), "lora_loader", None), patcher):
         backup = getattr(holder, "backup", None)
@@ -382,14 +406,15 @@ def unshare_backups(patcher: Any) -> None:
 
 
 def yardstick_of(kind: HostNetwork) -> Yardstick:
-    """The HostTraits.yardstick of these networks: the host's forward with exact attention, and with weights decoded
-    before they are multiplied."""
+    """The HostTraits.yardstick of networks of this kind: a function that turns the host's forward into one without the
+    host's approximations, to compare our output with. Attention is exact, and weights in few bits are decoded before
+    they are multiplied."""
     return lambda host, network, decoded: decoding_first(kind.attention.exactly(host), network, decoded)
 
 
 def check_storage(unet: Any) -> None:
-    """Raise Refusal if the host stores a UNet's weights in one dtype and computes in another one, and OneDiff does not
-    support one of the two."""
+    """Raise Refusal if the host stores a UNet's weights in another dtype than it computes in, and OneDiff does not
+    support both dtypes."""
     stored = getattr(unet, "storage_dtype", None)
     computed = getattr(unet, "computation_dtype", None)
     if stored != computed and not (stored in (*STORED_DTYPES, *STORED_TYPES) and computed in BOUND_DTYPES):

@@ -1,5 +1,5 @@
-"""Forge Neo's Anima (backend.nn.anima): its layout, its calls as ours, and a check of state outside a
-call's arguments."""
+"""Forge Neo's Anima (backend.nn.anima): reads its layout, the description of its structure and layers by which our
+forward computes it; converts its calls to ours; checks state that is not in a call's arguments."""
 from __future__ import annotations
 
 import importlib
@@ -33,7 +33,8 @@ def is_anima(network: nn.Module) -> bool:
 
 
 def read_anima(network: Any) -> AnimaLayout:
-    """The layout of an Anima module. Raises Refusal if the module is built in another way."""
+    """The layout of an Anima module. Raises Refusal if the module is built in a way that our forward does not
+    compute."""
     leaves = LeafReader(network)
     width = network.t_embedding_norm.normalized_shape[0]
     if network.patch_temporal != 1:
@@ -67,8 +68,9 @@ def read_anima(network: Any) -> AnimaLayout:
 
 
 def read_axes(embedder: Any) -> RotaryAxes:
-    """The axes of a module's rotary embedding. The exponents of its frequencies are buffers, which the host may have
-    cast together with the weights. Ours are rounded to the same dtype. Raises Refusal for other exponents."""
+    """The axes (time, height, width) of the host's rotary embedding. The exponents of its frequencies are buffers,
+    which the host may have cast together with the weights; ours are rounded to the same dtype. Raises Refusal for
+    exponents that no such cast explains. embedder: the host's module (pos_embedder)."""
     time = embedder.dim_temporal_range
     space = embedder.dim_spatial_range
     widths = 2 * len(time), 2 * len(space), 2 * len(space)
@@ -79,15 +81,16 @@ def read_axes(embedder: Any) -> RotaryAxes:
 
 
 def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:
-    """Whether a buffer has the even numbers below a width, divided by the width, after a cast to the dtype `rounded`.
-    The width is twice the buffer's length."""
+    """Whether a buffer has the exponents of a rotary embedding after a cast to the dtype `rounded`: 0, 2, 4, ... up to
+    its width, divided by the width, which is twice the buffer's length."""
     width = 2 * len(buffer)
     exact = torch.arange(0, width, 2, dtype=torch.float32, device="cpu") / width
     return torch.equal(buffer.float().cpu(), exact.to(rounded).float())
 
 
 def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
-    """The layout of a transformer block. Raises Refusal for one that computes anything else."""
+    """The layout of one transformer block. Raises Refusal for a block that computes anything else than our forward.
+    leaves: the reader of the network, which notes the parameters that are read."""
     width = block.self_attn.output_proj.weight.shape[0]
     norms = {leaves.adaptive_norm(getattr(block, f"layer_norm_{place}"), width) for place in PLACES}
     if leaves.kind(block) != "Block" or len(norms) != 1 or not isinstance(block.mlp.activation, nn.GELU):
@@ -101,8 +104,9 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
 
 
 def anima_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """The Call for a call of the host's network. how: the arguments of transformer_call after `given`. The host's
-    context is (batch, tokens, width) or (batch, 1, tokens, width)."""
+    """Our Call for this call of the host's network (given), whose context is (batch, tokens, width) or
+    (batch, 1, tokens, width). Raises Refusal if only the host can compute it. how: the arguments of transformer_call
+    after `given`."""
     context = given.context
     if context.dim() == WITH_ANOTHER_DIMENSION:
         context = context.flatten(1, 2)
@@ -110,7 +114,8 @@ def anima_call(network: Any, given: HostCall, *how: Any) -> Call:
 
 
 def refuse_references() -> None:
-    """Raise Refusal if the image has a reference image, which Anima's forward reads from a global variable."""
+    """Raise Refusal if the user has given a reference image for the present image: the host's forward of Anima reads it
+    from a global variable, and ours does not."""
     if importlib.import_module("backend.args").dynamic_args.ref_latents:
         raise Refusal("a reference image is used ([Anima] Enable Reference)")
 

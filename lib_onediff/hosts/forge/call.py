@@ -32,13 +32,19 @@ PROMPT_DIMENSIONS = 3
 # The values in the option cond_or_uncond, which has one for each part of a batch.
 COND = 0
 UNCOND = 1
-NO_MARKS = "the call does not say which latents belong to the negative prompt"
-SEVERAL_PROMPTS = "several prompts, areas or other predictions share the call"
+NO_MARKS = "the WebUI does not say which part of the step belongs to the negative prompt"
+SEVERAL_PROMPTS = "several prompts, areas or other predictions are computed together"
 
 
 class HostCall(NamedTuple):
-    """The arguments of a call of the host's forward, by name: those of UNET_PARAMETERS, where options is
-    transformer_options, {} if the host passes none. others: further arguments."""
+    """The arguments of a call of the host's forward. Those that are tensors here may be anything until
+    require_tensors() has passed.
+
+    x: the latent. context: the prompt. y: a UNet's extra embedding, such as SDXL's pooled prompt and sizes.
+    control: the residuals of ControlNets, lists by part of the UNet ("input"); None without.
+    options: transformer_options; {} if the host passes none.
+    others: further arguments, by name.
+    """
 
     x: Tensor
     timesteps: Tensor
@@ -50,9 +56,9 @@ class HostCall(NamedTuple):
 
     @classmethod
     def of(cls, parameters: tuple[str, ...], arguments: tuple[Any, ...], named: Mapping[str, Any]) -> HostCall:
-        """The HostCall of a call of a forward with these parameters. arguments, named: those by position and by
-        keyword. Raises TypeError, as the forward does, for too many arguments, for one that is given twice, and without
-        x."""
+        """The HostCall of a call of a host's forward. parameters: the forward's, in their order. arguments, named: the
+        call's, by position and by keyword; what is not given is None. Raises TypeError, as the forward does, for too
+        many arguments, for one that is given twice, and without x."""
         by_place = dict(zip(parameters, arguments, strict=False))
         others = {**by_place, **named}
         if len(arguments) > len(parameters) or by_place.keys() & named.keys() or "x" not in others:
@@ -61,14 +67,14 @@ class HostCall(NamedTuple):
         return cls(x, timesteps, context, y, control, {} if options is None else options, others)
 
     def require_tensors(self) -> None:
-        """Raise Refusal if an input is not a tensor."""
+        """Raise Refusal unless the latent, the timesteps and the context are tensors, and y is one or None."""
         given = self.x, self.timesteps, self.context
         if not all(isinstance(one, Tensor) for one in (given if self.y is None else (*given, self.y))):
-            raise Refusal("the latent, the timestep, the prompt or y is not a tensor")
+            raise Refusal("the latent, the timestep, the prompt or the extra embedding (y) is not a tensor")
 
     def run(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
-        """The output of the host's forward (forward) for these arguments. The forward gets copies of the lists in
-        control, because it removes elements from them, and it may run several times."""
+        """The output of the host's own forward (forward) of this network for these arguments. May be called several
+        times: the forward removes elements from the lists in control, and gets copies of them."""
         control = None if self.control is None else {
             part: list(values) if isinstance(values, list) else values for part, values in self.control.items()
         }
@@ -78,8 +84,8 @@ class HostCall(NamedTuple):
         )
 
     def of_rows(self, rows: slice) -> HostCall:
-        """The call of these rows alone, the prompt's, with the options that the host passes if it skips the negative
-        prompt. rows: see prompt_rows."""
+        """A new HostCall with only the prompt's rows, and with the options as the host passes them if it computes no
+        negative prompt. rows: those of prompt_rows(), one half of the call."""
         batch = self.x.shape[0]
         options = {**self.options, "cond_or_uncond": [COND]}
         if isinstance(options.get("cond_mark"), Tensor):
@@ -95,8 +101,9 @@ class HostCall(NamedTuple):
         )
 
     def prompt_rows(self) -> slice:
-        """The rows of the prompt in this call. They are known from the option cond_or_uncond, and from the option
-        sigmas, which has one value for each image. Raises Refusal if they are unknown."""
+        """The rows of the prompt in this call, one half of it; the other half are the negative prompt's. Found by the
+        option cond_or_uncond, and by the option sigmas, which has one value for each image. Raises Refusal if the call
+        is not made of these two halves, or if the options do not tell."""
         marks = self.options.get("cond_or_uncond")
         levels = self.options.get("sigmas")
         if not isinstance(marks, (list, tuple)) or not isinstance(levels, Tensor) or levels.dim() != 1:
@@ -112,12 +119,13 @@ def unet_call(
     unet: nn.Module, given: HostCall, upcast_attention: bool, names_read: Collection[str],
     image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> UNetCall:
-    """The UNetCall for a call of the host's UNet. Raises Refusal if only the host can compute it.
+    """Our UNetCall for this call of the host's UNet (given), with the functions of extensions that the call brings.
+    Raises Refusal if only the host can compute it.
 
     upcast_attention: whether the host computes attention scores in float32.
     names_read: the names under which the host's UNet may read an option or another argument (HostNetwork.names_read).
     image_prompts: those of IP-Adapters that our forward computes itself.
-    changed: the UNet's modules on which extensions have set forwards.
+    changed: the UNet's modules on which extensions have set forwards; None without any.
     """
     options = given.options
     points = points_of(options, names_read)
@@ -143,26 +151,30 @@ def transformer_call(
     kind: Callable[..., Call], network: nn.Module, given: HostCall, upcast_attention: bool,
     names_read: Collection[str], image_prompts: tuple[ImagePrompt, ...] = (), changed: Changed | None = None,
 ) -> Call:
-    """The Call for a call of a host's transformer; see unet_call. kind: a function that makes the family's Call of
-    latent, timestep, context, upcast_attention and patches. Raises Refusal also for y, control and image prompts, which
-    only UNets take, and for a prompt that is not (batch, tokens, width)."""
+    """Our Call for this call of a host's transformer (given). Raises Refusal if only the host can compute it; also for
+    y, ControlNets and image prompts, which only UNets take, and for a prompt that is not (batch, tokens, width).
+
+    kind: kind(latent, timestep, context, upcast_attention=, patches=) returns the family's Call.
+    The other arguments are those of unet_call.
+    """
     if given.context.dim() != PROMPT_DIMENSIONS:
         raise Refusal(f"the prompt has the shape {tuple(given.context.shape)} instead of (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
     if call.y is not None or call.control is not None or call.image_prompts:
-        raise Refusal("this network takes no label, ControlNet or image prompt")
+        raise Refusal("OneDiff does not support ControlNets, image prompts or class labels with this model")
     return kind(call.latent, call.timestep, call.context, upcast_attention=upcast_attention, patches=call.patches)
 
 
 def unknown_options(options: Mapping[str, Any], names_read: Collection[str], runs_functions: bool) -> list[str]:
-    """The entries of transformer_options that may change what the UNet computes, in words for the user, such as
-    "patches[output_block_patch] by forge_freeu.py".
+    """Those of these entries of transformer_options that may change what the UNet computes, in words for the user, such
+    as "patches[output_block_patch] by forge_freeu.py"; [] if there are none. The caller refuses the call then.
 
     Empty entries change nothing. Neither do entries that the host's UNet never reads, such as token merging's in Anima,
     or plain data that a new release of the WebUI adds.
 
-    names_read: see unet_call. runs_functions: whether functions of extensions run in this call. They get the options
-    too, and may call what another extension has put there.
+    options: without those whose functions our forward calls. names_read: see unet_call. runs_functions: whether
+    functions of extensions run in this call. They get the options too, and may call what another extension has put
+    there.
     """
     found: list[str] = []
     for name, value in options.items():
@@ -174,14 +186,16 @@ def unknown_options(options: Mapping[str, Any], names_read: Collection[str], run
 
 
 def is_empty(value: Any) -> bool:
-    """Whether a value is None, an empty string, list, tuple or set, or a mapping whose values are all empty."""
+    """Whether an entry of transformer_options has nothing in it: None, an empty string, list, tuple or set, or a
+    mapping whose values are all empty. A number or a tensor is not empty."""
     if isinstance(value, Mapping):
         return all(is_empty(inside) for inside in value.values())
     return value is None or (isinstance(value, (list, tuple, set, frozenset, str)) and len(value) == 0)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is data: neither callable itself, nor a container with anything callable in it."""
+    """Whether an entry of transformer_options is data alone: neither callable, nor a container with something callable
+    in it."""
     if isinstance(value, Mapping):
         return all(is_plain(inside) for inside in value.values())
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -190,8 +204,11 @@ def is_plain(value: Any) -> bool:
 
 
 def describe(name: str, part: Any, value: Any) -> str:
-    """Words for the user for an entry of transformer_options, with the author of the first function in it. name, part:
-    the option's name, and the key in it; "" if it has none."""
+    """An entry of transformer_options in words for the user, such as "patches[attn1_patch] by an_extension": its name,
+    and the author of the first function in it, if there is one.
+
+    name: the option's. part: the key in the option's mapping; "" if the option is no mapping. value: what is there.
+    """
     label = f"{name}[{part}]" if part != "" else name
     while isinstance(value, (Mapping, list, tuple)) and value:
         value = next(iter(value.values() if isinstance(value, Mapping) else value))
@@ -199,8 +216,9 @@ def describe(name: str, part: Any, value: Any) -> str:
 
 
 def control_of(control: Mapping[str, Any] | None) -> Control | None:
-    """The residuals of ControlNets and T2I adapters as a Control; None if there are none. Raises Refusal for values
-    that are not tensors. The host's lists stay unchanged.
+    """The residuals of ControlNets and T2I adapters as a Control, which our forward adds; None if there are none.
+    Raises Refusal for values that are not tensors. control: lists by part of the UNet, which stay unchanged; None
+    without.
 
     The host's forward takes residuals from the end of each list: the last element of input, and of output, is for the
     first block. Of middle, it takes the last element alone.
@@ -209,14 +227,17 @@ def control_of(control: Mapping[str, Any] | None) -> Control | None:
     residuals = [residual for part in PARTS for residual in slots[part] if residual is not None]
     other = next((residual for residual in residuals if not isinstance(residual, Tensor)), None)
     if other is not None:
-        raise Refusal(f"control contains a {type(other).__name__}")
+        raise Refusal(f"a ControlNet passes a {type(other).__name__} where a tensor is expected")
     return Control(slots["input"][::-1], slots["middle"][-1:], slots["output"][::-1]) if residuals else None
 
 
 def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
-    """All names under which these modules may read transformer_options or another mapping: every string and every name
-    of a keyword argument in their source. The source of a module to whose functions they pass the options counts too,
-    and so on."""
+    """All names under which these Python modules may read an entry of transformer_options or another mapping: every
+    string and every name of a keyword argument in their source, so rather too many than too few.
+
+    If they pass the options to functions of other modules, the source of those counts too, and so on. Raises OSError if
+    a source is not available.
+    """
     found: set[str] = set()
     known = set(modules)
     waiting = list(modules)
@@ -235,7 +256,8 @@ def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
 
 
 def receivers_of_options(module: types.ModuleType, tree: ast.AST) -> Iterator[types.ModuleType]:
-    """The other modules to whose functions a module passes the options, such as ComfyUI's patcher_extension."""
+    """The other Python modules to whose functions a module passes the variable transformer_options, such as ComfyUI's
+    patcher_extension; some perhaps more than once. tree: the module's parsed source."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(map(is_options, (*node.args, *(each.value for each in node.keywords)))):
             function = global_named(module, node.func)
@@ -245,13 +267,14 @@ def receivers_of_options(module: types.ModuleType, tree: ast.AST) -> Iterator[ty
 
 
 def is_options(argument: ast.expr) -> bool:
-    """Whether an argument in a module's source is the variable transformer_options."""
+    """Whether an argument of a call, in parsed source, is the variable transformer_options itself."""
     return isinstance(argument, ast.Name) and argument.id == OPTIONS
 
 
 def global_named(module: types.ModuleType, expression: ast.expr) -> Any:
-    """The value of a global name of a module, with or without attributes ("attention_function",
-    "extension.get_wrappers"); None if the expression is anything else, or the module has no such name."""
+    """The object that an expression in a module's source names: a global name of the module, with or without attributes
+    ("attention_function", "extension.get_wrappers"). None if the expression is anything else, or there is no such name.
+    """
     if isinstance(expression, ast.Attribute):
         return getattr(global_named(module, expression.value), expression.attr, None)
     return getattr(module, expression.id, None) if isinstance(expression, ast.Name) else None

@@ -34,11 +34,12 @@ ANY_SIGMA = (999999999.9, 0.0)
 
 
 def image_prompts_of(unet: nn.Module, options: Mapping[str, Any], latent: Tensor) -> tuple[ImagePrompt, ...]:
-    """The image prompts of a call, one for each IP-Adapter. () if something else replaces cross attentions, or an
-    adapter has settings that our forward does not compute: then its functions are called.
+    """The image prompts of a call, one for each IP-Adapter. () without IP-Adapters; also () if something else replaces
+    cross attentions too, or an adapter has settings that our forward does not compute: then the caller must run all
+    those functions as patches.
 
-    options: the call's transformer_options. latent: the call's; keys and values get its rows, dtype and device. They
-    are computed at every call, as by the host.
+    options: the call's transformer_options. latent: the call's; the keys and values of the image get its rows, dtype
+    and device. They are computed at every call, as by the host.
     """
     functions = (options.get(REPLACED) or {}).get(CROSS_ATTENTION)
     try:
@@ -51,8 +52,12 @@ def image_prompts_of(unet: nn.Module, options: Mapping[str, Any], latent: Tensor
 def read_image_prompts(
     unet: nn.Module, functions: Mapping[Any, Any], options: Mapping[str, Any], latent: Tensor
 ) -> tuple[ImagePrompt, ...]:
-    """As image_prompts_of, but raises Refusal if our forward cannot compute one of these functions. functions: those
-    that replace cross attentions, by place (see queries_at)."""
+    """The image prompts of a call, one for each IP-Adapter. Raises Refusal if one of these functions is not an
+    IP-Adapter that our forward can compute; image_prompts_of then returns ().
+
+    functions: those in the options that replace cross attentions, at least one, by their key in the options (see
+        queries_at).
+    """
     if not all(source_digest(kind.__call__) in KNOWN for kind in set(map(type, functions.values()))):
         raise Refusal("they are not IP-Adapters that OneDiff knows")
     # For each part of the batch: 0 for the prompt, 1 for the negative prompt.
@@ -74,13 +79,16 @@ def image_prompt(
     functions: Mapping[Any, Any], places: Mapping[Any, list[str]], index: int, of_rows: list[int], latent: Tensor,
     sigmas: Tensor | None,
 ) -> ImagePrompt:
-    """The image prompt of one adapter. Raises Refusal if it has settings that our forward does not compute.
+    """The image prompt of one IP-Adapter: computes its keys and values for each cross attention. Raises Refusal if it
+    has settings that our forward does not compute.
 
     functions: see read_image_prompts.
-    places: by place, the paths of the cross attentions' queries.
+    places: by the functions' keys, the paths of the queries of the cross attentions that the function replaces.
     index: the adapter's, in the lists that each function has.
     of_rows: for each row of the batch, 0 for the prompt or 1 for the negative prompt.
-    sigmas: the noise level of the step, (images,); None if unknown.
+    latent: the call's.
+    sigmas: the noise level of the step, (images,), for adapters that are on in a range of steps only. None if unknown:
+        such an adapter then adds nothing unless its range includes the first step.
     """
     first = next(iter(functions.values()))
     cond = first.conds[index]
@@ -117,8 +125,9 @@ def image_prompt(
 
 
 def settings_of(function: Any, index: int) -> tuple[Any, ...]:
-    """The settings of one adapter (index) in the function of one cross attention. They must be the same in the
-    functions of all cross attentions. Tensors and objects count by identity."""
+    """The settings of one adapter (index) in the function of one cross attention, as a tuple that is equal for equal
+    settings. Of tensors and objects, it has the ids. The caller compares the functions of all cross attentions, which
+    must have the same settings."""
     tensors = function.conds, function.unconds, function.masks, function.ipadapters
     numbers = (
         function.weights, function.weight_type, function.sigma_start, function.sigma_end, function.unfold_batch
@@ -128,7 +137,8 @@ def settings_of(function: Any, index: int) -> tuple[Any, ...]:
 
 @lru_cache(maxsize=64)
 def source_digest(function: Any) -> str | None:
-    """A digest of a function's source, independent of its layout and comments; None if the source is not available."""
+    """A digest of a function's source, which recognises known code (KNOWN). It does not depend on formatting and
+    comments. None if the source is not available."""
     try:
         source = textwrap.dedent(inspect.getsource(function))
         return hashlib.sha256(ast.unparse(ast.parse(source)).encode()).hexdigest()[:16]
@@ -137,8 +147,9 @@ def source_digest(function: Any) -> str | None:
 
 
 def queries_at(unet: nn.Module, key: tuple[Any, ...]) -> list[str]:
-    """The paths of the cross attentions' queries at a place of patches_replace (key): ("input", 4) for all blocks of a
-    stage, ("input", 4, 0) for one block of it."""
+    """The paths in the UNet of the query layers of the cross attentions that a key of patches_replace means:
+    ("input", 4) for all transformer blocks of a stage, ("input", 4, 0) for the first of them. [] if there are none.
+    Raises AttributeError for a stage that the UNet does not have."""
     part, index, *block = key
     stage_path = "middle_block" if part == "middle" else f"{part}_blocks.{index}"
     stage: Any = unet.get_submodule(stage_path)

@@ -1,4 +1,5 @@
-"""Forge Neo's SingleStreamDiT (backend.nn.krea), which is Krea 2: its layout, and its calls as ours."""
+"""Forge Neo's SingleStreamDiT (backend.nn.krea), which is Krea 2: reads its layout, the description of its structure
+and layers by which our forward computes it, and converts its calls to ours."""
 from __future__ import annotations
 
 from operator import attrgetter
@@ -35,7 +36,8 @@ def is_krea2(network: nn.Module) -> bool:
 
 
 def read_krea2(network: Any) -> Krea2Layout:
-    """The layout of a SingleStreamDiT module. Raises Refusal if the module is built in another way."""
+    """The layout of a SingleStreamDiT module. Raises Refusal if the module is built in a way that our forward does not
+    compute."""
     leaves = LeafReader(network)
     first, between, second = network.tmlp
     into_modulation, modulation = network.tproj
@@ -73,8 +75,9 @@ def read_krea2(network: Any) -> Krea2Layout:
 
 
 def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
-    """The attention and feed-forward layers of a block of the transformer or of the text fusion. Raises Refusal for a
-    block that computes anything else."""
+    """The layout of the attention and feed-forward layers of a block, either of the transformer or of the text fusion.
+    Raises Refusal for a block that computes anything else than our forward. leaves: the reader of the network, which
+    notes the parameters that are read."""
     for kind, *modules in (
         ("RMSNorm", block.prenorm, block.postnorm, block.attn.qknorm.qnorm, block.attn.qknorm.knorm),
         ("Attention", block.attn), ("QKNorm", block.attn.qknorm), ("SwiGLU", block.mlp),
@@ -84,9 +87,10 @@ def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
 
 
 def krea2_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """The Call for a call of the host's network. how: the arguments of transformer_call after `given`. The host's
-    context is (batch, tokens, width) or (batch, 1, tokens, width), without padding. Ours is padded, so that prompts of
-    most lengths share a shape."""
+    """Our Call for this call of the host's network (given), whose context is (batch, tokens, width) or
+    (batch, 1, tokens, width), without padding. Our context is padded to a multiple of some tokens and has a mask, so
+    that prompts of most lengths share a shape. Raises Refusal if only the host can compute the call. how: the arguments
+    of transformer_call after `given`."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> Krea2Call:
         return Krea2Call(latent, timestep, *filled_prompt(context), **others)

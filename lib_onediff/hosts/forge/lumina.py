@@ -1,4 +1,5 @@
-"""Forge Neo's NextDiT (backend.nn.lumina), which is Z-Image or Lumina 2: its layout, and its calls as ours."""
+"""Forge Neo's NextDiT (backend.nn.lumina), which is Z-Image or Lumina 2: reads its layout, the description of its
+structure and layers by which our forward computes it, and converts its calls to ours."""
 from __future__ import annotations
 
 from typing import Any
@@ -24,8 +25,8 @@ def is_lumina(network: nn.Module) -> bool:
 
 
 def read_lumina(network: Any) -> ZImageLayout:
-    """The layout of a NextDiT module, which is Z-Image or, without padding tokens, Lumina 2. Raises Refusal if the
-    module is built in another way."""
+    """The layout of a NextDiT module, which is Z-Image or, without learned padding tokens, Lumina 2. Raises Refusal if
+    the module is built in a way that our forward does not compute."""
     if network.clip_text_pooled_proj is not None:
         raise Refusal("it takes a pooled prompt")
     leaves = LeafReader(network)
@@ -42,7 +43,8 @@ def read_lumina(network: Any) -> ZImageLayout:
 
 
 def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
-    """The layout of a block's self attention. Raises Refusal for one that computes anything else."""
+    """The layout of a block's self attention. Raises Refusal for one that computes anything else than our forward.
+    leaves: the reader of the network, which notes the parameters that are read."""
     leaves.expect("JointAttention", attention)
     norms = leaves.layers({"RMSNorm": lambda module, reader: reader.rms_norm(module)}, (
         attention.q_norm, attention.k_norm,
@@ -52,8 +54,9 @@ def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
 
 
 def z_image_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """The Call for a call of the host's network, Z-Image or Lumina 2. how: what transformer_call takes after `given`.
-    All prompts of a host's call have the same length."""
+    """Our Call for this call of the host's network (given), Z-Image or Lumina 2. Its prompts, which all have the same
+    length, are padded to the multiple of tokens that the network uses. Raises Refusal if only the host can compute the
+    call. how: the arguments of transformer_call after `given`."""
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> ZImageCall:
         context, lengths, _ = joined_prompts(list(context), network.pad_tokens_multiple or 1)

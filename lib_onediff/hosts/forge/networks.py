@@ -32,9 +32,9 @@ UPCASTING = {"basic", "split", "sub_quad"}
 
 
 class HostAttention(NamedTuple):
-    """The attention function that the user has chosen for a WebUI.
+    """Finds the attention function that the user has chosen for a WebUI, which may change between calls.
 
-    functions: the Python module with the WebUI's attention functions.
+    functions: the Python module with the WebUI's attention functions, whose names begin with PREFIX.
     caller: the Python module whose code calls the chosen one.
     name: the global name in caller by which it is called.
     """
@@ -44,25 +44,26 @@ class HostAttention(NamedTuple):
     name: str
 
     def chosen(self) -> Any:
-        """The function that is chosen now."""
+        """The WebUI's attention function that is chosen now."""
         return getattr(importlib.import_module(self.caller), self.name)
 
     @property
     def chosen_name(self) -> str:
-        """The name of the chosen function without PREFIX, such as "pytorch", "sage" or "comfy_kitchen_int8"; "unknown"
-        if it has no name, which then counts as not exact."""
+        """The name of the function that is chosen now, without PREFIX, such as "pytorch", "sage" or
+        "comfy_kitchen_int8"; "unknown" if it has no name. Only EXACT_ATTENTION and UPCASTING count as exact."""
         return str(getattr(self.chosen(), "__name__", "unknown")).removeprefix(PREFIX)
 
     def unused(self) -> str | None:
-        """The chosen attention in words for the user ("Sage attention"), if OneDiff does not use it because it may not
-        be exact; otherwise None."""
+        """The chosen attention in words for the user ("Sage attention") if it may not be exact: OneDiff computes exact
+        attention in its place. None if it is exact."""
         kind = self.chosen_name
         if kind == EXACT_ATTENTION or kind in UPCASTING:
             return None
         return f"{kind} attention".replace("_", " ").capitalize()
 
     def upcasts(self, dtype: torch.dtype) -> bool:
-        """Whether the host computes attention scores in float32 for inputs of this dtype."""
+        """Whether the host computes attention scores in float32 for inputs of this dtype, by the chosen function and
+        the WebUI's options for the precision of attention."""
         if self.chosen_name not in UPCASTING:
             return False
         functions = importlib.import_module(self.functions)
@@ -75,8 +76,8 @@ class HostAttention(NamedTuple):
         return bool(precision(*(None, dtype)[:takes]) == torch.float32)
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The host's forward, with PyTorch's attention in the place of a chosen one that may not be exact, while the
-        forward runs. The given function itself if the chosen attention is exact."""
+        """The host's forward, wrapped so that the WebUI uses PyTorch's attention while it runs, and the chosen one
+        again afterwards. `host` itself if the chosen attention is exact already."""
         if self.unused() is None:
             return host
 
@@ -98,12 +99,13 @@ class HostNetwork:
 
     module, name: the Python module and the name of the class.
     parameters: the parameters of its forward, in their order.
-    attention: the function with which it computes attention.
-    helpers: other global functions that it calls, each with the Python module whose code it must be.
+    attention: finds the function with which it computes attention.
+    helpers: other functions that its forward calls: the global name in `module`, and the Python module in which the
+        function must be defined, so that a function that an extension has put there is found.
     models: the models with such a network, by their names for users.
-    refuse: raises Refusal if a call depends on more than its arguments.
-    call_of: converts a call; see unet_call.
-    unrounded: see StoredWeights.
+    refuse: raises Refusal if a call depends now on something besides its arguments, such as a global variable.
+    call_of: converts a call to ours; takes the arguments of unet_call.
+    unrounded: parts of the paths of layers whose inputs have more than three dimensions; see StoredWeights.
     prompt: the names of the forward's arguments that make up Call.prompt, in its order.
     """
 
@@ -119,7 +121,7 @@ class HostNetwork:
     prompt: tuple[str, ...] = ("context", "y")
 
     def needs(self) -> tuple[Need, ...]:
-        """What the WebUI must have so that OneDiff can serve this network; see contract.Need."""
+        """What the WebUI must have so that OneDiff can serve networks of this class; see contract.Need."""
         return (
             Need(self.module, f"{self.name}.forward", self.parameters),
             *(Need(self.module, name) for name in self.helpers),
@@ -128,34 +130,34 @@ class HostNetwork:
 
     @property
     def is_there(self) -> bool:
-        """Whether this release has the class, with everything that OneDiff needs of it."""
+        """Whether this release of the WebUI meets all needs(). Imports the Python modules in them."""
         return not any(map(lack_of, self.needs()))
 
     @cached_property
     def code(self) -> Any:
-        """The Python module of the class."""
+        """The imported Python module of the class."""
         return importlib.import_module(self.module)
 
     @cached_property
     def kind(self) -> type:
-        """The class itself, which instances are compared with."""
+        """The class itself. Raises an exception if the WebUI does not have it; see is_there."""
         found: type = getattr(self.code, self.name)
         return found
 
     @cached_property
     def names_read(self) -> frozenset[str]:
-        """The parameters of its forward, and all names under which its code may read an option or another argument. An
-        option that it cannot read has no effect."""
+        """The parameters of its forward, and all names under which its code may read an entry of transformer_options or
+        another argument: see names_read_by. An entry with another name has no effect on its output."""
         return names_read_by(self.code, importlib.import_module(self.attention.functions)) | {*self.parameters}
 
     def check(self) -> None:
-        """Raise Refusal if a function that it calls was replaced, or if calls now depend on more than
-        their arguments."""
+        """Raise Refusal if an extension has replaced a function that these networks call (helpers, attention), or if
+        calls now depend on more than their arguments (refuse). Called at every call."""
         attention = self.attention
         called = [(name, getattr(self.code, name), owner) for name, owner in self.helpers.items()]
         for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):
             if origin(function) != owner:
-                raise Refusal(f"{name} of the WebUI's model was replaced by {author(function)}")
+                raise Refusal(f"the function {name} of the WebUI's model was replaced by {author(function)}")
         self.refuse()
 
 

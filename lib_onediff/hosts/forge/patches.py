@@ -6,7 +6,8 @@ also gets the options, in which the UNet notes the block that is running. Some W
 their UNets have no such points.
 
 An extension may also set a forward on the instance of an attention (regional prompts) or of a transformer block. Our
-forward calls it with the arguments that the host's own block passes.
+forward calls it with the arguments that the host's own block passes. Such a module is called "changed" here, and "the
+options" are the call's transformer_options.
 """
 from __future__ import annotations
 
@@ -48,16 +49,21 @@ QUERY = ".attn2.to_q"
 
 
 class OptionPatches(PatchPoints):
-    """The functions in one call's transformer_options and on the UNet's modules. PatchPoints describes the methods;
-    each calls the host's list of functions for its point, in order."""
+    """The functions in one call's transformer_options and on the UNet's modules. Our forward calls a method at each of
+    its points; the method calls the functions of extensions for that point in order, each with the result of the one
+    before, and returns the last result, or its argument if there are none. PatchPoints has the shapes."""
 
     def __init__(
         self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], has_image_prompts: bool,
         changed: Changed,
     ) -> None:
-        """names_read: the names that the host's UNet may read from options. has_image_prompts: whether the functions
-        that replace cross attentions are IP-Adapters that our forward computes itself. changed: the modules on which
-        extensions have set forwards."""
+        """unet: the host's; kept by a weak reference.
+        options: the call's; the methods write into it what the host's forward notes there.
+        names_read: the names that the host's UNet may read from options.
+        has_image_prompts: whether the functions that replace cross attentions are IP-Adapters that our forward computes
+            itself; they are not called then.
+        changed: the modules on which extensions have set forwards.
+        """
         self._unet = weakref.ref(unet)
         self._changed_modules = changed
         self._here: dict[str, Any] = {}
@@ -85,13 +91,14 @@ class OptionPatches(PatchPoints):
 
     @cached_property
     def functions(self) -> list[Any]:  # type: ignore[override]
-        """See Points."""
+        """Every function of extensions that is called in this call, those of changed modules too. See Points."""
         # Collected when they are needed, because replays do not need them.
         lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
         return [*chain(*lists), *filter(None, [self._norm]), *functions_of(self._changed_modules)]
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """The functions in the options, each with the name of its option for users, such as "patches[attn1_patch]"."""
+        """(name, function) for the functions in the options. name: of the option, for users, such as
+        "patches[attn1_patch]". Of functions that replace attentions, only one for each extension."""
         for name, functions in self._lists.items():
             yield from ((f"{PATCHES}[{name}]", function) for function in functions)
         for name, blocks in self._replaced.items():
@@ -104,7 +111,8 @@ class OptionPatches(PatchPoints):
             yield NORM, self._norm
 
     def has_function(self, point: str, *arguments: Any) -> bool:
-        """See Points."""
+        """Whether the method of this name calls a function of an extension for these arguments. Points within a
+        transformer block refer to the present block (begin_block). See Points."""
         if point in ("before_stage", "after_stage") and self._modifiers:
             return True
         if point == "attend":
@@ -120,33 +128,38 @@ class OptionPatches(PatchPoints):
         return point == "norm" or POINTS.get(point) in self._lists
 
     def begin(self, latent: Tensor) -> None:
-        """See Points. Notes in the options what the host's forward notes."""
+        """Called when a forward of this latent begins: writes the latent's shape into the options, and 0 as the number
+        of transformers passed, as the host's forward does. See Points."""
         self._options["original_shape"] = list(latent.shape)
         self._options["transformer_index"] = 0
 
     def embedding(self, embedding: Tensor) -> Tensor:
-        """See PatchPoints."""
+        """The timestep's embedding after the functions in the list emb_patch. See PatchPoints."""
         channels = getattr(self._unet(), "model_channels", None)
         return self._apply_list("emb_patch", embedding, channels, self._options)
 
     def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """See PatchPoints. Notes the stage in the options."""
+        """The input of a stage after the block modifiers. Writes the stage, (part, index), into the options, as the
+        host does. See PatchPoints."""
         self._options["block"] = (part, index)
         return self._modified(hidden_states, "before")
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """See PatchPoints."""
+        """The output of a stage after the block modifiers, and at an input stage also after the list input_block_patch.
+        See PatchPoints."""
         hidden_states = self._modified(hidden_states, "after")
         if part != INPUT:
             return hidden_states
         return self._apply_list("input_block_patch", hidden_states, self._options)
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
-        """See PatchPoints."""
+        """The output of an input stage for the next stage, after the list input_block_patch_after_skip; the skip stays
+        without it. See PatchPoints."""
         return self._apply_list("input_block_patch_after_skip", hidden_states, self._options)
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        """See PatchPoints. Notes the stage in the options."""
+        """The hidden states and the skip of an output stage after the list output_block_patch, before they are
+        concatenated. Writes the stage into the options, as the host does. See PatchPoints."""
         self._options["block"] = ("output", index)
         functions = self._lists.get("output_block_patch", ())
         if functions:
@@ -157,17 +170,20 @@ class OptionPatches(PatchPoints):
         return (hidden_states.detach(), skip.detach()) if functions else (hidden_states, skip)
 
     def _normed(self, path: str, hidden_states: Tensor) -> Tensor:
-        """The group norm at this path as the extension's function computes it; see PatchPoints.norm."""
+        """The output of the group norm at this path in the UNet, as the extension's function in group_norm_wrapper
+        computes it; see PatchPoints.norm."""
         wrapped: Tensor = self._norm(self._module(path), hidden_states.contiguous(), self._options)
         return wrapped.detach()
 
     def _module(self, path: str) -> Any:
-        """The module at this path."""
+        """The UNet's module at this path. Raises AttributeError if there is none."""
         unet: Any = self._unet()
         return unet.get_submodule(path)
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """See PatchPoints. Notes the block in the options."""
+        """Called at the beginning of a transformer block, which is the present one until the next call: writes it into
+        the options, as the host does. Returns whether functions are called within it, or it is changed. See
+        PatchPoints."""
         self._block = place
         self._options["block_index"] = place[2]
         self._here = self._changed_modules.get(block.self_norm.path.removesuffix(SELF_NORM), {})
@@ -182,11 +198,13 @@ class OptionPatches(PatchPoints):
         return True
 
     def end_transformer(self) -> None:
-        """See PatchPoints. Counts transformers in the options, as the host's forward does."""
+        """Called at the end of a spatial transformer: adds 1 to the number of transformers in the options, as the
+        host's forward does. See PatchPoints."""
         self._options["transformer_index"] += 1
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
-        """See PatchPoints. Calls a changed block."""
+        """The output of the present block for these tokens by the extension's forward on it; None if the block is not
+        changed. See PatchPoints."""
         module = self._here.get("")
         if module is None:
             return None
@@ -195,8 +213,9 @@ class OptionPatches(PatchPoints):
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
-        """See PatchPoints. Calls a changed attention, with the lists of functions around it that the host's block
-        calls."""
+        """The output of an attention of the present block by the extension's forward on it, with the lists of functions
+        for its inputs and its output; None if the attention is not changed. attention: SELF_ATTENTION or
+        CROSS_ATTENTION. See PatchPoints."""
         module = self._module_of(attention)
         if module is None:
             return None
@@ -212,27 +231,29 @@ class OptionPatches(PatchPoints):
         return self.attention_output(attention, added)
 
     def _module_of(self, attention: str) -> Any:
-        """The running block's module for this attention if an extension has set a forward on it; otherwise None. None
-        too if patches_replace has a function for the attention: the host calls that, and not the module."""
+        """The module of this attention in the present block if it is changed; otherwise None. None too if
+        patches_replace has a function for the attention: the host calls that, and not the module."""
         return None if self._replacement(attention) is not None else self._here.get(attention)
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See PatchPoints."""
+        """The inputs of the projections to queries, keys and values after the list attn1_patch. See PatchPoints."""
         return self._attention_inputs("attn1_patch", normed, normed)
 
     def cross_attention_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """See PatchPoints."""
+        """The inputs of the projections to queries, keys and values after the list attn2_patch. See PatchPoints."""
         return self._attention_inputs("attn2_patch", normed, context)
 
     def _attention_inputs(self, name: str, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs of queries, keys and values after the functions in the list of this name ("attn1_patch")."""
+        """The inputs of the projections to queries, keys and values, at first (normed, context, context), after the
+        functions in the list of this name ("attn1_patch")."""
         query, key, value = normed, context, context
         for function in self._lists.get(name, ()):
             query, key, value = function(query, key, value, self._extra)
         return query, key, value
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """See PatchPoints. Calls the function in patches_replace, if there is one."""
+        """The output of an attention before its last projection, by the function in patches_replace; None if it has
+        none for this attention of the present block. See PatchPoints."""
         replacement = self._replacement(attention)
         if replacement is None:
             return None
@@ -240,39 +261,43 @@ class OptionPatches(PatchPoints):
         return attended
 
     def _replacement(self, attention: str) -> Any:
-        """The function in patches_replace for an attention of the running block, or for all blocks of its stage; None
-        if there is none."""
+        """The function in patches_replace for this attention of the present block alone, or else for all blocks of its
+        stage; None if there is neither."""
         by_place = self._replaced.get(attention) or {}
         return by_place.get(self._block) or by_place.get(self._block[:2])
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
-        """See PatchPoints."""
+        """The output of an attention after its last projection and the list attn1_output_patch or attn2_output_patch.
+        See PatchPoints."""
         return self._apply_list(OUTPUT_OF.format(attention), tokens, self._extra)
 
     def between_attentions(self, tokens: Tensor) -> Tensor:
-        """See PatchPoints."""
+        """The tokens between self attention and cross attention after the list middle_patch. See PatchPoints."""
         return self._apply_list("middle_patch", tokens, self._extra)
 
     def _modified(self, hidden_states: Tensor, when: str) -> Tensor:
-        """The hidden states after all block modifiers. when: "before" or "after" the stage; the modifiers get it."""
+        """The hidden states after all functions in block_modifiers. when: "before" or "after" the stage, which the
+        functions get as an argument."""
         return after_all(self._modifiers, hidden_states, when, self._options)
 
     def _apply_list(self, name: str, tensor: Tensor, *others: Any) -> Tensor:
-        """The tensor after the functions in the list of this name; they get `others` too."""
+        """The tensor after the functions in the list of this name ("emb_patch"), which also get `others`; the given
+        tensor if the list is empty or missing."""
         return after_all(self._lists.get(name, ()), tensor, *others)
 
 
 def after_all(functions: Sequence[Callable[..., Tensor]], tensor: Tensor, *others: Any) -> Tensor:
-    """The tensor after each of these functions in turn. They also get `others`. If there are functions, the result is a
-    new tensor object: operators keep facts about a tensor object, and these are wrong once a function has written to
-    it."""
+    """The tensor after each of these functions in turn, called as function(tensor, *others); the given tensor if there
+    are none. Otherwise, the result is a new tensor object: our operators keep facts about a tensor object, and these
+    are wrong once a function has written to it."""
     for function in functions:
         tensor = function(tensor.contiguous(), *others)
     return tensor.detach() if functions else tensor
 
 
 def blocks_of(unet: Any) -> list[BlockPlace]:
-    """The places of all transformer blocks. Extensions may set functions for other places, where none is called."""
+    """All transformer blocks of a host's UNet, each as (part, index of its stage, index in its spatial transformer).
+    Used to count the blocks for which an extension's functions are called: it may also set some where no block is."""
     stages = [("input", *one) for one in enumerate(unet.input_blocks)]
     stages += [("middle", 0, unet.middle_block), *(("output", *one) for one in enumerate(unet.output_blocks))]
     return [
@@ -283,13 +308,15 @@ def blocks_of(unet: Any) -> list[BlockPlace]:
 
 @lru_cache(maxsize=16)
 def takes_options(forward: Any) -> bool:
-    """Whether an attention with this forward takes transformer_options. Only then the host's blocks pass them."""
+    """Whether this forward, of a class of attentions, takes transformer_options. The host's blocks pass the options to
+    an attention only then."""
     return OPTIONS in inspect.signature(forward).parameters
 
 
 def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:
-    """The names of options, such as "patches", whose functions our forward all calls at the points where the host's
-    forward does. names_read: the names that the host's UNet may read; other names are left out."""
+    """Those of the option names PATCHES, REPLACED, MODIFIERS and NORM that our forward can serve in this call: it calls
+    all functions under the name at the points where the host's forward does. A name with a function for another point
+    is left out, and so is one that the host's UNet does not read. names_read: the names that it may read."""
     known = {PATCHES: LISTS, REPLACED: ATTENTIONS}
     found = {
         name for name, parts in known.items()

@@ -64,7 +64,7 @@ read_layout = attrgetter("_layout_cls", "_params")
 
 
 class StoredWeights:
-    """The weights.stored.StoredReader for Forge Neo. StoredReader describes the methods."""
+    """Reads the weights that Forge Neo stores in few bits, for networks of one class; a weights.stored.StoredReader."""
 
     def __init__(self, unrounded: tuple[str, ...] = ()) -> None:
         """unrounded: parts of the paths of layers whose inputs have more than three dimensions. If such a layer's
@@ -73,7 +73,8 @@ class StoredWeights:
         self._rounds_all: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
     def weight(self, layer: nn.Module, path: str) -> StoredWeight | None:
-        """See StoredReader."""
+        """A layer's weight as a StoredWeight; None if it is an ordinary parameter. Raises Refusal for a format that
+        OneDiff does not support. path: the layer's, in its network. See StoredReader."""
         weight: Any = layer._parameters.get("weight")
         if is_quantized(weight):
             return quantized_weight(layer, weight, self._rounds(layer, path))
@@ -83,8 +84,8 @@ class StoredWeights:
         return None
 
     def _rounds(self, layer: nn.Module, path: str) -> bool:
-        """Whether the host rounds the inputs of this layer, which is taken to have its weight in FP8, on a GPU that
-        multiplies in FP8."""
+        """Whether the host rounds the inputs of this layer to FP8, supposing that its weight is in FP8 and the GPU
+        multiplies in FP8. path: the layer's, in its network."""
         if not any(part in path for part in self._unrounded):
             return True
         kind = type(layer)
@@ -93,7 +94,8 @@ class StoredWeights:
         return self._rounds_all[kind]
 
     def tensors(self, layers: Sequence[nn.Module]) -> list[Tensor]:
-        """All tensors that these layers compute with, as plain tensors, in the order of the layers."""
+        """All tensors that these layers compute with (parameters, stored values, scales), as plain tensors over the
+        host's memory, in the order of the layers. Runs at every call of a network. See StoredReader."""
         found: list[Tensor] = []
         for layer in layers:
             parameters: Any = layer._parameters
@@ -112,7 +114,8 @@ class StoredWeights:
         return found
 
     def facts(self, layers: Sequence[nn.Module]) -> list[object]:
-        """See StoredReader."""
+        """Plain data that is equal as long as the format and shape of each stored weight of these layers stay the same.
+        Layers with ordinary parameters add nothing. Runs at every call of a network. See StoredReader."""
         found: list[object] = []
         for layer in layers:
             weight: Any = layer._parameters.get("weight")
@@ -129,12 +132,12 @@ class StoredWeights:
 def decoding_first(
     host: Callable[[], Tensor], network: nn.Module, decoded: Sequence[nn.Module]
 ) -> Callable[[], Tensor]:
-    """The host's forward of a network, in which layers in float8 and 4 bits decode their weights while it runs, instead
-    of rounding their inputs. The host computes so on a GPU that does not multiply in these formats. The given function
-    itself if no layer rounds.
+    """The host's forward (host) of a network, wrapped so that layers in float8 and 4 bits decode their weights while it
+    runs, instead of rounding their inputs. The host computes so on a GPU that does not multiply in these formats.
+    Afterwards, the layers are as before. `host` itself if there is nothing to change.
 
-    decoded: layers in INT8 that decode their weights too. The host does that for a layer with a function on its weight,
-        so each gets one that changes nothing.
+    decoded: layers in INT8 that shall decode their weights too. The host does that for a layer with a function on its
+        weight, so each gets one that changes nothing.
     """
     changes: list[tuple[nn.Module, str, object]] = [
         (layer, DECODES_FIRST, True) for layer in network.modules() if vars(layer).get(DECODES_FIRST) is False
@@ -159,15 +162,15 @@ def decoding_first(
 
 
 def unchanged(weight: Tensor) -> Tensor:
-    """The weight itself. In a layer's weight_function, it makes the host decode an INT8 weight before it multiplies:
-    see decoding_first."""
+    """The weight itself. As an entry of a layer's weight_function, this makes the host decode an INT8 weight before it
+    multiplies; see decoding_first."""
     return weight
 
 
 class ProbeLayer:
-    """A fake layer in FP8, on which the forward of a host's class of layers is called to find out whether it rounds its
-    input. A forward that rounds reads input_scale first; any other reads weight. Either attribute ends the forward by a
-    Refusal.
+    """A fake layer in FP8, on which rounds_any_input calls the forward of a host's class of layers to find out whether
+    it rounds its input. A forward that rounds reads input_scale first; any other reads weight. Reading either ends the
+    forward by a Refusal, before anything is computed.
 
     has_rounded: whether the forward has read input_scale.
     """
@@ -193,8 +196,9 @@ class ProbeLayer:
 
 
 def rounds_any_input(kind: Any) -> bool:
-    """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8; see ProbeLayer.
-    False if the forward fails: a network's first output is compared with the host's in any case."""
+    """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8. Tries it on a
+    ProbeLayer. False if the forward fails otherwise: an error here cannot spoil an image, because a network's first
+    output is compared with the host's."""
     layer = ProbeLayer()
     x = torch.zeros((1, 1, 1, 1, BLOCK), dtype=torch.float32, device="cpu")
     tried = attempted(lambda: kind.forward(layer, x))
@@ -203,7 +207,8 @@ def rounds_any_input(kind: Any) -> bool:
 
 
 def refuse_unsupported(layer: nn.Module, weight: Any) -> None:
-    """Raise Refusal for a weight in few bits that is neither a QuantizedTensor nor GGUF."""
+    """Raise Refusal for a weight in few bits in one of the known formats that OneDiff does not support: bitsandbytes'
+    4 bits, and INT8 of a Forge Neo before 2.26. weight: the layer's, or None; an ordinary one is accepted."""
     if type(weight).__name__ in FOUR_BITS:
         raise Refusal(f"its weights are stored in {getattr(weight, 'quant_type', 'nf4')} (bitsandbytes), {UNSUPPORTED}")
     if vars(layer).get("_is_quantized") and getattr(weight, "dtype", None) == torch.int8:
@@ -211,12 +216,13 @@ def refuse_unsupported(layer: nn.Module, weight: Any) -> None:
 
 
 def is_quantized(parameter: Any) -> bool:
-    """Whether a parameter is one of comfy-kitchen's quantized tensors."""
+    """Whether a parameter is one of comfy-kitchen's quantized tensors, by its class's name; False for None."""
     return type(parameter).__qualname__ == QUANTIZED
 
 
 def plain_fields(params: Any) -> tuple[object, ...]:
-    """The values of the fields of a QuantizedTensor's _params that are not tensors."""
+    """The values of those fields of a QuantizedTensor's _params (params) that are not tensors, in the order of the
+    fields: plain data to compare formats by."""
     kind: Any = type(params)
     found: tuple[object, ...] = plain_reader(kind)(params)
     return found
@@ -224,14 +230,17 @@ def plain_fields(params: Any) -> tuple[object, ...]:
 
 @functools.cache
 def plain_reader(kind: type) -> attrgetter[Any]:
-    """A function that returns, for objects of this class, the values of the fields that are not tensors (plain_fields).
-    Every such class has two or more such fields, so that the values are a tuple."""
+    """A function that returns the values of the fields of a dataclass object that are not tensors, as a tuple; see
+    plain_fields. kind: the object's class, which must have at least two such fields, as all of the host's have."""
     return attrgetter(*(field.name for field in fields(kind) if field.name not in TENSORS))
 
 
 def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> StoredWeight:
-    """A layer's QuantizedTensor as a StoredWeight. rounds_to_float8: whether the host rounds the layer's inputs if the
-    weight is in FP8. Raises Refusal for a layout that OneDiff does not support, and for a transposed tensor."""
+    """A layer's QuantizedTensor (weight) as a StoredWeight, over the same memory. Raises Refusal for a layout that
+    OneDiff does not support, for a transposed tensor, and for one with missing or too many scales.
+
+    rounds_to_float8: whether the host rounds the layer's inputs if the weight is in FP8.
+    """
     if type(weight).__module__ != QUANTIZED_MODULE:
         raise Refusal(f"its weights are a {type(weight).__module__}.{QUANTIZED}, {UNSUPPORTED}")
     layout, params = read_layout(weight)
@@ -259,8 +268,11 @@ def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> S
 
 
 def described(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind | None, int]:
-    """The name, kind and rotation of a layout's format; see weights.stored.Format. dtype: of the stored values. params:
-    the tensor's _params."""
+    """(name, kind, rotation) of a quantized tensor's format: its name for users; the eight-bit type in which the host
+    multiplies, None if it decodes first; the group size of ConvRot's rotation, 0 without. See weights.stored.Format.
+
+    layout: the name of the tensor's layout. dtype: of the stored values. params: the tensor's _params.
+    """
     if layout == INT8_LAYOUT:
         rotation = int(params.convrot_groupsize) if params.convrot else 0
         return "INT8 (ConvRot)" if rotation else "INT8", INT8, rotation
@@ -270,8 +282,9 @@ def described(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind |
 
 
 def decoder(layout: Any, params: Any, names: Sequence[str]) -> Decode:
-    """The host's own decoding of this layout, as a weights.stored.Decode. layout: its class. params: the tensor's
-    _params. names: the fields of params that are scales."""
+    """A function decode(values, scales, dtype) that returns the decoded weight in dtype, by the host's own code for
+    this layout; a weights.stored.Decode. layout: the layout's class. params: the tensor's _params. names: the fields of
+    params that are scales, in the order in which decode gets them."""
 
     def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         own = replace(params, orig_dtype=dtype, **dict(zip(names, scales, strict=True)))
@@ -284,11 +297,11 @@ def decoder(layout: Any, params: Any, names: Sequence[str]) -> Decode:
 
 
 def gguf_weight(weight: Any) -> StoredWeight:
-    """A parameter of a GGUF file as a StoredWeight. Raises Refusal if the host has not prepared ("baked") it, as it
-    does when it loads the file."""
+    """A parameter of a GGUF file as a StoredWeight, over the same memory. Raises Refusal if the host has not prepared
+    the parameter yet (its flag `baked`), as it does when it loads the file."""
     name = f"GGUF {weight.gguf_cls.__name__}"
     if not getattr(weight, "baked", False):
-        raise Refusal(f"the WebUI has not finished loading a weight stored as {name} (it is not baked)")
+        raise Refusal(f"the WebUI has not finished loading a weight stored as {name}: load the checkpoint again")
 
     def decode(values: Tensor, scales: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         decoded: Tensor = weight.gguf_cls.dequantize_pytorch(weight.copy_with_data(values))

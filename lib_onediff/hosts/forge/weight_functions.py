@@ -37,14 +37,17 @@ PLACED = frozenset({*CASTS, *(f"prev_{name}" for name in CASTS), "forge_patched_
 
 
 class LayerFunctions:
-    """The weights.scan.FunctionReader for WebUIs of the Forge family."""
+    """Reads the functions that WebUIs of the Forge family apply to the weights of layers, as a
+    weights.scan.FunctionReader."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        """See FunctionReader. Always True, because the WebUI may set the attributes of any layer at any time."""
+        """True: each call must look for functions, because the WebUI may set the attributes of any layer at any time.
+        See FunctionReader."""
         return True
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
-        """See FunctionReader."""
+        """Everything that the functions of these layers compute with now, such as the tensors and strengths of LoRAs,
+        and the indices of the layers with functions. Every call compares it with the last one's. See FunctionReader."""
         parts = Parts(applied_to(layers))
         for index in parts.indices:
             for name in APPLIED_AT_CALL:
@@ -52,8 +55,9 @@ class LayerFunctions:
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
-        """See FunctionReader. Never refuses: a function of an extension is called as it is, and its result is
-        not kept for the next call."""
+        """The functions that the host applies to this layer's weight and bias: as LoRA updates if there is nothing but
+        plain LoRAs on the weight. Never raises Refusal: a function of an extension is called as it is, and its result
+        is not kept for the next call. See FunctionReader."""
         own: Any = layer.__dict__
         on_weight: list[Any] = list(own.get(WEIGHT_FUNCTION) or ())
         on_bias: list[Any] = list(own.get(BIAS_FUNCTION) or ())
@@ -73,8 +77,8 @@ class LayerFunctions:
 
 
 def patches_of(function: Any) -> list[Any] | None:
-    """The patches that one of the WebUI's own functions applies now; None for a function of an extension. The WebUI's
-    have attributes patches and key, or patch."""
+    """The list of patches that one of the WebUI's own functions applies now, which is recognised by its attributes
+    patches and key, or patch. None for any other function, such as an extension's, and for one without patches."""
     by_key = getattr(function, "patches", None)
     key = getattr(function, "key", None)
     found = by_key.get(key) if isinstance(by_key, Mapping) else getattr(function, "patch", None)
@@ -82,13 +86,13 @@ def patches_of(function: Any) -> list[Any] | None:
 
 
 def is_patch(value: Any) -> bool:
-    """Whether a value has the form of one of the WebUI's patches."""
+    """Whether a value has the form of one of the WebUI's patches: a list or tuple of PARTS_OF_A_PATCH or more."""
     return isinstance(value, (list, tuple)) and len(value) >= PARTS_OF_A_PATCH
 
 
 def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype to which these layers cast their parameters, which is `dtype`, that of their inputs; None if one of
-    them does not cast. See Casts.to.
+    """The dtype to which the host casts the parameters of these layers for inputs of this dtype: `dtype` itself if all
+    of them cast; None if any does not. See Casts.to.
 
     In a network with weights in few bits, the norms' parameters may be in float32, and are not cast: the host
     multiplies by them in float32 and rounds the product once. Such norms do not count here. Casting their parameters to
@@ -99,18 +103,19 @@ def cast_to_input(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtyp
 
 
 def has_only_vectors(layer: nn.Module) -> bool:
-    """Whether all parameters of a layer are vectors, as a norm's are."""
+    """Whether all parameters of a layer are vectors (one dimension), as a norm's are; True without parameters."""
     return all(one is None or one.dim() == 1 for one in layer._parameters.values())
 
 
 def casts(layer: nn.Module) -> bool:
-    """Whether a layer casts its parameters at each use."""
+    """Whether the host casts a layer's parameters to the dtype of its input at each use, by the flags in CASTS or the
+    layer's class."""
     return any(getattr(layer, name, False) for name in CASTS) or type(layer).__qualname__ in ALWAYS_CAST
 
 
 def applied_to(layers: Sequence[nn.Module]) -> list[int]:
-    """The indices of the layers with functions or patches. Most often there are none; that takes a tenth of a
-    millisecond for SDXL."""
+    """The indices of those layers whose attributes have functions or patches. Every call runs this: most often there
+    are none, and finding that out takes a tenth of a millisecond for SDXL."""
     states = [layer.__dict__ for layer in layers]
     return [
         index for index, state in enumerate(states)
@@ -119,8 +124,8 @@ def applied_to(layers: Sequence[nn.Module]) -> list[int]:
 
 
 def add_parts(value: Any, parts: Parts) -> None:
-    """Add everything that a value in a layer's attribute consists of: its numbers and names to parts.facts, its tensors
-    to parts.tensors, functions and other objects to parts.objects."""
+    """Add everything that a value in a layer's attribute consists of to `parts`, in place: numbers, names and lengths
+    to parts.facts, tensors to parts.tensors, functions and other objects to parts.objects."""
     kind = type(value)
     if kind in VALUE_TYPES:
         parts.facts.append(value)
@@ -142,11 +147,11 @@ def add_parts(value: Any, parts: Parts) -> None:
 
 
 def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
-    """The plain LoRA that a patch adds to a weight; None for any other patch, and for a patch that also changes the
-    weight itself.
+    """The plain LoRA that a patch adds to a weight. None for any other patch, such as DoRA or LoHa, and for one that
+    also scales the weight itself.
 
-    weight: the layer's. It may be stored in few bits; of such a weight, only the shape is read, which is that of the
-        decoded weight.
+    patch: see the module's docstring. weight: the layer's; only its shape is read, which is that of the decoded weight
+    if it is stored in few bits.
     """
     strength, value, strength_of_model, offset, function = patch[:PARTS_OF_A_PATCH]
     if strength_of_model != 1.0 or function is not None:
@@ -173,7 +178,8 @@ def low_rank_update(patch: Sequence[Any], weight: Any) -> LowRankUpdate | None:
 
 
 def merging(patches: Sequence[Any]) -> Change:
-    """A function of a parameter that returns it with these patches applied, as Forge does at each use."""
+    """A function that returns a given parameter with these patches applied, by Forge's own code, as Forge does at each
+    use. May write to its argument."""
     merge: Any = importlib.import_module("backend.patcher.lora").merge_lora_to_weight
     return lambda weight: merge(
         patches=patches, weight=weight, key="a LoRA on the fly", computation_dtype=weight.dtype
@@ -181,5 +187,6 @@ def merging(patches: Sequence[Any]) -> Change:
 
 
 def composed(functions: Sequence[Callable[[Tensor], Tensor]]) -> Change | None:
-    """A function that applies these functions in turn, each to the result of the one before; None if there are none."""
+    """A function of a parameter that applies these functions in turn, each to the result of the one before; None if
+    there are none."""
     return (lambda parameter: reduce(lambda value, change: change(value), functions, parameter)) if functions else None

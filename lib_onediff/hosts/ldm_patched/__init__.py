@@ -22,7 +22,7 @@ def release() -> str:
 
 
 class LdmPatched(Forge):
-    """The adapter; see Forge."""
+    """The adapter of reForge and Forge Classic: Forge's, for the Python modules of these WebUIs."""
 
     name = "ldm_patched"
     networks = (
@@ -39,22 +39,23 @@ class LdmPatched(Forge):
     sampling = "modules_forge.forge_sampler"
 
     def kind_of(self, checkpoint: Any) -> str:
-        """See WebUI. Every checkpoint has the same class here; the class of its model names the kind."""
+        """The name for users of a checkpoint's model, also of one that OneDiff does not serve: "SDXL". It comes from
+        the class of the model in the checkpoint, because all checkpoints have the same class here. See WebUI."""
         return name_of_model(type(getattr(patcher_of(checkpoint), "model", checkpoint)).__name__)
 
     def selected_checkpoint(self) -> Any:
-        """See Forge."""
+        """The checkpoint that the user has selected. Loads it if it is not loaded yet. See Forge."""
         from modules import sd_models
 
         return sd_models.model_data.get_sd_model()
 
     def vae_attention(self, decoder: Any) -> Any:
-        """See Forge."""
+        """The function with which a VAE's decoder computes attention. See Forge."""
         # Each attention block of the VAE keeps the function that was chosen when the block was made.
         return decoder.mid.attn_1.optimized_attention
 
     def loads_at_start(self) -> bool:
-        """See WebUI."""
+        """Whether the WebUI loads a checkpoint when it starts, rather than with the first image. See WebUI."""
         # reForge does so with every command line, Classic never.
         return self.release.startswith("reForge")
 
