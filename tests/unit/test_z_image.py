@@ -144,7 +144,7 @@ def test_units_name_every_layer_once() -> None:
     (IN_CALL, {"joint_attention_kwargs": {"scale": 0.5}}, "passes joint_attention_kwargs"),
     (IN_CALL, {"x": call(8, 8)["x"][:1] + call()["x"][:1]}, "several sizes"),
     (IN_CALL, {"t": torch.ones(2, dtype=torch.float64)}, "float32"), (IN_CALL, call(7, 10), "patches of 2"),
-    (IN_CALL, call(6, 82), "longer than"), (IN_CALL, call(tokens=(5, 699)), "longer than"),
+    (IN_CALL, call(6, 82), "larger than this model"), (IN_CALL, call(tokens=(5, 699)), "larger than this model"),
     (IN_CALL, {"cap_feats": [torch.ones(3, 5)] * 2}, "the prompt (shape"),
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
