@@ -1,4 +1,6 @@
-"""Describes a network's leaf modules (core.leaves), and makes sure that no parameter of the network is overlooked."""
+"""Describes a network's layers (core.leaves) for a layout, and makes sure that no parameter of the network is
+overlooked.
+"""
 from __future__ import annotations
 
 import functools
@@ -19,19 +21,21 @@ PADDING_MODES = {"zeros": False, "circular": True}
 
 
 class HostLayers:
-    """Layer classes of hosts that LeafReader accepts in place of torch's layer of the same name: they compute the same,
-    from parameters of the same names, and may only cast to float32 and back. Each host's package registers its own with
-    take() when it is imported."""
+    """The hosts' own layer classes, such as Forge's Linear, that LeafReader accepts in place of torch's layer of the
+    same
+    name: they compute the same, from parameters of the same names, but may cast to float32 and back. Each host's
+    package registers its classes with take() when it is imported."""
 
     def __init__(self) -> None:
         self._classes: set[tuple[str, str]] = set()
 
     def take(self, package: str, *classes: str) -> None:
-        """Register classes. package: the host's, such as "backend". classes: their qualified names."""
+        """Register classes. package: the first part of their Python modules' names, such as "backend". classes: their
+        qualified names within the Python module, such as "ForgeOperations.Linear"."""
         self._classes.update((package, name) for name in classes)
 
     def has(self, kind: type) -> bool:
-        """Whether a class is registered."""
+        """Whether this class is registered, by its package and its qualified name."""
         return (package(kind.__module__), kind.__qualname__) in self._classes
 
 
@@ -39,11 +43,11 @@ HOST_LAYERS = HostLayers()
 
 
 class LeafReader:
-    """Reads a network's modules into the descriptions that its layout consists of.
+    """Reads the modules of one network into the descriptions that its layout consists of.
 
-    A reader of a network calls a method for each module: linear(), rms_norm() and so on return its description, or
-    raise Refusal if the module computes something else. They also claim the module's parameters; at the end,
-    refuse_unclaimed() raises Refusal if any parameter is left, since our forward would ignore it.
+    A layout reader calls a method for each module: linear(), rms_norm() and so on return its description, or raise
+    Refusal if the module computes something else. They also claim the module's parameters, which means that our forward
+    uses them; at the end, refuse_unclaimed() raises Refusal if a parameter was never claimed.
 
     network: the module at the top. All modules that are read must be inside of it, and paths are relative to it.
     reads_loras: whether a LoRA of peft around a layer is accepted, because the host's LoraReader adds it to each call.
@@ -57,22 +61,24 @@ class LeafReader:
         self._unclaimed = {name for name, _ in network.named_parameters()}
 
     def path(self, module: nn.Module) -> str:
-        """The module's dotted name within the network."""
+        """The module's dotted name within the network, "" for the network itself. Raises KeyError for a module outside.
+        """
         return self._paths[module]
 
     def kind(self, module: object) -> str:
-        """The name of a module's class if the class is torch's or from the network's package, such as "ResBlock".
+        """The name of a module's class, such as "ResBlock", by which layout readers tell modules apart.
 
-        Otherwise the full name with its Python module, which matches no name that a reader expects: an extension may
-        define a class of the same name.
+        For a class that is neither torch's nor from the network's package: the full name with the Python module, which
+        equals no name that a reader expects. An extension may define a class of the same name.
         """
         kind = type(module)
         known = package(kind.__module__) in self._packages and is_genuine(kind)
         return kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
 
     def require(self, module: Any, **wanted: Any) -> None:
-        """Raise Refusal unless the module has these values in its attributes of these names: require(block,
-        upsample=None). The Refusal names the first attribute that differs, and its value."""
+        """Raise Refusal unless the attributes of these names have these values: require(block, upsample=None). The
+        Refusal names the first attribute that differs, and its value. Raises AttributeError if an attribute is missing.
+        """
         odd = next((name for name, value in wanted.items() if getattr(module, name) != value), None)
         if odd is not None:
             raise self.unknown(module, f"its {odd} is {getattr(module, odd)!s:.40}".partition("\n")[0])
@@ -85,25 +91,27 @@ class LeafReader:
                 raise self.unknown(module, f"expected {kind}")
 
     def refuse_unclaimed(self) -> None:
-        """Raise Refusal if the network has parameters that no description covers, such as an adapter's: our forward
-        would ignore them. A reader calls this last. The Refusal has their number and one of them as an example."""
+        """Raise Refusal if the network has parameters that were neither claimed nor left, such as an adapter's: our
+        forward would ignore them. A layout reader calls this last. The Refusal has their number and one of their names.
+        """
         if self._unclaimed:
             example = min(self._unclaimed)
             raise Refusal(f"{len(self._unclaimed)} parameters that OneDiff does not know, such as {example}")
 
     def leave(self, module: nn.Module | None) -> None:
-        """Mark a module's parameters as known but unused by our forward: each call brings the functions that use them,
-        or nothing uses them now. None, and a module outside the network, is ignored."""
+        """Take all parameters of a module, and of modules within it, off the list that refuse_unclaimed() checks,
+        though our forward does not read them: a call brings the functions that use them, or nothing uses them now. Does
+        nothing for None, or for a module outside the network."""
         if module is not None and module in self._paths:
             self._unclaimed -= {f"{self.path(module)}.{name}" for name, _ in module.named_parameters()}
 
     def layers(
         self, readers: Mapping[str, Callable[[Any, LeafReader], Any]], modules: Iterable[Any]
     ) -> tuple[Any, ...]:
-        """The descriptions of modules, in order. Skips None and nn.Identity, which compute nothing.
+        """The descriptions of modules, in order, without None and nn.Identity, which compute nothing.
 
-        readers: for each kind (see kind) that may occur, the function of module and LeafReader that describes it.
-        Raises Refusal for any other kind.
+        readers: for each kind() that may occur, the function that returns the description, given the module and this
+            LeafReader. Raises Refusal for any other kind, and what these functions raise.
         """
         found = []
         for module in modules:
@@ -115,13 +123,13 @@ class LeafReader:
         return tuple(found)
 
     def linear(self, module: Any) -> Linear:
-        """The description of an nn.Linear, of a host's linear layer, or of a 1x1 convolution, which is a linear layer
-        over the channels. Raises Refusal for any other module."""
+        """The description of an nn.Linear, of a host's linear layer, or of a 1x1 nn.Conv2d, which is a linear layer
+        over the channels. Claims weight and bias. Raises Refusal for any other module."""
         layer = self._within(module)
         if isinstance(layer, nn.Conv2d):
             pointwise = self.convolution(module)
             if (pointwise.kernel, pointwise.stride, pointwise.padding) != (1, 1, 0):
-                raise self.unknown(module, "a convolution of another size was expected to be 1x1")
+                raise self.unknown(module, "expected a 1x1 convolution")
             return Linear(pointwise.path, pointwise.in_channels, pointwise.out_channels)
         if not is_linear(layer):
             raise self.unknown(layer, "expected a linear layer")
@@ -130,8 +138,8 @@ class LeafReader:
         return Linear(self.path(module), in_features, out_features)
 
     def convolution(self, module: Any) -> Convolution:
-        """The description of an nn.Conv2d. Raises Refusal unless it is square, undilated and in one group, and is
-        padded by a number of pixels with zeros or with the opposite edges (PADDING_MODES)."""
+        """The description of an nn.Conv2d. Claims weight and bias. Raises Refusal unless it is square, undilated and in
+        one group, and is padded by a number of pixels with zeros or with the opposite edges (PADDING_MODES)."""
         layer = self._within(module)
         if not isinstance(layer, nn.Conv2d):
             raise self.unknown(layer, "expected a 2D convolution")
@@ -149,47 +157,50 @@ class LeafReader:
         )
 
     def group_norm(self, module: Any) -> GroupNorm:
-        """The description of an nn.GroupNorm. Raises Refusal for any other module, and for one without weight and
-        bias."""
+        """The description of an nn.GroupNorm, whose weight and bias it claims. Raises Refusal for any other module, and
+        for one without weight and bias."""
         if not isinstance(module, nn.GroupNorm) or not module.affine:
             raise self.unknown(module, "expected a group norm with weight and bias")
         self._claim(module)
         return GroupNorm(self.path(module), module.num_channels, module.num_groups, module.eps)
 
     def layer_norm(self, module: Any) -> LayerNorm:
-        """The description of an nn.LayerNorm over the last dimension. Raises Refusal for any other module, and for one
-        without weight."""
+        """The description of an nn.LayerNorm, which is taken to run over the last dimension. Claims its weight and
+        bias. Raises Refusal for any other module, and for one without weight."""
         if not isinstance(module, nn.LayerNorm) or not module.elementwise_affine:
             raise self.unknown(module, "expected a layer norm with weight")
         self._claim(module)
         return LayerNorm(self.path(module), module.normalized_shape[-1], module.eps)
 
     def rms_norm(self, module: Any) -> RMSNorm:
-        """The description of torch's RMSNorm, or of a host's class of that name. Raises Refusal for any other module,
-        and for one without weight or with a bias. If the module has an attribute `add` that is True, it multiplies by 1
-        + weight."""
+        """The description of torch's RMSNorm, or of a host's class of that name, whose weight it claims. A module whose
+        attribute `add` is True multiplies by 1 + weight. Raises Refusal for any other module, and for one without
+        weight or with a bias."""
         plus_one = getattr(module, "add", False)
         has_bias = getattr(module, "bias", None) is not None
         is_known = module.weight is not None and not has_bias and plus_one in (True, False)
         if type(module).__name__ != "RMSNorm" or not is_known:
-            raise self.unknown(module, "expected a root mean square norm with weight")
+            raise self.unknown(module, "expected an RMS norm with a weight and no bias")
         self._claim(module)
         if module.eps is None and not has_float32s_epsilon():
-            raise self.unknown(module, "it has no epsilon, and this torch takes another one for each dtype")
+            raise self.unknown(module, "it has no epsilon, and this PyTorch uses a different one for each dtype")
         eps = torch.finfo(torch.float32).eps if module.eps is None else module.eps
         return RMSNorm(self.path(module), len(module.weight), eps, bool(plus_one))
 
     def adaptive_norm(self, module: Any, width: int) -> AdaptiveNorm:
         """The description of a layer norm over the last dimension, of size `width`, that has neither weight nor bias,
-        because a modulation follows it. Raises Refusal for any other norm."""
+        because a modulation follows it. There is nothing to claim. Raises Refusal for a norm with weight or bias, or of
+        another size; the caller has checked the module's class."""
         if module.weight is not None or module.bias is not None or tuple(module.normalized_shape) != (width,):
             raise self.unknown(module, "expected a layer norm without weight")
         return AdaptiveNorm(width, float(module.eps))
 
     def parameter(self, module: Any, name: str) -> FreeParameter:
-        """The description of a parameter that a module has besides its layers, such as a table or a learned token.
-        name: of the module's attribute. Claims this parameter alone. Raises Refusal if the module has none of this
-        name."""
+        """The description of a parameter that belongs to no layer, such as a table or a learned token.
+
+        module: the one that has it. name: of the module's attribute. Claims this parameter alone. Raises Refusal if the
+        module has none of this name.
+        """
         tensor = module._parameters.get(name)
         if tensor is None:
             raise self.unknown(module, f"it has no {name}")
@@ -198,32 +209,38 @@ class LeafReader:
         return FreeParameter(path, tuple(tensor.shape))
 
     def shifted_norm(self, module: Any, weight: str) -> RMSNorm:
-        """The description of an RMS norm that multiplies by 1 + weight in float32 (RMSNorm.as_stored).
+        """The description of an RMS norm that multiplies by 1 + weight in float32 (RMSNorm.as_stored). Claims its
+        parameter.
 
-        The caller has checked the module's class. weight: the name of its parameter.
+        weight: the name of the parameter. Its class is not checked: this is the caller's part. Raises Refusal if there
+        is no such parameter.
         """
         parameter = self.parameter(module, weight)
         return RMSNorm(parameter.path, parameter.shape[0], module.eps, plus_one=True, as_stored=True)
 
     def fused(self, name: str, *modules: Any) -> FusedLinear:
-        """The description of linear layers over the same input, to be computed as one product. name: of the group, by
-        which weights are looked up; it may be any text that no other group of the network has. Raises Refusal if the
-        layers' inputs differ in width."""
+        """The description of linear layers over the same input, which our forward computes as one product. Claims the
+        layers' parameters.
+
+        name: of the group, by which the forward looks up the fused weight; any text that no other group or module of
+            the network has. Raises Refusal if the inputs differ in width, or if a module is no linear layer.
+        """
         members = tuple(self.linear(module) for module in modules)
         if len({member.in_features for member in members}) != 1:
             raise Refusal(f"{name} takes inputs of different widths")
         return FusedLinear(name, members)
 
     def _claim(self, module: nn.Module) -> None:
-        """Claim a layer's weight and bias, and the matrices of a LoRA around it. Any other parameter stays unclaimed.
+        """Claim a layer's weight and bias, so that refuse_unclaimed() accepts them, and the matrices of a LoRA around
+        the layer. Any other parameter of the module stays unclaimed.
 
-        Raises Refusal if the layer's forward may compute something else than torch's.
+        Raises Refusal if the layer has modules inside, no weight or a scaled one, or a forward that is not torch's.
         """
         layer = self._within(module)
         if next(layer.children(), None) is not None:
             raise self.unknown(layer, "it has layers of its own inside")
         if not computes_as_torch(type(layer)):
-            raise self.unknown(layer, "its forward is not the one of torch")
+            raise self.unknown(layer, "it does not compute as PyTorch's layer does")
         if not isinstance(getattr(layer, "weight", None), nn.Parameter):
             raise self.unknown(layer, "it has no weight")
         if getattr(layer, "scale_weight", None) is not None:
@@ -237,8 +254,8 @@ class LeafReader:
                 self.leave(None if part is layer else part)
 
     def _within(self, module: Any) -> Any:
-        """The layer that has the weight and bias: the one inside a LoRA, or the module itself. Raises Refusal for
-        another adapter of peft."""
+        """The layer inside if the module is a LoRA of peft, else the module itself. Raises Refusal for another adapter
+        of peft, and for a LoRA unless reads_loras."""
         if not type(module).__module__.startswith("peft."):
             return module
         if not (self._reads_loras and is_lora(type(module))):
@@ -246,9 +263,10 @@ class LeafReader:
         return layer_within(module)
 
     def unknown(self, module: Any, why: str = "") -> Refusal:
-        """A Refusal for a module that cannot be read. why: what is unusual about it; "" if its class is not known.
+        """A Refusal, for the caller to raise, that names a module and says why it cannot be read.
 
-        If another extension has put a module of its own class there, or above it, the reason names the extension.
+        why: what is unusual about the module; "" if its class is unknown. Then, if another extension has put a module
+            of its own class there or above, the reason names the extension.
         """
         where = self._paths.get(module, "?") if isinstance(module, nn.Module) else "?"
         replaced = None if why else self._foreign_at(where)
@@ -262,8 +280,8 @@ class LeafReader:
         return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}{reason}")
 
     def _foreign_at(self, path: str) -> tuple[str, type] | None:
-        """The first module on the way from the network down to this path that is of a foreign class, neither torch's
-        nor from the network's package: its own path, and the class. None if all classes on the way are known."""
+        """The outermost module on this path whose class is neither torch's nor from the network's package: its own
+        path, and its class. None if there is none. path: a dotted name within the network."""
         kinds = {known: type(module) for module, known in self._paths.items()}
         names = path.split(".")
         for length in range(1, len(names) + 1):
@@ -276,34 +294,34 @@ class LeafReader:
 
 @functools.cache
 def has_float32s_epsilon() -> bool:
-    """Whether this torch's RMS norm without an epsilon uses float32's in narrower dtypes too (other versions use each
-    dtype's own)."""
+    """Whether an RMS norm with eps=None uses float32's epsilon for float16 and bfloat16 too, in this version of torch.
+    Others use each dtype's own epsilon, which a description cannot hold. Measured once, by a small norm on the CPU."""
     small = torch.full((1,), 2.0**-4, dtype=torch.bfloat16, device="cpu")
     return torch.equal(functional.rms_norm(small, (1,)), torch.ones_like(small))
 
 
 def computes_as_torch(kind: type) -> bool:
-    """Whether a layer class's forward is torch's own, or that of a class in HOST_LAYERS: its own, or inherited. False
-    if a derived class overrides it."""
+    """Whether a layer class's forward, its own or the one that it inherits, was defined by torch or by a class in
+    HOST_LAYERS. False for an extension's class that overrides it."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
     return HOST_LAYERS.has(owner) or (package(owner.__module__) == "torch" and is_genuine(owner))
 
 
 def is_linear(layer: Any) -> bool:
-    """Whether a layer is an nn.Linear, or of a class Linear in HOST_LAYERS, which need not be derived from it."""
+    """Whether a layer is an nn.Linear, or a host's Linear (HOST_LAYERS), which may not be derived from nn.Linear."""
     kind = type(layer)
     return isinstance(layer, nn.Linear) or (kind.__name__ == "Linear" and HOST_LAYERS.has(kind))
 
 
 def is_class(kind: type, module: str, *names: str) -> bool:
-    """Whether a class is the one that this Python module defines under one of these names: the same object, not another
-    class that has the same name."""
+    """Whether a class is the one that a Python module defines under one of these names: the same object, not another
+    class with the same name. module: the Python module's full name."""
     return kind.__module__ == module and kind.__qualname__ in names and is_genuine(kind)
 
 
 def is_genuine(kind: type) -> bool:
-    """Whether a class is the object that its Python module has under its name, not another class that claims the
-    name."""
+    """Whether the Python module from which a class says it comes has this class under this name. False for a class that
+    only claims the name, as some extensions' do, and for one that is defined inside a function."""
     found: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
         found = getattr(found, name, None)

@@ -21,9 +21,9 @@ from .z_image.family import ZImages
 
 
 class Families:
-    """The families of denoising networks that are served.
+    """The families of denoising networks that OneDiff serves, and the readers of all hosts' modules.
 
-    families: all of them. One of their readers, or one registered later by a host, reads each network.
+    families: one object of each. Attribute all: the same.
     """
 
     def __init__(self, families: Iterable[Family]) -> None:
@@ -36,32 +36,34 @@ class Families:
         self._readers.append(reader)
 
     def usual_sizes(self, model: str | None = None) -> tuple[UsualSizes, ...]:
-        """The usual sizes for the model of this name (Layout.model_name), such as "SDXL refiner"; of all models if the
-        name is None or unknown."""
+        """The usual image sizes to offer for a model, by its Layout.model_name, such as "SDXL refiner"; those of all
+        models if the name is None or unknown. Never empty."""
         every = tuple(sizes for family in self.all for sizes in family.usual_sizes)
         return tuple(sizes for sizes in every if (model or "").startswith(sizes.models)) or every
 
     def read(self, module: nn.Module) -> Any:
-        """The layout of a network, read from its module tree. Raises Refusal if no reader knows the network."""
-        return read(module, "network", self._readers)
+        """The layout of a network, read from its module tree by the first reader that accepts it. Raises Refusal if
+        none does, or if the network is built in an unknown way."""
+        return read_by_first(module, "network", self._readers)
 
     def of(self, layout: Any) -> Family:
-        """The family of a layout, by the layout's class."""
+        """The family to which a layout belongs, by the layout's class. Every layout that read() returns has one."""
         return next(family for family in self.all if isinstance(layout, family.layout))
 
     def output(self, layout: Any, weights: Weights, ops: Operators, call: Call) -> Tensor:
-        """See Family.output."""
+        """The output of a call by the forward of the layout's family; see core.family.Family.output."""
         return self.of(layout).output(layout, weights, ops, call)
 
     def units(self, layout: Any, call: Call) -> list[tuple[str, ...]]:
-        """See Family.units."""
+        """The names of the layers whose weights a call reads, in groups, in the order in which the forward of the
+        layout's family reads them; see core.family.Family.units."""
         return self.of(layout).units(layout, call)
 
 
 class DecoderFamilies:
-    """The families of VAE decoders and encoders that are served.
+    """The families of VAEs that OneDiff serves, and the readers of all hosts' decoders and encoders.
 
-    families: all of them.
+    families: one object of each. Attribute all: the same.
     """
 
     def __init__(self, families: Iterable[DecoderFamily]) -> None:
@@ -69,20 +71,21 @@ class DecoderFamilies:
         self._readers = [reader for family in self.all for reader in family.readers]
 
     def take_reader(self, reader: LayoutReader) -> None:
-        """See Families.take_reader."""
+        """Register a reader of one host's decoders or encoders. The host's package calls this when it is imported."""
         self._readers.append(reader)
 
     def read(self, decoder: nn.Module) -> Any:
         """The layout of a VAE's decoder or encoder, read from its module tree. Raises Refusal for one that no reader
         knows, such as a tiny autoencoder, or with unknown parameters, such as a decoder that takes a mask."""
-        return read(decoder, "VAE decoder", self._readers)
+        return read_by_first(decoder, "VAE decoder", self._readers)
 
     def of(self, layout: Any) -> DecoderFamily:
-        """The family of a layout, by the layout's class."""
+        """The family to which a layout belongs, by the layout's class. Every layout that read() returns has one."""
         return next(family for family in self.all if isinstance(layout, family.layout))
 
     def output(self, layout: Any, weights: Weights, ops: Operators, latent: Tensor, *how: Any) -> Tensor:
-        """See DecoderFamily.output. how: its arguments after the latent."""
+        """The image of a latent, or the latent's mean and log variance for an image if the layout is an encoder's, by
+        the forward of the layout's family. how: the arguments of core.family.DecoderFamily.output after the latent."""
         return self.of(layout).output(layout, weights, ops, latent, *how)
 
 
@@ -91,12 +94,12 @@ FAMILIES = Families((UNets(), Animas(), Krea2s(), ZImages()))
 DECODERS = DecoderFamilies((Autoencoders(),))
 
 
-def read(module: nn.Module, what: str, readers: Iterable[LayoutReader]) -> Any:
-    """The layout of a module, by the first reader whose `matches` returns True for it (core.family.LayoutReader). what:
-    the kind of module, for users.
+def read_by_first(module: nn.Module, what: str, readers: Iterable[LayoutReader]) -> Any:
+    """The layout of a module, by the first reader whose `matches` returns True for it (core.family.LayoutReader).
 
-    Raises Refusal if no reader matches, or if the module lacks a submodule that the reader expects. An exception that
-    our own code has raised is a fault of ours, and is raised as it is.
+    what: the kind of module in words for the Refusal, such as "network". Raises Refusal if no reader matches, or if the
+    module lacks a submodule that the reader expects. An exception from our own code is a fault of ours, and is not
+    turned into a Refusal.
     """
     kind = type(module)
     try:
@@ -104,16 +107,16 @@ def read(module: nn.Module, what: str, readers: Iterable[LayoutReader]) -> Any:
             if matches(module):
                 return reader(module)
     except (AttributeError, IndexError, TypeError, ValueError) as error:
-        if not is_torchs(error):
+        if not was_raised_by_torch(error):
             raise
         # A submodule is missing that every network of this class has: it was changed.
         raise Refusal(f"this {kind.__name__} is built in a way that OneDiff does not know ({error})") from error
     raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a {what} that OneDiff knows")
 
 
-def is_torchs(error: BaseException) -> bool:
-    """Whether an exception was raised in torch's code, as nn.Module does for a missing submodule (AttributeError) and
-    nn.ModuleList for a missing index (IndexError)."""
+def was_raised_by_torch(error: BaseException) -> bool:
+    """Whether torch's own code raised an exception, by the innermost frame of its traceback. nn.Module does so for a
+    missing submodule (AttributeError), and nn.ModuleList for a missing index (IndexError)."""
     where = error.__traceback__
     while where is not None and where.tb_next is not None:
         where = where.tb_next

@@ -30,8 +30,10 @@ class RotaryAxes:
 
 
 def rotary_of(axes: RotaryAxes, positions: Tensor) -> Rotary:
-    """The rotary embedding of tokens at these positions: (tokens, axes), or (batch, tokens, axes) if they differ from
-    row to row of the batch. Its cosines and sines are float32."""
+    """The rotary embedding of tokens at given positions, rounded as the host rounds it. Cosines and sines are float32.
+
+    positions: (tokens, axes), or (batch, tokens, axes) if they differ from row to row of the batch; any number type.
+    """
     wide = at_least_float32(axes.frequencies)
     angles = []
     for axis, (width, theta) in enumerate(zip(axes.widths, axes.thetas, strict=True)):
@@ -42,7 +44,8 @@ def rotary_of(axes: RotaryAxes, positions: Tensor) -> Rotary:
 
 
 def frequencies_of(axes: RotaryAxes, width: int, theta: float, device: torch.device) -> Tensor:
-    """The frequencies of one axis, (width / 2,), from the highest to the lowest."""
+    """The frequencies of one axis in axes.frequencies' dtype, (width / 2,), from 1 down to nearly 1 / theta. width,
+    theta: those of the axis in `axes`."""
     wide = at_least_float32(axes.exponents)
     exponents = (torch.arange(0, width, 2, dtype=wide, device=device) / width).to(axes.exponents)
     frequencies: Tensor = 1.0 / theta ** exponents.to(axes.frequencies)
@@ -50,12 +53,13 @@ def frequencies_of(axes: RotaryAxes, width: int, theta: float, device: torch.dev
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of a dtype are multiplied: float64 stays, all others are widened to float32."""
+    """The dtype in which to multiply numbers of this dtype: float64 for float64, float32 for all others."""
     return dtype if dtype == torch.float64 else torch.float32
 
 
 def image_positions(rows: int, columns: int, device: torch.device, first: int = 0) -> Tensor:
-    """The positions of an image's patches, int64 (rows * columns, 3), row by row. Each is (first, row, column)."""
+    """The positions of an image's patches, int64 (rows * columns, 3), row by row. Each is (first, row, column). first:
+    the position on the first axis, which is the same for all patches of one image."""
     down = torch.arange(rows, dtype=torch.int64, device=device)[:, None].expand(rows, columns)
     across = torch.arange(columns, dtype=torch.int64, device=device)[None].expand(rows, columns)
     return torch.stack([torch.full_like(down, first), down, across], dim=-1).flatten(0, 1)

@@ -45,31 +45,34 @@ Block = TypeVar("Block")
 
 
 def patch_grid(height: int, width: int, patch: int) -> tuple[int, int]:
-    """How many rows and columns of patches cover a latent of this size."""
+    """The numbers of rows and columns of patches that cover a latent of this size, partly filled ones included. patch:
+    the side of a patch in latent pixels."""
     return -(-height // patch), -(-width // patch)
 
 
 def padded_to_patches(latent: Tensor, patch: int) -> Tensor:
     """A latent (batch, channels, height, width), padded on the right and below until its sides are multiples of
-    `patch`. The padding is circular, as in the hosts: it repeats the opposite edge."""
+    `patch`, the side of a patch. The padding is circular, as in the hosts: it repeats the opposite edge."""
     height, width = latent.shape[-2:]
     return functional.pad(latent, (0, -width % patch, 0, -height % patch), mode="circular")
 
 
 def first_residual(tokens: Tensor) -> Residual:
-    """Tokens as the residual that enters the first block. Tokens in float16 are widened to float32: the sums of many
-    layers would overflow in float16, or be rounded too much."""
+    """The Residual that enters the first block, made of the tokens (batch, tokens, width). Tokens in float16 are
+    widened to float32: the sums of many layers would overflow in float16, or be rounded too much. Tokens in other
+    dtypes are not copied, so operators may write into them."""
     return Residual(tokens.float() if tokens.dtype == torch.float16 else tokens)
 
 
 def deepest_cut(blocks: Sequence[object]) -> int:
-    """The largest depth of a cut (core.family.Family.deepest): a cached step leaves out at least one block."""
+    """The largest depth at which DeepCache can cut these blocks: a cached step leaves out at least one. 0 if it cannot
+    cut them."""
     return max(0, len(blocks) - 1)
 
 
 def blocks_read(blocks: Sequence[Block], cut: Cut | None) -> Sequence[Block]:
-    """The blocks that a call computes: all of them; or only the first cut.depth if the call reads the others' sum from
-    an earlier call (cut.reads)."""
+    """The blocks whose weights a call reads: all without a cut and in a full pass; in a cached pass (cut.reads), only
+    the first cut.depth, but at most deepest_cut()."""
     if cut is None or not cut.reads:
         return blocks
     return blocks[:min(cut.depth, deepest_cut(blocks))]
@@ -79,7 +82,9 @@ def through_blocks(
     ops: Operators, residual: Residual, blocks: Sequence[Block], cut: Cut | None,
     through: Callable[[Residual, int, Block], Residual],
 ) -> Residual:
-    """The residual after the last block. through(residual, index, block) returns the residual after one block.
+    """The residual after the last block, with the cached pass or the full pass of DeepCache if the call is cut.
+
+    through(residual, index, block): returns the residual after one block.
 
     cut: None computes every block. Otherwise the first cut.depth blocks are computed in any case. If cut.reads, the sum
     of what the other blocks added at an earlier call is read from cut.memory and added; else they are computed, and
@@ -109,11 +114,11 @@ def through_blocks(
 class TransformerLayers:
     """Computes the layers of a transformer from their descriptions (core.leaves).
 
-    weights, ops: the network's weights and the backend's operators. upcast_attention: compute attention scores in
+    weights, ops: the network's weights and the device's operators. upcast_attention: compute attention scores in
         float32.
 
     Tokens are (batch, tokens, width). Rows are the same tokens as one operator leaves them for the next: a tensor, or
-    already quantized for the linear layer that reads them, which is then an argument (consumer).
+    already quantized for the linear layer that reads them. That layer is then an argument, consumer.
 
     A lookup in weights may cast a stored weight, so no method keeps what it has looked up. A matrix is looked up at
     most twice in a row: by the operator before its product, for the scales of that product, and by the product.
@@ -129,7 +134,8 @@ class TransformerLayers:
     ) -> tuple[Residual, Rows]:
         """The residual, and its norm as Rows for the linear layer that reads them (consumer).
 
-        Use the returned residual from here on: the norm may have computed a sum that the given one had deferred.
+        modulation: scales and shifts the norm's output; None for none. Use the returned residual from here on, not the
+        given one: the norm may have computed a sum that the given one had deferred.
         """
         layer = None if isinstance(norm, AdaptiveNorm) else self.weights[norm.path]
         return self.ops.residual_norm(residual, layer, norm, self._weights_of(consumer), modulation)
@@ -137,36 +143,45 @@ class TransformerLayers:
     def add(
         self, residual: Residual, x: Rows, layer: Linear, gate: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Residual:
-        """residual + gate * norm(linear(x)). gate: (batch, width). Without gate or norm, that factor or norm is left
-        out. The given residual must not be used afterwards: the operator may write into it."""
+        """residual + gate * norm(linear(x)), where linear is this layer; without gate or norm, that part is left out.
+
+        gate: (batch, width). The sum may be deferred to the next norm. The given residual must not be used afterwards:
+        the operator may write into it.
+        """
         weighted = None if norm is None else self._weighted(norm)
         return self.ops.add_linear(residual, x, self._weights_of(layer), gate, weighted)
 
     def linear(self, x: Rows, layer: Linear | FusedLinear) -> Tensor:
-        """The output of a linear layer, or of a group of fused ones, side by side in the last dimension."""
+        """The output of a linear layer, (batch, tokens, out); of a group of fused ones, the outputs side by side in the
+        last dimension."""
         return self.ops.linear(x, self._weights_of(layer))
 
     def activated_linear(self, x: Rows, layer: Linear, activation: Activation, consumer: Linear) -> Rows:
-        """activation(linear(x)), the first half of a feed-forward layer, as Rows for its second half (consumer)."""
+        """activation(linear(x)), the first half of a feed-forward layer, as Rows for its second linear layer
+        (consumer).
+        """
         return self.ops.activated_linear(x, self._weights_of(layer), activation, self._weights_of(consumer))
 
     def gated_linear(self, x: Rows, layer: Linear | FusedLinear, unit: GatedUnit, consumer: Linear) -> Rows:
-        """The first half of a feed-forward layer with a gated unit, such as SwiGLU, as Rows for its second half
-        (consumer)."""
+        """The first half of a feed-forward layer with a gated unit such as SwiGLU, as Rows for its second linear layer
+        (consumer). layer: computes both the gate and the value. unit: how they are combined."""
         return self.ops.gated_linear(x, self._weights_of(layer), unit, self._weights_of(consumer))
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: Linear) -> Rows:
-        """x * sigmoid(gate), both (batch, tokens, width), as Rows for the linear layer that reads them (consumer)."""
+        """x * sigmoid(gate), both (batch, tokens, width), as Rows for the linear layer that reads the product
+        (consumer).
+        """
         return self.ops.sigmoid_gated(x, gate, self._weights_of(consumer))
 
     def self_attention(
         self, attention: SelfAttention, normed: Rows, rotary: Rotary | None = None, mask: Tensor | Filled | None = None
     ) -> Rows:
-        """The attention's output before its last linear layer (attention.out): Rows of (batch, tokens, heads * head
-        width).
+        """The output of a self attention before its last linear layer (attention.out), which the caller applies: Rows
+        of (batch, tokens, heads * head width).
 
-        rotary: rotates queries and keys after their head norms. mask: see Operators.attention. If attention.gated,
-        query_key_value computes a gate too, whose sigmoid multiplies the output here.
+        normed: the block's tokens after their norm. rotary: rotates queries and keys after their head norms; None for
+        no rotation. mask: the tokens to attend to, as in Operators.attention; None for all. If attention.gated, the
+        projection computes a gate too, whose sigmoid multiplies the output.
         """
         projected = self.linear(normed, attention.query_key_value)
         gate: Tensor | None = None
@@ -185,8 +200,12 @@ class TransformerLayers:
     def cross_attention(
         self, attention: CrossAttention, normed: Rows, context: Tensor, mask: Tensor | None = None
     ) -> Tensor:
-        """As self_attention, with keys and values computed from the context, (batch, tokens, context width), and
-        without rotation. normed: the tokens of the queries."""
+        """The output of a cross attention before its last linear layer (attention.out), which the caller applies:
+        (batch, tokens, heads * head width).
+
+        normed: the tokens of which queries are made. context: (batch, context tokens, context width), of which keys and
+        values are made. mask: the context's tokens to attend to, as in Operators.attention; None for all.
+        """
         query_norm, key_norm = self._head_norms(attention)
         projected = self.linear(normed, attention.query)
         [query] = self.ops.split_heads(projected, (Heads(attention.heads, query_norm),))
@@ -195,12 +214,14 @@ class TransformerLayers:
         return self.attend(query, key, value, mask)
 
     def heads(self, projected: Tensor, number: int) -> Tensor:
-        """(batch, tokens, number * head width) -> (batch, number, tokens, head width), without norm or rotation."""
+        """A projection split into `number` heads, without norm or rotation: (batch, tokens, number * head width) ->
+        (batch, number, tokens, head width)."""
         [heads] = self.ops.split_heads(projected, (Heads(number),))
         return heads
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | Filled | None = None) -> Tensor:
-        """Softmax attention: (batch, heads, tokens, head width) each -> (batch, tokens, heads * head width)."""
+        """Softmax attention, with the heads joined: (batch, heads, tokens, head width) each -> (batch, tokens, heads *
+        head width). mask: as in Operators.attention; None to attend to all."""
         mixed = self.ops.attention(query, key, value, self.upcast_attention, mask)
         return mixed.transpose(1, 2).flatten(2)
 
@@ -214,9 +235,9 @@ class TransformerLayers:
         return self._weighted(query_norm), self._weighted(key_norm)
 
     def _weighted(self, norm: RMSNorm) -> WeightedNorm:
-        """A norm as operators take it: with its weight."""
+        """An RMS norm as operators take it: its weights, and its description."""
         return self.weights[norm.path], norm
 
     def _weights_of(self, layer: Linear | FusedLinear) -> LayerWeights:
-        """The weights of a linear layer by its path, or of a group of fused ones by its name."""
+        """The weights of a linear layer, looked up by its path; those of a group of fused ones, by the group's name."""
         return self.weights[layer.name if isinstance(layer, FusedLinear) else layer.path]

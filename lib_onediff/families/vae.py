@@ -28,7 +28,8 @@ HALVES = ("Decoder", "Encoder")
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """As the UNet's residual block, but without a time embedding between the convolutions."""
+    """Two convolutions, each after a group norm with SiLU, whose output is added to the block's input. skip: a 1x1
+    convolution over the input in that sum; None adds the input as it is."""
 
     in_norm: GroupNorm
     in_convolution: Convolution
@@ -39,8 +40,8 @@ class ResidualBlock:
 
 @dataclass(frozen=True)
 class PixelAttention:
-    """A self attention among all pixels, after a group norm, added to the image. projections: to queries, keys and
-    values."""
+    """A self attention among all pixels, after a group norm; the output is added to the image. projections: the linear
+    layers of queries, of keys and of values."""
 
     norm: GroupNorm
     projections: tuple[Linear, ...]
@@ -57,6 +58,7 @@ class DecoderLayout(Layout):
     """A decoder: a convolution, layers in sequence, a group norm with SiLU, and a convolution.
 
     An encoder has the same structure: it takes an image, and its output is the mean and the log variance of the latent.
+    inner_layers: those between the first convolution and the last norm, in the order of the forward.
     """
 
     # Where an Upsample resizes makes no difference: no skip follows.
@@ -69,17 +71,17 @@ class DecoderLayout(Layout):
 
     @property
     def model_name(self) -> str:
-        """A name for users."""
+        """The name for users: "VAE decoder" or "VAE encoder"."""
         return "VAE encoder" if self.encodes else "VAE decoder"
 
     @property
     def encodes(self) -> bool:
-        """Whether the layout is an encoder's."""
+        """Whether this is an encoder: it makes images smaller."""
         return self.reduction > 1
 
     @property
     def reduction(self) -> int:
-        """The factor by which an encoder divides the image's height and width: 8 for most encoders. 1 for a decoder."""
+        """The factor by which an encoder divides the image's height and width: 8 for most. Always 1 for a decoder."""
         return 1 << sum(isinstance(layer, Downsample) for layer in self.inner_layers)
 
 
@@ -87,13 +89,15 @@ class DecoderLayout(Layout):
 
 
 def is_ldm(half: nn.Module) -> bool:
-    """Whether a module is a decoder or an encoder of the ldm family, by the name of its class."""
+    """Whether a module is to be read by read_ldm: a VAE's decoder or encoder of the ldm family, by the name of its
+    class.
+    half: that module."""
     return type(half).__name__ in HALVES and hasattr(half, "mid")
 
 
 def read_ldm(half: Any) -> DecoderLayout:
-    """The layout of a Decoder or Encoder of the ldm family: a module with `up` is a decoder. Raises Refusal if the
-    module is built in another way."""
+    """The layout of a VAE's Decoder or Encoder of the ldm family. half: the module; one with `up` is a decoder. Raises
+    Refusal for options that our forward does not compute, another structure, or parameters that it would ignore."""
     middle = [half.mid.block_1, half.mid.attn_1, half.mid.block_2]
     last = half.num_resolutions - 1
     modules: list[Any] = []
@@ -117,9 +121,10 @@ def read_ldm(half: Any) -> DecoderLayout:
 
 
 def ldm_level(level: Any, count: int) -> list[Any]:
-    """The residual blocks and attentions of one resolution (half.up[i] or half.down[i]), in the order of the host's
-    forward.
+    """The modules of one resolution, in the order of the host's forward: each residual block, then its attention or
+    None.
 
+    level: half.up[i] or half.down[i] of a Decoder or Encoder.
     count: the number of residual blocks according to the module's configuration. Raises Refusal if the resolution has
         another number of them.
     """
@@ -136,10 +141,11 @@ def layout_of(
     half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader,
     readers: Mapping[str, Callable[[Any, LeafReader], Layer]],
 ) -> DecoderLayout:
-    """The layout of a decoder or encoder.
+    """The layout of a decoder or encoder (half). Raises Refusal for modules of unknown kinds, or if a parameter was not
+    read.
 
     modules: those between the first convolution and the last norm, in the order of the host's forward.
-    out_norm: the last norm's module. leaves: the reader of this decoder or encoder; its parameters must all be claimed.
+    out_norm: the last norm's module. leaves: a LeafReader of half.
     readers: for each kind of these modules (LeafReader.kind), the function that returns its description.
     """
     layout = DecoderLayout(
@@ -151,7 +157,8 @@ def layout_of(
 
 
 def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
-    """The description of a residual block. skip: the module of its 1x1 convolution, or None."""
+    """The description of a residual block of ldm or of diffusers. skip: the module of the 1x1 convolution over its
+    input; None if it has none."""
     return ResidualBlock(
         in_norm=leaves.group_norm(block.norm1), in_convolution=leaves.convolution(block.conv1),
         out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),
@@ -160,11 +167,12 @@ def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def downsample(layer: Any, leaves: LeafReader) -> Downsample:
-    """The description of a layer whose forward pads the image by a row and a column of zeros before its convolution;
-    see Layer. Raises Refusal unless the convolution is 3x3 with a stride of 2 and no padding of its own."""
+    """The description of a host's layer that halves the image: its forward pads the image by a row of zeros below and a
+    column on the right, and calls the convolution layer.conv. Raises Refusal unless that is 3x3 with a stride of 2 and
+    no padding of its own."""
     convolution = leaves.convolution(layer.conv)
     if (convolution.kernel, convolution.stride, convolution.padding) != (3, 2, 0):
-        raise leaves.unknown(layer, "its convolution is of another kind")
+        raise leaves.unknown(layer, "expected a 3x3 convolution with a stride of 2 and without padding")
     return Downsample(convolution)
 
 
@@ -180,7 +188,7 @@ def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def ldm_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
-    """The description of an attention, which has one head."""
+    """The description of an AttnBlock or MemoryEfficientAttnBlock, which have one head."""
     projected = tuple(map(leaves.linear, (attention.q, attention.k, attention.v)))
     return PixelAttention(leaves.group_norm(attention.norm), projected, leaves.linear(attention.proj_out), heads=1)
 
@@ -214,7 +222,8 @@ class Autoencoders:
     readers = ((is_ldm, read_ldm),)
 
     def refuse_latent(self, layout: DecoderLayout, latent: Tensor) -> None:
-        """See DecoderFamily."""
+        """Raise Refusal unless the latent is (batch, channels, height, width) with the decoder's number of channels;
+        for an encoder's layout, `latent` is an image. Called before each decoding or encoding."""
         channels = layout.in_convolution.in_channels
         if latent.dim() != 4 or latent.shape[1] != channels:
             raise Refusal(
@@ -225,7 +234,8 @@ class Autoencoders:
         self, layout: DecoderLayout, weights: Weights, ops: Operators, latent: Tensor, upcast_attention: bool = False,
         fold_biases: bool = False,
     ) -> Tensor:
-        """See DecoderFamily."""
+        """The image of a latent, in the latent's dtype; for an encoder's layout, the mean and the log variance of an
+        image's latent. The arguments are those of Decoding and of Decoding.run."""
         return Decoding(weights, ops, upcast_attention, fold_biases).run(layout, latent)
 
 
@@ -244,12 +254,12 @@ class Decoding:
     fold_biases: bool
 
     def run(self, layout: DecoderLayout, latent: Tensor) -> Tensor:
-        """The image of a latent, (batch, channels, h, w) -> (batch, colours, factor * h, factor * w), in its dtype.
+        """The image of a latent, (batch, channels, h, w) -> (batch, colours, factor * h, factor * w), in the latent's
+        dtype. The latent is as the host's decoder module gets it: scaled, and after the 1x1 convolution before the
+        decoder.
 
-        With an encoder's layout, latent is an image, and the result is the mean and the log variance of its latent:
+        With an encoder's layout, `latent` is an image, and the result is the mean and the log variance of its latent:
         (batch, colours, h, w) -> (batch, 2 * channels, h / factor, w / factor).
-
-        A decoder's latent is as the host's decoder module gets it: scaled, and after the 1x1 convolution before it.
         """
         image = self._convolution(latent, layout.in_convolution)
         for layer in layout.inner_layers:
@@ -266,7 +276,7 @@ class Decoding:
         return self._convolution(image, layout.out_convolution)
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
-        """The image after a residual block."""
+        """The output of a residual block, with the block's input or the projection of it added."""
         ops = self.ops
         weights = self.weights
         hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
@@ -278,7 +288,7 @@ class Decoding:
         return ops.residual_add(skip, hidden, bias)
 
     def _attention(self, attention: PixelAttention, image: Tensor) -> Tensor:
-        """The image after an attention over its pixels is added."""
+        """The image plus the output of a self attention among its pixels."""
         ops = self.ops
         weights = self.weights
         height, width = image.shape[-2:]
@@ -294,7 +304,8 @@ class Decoding:
         return self.ops.convolution(image, self.weights[shape.path], shape)
 
     def _unfinished_convolution(self, image: Tensor, shape: Convolution) -> tuple[Tensor, Tensor | None]:
-        """A convolution without its bias, and the bias, if fold_biases; else the whole convolution, and None."""
+        """The image after a convolution, and the bias that is still to be added by the next operator: the convolution's
+        bias, or None, if fold_biases; otherwise it is added here, and None is returned."""
         if not self.fold_biases:
             return self._convolution(image, shape), None
         weight, bias = self.weights[shape.path][:2]

@@ -86,9 +86,9 @@ def test_a_changed_unet_is_left_to_the_host(change: Callable[[Any], object], rea
 
 
 @pytest.mark.parametrize(("config", "change", "reason"), [
-    (SMALL_XL, lambda call: {"y": None}, "input y .pooled prompt. is missing"),
-    (SMALL_XL, lambda call: {"y": call.y[:, :5]}, r"input y \(shape \(2, 5\)\) does not fit"),
-    (SMALL, lambda call: {"y": call.timestep}, "takes no input y"),
+    (SMALL_XL, lambda call: {"y": None}, "the pooled prompt is missing"),
+    (SMALL_XL, lambda call: {"y": call.y[:, :5]}, r"the pooled prompt \(shape \(2, 5\)\) does not fit"),
+    (SMALL, lambda call: {"y": call.timestep}, "takes no pooled prompt"),
     (SMALL, lambda call: {"timestep_condition": call.timestep}, "a guidance embedding"),
     (SMALL, lambda call: {"context": call.context[..., :5]}, "the prompt .* does not fit"),
     (SMALL, lambda call: {"context": call.context[:1]}, "different batch sizes"),

@@ -20,5 +20,5 @@ class AnimaCall(Call):
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
-        """See Call."""
+        """The tensors by which the prompts of two calls differ: the context alone."""
         return (self.context,)

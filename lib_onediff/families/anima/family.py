@@ -1,4 +1,4 @@
-"""Anima as a family, and Cosmos-Predict2, which is the same network."""
+"""The family of Anima, and of Cosmos-Predict2, which is the same network."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -33,7 +33,8 @@ class Animas:
     usual_sizes = (UsualSizes("Anima", ("Anima",), MEGAPIXEL_SIZES),)
 
     def refuse_call(self, layout: AnimaLayout, call: AnimaCall) -> None:
-        """See Family."""
+        """Raise Refusal if the latent or the prompt has another shape than the network takes, or their batch sizes
+        differ. Called before a shape is computed for the first time."""
         latent = call.latent
         context = call.context
         if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):
@@ -52,28 +53,36 @@ class Animas:
     def example(
         self, layout: AnimaLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> AnimaCall:
-        """See Family. The prompt has at least FEWEST_TOKENS tokens."""
+        """A call with a latent and a prompt of noise at timestep 0.5, by which a size is made ready before an image
+        needs it.
+
+        size: height and width of the latent. tokens: the prompt's length, raised to FEWEST_TOKENS if it is less.
+        noise(*shape): returns a tensor from a normal distribution.
+        """
         latent = noise(batch, layout.in_channels, 1, *size)
         context = noise(batch, max(tokens, FEWEST_TOKENS), layout.context_width)
         timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
         return AnimaCall(latent, timestep, context)
 
     def output(self, layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCall) -> Tensor:
-        """See Family."""
+        """The network's output for a call, of the latent's shape and dtype. A call with a cut also reads or writes
+        call.cut.memory."""
         return forward.output(layout, weights, ops, call)
 
     def units(self, layout: AnimaLayout, call: AnimaCall) -> list[tuple[str, ...]]:
-        """See Family. In the order of forward.output."""
+        """The names of the layers whose weights output() reads, in groups (units), in the order in which it reads them.
+        Weights in main memory are copied to the GPU in this order, one unit ahead. A cached pass reads fewer blocks."""
         last = ("blocks", "out")
         first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in last))
         return [first, *map(names_of, blocks_read(layout.blocks, call.cut)), names_of(layout.out)]
 
     def deepest(self, layout: AnimaLayout) -> int:
-        """See Family."""
+        """The largest depth at which DeepCache can cut the network: one block less than all; 0 if it cannot."""
         return deepest_cut(layout.blocks)
 
     def attentions(self, layout: AnimaLayout, call: AnimaCall) -> list[AttentionShapes]:
-        """See Family: over the image, and from the image to the prompt."""
+        """The shapes of queries and keys of each kind of attention in a call, for which a device measures its kernels:
+        over the image, and from the image to the prompt."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
         rows, columns = patch_grid(height, width, layout.patch)

@@ -19,7 +19,8 @@ from .layout import AdaptiveBlock, AnimaLayout
 
 
 def output(layout: AnimaLayout, weights: Weights, ops: Operators, call: AnimaCall) -> Tensor:
-    """The network's output, (batch, out channels, 1, height, width) in the latent's dtype. Any size of latent."""
+    """The network's output, (batch, out channels, 1, height, width) in the latent's dtype. The latent may have any
+    height and width: it is padded to whole patches, and the output is cropped. call.cut: see through_blocks."""
     layers = TransformerLayers(weights, ops, call.upcast_attention)
     dtype = weights[layout.patches.path].weight.dtype
     height, width = call.latent.shape[-2:]
@@ -42,7 +43,8 @@ def through_block(
     layers: TransformerLayers, block: AdaptiveBlock, residual: Residual, modulations: Tensor, context: Tensor,
     rotary: Rotary,
 ) -> Residual:
-    """The residual after one block.
+    """The residual after self attention, cross attention and feed-forward layer of one block. The given residual must
+    not be used afterwards.
 
     modulations: (3, batch, 3 * width), the shift, scale and gate of its self attention, of its cross attention and of
         its feed-forward layer.
@@ -67,16 +69,18 @@ def through_block(
 
 
 def modulation_and_gate(vectors: Tensor) -> tuple[Modulation, Tensor]:
-    """The modulation before a layer and the gate after it, of its shift, scale and gate (batch, 3 * width)."""
+    """The modulation of the norm before a layer, and the gate (batch, width) of its output. vectors: the layer's shift,
+    scale and gate, side by side, (batch, 3 * width). Returns views."""
     shift, scale, gate = vectors.chunk(3, dim=-1)
     return Modulation(scale, shift), gate
 
 
 def patches_of(layers: TransformerLayers, layout: AnimaLayout, latent: Tensor) -> tuple[Tensor, int, int]:
-    """The latent's patches as tokens, (batch, rows * columns, width), and the numbers of rows and columns.
+    """The latent's patches, projected to tokens (batch, rows * columns, width), and the numbers of rows and columns of
+    patches. Sides that are no multiple of the patch are padded.
 
-    A network may take one channel more than the latent has: the padding mask, with zeros where a pixel belongs to the
-    image. Without a padding mask, every pixel belongs to the image.
+    latent: (batch, in channels, 1, height, width). A network may take one channel more than the latent has: the padding
+        mask, with zeros where a pixel belongs to the image. Without a padding mask, every pixel belongs to the image.
     """
     patch = layout.patch
     batch = len(latent)
@@ -90,8 +94,8 @@ def patches_of(layers: TransformerLayers, layout: AnimaLayout, latent: Tensor) -
 
 
 def image_of(layout: AnimaLayout, tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """The image of the last layer's output (batch, rows * columns, patch * patch * out channels), of shape (batch, out
-    channels, 1, rows * patch, columns * patch)."""
+    """The last layer's tokens put together to an image, the inverse of patches_of: (batch, rows * columns, patch *
+    patch * out channels) -> (batch, out channels, 1, rows * patch, columns * patch)."""
     patch = layout.patch
     pieces = tokens.view(len(tokens), rows, columns, patch, patch, layout.out_channels).permute(0, 5, 1, 3, 2, 4)
     return pieces.reshape(len(tokens), layout.out_channels, 1, rows * patch, columns * patch)
@@ -100,10 +104,11 @@ def image_of(layout: AnimaLayout, tokens: Tensor, rows: int, columns: int) -> Te
 def modulations_of(
     layers: TransformerLayers, layout: AnimaLayout, timestep: Tensor, dtype: torch.dtype, blocks: int
 ) -> tuple[Tensor, Modulation]:
-    """The modulations that follow from the timestep (batch,).
+    """The vectors, computed from the timestep (batch,), by which norms and outputs of layers are modulated.
 
-    Returns the shift, scale and gate of each layer of the first `blocks` blocks, (3 * blocks, batch, 3 * width), and
-    the modulation of the last norm. The network computes scale - 1; this returns the scale.
+    dtype: that of the weights. blocks: how many blocks the call computes; a cached pass of DeepCache computes fewer
+    than the network has. Returns the shift, scale and gate of each layer of these first blocks, (3 * blocks, batch, 3 *
+    width), and the modulation of the last norm. The network computes scale - 1; this returns the scale.
     """
     ops = layers.ops
     time = layout.time
@@ -123,18 +128,20 @@ def modulations_of(
     ups = layers.weights[layout.ups.name]
     if count != every:
         ups = rows_of(ups, 0, count * len(ups.weight) // every)
-    own = raised(ops, down.unflatten(-1, (count, rank)).transpose(0, 1), ups) + shared
+    own = up_projected(ops, down.unflatten(-1, (count, rank)).transpose(0, 1), ups) + shared
     last = layers.linear(down_of_out, layout.out_up) + shared[:, :2 * width]
     for vectors in (own, last):
         vectors[..., width:2 * width] += 1
     return own, Modulation(scale=last[:, width:], shift=last[:, :width])
 
 
-def raised(ops: Operators, down: Tensor, ups: LayerWeights) -> Tensor:
-    """The second products of low-rank pairs of linear layers: (layers, batch, rank) -> (layers, batch, 3 * width).
-    down: the outputs of the first layers.
+def up_projected(ops: Operators, down: Tensor, ups: LayerWeights) -> Tensor:
+    """The outputs of the second linear layers of low-rank pairs, all in one batched product: (layers, batch, rank) ->
+    (layers, batch, 3 * width).
 
-    ups: the weights of all second layers, one after the other: (layers * 3 * width, rank). LoRAs on them are added.
+    down: the outputs of the first linear layers.
+    ups: the weights of all second ones, one below the other: (layers * 3 * width, rank), without bias. LoRAs on them
+        are added. Weights that exist in 8 bits alone take one product a layer.
     """
     # A weight that exists in 8 bits alone has no values to multiply in a batch.
     if ups.weight.is_meta:
@@ -156,8 +163,8 @@ def raised(ops: Operators, down: Tensor, ups: LayerWeights) -> Tensor:
 
 
 def rows_of(layer: LayerWeights, first: int, count: int) -> LayerWeights:
-    """A layer that computes `count` of the outputs of a layer, from output `first` on: it has these rows of the weight,
-    also of the 8-bit weights, and of the LoRAs. Without bias."""
+    """The weights of a layer that computes only `count` of a layer's outputs, from output `first` on: views of these
+    rows of the weight, of its 8-bit copies, and of the LoRAs. The bias is left out."""
     low_bit = []
     for whole in layer.low_bit:
         scales = whole.scales if whole.scales.numel() == 1 else whole.scales.narrow(1, first, count)

@@ -47,13 +47,14 @@ class AdaptiveBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        """See core.leaves.Block."""
+        """The linear layers over the image's tokens, in the order of the forward. Their weights may be in 8 bits."""
         feed_forward = feed_forward_layers(self.feed_forward_in, self.feed_forward_out, PLAIN_INPUT)
         return *self.self_attention.token_layers, *self.cross_attention.token_layers, *feed_forward
 
     @property
     def prompt_layers(self) -> tuple[FusedLinear, ...]:
-        """See core.leaves.Block."""
+        """The linear layers over the prompt's tokens: keys and values of the cross attention. Their weights may be in 8
+        bits."""
         return (self.cross_attention.key_value,)
 
 
@@ -88,12 +89,15 @@ class AnimaLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """See core.family.Layout."""
+        """The descriptions, with sizes, of the layers that decide which kernels a device loads."""
         heads = self.blocks[0].self_attention.heads
         return [self.out_norm, NormedHeads(heads, self.width // heads)]
 
     def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
-        """See core.family.Layout."""
+        """All blocks, each with the (rows, columns) of patches whose product is the number of tokens of an image.
+
+        height, width: of the latent. tokens: the prompt's; unused, because no block runs over the prompt's tokens.
+        """
         size = patch_grid(height, width, self.patch)
         return [(block, size) for block in self.blocks]
 
@@ -104,10 +108,12 @@ class AnimaLayout(Layout):
 def read_attentions(
     own: Any, cross: Any, parts: Callable[[Any], tuple[Any, ...]], leaves: LeafReader
 ) -> tuple[SelfAttention, CrossAttention]:
-    """The descriptions of a block's self attention (own) and cross attention.
+    """The descriptions of a block's self attention and cross attention.
 
-    parts: a function of the host's attention module that returns its linear layers of queries, keys and values, the
-        norms of queries and of keys, the output's linear layer and the number of heads.
+    own, cross: the host's two attention modules.
+    parts: returns, for such a module, its linear layers of queries, keys and values, the norms of queries and of keys,
+        the output's linear layer and the number of heads. These modules are marked as read in `leaves`, which raises
+        Refusal for one that it does not know.
     """
     query, key, value, *norms, out, heads = parts(own)
     query_key_value = leaves.fused(leaves.path(own), query, key, value)
@@ -125,14 +131,16 @@ def rotary_axes(
 ) -> RotaryAxes:
     """The rotary embedding over time, height and width, with the bases of a host's embedder.
 
-    embedder: the host's module, with a factor for the base of each axis. exponents, frequencies: see RotaryAxes.
+    embedder: the host's module; its t_, h_ and w_ntk_factor multiply BASE. widths: how many numbers of a head each axis
+        rotates. exponents, frequencies: the dtypes in which the host computes these; see RotaryAxes.
     """
     thetas = tuple(BASE * factor for factor in (embedder.t_ntk_factor, embedder.h_ntk_factor, embedder.w_ntk_factor))
     return RotaryAxes(widths, thetas, interleaved=False, exponents=exponents, frequencies=frequencies)
 
 
 def refuse_biases(network: nn.Module) -> None:
-    """Raise Refusal if any layer has a bias. No network of this family has one, and our forward would ignore it."""
+    """Raise Refusal if any layer of the network has a bias, as after an extension has added one: our forward would
+    ignore it."""
     found = next((name for name, _ in network.named_parameters() if name.endswith("bias")), None)
     if found is not None:
         raise Refusal(f"{found} is a bias, and OneDiff computes this network without any")

@@ -33,13 +33,15 @@ class Krea2Call(Call):
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
-        """See Call."""
+        """The tensors by which the prompts of two calls differ: the context, and the mask if there is one."""
         return (self.context,) if self.mask is None else (self.context, self.mask)
 
 
 def filled_prompt(context: Tensor) -> tuple[Tensor, Tensor]:
-    """The context (batch, tokens, values) of prompts of one length, padded with zeros to a multiple of MULTIPLE tokens,
-    and its mask. Each length of context is a shape that is checked and captured; this way, most prompts share one.
+    """A context padded with zeros to a multiple of MULTIPLE tokens, and its mask, both as in Krea2Call. Every length of
+    context has to be checked and captured for itself; padded, most prompts have the same length.
+
+    context: (batch, tokens, values), without padding. The mask is always made, also if nothing is padded.
     """
     batch, length, _ = context.shape
     tokens = length + -length % MULTIPLE

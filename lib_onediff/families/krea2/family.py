@@ -1,4 +1,4 @@
-"""Krea 2 as a family."""
+"""The family of Krea 2."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ class Krea2s:
     usual_sizes = (UsualSizes("Krea 2", ("Krea 2",), MEGAPIXEL_SIZES),)
 
     def refuse_call(self, layout: Krea2Layout, call: Krea2Call) -> None:
-        """See Family."""
+        """Raise Refusal if an input has another shape or dtype than the network takes, or the batch sizes differ.
+        Called before a shape is computed for the first time."""
         latent = call.latent
         context = call.context
         batch, *others = latent.shape
@@ -59,7 +60,12 @@ class Krea2s:
     def example(
         self, layout: Krea2Layout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> Krea2Call:
-        """See Family. The prompt is padded, as in most calls."""
+        """A call with a latent and a prompt of noise at timestep 0.5, by which a size is made ready before an image
+        needs it. The prompt has a mask, as in most calls.
+
+        size: height and width of the latent. tokens: the prompt's length in CLIP's tokens, a multiple of 77; the prompt
+        has MULTIPLE tokens for each 77. noise(*shape): returns a tensor from a normal distribution.
+        """
         latent = noise(batch, layout.channels, 1, *size)
         # tokens counts chunks of 77, as of CLIP. A usual prompt fits into one chunk, and into MULTIPLE tokens here.
         length = max(1, tokens // TOKENS) * MULTIPLE
@@ -68,11 +74,13 @@ class Krea2s:
         return Krea2Call(latent, timestep, context, mask)
 
     def output(self, layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Call) -> Tensor:
-        """See Family."""
+        """The network's output for a call, of the latent's shape and dtype. A call with a cut also reads or writes
+        call.cut.memory."""
         return forward.output(layout, weights, ops, call)
 
     def units(self, layout: Krea2Layout, call: Krea2Call) -> list[tuple[str, ...]]:
-        """See Family. In the order of forward.output."""
+        """The names of the layers whose weights output() reads, in groups (units), in the order in which it reads them.
+        Weights in main memory are copied to the GPU in this order, one unit ahead. A cached pass reads fewer blocks."""
         text = layout.text
         blocks = blocks_read(layout.blocks, call.cut)
         tables = tuple(block.table for block in blocks)
@@ -82,11 +90,12 @@ class Krea2s:
         return [first, *map(names_of, parts)]
 
     def deepest(self, layout: Krea2Layout) -> int:
-        """See Family."""
+        """The largest depth at which DeepCache can cut the network: one block less than all; 0 if it cannot."""
         return deepest_cut(layout.blocks)
 
     def attentions(self, layout: Krea2Layout, call: Krea2Call) -> list[AttentionShapes]:
-        """See Family: over image and prompt, over the prompt, and over the text encoder's layers of one token."""
+        """The shapes of queries and keys of each kind of attention in a call, for which a device measures its kernels:
+        over image and prompt, over the prompt, and over the text encoder's layers of one token."""
         batch, tokens = call.context.shape[:2]
         height, width = call.latent.shape[-2:]
         together = tokens + layout.patches_over(height, width)
@@ -100,8 +109,8 @@ class Krea2s:
 
 
 def shapes_of(attention: SelfAttention, rows: int, tokens: int, is_filled: bool) -> AttentionShapes:
-    """The AttentionShapes of a self attention over `rows` rows of `tokens` tokens each. is_filled: whether the rows are
-    padded."""
+    """The shapes of a self attention's queries and keys. rows: the batch size of the attention. tokens: of each row,
+    with padding. is_filled: whether rows may contain padding, which the attention masks."""
     width = attention.head_width
     queries = rows, attention.heads, tokens, width
     return AttentionShapes(queries, (rows, attention.key_heads, tokens, width), is_filled)

@@ -19,7 +19,7 @@ from ..transformer import TransformerLayers, blocks_read, first_residual, padded
 from .call import Krea2Call
 from .layout import TIME_SCALE, GatedLayers, Krea2Layout, StreamBlock, TextFusion
 
-# Scale, shift and gate of a block's attention, then of its feed-forward layer.
+# The number of vectors of a block's modulation: scale, shift and gate of the attention, then of the feed-forward layer.
 VECTORS = 6
 
 
@@ -37,7 +37,8 @@ class Prompt(NamedTuple):
 
 
 def output(layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Call) -> Tensor:
-    """The network's output, of the latent's shape and dtype. Any size of latent."""
+    """The network's output, of the latent's shape and dtype. The latent may have any height and width: it is padded to
+    whole patches, and the output is cropped. call.cut: see through_blocks."""
     layers = TransformerLayers(weights, ops, call.upcast_attention)
     dtype = weights[layout.patches.path].weight.dtype
     image, rows, columns = patches_of(layers, layout, call.latent.to(dtype))
@@ -64,12 +65,12 @@ def through_layers(
     layers: TransformerLayers, block: GatedLayers, residual: Residual, rotary: Rotary | None = None,
     filled: Filled | None = None, modulation: Tensor | None = None,
 ) -> Residual:
-    """The residual after the attention and the feed-forward layer of a block of the main stream, or of the prompt's
-    fusion.
+    """The residual after the attention and the feed-forward layer of one block, of the blocks over image and prompt or
+    of TextFusion's. The given residual must not be used afterwards.
 
-    rotary: rotates queries and keys; None if the block has no rotary embedding, as the prompt's.
+    rotary: rotates queries and keys; None for TextFusion's blocks, which have no rotary embedding.
     filled: how many tokens at the beginning of each row are not padding; None if there is no padding.
-    modulation: (batch, 6 * width), see VECTORS; None for the prompt's own layers, which the timestep does not modulate.
+    modulation: (batch, 6 * width), see VECTORS; None for TextFusion's blocks, which the timestep does not modulate.
     """
     before_attention, attention_gate, before_feed_forward, feed_forward_gate = modulations_and_gates(modulation)
     attention = block.attention
@@ -87,8 +88,9 @@ def through_layers(
 def modulations_and_gates(
     modulation: Tensor | None,
 ) -> tuple[Modulation | None, Tensor | None, Modulation | None, Tensor | None]:
-    """The modulation before a block's attention and the gate after it, then those of its feed-forward layer, as slices
-    of a modulation (batch, 6 * width; see VECTORS). Four times None for None."""
+    """The modulation of the norm before a block's attention, the gate (batch, width) of the attention's output, then
+    both of the feed-forward layer. modulation: (batch, 6 * width), see VECTORS; the results are views of it. None for a
+    block without modulation; then all four are None."""
     if modulation is None:
         return None, None, None, None
     scale, shift, gate, feed_forward_scale, feed_forward_shift, feed_forward_gate = modulation.chunk(VECTORS, dim=-1)
@@ -96,7 +98,8 @@ def modulations_and_gates(
 
 
 def patches_of(layers: TransformerLayers, layout: Krea2Layout, latent: Tensor) -> tuple[Tensor, int, int]:
-    """The latent's patches as tokens, (batch, rows * columns, width), and the numbers of rows and columns."""
+    """The latent's patches, projected to tokens (batch, rows * columns, width), and the numbers of rows and columns of
+    patches. Sides that are no multiple of the patch are padded."""
     height, width = latent.shape[-2:]
     image = padded_to_patches(latent.reshape(len(latent), layout.channels, height, width), layout.patch)
     rows = image.shape[-2] // layout.patch
@@ -106,8 +109,9 @@ def patches_of(layers: TransformerLayers, layout: Krea2Layout, latent: Tensor) -
 
 
 def image_of(layout: Krea2Layout, tokens: Tensor, rows: int, columns: int, latent: Tensor) -> Tensor:
-    """The image of the last layer's output (batch, rows * columns, channels * patch * patch), in the shape and dtype of
-    the latent."""
+    """The last layer's tokens (batch, rows * columns, channels * patch * patch) put together to an image, the inverse
+    of patches_of. It is cropped to the latent's size, and has the shape and dtype of the latent; the latent's values
+    are not read."""
     height, width = latent.shape[-2:]
     image = functional.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), layout.patch)
     return image[..., :height, :width].reshape(latent.shape).to(latent.dtype)
@@ -116,10 +120,11 @@ def image_of(layout: Krea2Layout, tokens: Tensor, rows: int, columns: int, laten
 def modulations_of(
     layers: TransformerLayers, layout: Krea2Layout, blocks: Sequence[StreamBlock], timestep: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Modulation]:
-    """The modulations that follow from the timestep (batch,), in dtype.
+    """The vectors, computed from the timestep (batch,), by which norms and outputs of layers are modulated; in dtype.
 
-    Returns one for each of these blocks, (blocks, batch, 6 * width), see VECTORS, and the one of the last norm. The
-    network computes scale - 1; this returns the scale. All sums are made in float32 and rounded once.
+    Returns one modulation for each of these blocks, (blocks, batch, 6 * width), see VECTORS, and the modulation of the
+    last norm. The network computes scale - 1; this returns the scale. All sums are made in float32 and rounded once.
+    blocks: those that the call computes; a cached pass of DeepCache has fewer than the network.
     """
     ops = layers.ops
     width = layout.width
@@ -136,8 +141,8 @@ def modulations_of(
 
 
 def prompt_of(call: Krea2Call, dtype: torch.dtype) -> Prompt:
-    """The call's prompt in dtype, its tokens reordered so that padding comes last. The context is a new tensor, because
-    operators may write into it."""
+    """The call's prompt in dtype. If it has a mask, the tokens of each row are reordered so that padding comes last;
+    they keep their order otherwise. The context is a new tensor, because operators may write into it."""
     if call.mask is None:
         # Operators may write into a residual that shares this memory, and the call's inputs must not change.
         return Prompt(call.context.to(dtype, copy=True), None, None)
@@ -147,8 +152,8 @@ def prompt_of(call: Krea2Call, dtype: torch.dtype) -> Prompt:
 
 
 def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, prompt: Prompt) -> Tensor:
-    """The prompt's tokens, (batch, tokens, width), made from the text encoder's layers by the layers of TextFusion. May
-    overwrite prompt.context."""
+    """The prompt's tokens in the network's width, (batch, tokens, width): TextFusion combines the outputs of the text
+    encoder's layers for each token. May overwrite prompt.context."""
     text = layout.text
     context = prompt.context
     batch, tokens, _ = context.shape
@@ -160,20 +165,22 @@ def fused_prompt(layers: TransformerLayers, layout: Krea2Layout, prompt: Prompt)
     residual = first_residual(layers.linear(each.transpose(2, 3).to(context.dtype), text.sum).squeeze(3))
     for block in text.across_tokens:
         residual = through_layers(layers, block, residual, filled=filled)
-    return projected(layers, text, residual)
+    return projected_text(layers, text, residual)
 
 
-def projected(layers: TransformerLayers, text: TextFusion, residual: Residual) -> Tensor:
-    """The fused prompt, (batch, tokens, text width), brought to the network's width by the last norm and two linear
-    layers of TextFusion."""
+def projected_text(layers: TransformerLayers, text: TextFusion, residual: Residual) -> Tensor:
+    """The prompt's tokens after TextFusion's last norm and its two linear layers, which bring them to the network's
+    width: (batch, tokens, text width) -> (batch, tokens, width)."""
     _, normed = layers.norm(residual, text.norm, text.into)
     hidden = layers.activated_linear(normed, text.into, Activation.GELU_TANH, text.out)
     return layers.linear(hidden, text.out)
 
 
 def positions_of(call: Krea2Call, prompt: Prompt, rows: int, columns: int) -> Tensor:
-    """The positions of the image's tokens, followed by those of the prompt: (tokens, 3), or (batch, tokens, 3) if the
-    prompt was reordered, since each row has its own order."""
+    """The rotary positions of the image's tokens, followed by those of the prompt: (tokens, 3), or (batch, tokens, 3)
+    if the prompt was reordered and the call has positions of its own: then each row has its own order.
+
+    rows, columns: of the image's patches. call.positions, if given, have the prompt first."""
     tokens = prompt.context.shape[1]
     if call.positions is None:
         return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, 0, tokens))
@@ -188,5 +195,5 @@ def positions_of(call: Krea2Call, prompt: Prompt, rows: int, columns: int) -> Te
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU in its tanh approximation."""
+    """GELU in its tanh approximation, as a new tensor."""
     return functional.gelu(x, approximate="tanh")

@@ -46,10 +46,10 @@ class GatedLayers:
 
 @dataclass(frozen=True)
 class StreamBlock(Block):
-    """A block over the tokens of prompt and image.
+    """A block over the tokens of prompt and image together (the main stream).
 
-    table: (6 * width) values, which are added to the modulation vector that all blocks share: scale, shift and gate of
-        the attention, then those of the feed-forward layer.
+    table: 6 * width numbers that are added to the modulation that all blocks share: scale - 1, shift and gate of the
+        attention, then those of the feed-forward layer.
     """
 
     table: FreeParameter
@@ -57,7 +57,7 @@ class StreamBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        """See core.leaves.Block."""
+        """The linear layers over the tokens, in the order of the forward. Their weights may be in 8 bits."""
         layers = self.layers
         feed_forward = feed_forward_layers(layers.feed_forward_in, layers.feed_forward_out, GATED)
         return *layers.attention.token_layers, *feed_forward
@@ -90,7 +90,8 @@ class Krea2Layout(Layout):
     time: the embedding of the timestep. modulation: makes the modulation vector that all blocks share from this
         embedding.
     axes: the rotary embedding. blocks: the main stream, over the tokens of prompt and image.
-    out_table: (2 * width) values, scale and shift of the norm before the last layer (out), added to the time embedding.
+    out_table: 2 * width numbers that are added to the time embedding: this makes scale - 1 and shift of the norm before
+        the last layer (out).
     """
 
     ignored_fields = Layout.ignored_fields | {"shape"}
@@ -113,7 +114,7 @@ class Krea2Layout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """See core.family.Layout."""
+        """The descriptions, with sizes, of the layers that decide which kernels a device loads."""
         users: list[Any] = [SigmoidGate(self.width)]
         for layers in (self.blocks[0].layers, self.text.across_tokens[0]):
             attention = layers.attention
@@ -124,7 +125,10 @@ class Krea2Layout(Layout):
         return users
 
     def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
-        """See core.family.Layout."""
+        """All blocks, each with (1, tokens): the product is the number of tokens over which the block runs.
+
+        height, width: of the latent. tokens: of the prompt; the image's are added.
+        """
         return [(block, (1, tokens + self.patches_over(height, width))) for block in self.blocks]
 
     def patches_over(self, height: int, width: int) -> int:
@@ -139,15 +143,16 @@ class Krea2Layout(Layout):
 def gated_layers(
     leaves: LeafReader, norms: tuple[Any, ...], attention: tuple[Any, ...], feed_forward: tuple[Any, ...], weight: str
 ) -> GatedLayers:
-    """The description of the layers of a host's block, given as modules.
+    """The description of a block's layers, from the host's modules, which are marked as read in `leaves`.
 
-    norms: those before the attention and before the feed-forward layer.
+    norms: two modules, before the attention and before the feed-forward layer.
     attention: the linear layers of queries, keys, values and gate; the norms of queries and of keys; the linear layer
         of the output; and the numbers of heads of queries and of keys.
     feed_forward: the linear layers of gate, value and output.
     weight: the name of the parameter in the host's norms.
 
-    Raises Refusal if the number of heads of keys does not follow from the layers' sizes.
+    Raises Refusal for modules that LeafReader does not know, or if the given number of heads of keys contradicts the
+    layers' sizes.
     """
     *projections, query_norm, key_norm, out, heads, key_heads = attention
     gate, up, down = feed_forward
@@ -162,7 +167,8 @@ def gated_layers(
 
 
 def time_embedding(first: Linear, second: Linear) -> TimeEmbedding:
-    """The embedding of a timestep that was multiplied by TIME_SCALE, with these two linear layers."""
+    """The description of Krea 2's timestep embedding: sinusoids, whose channels are the inputs of `first`, then these
+    two linear layers. The forward multiplies the timestep by TIME_SCALE before."""
     return TimeEmbedding(
         channels=first.in_features, cosine_first=True, frequency_shift=0.0, scale=1.0, condition=None, first=first,
         second=second,
@@ -170,5 +176,6 @@ def time_embedding(first: Linear, second: Linear) -> TimeEmbedding:
 
 
 def axes_of(widths: Any, theta: float) -> RotaryAxes:
-    """The rotary embedding over time, height and width. widths: see RotaryAxes. theta: the base of all three."""
+    """The rotary embedding over time, height and width. widths: a sequence with the numbers of a head that each axis
+    rotates. theta: the base of the frequencies of all three."""
     return RotaryAxes(tuple(widths), (float(theta),) * len(widths), interleaved=True, angles=torch.float64)

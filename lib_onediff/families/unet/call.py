@@ -14,11 +14,11 @@ from .patch_points import PatchPoints
 
 @dataclass(frozen=True)
 class Control:
-    """Residuals from a ControlNet or T2I adapter, each (batch, channels, height, width) or None.
+    """Residuals from a ControlNet or T2I adapter, each (batch, channels, height, width); None adds nothing.
 
     input[i] is added to the output of input stage i, so both the next stage and the skip have it. All residuals of
     middle are added to the output of the middle stage. output[i] is added to the skip that output stage i takes. A
-    tuple may be shorter than the number of stages.
+    tuple may have fewer members than the UNet has stages; the others get nothing.
     """
 
     input: tuple[Tensor | None, ...] = ()
@@ -33,8 +33,10 @@ class ImagePrompt:
 
     key_values: (batch, tokens, columns). For each cross attention that the adapter changes, its keys, then its values,
         already multiplied by the adapter's scale.
-    parts: for each such attention, by the path of its query's linear layer: its first column and number of columns.
-    structure: words for a shape's key; equal for image prompts that are computed the same way. Derived from the others.
+    parts: where in key_values they are: (first column, number of columns) for each such attention, by the path of the
+        linear layer of its queries.
+    structure: words for a shape's key, which contain the number of tokens and which attentions are changed. Equal for
+        image prompts that are computed the same way. Derived from the others.
     """
 
     key_values: Tensor
@@ -42,17 +44,15 @@ class ImagePrompt:
     structure: str = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derives structure. A digest stands for the paths in parts, so that the key stays short."""
+        """Set structure. A digest of the paths in `parts` keeps it short."""
         which = hashlib.sha256("\n".join(sorted(self.parts)).encode()).hexdigest()[:8]
         tokens = self.key_values.shape[1] if self.key_values.dim() > 1 else 0
         structure = f"an image prompt of {tokens} tokens in {len(self.parts)} attentions ({which})"
         object.__setattr__(self, "structure", structure)
 
     def key_value(self, query_path: str) -> tuple[Tensor, Tensor] | None:
-        """Keys and values for a cross attention, (batch, tokens, width) each; None if the adapter does not change it.
-
-        query_path: the path of the linear layer of its queries.
-        """
+        """The image's keys and values for a cross attention, (batch, tokens, width) each, as views; None if the adapter
+        does not change that attention. query_path: the path of the linear layer of its queries."""
         part = self.parts.get(query_path)
         if part is None:
             return None
@@ -81,15 +81,15 @@ class UNetCall(Call):
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
-        """See Call."""
+        """The tensors by which the prompts of two calls differ: the context, and y if there is one."""
         return (self.context,) if self.y is None else (self.context, self.y)
 
     @property
     def additions(self) -> tuple[str, ...]:
-        """See Call."""
+        """Words for a shape's key, one for each IP-Adapter of the call; empty without any."""
         return tuple(prompt.structure for prompt in self.image_prompts)
 
     @property
     def label(self) -> str:
-        """See Call."""
+        """Words for users by which this call differs from usual ones of its size: "with control", or "" without."""
         return "" if self.control is None else "with control"

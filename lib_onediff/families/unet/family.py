@@ -1,4 +1,4 @@
-"""Stable Diffusion's UNets as a family."""
+"""The family of Stable Diffusion's UNets."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ class UNets:
     )
 
     def refuse_call(self, layout: UNetLayout, call: UNetCall) -> None:
-        """See Family."""
+        """Raise Refusal if an input has another shape than the UNet takes, is missing or not taken, or if the batch
+        sizes differ. Called before a shape is computed for the first time."""
         latent = call.latent
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
@@ -56,18 +57,18 @@ class UNets:
         if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
             raise Refusal("the latent, the timestep and the prompt have different batch sizes")
         if (call.y is None) != (layout.label is None):
-            raise Refusal("the input y (pooled prompt) is missing" if call.y is None else "this UNet takes no input y")
+            raise Refusal("the pooled prompt is missing" if call.y is None else "this UNet takes no pooled prompt")
         if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
             raise Refusal(
-                f"the input y (shape {tuple(call.y.shape)}) does not fit this UNet, which takes a width of "
+                f"the pooled prompt (shape {tuple(call.y.shape)}) does not fit this UNet, which takes a width of "
                 f"{layout.y_width}"
             )
         if call.timestep_condition is not None:
             self._refuse_condition(layout, call.timestep_condition, latent.shape[0])
 
     def _refuse_condition(self, layout: UNetLayout, condition: Tensor, batch: int) -> None:
-        """Raise Refusal for a guidance embedding that this UNet does not take: it takes none, or one of another
-        width."""
+        """Raise Refusal if this UNet takes no guidance embedding (LCM's), or one of another shape than (batch,
+        width)."""
         if layout.time.condition is None:
             raise Refusal("a guidance embedding is given, but this UNet takes none")
         width = layout.time.condition.in_features
@@ -79,7 +80,12 @@ class UNets:
     def example(
         self, layout: UNetLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> UNetCall:
-        """See core.family.Family. Half-way through the timesteps, where the output is about as large as the latent."""
+        """A call with a latent and a prompt of noise, by which a size is made ready before an image needs it. Its
+        timestep is 500, where the output is about as large as the latent.
+
+        size: height and width of the latent. tokens: of the prompt. noise(*shape): returns a tensor from a normal
+        distribution.
+        """
         label = None if layout.label is None else PROMPT_NOISE * noise(batch, layout.y_width)
         latent = noise(batch, layout.in_channels, *size)
         context = PROMPT_NOISE * noise(batch, tokens, layout.context_width)
@@ -87,7 +93,8 @@ class UNets:
         return UNetCall(latent, timestep, context, label)
 
     def output(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
-        """See core.family.Family. A call with patches is computed whole, even if it has a cut."""
+        """The network's output for a call, of the latent's height, width and dtype. A call with a cut also reads or
+        writes call.cut.memory; but the cut is ignored if the call has patches, which may be in any stage."""
         cut = call.cut if call.patches is None else None
         depth = 0 if cut is None else min(cut.depth, self.deepest(layout))
         if cut is not None and cut.reads:
@@ -98,16 +105,19 @@ class UNets:
         return output
 
     def units(self, layout: UNetLayout, call: UNetCall) -> list[tuple[str, ...]]:
-        """See Family. Fewer for a cached pass of DeepCache."""
+        """The names of the layers whose weights output() reads, in groups (units), in the order in which it reads them.
+        Weights in main memory are copied to the GPU in this order, one unit ahead. A cached pass reads fewer stages."""
         cut = call.cut if call.patches is None else None
         return layout.units(min(cut.depth, self.deepest(layout)) if cut is not None and cut.reads else None)
 
     def deepest(self, layout: UNetLayout) -> int:
-        """See Family. A cached step leaves out at least one input stage."""
+        """The largest depth at which DeepCache can cut the UNet: a cached step leaves out at least one input stage, the
+        middle stage and one output stage."""
         return len(layout.input_stages) - 1
 
     def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:
-        """See core.family.Family. In the order of their first use."""
+        """The shapes of queries and keys of each kind of attention in a call, each once, in the order of first use. A
+        device measures its kernels for them."""
         batch, _, height, width = call.latent.shape
         tokens = call.context.shape[1]
         found: dict[AttentionShapes, None] = {}

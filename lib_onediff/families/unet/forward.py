@@ -25,11 +25,11 @@ from .patch_points import INPUT, LAST, MIDDLE, OUTPUT, PatchPoints
 def full_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int
 ) -> tuple[Tensor, Tensor]:
-    """Computes the whole UNet. Returns its output (see Pass.finish), and the deep feature that DeepCache (Ma et al.
-    2023) reuses: the hidden states that enter the last `depth` output stages.
+    """The output of the whole UNet, (batch, out channels, height, width) in the latent's dtype, and the deep feature
+    that DeepCache (Ma et al. 2023) reuses: the hidden states that enter the last `depth` output stages.
 
-    depth: how many output stages, and as many input stages, are computed at every step. 0: no cut; the deep feature
-        is what enters Pass.finish.
+    depth: how many of the first input stages, and of the last output stages, a cached pass will compute. 0: there is no
+        cut, and the deep feature, which is what enters Pass.finish, is of no use.
     """
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
@@ -47,8 +47,11 @@ def full_pass(
 def cached_pass(
     layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall, depth: int, deep: Tensor
 ) -> Tensor:
-    """The output (see Pass.finish) of the first and last `depth` stages. deep: the deep feature of an earlier step
-    (full_pass), which replaces what the stages between them would compute."""
+    """The UNet's output, (batch, out channels, height, width) in the latent's dtype, computed by the first `depth`
+    input stages and the last `depth` output stages alone.
+
+    deep: the deep feature of an earlier step (see full_pass), which replaces what the stages in between would compute.
+    """
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
     _, skips = running.encode(depth)
@@ -57,8 +60,8 @@ def cached_pass(
 
 
 class Pass:
-    """One forward pass of a call, in parts: encode, middle, decode and finish, in this order. A cached pass leaves out
-    middle.
+    """One forward pass of a call, in parts: encode, middle, decode and finish, in this order; decode may come several
+    times. A cached pass leaves out middle. A new object for each call: it computes the time embedding at once.
 
     hidden_states are (batch, channels, height, width), in the weights' dtype.
     """
@@ -80,7 +83,8 @@ class Pass:
         self.layers = Layers(transformer, shifts, context, call.image_prompts, self.patches)
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
-        """Runs the first `stages` input stages. Returns the hidden states, and one skip for each stage."""
+        """The hidden states after the first `stages` input stages, and the skips: one tensor for each stage, the first
+        stage's first. Begins with the call's latent."""
         hidden_states = self.call.latent.to(self._dtype)
         skips: list[Tensor] = []
         for index, stage in enumerate(self.layout.input_stages[:stages]):
@@ -95,7 +99,7 @@ class Pass:
         return hidden_states, skips
 
     def middle(self, hidden_states: Tensor) -> Tensor:
-        """The hidden states after the middle stage."""
+        """The hidden states after the middle stage, with the residuals of ControlNets."""
         hidden_states = self.patches.before_stage(MIDDLE, 0, hidden_states)
         hidden_states = self.layers.stage(self.layout.middle_stage, hidden_states, None, (MIDDLE, 0))
         for index in range(len(self.control.middle)):
@@ -107,8 +111,9 @@ class Pass:
     ) -> Tensor:
         """The hidden states after the output stages of these indices.
 
-        skips: each stage removes the last one, and takes it. remaining: the skip that the next stage after these takes,
-            to whose size the last of these may have to enlarge its result; None if no stage follows.
+        skips: each stage removes the last one from this list, and takes it.
+        remaining: the skip that the stage after the last of these will take. The last of these may have to enlarge its
+            result to the size of this skip. None if no stage follows.
         """
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
@@ -120,7 +125,9 @@ class Pass:
         return hidden_states
 
     def _concatenated(self, index: int, hidden_states: Tensor, skip: Tensor) -> Image:
-        """The input of an output stage: hidden states, resized to the skip's size if it differs, and skip."""
+        """The input of the output stage of this index: the hidden states, resized to the skip's size if it differs, and
+        the skip, joined along the channels. If no function of an extension reads it, the device may defer the joining.
+        """
         joined = self.patches.concatenate(index, hidden_states, skip)
         if joined is None:
             if hidden_states.shape[-2:] != skip.shape[-2:]:
@@ -141,7 +148,8 @@ class Pass:
 
 
 def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
-    """The embedding of y, (batch, y width) -> (batch, embedding width). None if the UNet takes no y."""
+    """The embedding of y, SDXL's pooled prompt and sizes, to be added to the time embedding: (batch, y width) ->
+    (batch, embedding width). None if the UNet takes no y."""
     if layout.label is None or y is None:
         return None
     dtype = weights[layout.time.first.path].weight.dtype
@@ -150,7 +158,8 @@ def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tens
 
 
 def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
-    """The embedding of the timestep, (batch, embedding width), with the guidance embedding if the call has one."""
+    """The embedding of the call's timestep, (batch, embedding width). If the call has an LCM's guidance embedding, it
+    is included."""
     time = layout.time
     waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
     if time.condition is not None and call.timestep_condition is not None:
@@ -159,8 +168,11 @@ def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: U
 
 
 def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
-    """What each residual block adds after its first convolution, (batch, channels), by the path of the block's
-    projection of the time embedding: that projection of `embedding` (batch, width), plus the convolution's bias."""
+    """The vectors (batch, channels) that the residual blocks add after their first convolution: the block's projection
+    of the time embedding, plus the convolution's bias if every block has one. One product computes all projections.
+
+    embedding: (batch, width). The keys are the paths of the blocks' projections (ResidualBlock.embedding.path).
+    """
     projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
     blocks = layout.residual_blocks
     biases = [bias_of(weights, block.in_convolution.path) for block in blocks]
@@ -171,6 +183,7 @@ def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding
 
 
 def add_residual(image: Tensor, residuals: tuple[Tensor | None, ...], index: int) -> Tensor:
-    """The image plus residuals[index], in the image's dtype; the image itself if there is none at this index."""
+    """The image plus residuals[index], as a new tensor in the image's dtype; the image itself if that residual is None
+    or the index is beyond the end."""
     residual = residuals[index] if index < len(residuals) else None
     return image if residual is None else image + residual.to(image.dtype)

@@ -43,7 +43,7 @@ class Layers:
         return self.transformer.ops
 
     def stage(self, stage: Stage, image: Image, following: Tensor | None, place: tuple[str, int]) -> Tensor:
-        """The output of one stage for this image.
+        """The output of one stage, (batch, channels, height, width). image: the stage's input.
 
         following: the skip that the next output stage takes. An Upsample with resize_before enlarges the image to this
             skip's size. None for input stages, the middle stage and the last stage.
@@ -66,9 +66,12 @@ class Layers:
     def norm(
         self, norm: GroupNorm, image: Image, shift: Tensor | None = None, consumer: LayerWeights | None = None
     ) -> Image:
-        """SiLU of the group norm of image + shift. shift: (batch, channels), or None for 0. consumer: the weights of
-        the convolution that reads the result, by which a backend may choose the result's format. If an extension
-        replaces norms (patches.norm), its function computes the norm."""
+        """SiLU of the group norm of image + shift, for the convolution that reads the result.
+
+        shift: (batch, channels); None for 0. consumer: the weights of that convolution: if they are in 8 bits, the
+            device may return the result quantized; None returns a tensor. If an extension replaces norms
+            (patches.norm), its function computes the norm.
+        """
         if self.patches.norm is None:
             return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift, consumer=consumer)
         if shift is not None:
@@ -82,7 +85,7 @@ class Layers:
         return self.ops.convolution(image, self.weights[convolution.path], convolution)
 
     def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
-        """The enlarged image after the convolution. following: see stage()."""
+        """The image, enlarged to twice its sides or to the size of `following` (see stage()), after the convolution."""
         height, width = image.shape[-2:]
         height *= 2
         width *= 2
@@ -91,7 +94,7 @@ class Layers:
         return self._convolution(layer.convolution, self.ops.resize(image, height, width))
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
-        """The image after a residual block, its skip added."""
+        """The output of a residual block, with the block's input or the projection of it added."""
         weights = self.weights
         ops = self.ops
         # The first convolution's bias is part of the shift, and the second one's is added together with the skip:
@@ -107,7 +110,8 @@ class Layers:
     # --- tokens ---------------------------------------------------------------------------------------------------
 
     def _spatial_transformer(self, transformer: SpatialTransformer, image: Tensor, place: tuple[str, int]) -> Tensor:
-        """The image after a spatial transformer is added. place: see stage()."""
+        """The image plus the output of a spatial transformer, whose tokens are the image's pixels. place: see
+        stage()."""
         ops = self.ops
         layers = self.transformer
         height, width = image.shape[-2:]
@@ -124,7 +128,8 @@ class Layers:
         return image
 
     def _transformer_block(self, block: TransformerBlock, residual: Residual) -> Residual:
-        """The residual after a block in which no function of an extension is set."""
+        """The residual after a transformer block, by fused operators: for blocks in which no function of an extension
+        is set."""
         layers = self.transformer
         own = block.self_attention
         cross = block.cross_attention
@@ -136,7 +141,7 @@ class Layers:
         return self._feed_forward(block, residual)
 
     def _feed_forward(self, block: TransformerBlock, residual: Residual) -> Residual:
-        """The residual after the norm and the feed-forward layer of a block are added."""
+        """The residual plus the output of a block's feed-forward layer, whose norm is included."""
         layers = self.transformer
         into = block.feed_forward_in
         out = block.feed_forward_out
@@ -144,8 +149,8 @@ class Layers:
         return layers.add(residual, layers.gated_linear(normed, into, GEGLU, out), out)
 
     def _patched_block(self, block: TransformerBlock, tokens: Tensor) -> Residual:
-        """The residual after a block within which functions of other extensions are set; they are called at its
-        points."""
+        """The residual after a transformer block in which functions of other extensions are set, by plain operators.
+        The functions are called at their points, and may replace the whole block."""
         replaced = self.patches.whole_block(block, tokens, self.context)
         if replaced is not None:
             return Residual(replaced)
@@ -155,7 +160,8 @@ class Layers:
         return self._feed_forward(block, Residual(tokens))
 
     def _patched_self_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """The self attention's output, which the caller adds to the tokens, with the functions set at its points."""
+        """The output of a block's self attention, which the caller adds to the tokens. Includes the norm before it;
+        calls the functions at its points, one of which may replace it."""
         attention = block.self_attention
         _, normed = self.transformer.norm(Residual(tokens), block.self_norm, attention.query_key_value)
         replaced = self.patches.whole_attention(SELF_ATTENTION, block, normed, self.context)
@@ -166,7 +172,8 @@ class Layers:
         return self._patched_output(SELF_ATTENTION, attention, *projected)
 
     def _patched_cross_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """The cross attention's output, which the caller adds to the tokens, with the functions set at its points."""
+        """The output of a block's cross attention, which the caller adds to the tokens. Includes the norm before it;
+        calls the functions at its points, one of which may replace it."""
         attention = block.cross_attention
         _, normed = self.transformer.norm(Residual(tokens), block.cross_norm, attention.query)
         replaced = self.patches.whole_attention(CROSS_ATTENTION, block, normed, self.context)
@@ -183,7 +190,7 @@ class Layers:
     def _patched_output(
         self, name: str, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """The output of an attention, with its last projection.
+        """The output of an attention after its last linear layer; functions at its points may replace both.
 
         name: SELF_ATTENTION or CROSS_ATTENTION. query, key, value: (batch, tokens, heads * head width).
         """
@@ -193,17 +200,20 @@ class Layers:
         return self.patches.attention_output(name, self.transformer.linear(mixed, attention.out))
 
     def _each(self, layers: Sequence[Linear], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs of linear layers, each for its own input."""
+        """The outputs of linear layers, each for the input at the same index. For layers that are fused otherwise, when
+        a function has given them different inputs."""
         return tuple(self.transformer.linear(given, layer) for layer, given in zip(layers, inputs, strict=True))
 
     def _key_value(self, attention: CrossAttention) -> tuple[Tensor, ...]:
-        """The keys and values of the context, (batch, tokens, heads * head width) each."""
+        """A cross attention's keys and values of the context, (batch, tokens, heads * head width) each, by one
+        product."""
         return self.transformer.linear(self.context, attention.key_value).chunk(2, dim=-1)
 
     def _attend(
         self, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """The output of an attention before its last projection; in a cross attention plus those of image prompts.
+        """The output of an attention before its last linear layer. In a cross attention, the outputs of IP-Adapters'
+        attentions, from the same queries to the tokens of their images, are added.
 
         query, key, value, and the result: (batch, tokens, heads * head width).
         """

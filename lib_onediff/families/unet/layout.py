@@ -43,7 +43,7 @@ class TransformerBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        """See core.leaves.Block."""
+        """The linear layers over the image's tokens, in the order of the forward. Their weights may be in 8 bits."""
         feed_forward = feed_forward_layers(
             self.feed_forward_in, self.feed_forward_out, GATED, self.feed_forward_norm.path
         )
@@ -51,16 +51,17 @@ class TransformerBlock(Block):
 
     @property
     def prompt_layers(self) -> tuple[FusedLinear, ...]:
-        """See core.leaves.Block."""
+        """The linear layers over the prompt's tokens: keys and values of the cross attention. Their weights may be in 8
+        bits."""
         return (self.cross_attention.key_value,)
 
 
 @dataclass(frozen=True)
 class ResidualBlock(Block):
-    """Two convolutions, each after a group norm with SiLU, added to the block's input.
+    """Two convolutions, each after a group norm with SiLU, whose output is added to the block's input.
 
     embedding: projects the time embedding; the result is added after the first convolution.
-    skip: a 1x1 convolution of the input before the sum; None adds the input as it is.
+    skip: a 1x1 convolution over the input in that sum; None adds the input as it is.
     """
 
     in_norm: GroupNorm
@@ -72,13 +73,14 @@ class ResidualBlock(Block):
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
-        """See core.leaves.Block."""
+        """The convolutions after a group norm, in the order of the forward. Their weights may be in 8 bits."""
         return self.in_convolution, self.out_convolution
 
 
 @dataclass(frozen=True)
 class SpatialTransformer:
-    """Transformer blocks over the pixels of an image, added to the image. project_in, project_out: linear layers."""
+    """A group norm, a linear layer, transformer blocks and a linear layer over the pixels of an image as tokens; the
+    output is added to the image."""
 
     norm: GroupNorm
     project_in: Linear
@@ -142,8 +144,8 @@ class UNetLayout(Layout):
     embeddings: FusedLinear = field(init=False)
 
     def __post_init__(self) -> None:
-        """Derives in_channels, out_channels, context_width and embeddings. Raises Refusal for another kind of network.
-        """
+        """Set in_channels, out_channels, context_width and embeddings from the other fields. Raises Refusal unless the
+        first layer is a convolution, input and output stages are as many, and there is a cross attention."""
         first = self.input_stages[0][0]
         if not isinstance(first, Convolution):
             raise Refusal("its first layer is not a convolution")
@@ -162,8 +164,8 @@ class UNetLayout(Layout):
             object.__setattr__(self, name, value)
 
     def sized_layers(self, height: int, width: int, tokens: int) -> Iterator[tuple[Layer, tuple[int, int]]]:
-        """See core.family.Layout. Every layer of the stages in the order of a forward pass, with the height and width
-        of its input. tokens: ignored."""
+        """Every layer of the stages in the order of a forward pass, each with the (height, width) of its input in
+        pixels of the feature map. height, width: of the latent. tokens: ignored."""
         size = (height, width)
         skips: list[tuple[int, int]] = []
         for stage in self.input_stages:
@@ -183,18 +185,22 @@ class UNetLayout(Layout):
 
     @cached_property
     def residual_blocks(self) -> tuple[ResidualBlock, ...]:
-        """All residual blocks, in the order of a forward pass; block_shifts splits the embeddings' output in this
-        order."""
+        """All residual blocks, in the order of a forward pass. The members of `embeddings` have the same order."""
         return tuple(self.layers(ResidualBlock))
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """See core.family.Layout: the leaves, and the cross attentions."""
+        """The descriptions, with sizes, of the layers that decide which kernels a device loads: all leaves and the
+        cross attentions."""
         return [*self.leaves(), *self.layers(CrossAttention)]
 
     def units(self, depth: int | None) -> list[tuple[str, ...]]:
-        """See core.family.Family. depth: how many of the first input stages and of the last output stages are computed,
-        and none between them; None: all stages."""
+        """The names of the layers whose weights a forward reads, in groups (units), in the order in which it reads
+        them.
+
+        depth: of a cached pass, how many of the first input stages and of the last output stages it computes; at least
+            1. None: all stages are computed.
+        """
         inner = (self.middle_stage, *self.output_stages) if depth is None else self.output_stages[-depth:]
         layers = [layer for stage in (*self.input_stages[:depth], *inner) for layer in stage]
         parts: list[Any] = [(self.time, self.label, self.embeddings)]
@@ -209,12 +215,13 @@ class UNetLayout(Layout):
 
     @property
     def y_width(self) -> int | None:
-        """The width of y; None if the UNet takes none."""
+        """The width of y, SDXL's pooled prompt and sizes; None if the UNet takes no y."""
         return self.label.first.in_features if self.label else None
 
     @property
     def model_name(self) -> str:
-        """The model's name, for users, from the widths of its inputs."""
+        """The kind of model for users, such as "SDXL" or "SD1 inpainting", by the widths of the UNet's inputs. Of an
+        unknown kind, the name has the prompt's width."""
         known = {(768, None): "SD1", (1024, None): "SD2", (2048, 2816): "SDXL", (1280, 2560): "SDXL refiner"}
         name = known.get((self.context_width, self.y_width))
         if name is None:
@@ -225,8 +232,9 @@ class UNetLayout(Layout):
 
 
 def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:
-    """The (height, width) of a layer's output. size: of its input. following: the size of the skip that the next output
-    stage takes; None if there is none."""
+    """The (height, width) of a layer's output, for an input of this (height, width). following: the size of the skip
+    that the next output stage takes, to which an Upsample with resize_before enlarges; None if no output stage
+    follows."""
     if isinstance(layer, Upsample):
         size = (size[0] * 2, size[1] * 2)
         if layer.resize_before and following is not None:

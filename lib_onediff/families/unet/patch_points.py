@@ -22,7 +22,8 @@ BlockPlace = tuple[str, int, int]
 
 class PatchPoints(Points):
     """The points of a UNet's forward, as core.points.Points defines them. Each method is one point. The host's forward
-    calls extensions' functions at the same points. In this class no function is set at any point; hosts derive from it.
+    calls extensions' functions at the same points. In this class no function is set at any point: its methods return
+    what they get, or None. A host derives a class from it, whose methods call the functions that extensions have set.
 
     hidden_states are (batch, channels, height, width) at stages, and tokens (batch, tokens, width) within transformers,
     both contiguous and in the weights' dtype. A method with one tensor returns the tensor with which the forward
@@ -39,33 +40,37 @@ class PatchPoints(Points):
     norm: Callable[[str, Tensor], Tensor] | None = None
 
     def unchanged(self, point: str, *arguments: Any) -> Any:
-        """See Points. The methods of this class itself call no function."""
+        """The result of the point of this name for these arguments if no function were set at it."""
         return getattr(PatchPoints, point)(self, *arguments)
 
     def embedding(self, embedding: Tensor) -> Tensor:
-        """The timestep's embedding (batch, width), before the embedding of y is added."""
+        """Called with the timestep's embedding (batch, width), before the embedding of y is added."""
         return embedding
 
     def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """The input of a stage."""
+        """Called with the input of a stage; of an output stage, after hidden states and skip were concatenated. part:
+        INPUT, MIDDLE, OUTPUT or LAST. index: of the stage in that part."""
         return hidden_states
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """The output of a stage, with residuals of ControlNets added. At an input stage, the result is its skip, too.
-        """
+        """Called with the output of a stage, to which the residuals of ControlNets were added. The result of an input
+        stage is its skip, too. part, index: as in before_stage."""
         return hidden_states
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
-        """The output of an input stage for the next stage alone: its skip was taken before this point."""
+        """Called with the output of the input stage of this index, after its skip was taken: the result goes to the
+        next stage alone."""
         return hidden_states
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        """The hidden states and the skip, before an output stage concatenates them."""
+        """Called with the hidden states and the skip before the output stage of this index concatenates them. Returns
+        both, as they are to be concatenated."""
         return hidden_states, skip
 
     def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
-        """The input of an output stage: hidden states, resized to the skip's size, and skip, concatenated along the
-        channels. None: our forward concatenates them."""
+        """Called instead of the concatenation before the output stage of this index. Returns the stage's input: the
+        hidden states, resized to the skip's size, and the skip, concatenated along the channels. Returns None if no
+        function replaces the concatenation; our forward does it then."""
         return None
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
@@ -76,34 +81,39 @@ class PatchPoints(Points):
         return False
 
     def end_transformer(self) -> None:
-        """Called at the end of a spatial transformer, after its last block. Hosts may count transformers for their
-        functions."""
+        """Called at the end of each spatial transformer, after its output was added to the image. Hosts may count
+        transformers for their functions."""
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
-        """The output of a transformer block for these tokens. None: our forward computes it."""
+        """Called instead of a transformer block. Returns its output for these tokens, with the residual added; None if
+        no function replaces the block, which our forward computes then."""
         return None
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs of the projections to queries, to keys and to values."""
+        """Called with the tokens after the norm before a self attention. Returns the inputs of its projections to
+        queries, to keys and to values."""
         return normed, normed, normed
 
     def cross_attention_inputs(self, normed: Tensor, context: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The inputs of the projections to queries, to keys and to values. If the last two are the given context
-        object, our forward projects both at once."""
+        """Called with the tokens after the norm before a cross attention, and with the prompt's context. Returns the
+        inputs of its projections to queries, to keys and to values. If the last two are the given context object, our
+        forward projects both at once."""
         return normed, context, context
 
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
-        """The output of a whole attention, with its projections, to be added to the tokens. None: our forward computes
-        it.
+        """Called instead of an attention with its projections. Returns its output, which our forward adds to the
+        tokens; None if no function replaces the attention, which our forward computes then.
 
-        attention: SELF_ATTENTION or CROSS_ATTENTION. normed: the tokens after the norm before it.
+        attention: SELF_ATTENTION or CROSS_ATTENTION. normed: the tokens after the norm before it. context: the
+            prompt's.
         """
         return None
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """The output of an attention before its last projection. None: our forward computes it.
+        """Called instead of the softmax attention between the projections. Returns its output before the last
+        projection; None if no function replaces it; our forward computes it then.
 
         attention: SELF_ATTENTION or CROSS_ATTENTION.
         query, key, value, and the result: (batch, tokens, heads * head width).
@@ -111,10 +121,10 @@ class PatchPoints(Points):
         return None
 
     def attention_output(self, attention: str, tokens: Tensor) -> Tensor:
-        """The output of an attention after its last projection, before it is added to the tokens. attention: as in
-        attend."""
+        """Called with the output of an attention after its last projection, before it is added to the tokens.
+        attention: SELF_ATTENTION or CROSS_ATTENTION."""
         return tokens
 
     def between_attentions(self, tokens: Tensor) -> Tensor:
-        """The tokens after the output of the self attention was added."""
+        """Called with a block's tokens after the output of its self attention was added."""
         return tokens

@@ -31,10 +31,11 @@ UNET_CLASSES = {"UNetModel", FORGES_UNET}
 def read_transformer(
     transformer: Any, block_reader: Callable[[Any, LeafReader], TransformerBlock], leaves: LeafReader
 ) -> SpatialTransformer:
-    """The description of a spatial transformer, whose parts have the same names in ldm and diffusers.
+    """The description of a spatial transformer of ldm or of diffusers, in which its parts have the same names. Used by
+    this file and by the reader of diffusers' UNets.
 
-    block_reader: returns the description of a block; it calls read_block, and raises Refusal for blocks that the host
-        computes in another way.
+    block_reader: the host's function that returns the description of a transformer block: it checks that the host
+        computes the block as we do, raises Refusal if not, and calls read_block.
     """
     return SpatialTransformer(
         norm=leaves.group_norm(transformer.norm), project_in=leaves.linear(transformer.proj_in),
@@ -45,7 +46,8 @@ def read_transformer(
 
 
 def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
-    """The description of a transformer block, whose parts have the same names in ldm and diffusers."""
+    """The description of a transformer block of ldm or of diffusers, in which its parts have the same names. The caller
+    has checked the block's class and options. Raises Refusal for a feed-forward layer without GEGLU."""
     path = leaves.path(block)
     own = block.attn1
     cross = block.attn2
@@ -68,25 +70,27 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 
 def is_ldm_unet(unet: nn.Module) -> bool:
-    """Whether a module is a UNet of the ldm family, by the name of its class. The name may be any package's: read_ldm
-    refuses modules that are built in another way."""
+    """Whether a module is to be read by read_ldm, by the name of its class. Another package may use the same name for
+    another network, which read_ldm refuses."""
     return type(unet).__name__ in UNET_CLASSES and hasattr(unet, "input_blocks")
 
 
 def is_block(kind: type) -> bool:
-    """Whether a class is named BasicTransformerBlock, or derived from a class of that name."""
+    """Whether a class is named BasicTransformerBlock, in any package, or is derived from a class of that name."""
     return any(base.__name__ == BLOCK for base in kind.__mro__)
 
 
 @lru_cache(maxsize=64)
 def is_derived_block(kind: type) -> bool:
-    """Whether a class is derived from a transformer block's class, or claims its name. Extensions for token merging
-    give such classes to a UNet's blocks."""
+    """Whether a class is an extension's variant of a transformer block: derived from BasicTransformerBlock, or of its
+    name without being its Python module's class. Extensions for token merging give such classes to a UNet's blocks."""
     return is_block(kind) and not (kind.__name__ == BLOCK and is_genuine(kind))
 
 
 def read_ldm(unet: Any) -> UNetLayout:
-    """The layout of a UNet of the ldm family. Raises Refusal if the module is built in another way."""
+    """The layout of a UNet of the ldm family. Raises Refusal if the module has options that our forward does not
+    compute, is built in another way, or has parameters that our forward would ignore. Extensions' transformer blocks
+    are read as plain ones, and named in the layout's `foreign`."""
     refuse_ldm_variants(unet)
     leaves = LeafReader(unet)
     # The Forge family passes an Upsample the size of the skip; A1111 resizes its output instead.
@@ -112,7 +116,7 @@ def read_ldm(unet: Any) -> UNetLayout:
 
 
 def refuse_ldm_variants(unet: Any) -> None:
-    """Raise Refusal for options of the class that our forward does not compute."""
+    """Raise Refusal if the UNet predicts codebook ids, or has another time embedding than two linear layers."""
     if getattr(unet, "predict_codebook_ids", False):
         raise Refusal("it predicts codebook ids, not noise")
     if not isinstance(unet.time_embed, nn.Sequential) or len(unet.time_embed) != 3:
@@ -120,8 +124,8 @@ def refuse_ldm_variants(unet: Any) -> None:
 
 
 def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
-    """The description of the embedding of y; None if the UNet takes none. Raises Refusal unless it is two linear layers
-    with SiLU between them."""
+    """The description of the layers that embed y, SDXL's pooled prompt and sizes; None if the UNet takes no y. Raises
+    Refusal unless they are two linear layers with SiLU between them."""
     if unet.num_classes is None:
         return None
     label = unet.label_emb
@@ -132,8 +136,8 @@ def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 
 
 def read_layer(layer: Any, leaves: LeafReader, resizes_before: bool) -> Layer:
-    """The description of one layer of a stage. Raises Refusal for one of an unknown kind. resizes_before: see
-    Upsample.resize_before."""
+    """The description of one layer of a stage: a residual block, a spatial transformer, a Downsample, an Upsample or a
+    convolution. Raises Refusal for any other. resizes_before: becomes Upsample.resize_before."""
     kind = leaves.kind(layer)
     if kind == "ResBlock":
         return ldm_residual_block(layer, leaves)
@@ -151,7 +155,8 @@ def read_layer(layer: Any, leaves: LeafReader, resizes_before: bool) -> Layer:
 
 
 def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
-    """The description of a ResBlock. Raises Refusal for variants that our forward does not compute."""
+    """The description of a ResBlock. Raises Refusal for one that changes the image's size, scales by the time embedding
+    instead of adding it, or takes none."""
     variants = ("updown", "use_scale_shift_norm", "skip_t_emb", "exchange_temb_dims")
     found = [name for name in variants if getattr(block, name, False)]
     if found:
@@ -166,7 +171,8 @@ def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def ldm_block(block: Any, leaves: LeafReader) -> TransformerBlock:
-    """The description of a BasicTransformerBlock. Raises Refusal for variants that our forward does not compute."""
+    """The description of a BasicTransformerBlock, or of an extension's class derived from it. Raises Refusal for
+    another class, for a block without cross attention, and for one with disable_self_attn or ff_in."""
     path = leaves.path(block)
     if not is_block(type(block)):
         raise leaves.unknown(block)

@@ -32,15 +32,15 @@ class ZImageCall(Call):
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
-        """See Call."""
+        """The tensors by which the prompts of two calls differ: the context, and the lengths."""
         return self.context, self.lengths
 
 
 def joined_prompts(prompts: Sequence[Tensor], multiple: int) -> tuple[Tensor, Tensor, bool]:
-    """The context, lengths and is_ragged of a ZImageCall with these prompts, one tensor (tokens, width) for each row of
-    the batch.
+    """The context, lengths and is_ragged of a ZImageCall for these prompts: a new tensor with the prompts, padded with
+    zeros to one length, which is a multiple of `multiple`.
 
-    multiple: see ZImageLayout.
+    prompts: one tensor (tokens, width) for each row of the batch, at least one. multiple: see ZImageLayout.
     """
     lengths = [len(prompt) for prompt in prompts]
     filled = [length + -length % multiple for length in lengths]

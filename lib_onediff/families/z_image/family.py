@@ -1,4 +1,4 @@
-"""Z-Image as a family, and Lumina 2, whose network it extends."""
+"""The family of Z-Image, and of Lumina 2, whose network Z-Image extends."""
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -30,7 +30,8 @@ class ZImages:
     usual_sizes = tuple(UsualSizes(model, (model,), MEGAPIXEL_SIZES) for model in ("Z-Image", "Lumina 2"))
 
     def refuse_call(self, layout: ZImageLayout, call: ZImageCall) -> None:
-        """See Family."""
+        """Raise Refusal if the latent or the prompt has another shape than the network takes, or the batch sizes
+        differ. Called before a shape is computed for the first time."""
         latent = call.latent
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
@@ -49,7 +50,12 @@ class ZImages:
     def example(
         self, layout: ZImageLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> ZImageCall:
-        """See Family. All prompts have `tokens` tokens."""
+        """A call with a latent and prompts of noise at timestep 0.5, by which a size is made ready before an image
+        needs it.
+
+        size: height and width of the latent. tokens: the length of each prompt, which is padded to a multiple of
+        layout.multiple. noise(*shape): returns a tensor from a normal distribution.
+        """
         latent = noise(batch, layout.in_channels, *size)
         context = noise(batch, tokens + -tokens % layout.multiple, layout.context_width)
         timestep = torch.full((batch,), self.first_timestep / 2, dtype=torch.float32, device=latent.device)
@@ -57,22 +63,26 @@ class ZImages:
         return ZImageCall(latent, timestep, context, lengths)
 
     def output(self, layout: ZImageLayout, weights: Weights, ops: Operators, call: ZImageCall) -> Tensor:
-        """See Family."""
+        """The network's output for a call, of the latent's shape and dtype. A call with a cut also reads or writes
+        call.cut.memory."""
         return forward.output(layout, weights, ops, call)
 
     def units(self, layout: ZImageLayout, call: ZImageCall) -> list[tuple[str, ...]]:
-        """See Family. In the order of forward.output."""
+        """The names of the layers whose weights output() reads, in groups (units), in the order in which it reads them.
+        Weights in main memory are copied to the GPU in this order, one unit ahead. A cached pass reads fewer blocks."""
         blocks = (*layout.image_refiner, *layout.text_refiner, *blocks_read(layout.blocks, call.cut))
         later = ("image_refiner", "text_refiner", "blocks", "out_modulation", "out")
         first = names_of(tuple(getattr(layout, one.name) for one in fields(layout) if one.name not in later))
         return [first, *map(names_of, blocks), names_of((layout.out_modulation, layout.out))]
 
     def deepest(self, layout: ZImageLayout) -> int:
-        """See Family."""
+        """The largest depth at which DeepCache can cut the blocks over image and prompt: one less than all; 0 if it
+        cannot. The refiners are always computed."""
         return deepest_cut(layout.blocks)
 
     def attentions(self, layout: ZImageLayout, call: ZImageCall) -> list[AttentionShapes]:
-        """See Family: over the image, over the prompt, and over both."""
+        """The shapes of queries and keys of each kind of attention in a call, for which a device measures its kernels:
+        over the image, over the prompt, and over both."""
         height, width = call.latent.shape[-2:]
         image = layout.image_tokens(height, width)
         attention = layout.blocks[0].attention

@@ -25,14 +25,18 @@ SMALLER = 2.0**-8
 
 
 class Positions(NamedTuple):
-    """The positions of some tokens, as attentions take them. rotary: the rotary embedding of each token. mask: which
-    tokens each row of the batch attends to, as in Operators.attention; None for all."""
+    """Where some tokens are, as attentions need it.
+
+    rotary: the rotary embedding of each token. mask: bool (batch, 1, 1, tokens), True for the tokens to which a row of
+        the batch attends; None if each row attends to all.
+    """
 
     rotary: Rotary
     mask: Tensor | None
 
     def part(self, first: int, count: int) -> Positions:
-        """The positions of `count` of these tokens, from token `first` on."""
+        """The Positions of `count` of these tokens, from token `first` on. The rotary embedding is a copy, the mask a
+        view."""
         cosines, sines, interleaved = self.rotary
         rotary = Rotary(
             cosines.narrow(-2, first, count).contiguous(), sines.narrow(-2, first, count).contiguous(), interleaved,
@@ -41,15 +45,16 @@ class Positions(NamedTuple):
 
 
 class BlockModulation(NamedTuple):
-    """The modulation of a block, (batch, 2, width) each: scales of the norms before the attention and before the
-    feed-forward layer, and gates after these layers."""
+    """What the timestep changes in a block, (batch, 2, width) each; the attention comes first, then the feed-forward
+    layer. scales: factors of the norms before these layers. gates: factors of the norms after them."""
 
     scales: Tensor
     gates: Tensor
 
 
 def output(layout: ZImageLayout, weights: Weights, ops: Operators, call: ZImageCall) -> Tensor:
-    """The network's output, (batch, channels, height, width) in the latent's dtype. Any size of latent."""
+    """The network's output, (batch, channels, height, width) in the latent's dtype. The latent may have any height and
+    width: it is padded to whole patches, and the output is cropped. call.cut: see through_blocks."""
     layers = TransformerLayers(weights, ops, call.upcast_attention)
     dtype = weights[layout.patches.path].weight.dtype
     height, width = call.latent.shape[-2:]
@@ -86,8 +91,10 @@ def through_block(
     layers: TransformerLayers, block: StreamBlock, residual: Residual, positions: Positions,
     modulation: BlockModulation | None,
 ) -> Residual:
-    """The residual after one block. positions: of the block's tokens. modulation: None for a block of the prompt
-    alone."""
+    """The residual after the attention and the feed-forward layer of one block. The given residual must not be used
+    afterwards. positions: of the block's tokens. modulation: None for a block over the prompt alone.
+
+    In float16, the inputs of the layers before norms are made smaller: see scaled_down."""
     own = block.attention
     into = block.feed_forward_in
     out = block.feed_forward_out
@@ -116,10 +123,12 @@ def through_block(
 
 
 def scaled_down(x: Tensor, norm: RMSNorm) -> tuple[Tensor, RMSNorm]:
-    """The input of a linear layer in float16, times SMALLER, and the norm that follows the layer, adapted to it.
+    """x times SMALLER in float16, as the input of a linear layer whose output would overflow otherwise, and the norm
+    that follows the layer with the epsilon that fits.
 
     The layer has no bias, so its output is SMALLER times as large too and does not overflow. The norm divides that
-    factor out again; only its epsilon has to follow. Values that are too large even then are clamped, as hosts do.
+    factor out again; only its epsilon has to be scaled by SMALLER ** 2. Values that are still too large are clamped and
+    NaN becomes 0, as in the hosts.
     """
     most = torch.finfo(torch.float16).max
     smaller = (x * SMALLER).nan_to_num(nan=0.0).clamp(-most, most)
@@ -127,9 +136,10 @@ def scaled_down(x: Tensor, norm: RMSNorm) -> tuple[Tensor, RMSNorm]:
 
 
 def patches_of(layers: TransformerLayers, layout: ZImageLayout, latent: Tensor) -> tuple[Tensor, int, int]:
-    """The latent's patches as tokens, (batch, layout.image_tokens(...), width), and the numbers of rows and columns.
+    """The latent's patches, projected to tokens (batch, tokens, width), and the numbers of rows and columns of patches.
+    Sides that are no multiple of the patch are padded.
 
-    Learned tokens (image_pad) fill the tokens up to a multiple of layout.multiple.
+    Learned tokens (image_pad) follow until the number of tokens is a multiple of layout.multiple.
     """
     patch = layout.patch
     image = padded_to_patches(latent, patch)
@@ -145,8 +155,9 @@ def patches_of(layers: TransformerLayers, layout: ZImageLayout, latent: Tensor) 
 
 
 def image_of(layout: ZImageLayout, tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """The image of the last layer's output (batch, tokens, patch * patch * channels), of shape (batch, channels, rows *
-    patch, columns * patch). Tokens after the first rows * columns are dropped."""
+    """The last layer's tokens put together to an image, the inverse of patches_of: (batch, tokens, patch * patch *
+    channels) -> (batch, channels, rows * patch, columns * patch). Tokens after the first rows * columns (padding, the
+    prompt) are dropped."""
     patch = layout.patch
     pieces = tokens[:, :rows * columns].unflatten(2, (patch, patch, -1)).unflatten(1, (rows, columns))
     image: Tensor = pieces.permute(0, 5, 1, 3, 2, 4)
@@ -154,7 +165,8 @@ def image_of(layout: ZImageLayout, tokens: Tensor, rows: int, columns: int) -> T
 
 
 def prompt_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCall) -> Tensor:
-    """The prompt's tokens, (batch, tokens, width), with learned tokens (text_pad) in the place of padding."""
+    """The prompt's tokens, normed and projected to the network's width, (batch, tokens, width), with the learned token
+    (text_pad) in the place of padding."""
     context = call.context.to(layers.weights[layout.text.path].weight.dtype)
     normed = layers.ops.rms_norm(context, layers.weights[layout.text_norm.path], layout.text_norm)
     tokens = layers.linear(normed, layout.text)
@@ -167,7 +179,7 @@ def prompt_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCall)
 
 
 def positions_of(layout: ZImageLayout, call: ZImageCall, rows: int, columns: int) -> Positions:
-    """The positions of the image's tokens, then the prompt's.
+    """The Positions of the image's tokens, followed by the prompt's. rows, columns: of the image's patches.
 
     The prompt's tokens are at 1, 2, ... on the first axis; the image's patches follow at the next number there, and at
     their row and column on the other axes. Tokens that pad the image are at zero.
@@ -189,8 +201,8 @@ def positions_of(layout: ZImageLayout, call: ZImageCall, rows: int, columns: int
 
 
 def embedding_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCall, dtype: torch.dtype) -> Tensor:
-    """The embedding of the timestep, (batch, width) in dtype. The network embeds the share of the image, 1 - timestep,
-    taken from call.image_share if the call has it."""
+    """The embedding of the timestep, (batch, width) in dtype. What the network embeds is the share of the image in the
+    latent: call.image_share if the host has passed it, else 1 - timestep."""
     time = layout.time
     share = 1.0 - call.timestep if call.image_share is None else call.image_share
     waves = layers.ops.sinusoids(share * layout.time_scale, time).to(dtype)
@@ -198,8 +210,11 @@ def embedding_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCa
 
 
 def modulations_of(layers: TransformerLayers, layout: ZImageLayout, embedding: Tensor) -> list[BlockModulation]:
-    """The modulations of all blocks with the image, those of image_refiner first. embedding: the timestep's, (batch,
-    width). The network computes scale - 1, and gates before tanh; this returns the scales and gates themselves."""
+    """The modulations of all blocks over the image's tokens: first those of image_refiner, then those of layout.blocks,
+    including blocks that a cached pass leaves out.
+
+    embedding: the timestep's, (batch, width). The network computes scale - 1, and gates before a tanh; this returns the
+    scales, and the gates after it."""
     given = layers.ops.silu(embedding) if layout.activates_time else embedding
     together = layers.linear(given, layout.modulations).unflatten(-1, (-1, 4, layout.width))
     scales = together[:, :, 0::2] + 1

@@ -43,7 +43,8 @@ class StreamBlock(Block):
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        """See core.leaves.Block. Empty for the blocks of the prompt alone."""
+        """The linear layers whose weights may be in 8 bits, in the order of the forward. Empty for a block over the
+        prompt alone, whose weights stay as they are stored."""
         if not self.has_image:
             return ()
         feed_forward = feed_forward_layers(self.feed_forward_in, self.feed_forward_out, GATED)
@@ -92,14 +93,17 @@ class ZImageLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """See core.family.Layout."""
+        """The descriptions, with sizes, of the layers that decide which kernels a device loads."""
         block = self.blocks[0]
         attention = block.attention
         heads = NormedHeads(attention.heads, attention.head_width, interleaved=True)
         return [block.attention_norm, self.out_norm, heads, SwiGLU(block.feed_forward_out.in_features)]
 
     def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
-        """See core.family.Layout."""
+        """All blocks, each with (1, tokens): the product is the number of tokens over which the block runs.
+
+        height, width: of the latent. tokens: of the prompt.
+        """
         image = self.image_tokens(height, width)
         return [
             *((block, (1, image)) for block in self.image_refiner),
@@ -108,6 +112,7 @@ class ZImageLayout(Layout):
         ]
 
     def image_tokens(self, height: int, width: int) -> int:
-        """The number of the image's tokens, with padding, for a latent of this size."""
+        """The number of tokens of a latent of this height and width, one for each patch, raised to a multiple of
+        `multiple`."""
         rows, columns = patch_grid(height, width, self.patch)
         return rows * columns + -(rows * columns) % self.multiple

@@ -14,12 +14,13 @@ from .layout import StreamBlock, ZImageLayout
 
 @dataclass(frozen=True)
 class HostParts:
-    """The parts of a host's module that have another name in another host, or are constants there.
+    """In what the Z-Image module of one host differs from those of others. Each host's package makes one for
+    read_layout.
 
-    block: the name of its class of blocks.
+    block: the name of the class of blocks.
     attention_of: returns the description of a block's attention module.
-    patches, final: its first linear layer, and its FinalLayer module.
-    The others are fields of ZImageLayout.
+    patches, final: the module of the linear layer over patches, and the module of class FinalLayer.
+    The others become the fields of ZImageLayout with the same names.
     """
 
     block: str
@@ -34,9 +35,12 @@ class HostParts:
     model_name: str = "Z-Image"
 
 
-def read_stream(network: Any, leaves: LeafReader, host: HostParts) -> ZImageLayout:
-    """The layout of a host's module (network). host: its parts that differ between hosts. Raises Refusal if the module
-    is built in another way."""
+def read_layout(network: Any, leaves: LeafReader, host: HostParts) -> ZImageLayout:
+    """The layout of a Z-Image or Lumina 2 module of a host.
+
+    network: the module. leaves: a new LeafReader of it. host: see HostParts. Raises Refusal if the module is built in
+    another way, or has parameters that our forward would ignore.
+    """
     first, between, second = network.t_embedder.mlp
     norm, text = network.cap_embedder
     silu, out_modulation = host.final.adaLN_modulation
@@ -76,9 +80,11 @@ def read_stream(network: Any, leaves: LeafReader, host: HostParts) -> ZImageLayo
 
 
 def read_block(block: Any, leaves: LeafReader, host: HostParts, has_image: bool) -> StreamBlock:
-    """The description of a block. has_image: see StreamBlock.
+    """The description of one of the host's blocks, whose modules are marked as read in `leaves`. has_image: see
+    StreamBlock.
 
-    Raises Refusal if a layer before a norm has a bias: forward.scaled_down relies on there being none.
+    Raises Refusal for a block of another class or with other modules, or if the second linear layer of the feed-forward
+    layer has a bias, which forward.scaled_down could not scale.
     """
     feed_forward = block.feed_forward
     leaves.expect(host.block, block)
@@ -93,7 +99,7 @@ def read_block(block: Any, leaves: LeafReader, host: HostParts, has_image: bool)
 
 
 def without_bias(layer: Any, leaves: LeafReader) -> Linear:
-    """The description of a linear layer. Raises Refusal if it has a bias."""
+    """The description of a linear layer that must not have a bias. Raises Refusal if it has one."""
     found = leaves.linear(layer)
     if any(name.endswith("bias") for name, _ in layer.named_parameters()):
         raise Refusal(f"{found.path} has a bias, which OneDiff does not compute there")

@@ -12,7 +12,7 @@ from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
 from ...families.rotary import RotaryAxes
 from ...families.z_image.layout import ZImageLayout
-from ...families.z_image.read import HostParts, read_stream, without_bias
+from ...families.z_image.read import HostParts, read_layout, without_bias
 
 # The host pads the tokens of the prompt, and those of the image, to a multiple of this.
 MULTIPLE = 32
@@ -38,7 +38,7 @@ def read_z_image(network: Any) -> ZImageLayout:
     rope = network.rope_embedder
     widths = tuple(rope.axes_dims)
     axes = RotaryAxes(widths, (float(rope.theta),) * len(widths), interleaved=True)
-    return read_stream(network, leaves, HostParts(
+    return read_layout(network, leaves, HostParts(
         "ZImageTransformerBlock", attention_of, network.all_x_embedder[LAYERS], network.all_final_layer[LAYERS], PATCH,
         MULTIPLE, axes, float(network.t_scale), is_negated=False,
     ))

@@ -15,7 +15,7 @@ from ...families.registry import FAMILIES
 from ...families.rotary import RotaryAxes
 from ...families.z_image.call import ZImageCall, joined_prompts
 from ...families.z_image.layout import ZImageLayout
-from ...families.z_image.read import HostParts, read_stream, without_bias
+from ...families.z_image.read import HostParts, read_layout, without_bias
 from .call import HostCall, transformer_call
 
 
@@ -35,7 +35,7 @@ def read_lumina(network: Any) -> ZImageLayout:
     widths = tuple(embedder.axes_dim)
     # The host computes the rotary angles in float64.
     axes = RotaryAxes(widths, (float(embedder.theta),) * len(widths), interleaved=True, angles=torch.float64)
-    return read_stream(network, leaves, HostParts(
+    return read_layout(network, leaves, HostParts(
         "JointTransformerBlock", attention_of, network.x_embedder, network.final_layer, network.patch_size,
         network.pad_tokens_multiple or 1, axes, network.time_scale, is_negated=True,
         model_name="Z-Image" if network.pad_tokens_multiple else "Lumina 2",
