@@ -22,7 +22,7 @@ from ..demo import EMOJI_DIT, SHIPPED
 from ..public import compile_pipe, uncompile_pipe
 from ..runtime.runtime import runtime
 from ..steps.deepcache import DeepCache
-from ..steps.schedules import Schedule, count_of
+from ..steps.schedules import Schedule, whole_step_count
 from .images import LOWEST, PROMPTS, draw, load_model
 from .steps import DTYPES, Row
 
@@ -157,7 +157,7 @@ def schedules(options: argparse.Namespace, device: torch.device) -> Iterator[Row
     the whole steps in a sampling of --steps steps ("all_whole"), searched with the Euler sampler on --images prompts,
     and their PSNR on as many others. Raises Refusal for a wrong --whole, and if a model cannot be loaded."""
     steps = options.steps
-    counts = options.whole or [count_of(steps, interval) for interval in INTERVALS]
+    counts = options.whole or [whole_step_count(steps, interval) for interval in INTERVALS]
     if not all(1 <= count <= steps for count in counts):
         raise Refusal(f"--whole takes numbers from 1 to {steps}, the number of steps")
     for name in options.model or (SHIPPED.name, EMOJI_DIT.name):

@@ -1,4 +1,5 @@
-"""Serves images to many users from many cards.
+"""Serves images to many users from many GPUs.
 
-queue: a first-come, first-served queue with retries, without Ray. ray_serve: warm replicas and HTTP, by Ray Serve.
+queue.py: a first-come, first-served queue with retries, which needs no Ray. ray_serve.py: the service over HTTP, with
+processes that make images (replicas), by Ray Serve.
 """

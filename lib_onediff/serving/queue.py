@@ -13,13 +13,17 @@ from fastapi import HTTPException
 from ..core.sizes import Size
 
 log = logging.getLogger("onediff")
+# How often end() looks whether the queue is empty.
 SECONDS_BETWEEN_LOOKS = 0.1
 
 
 @dataclass(frozen=True)
 class Request:
-    """The request of one image. width, height: in pixels. guidance: the CFG scale. seed: None draws one; Limits.accept
-    sets it, so that a retry makes the same image."""
+    """The request of one image, as a client posts it in JSON.
+
+    width, height: in pixels. steps: of the sampling. guidance: the CFG scale. seed: None for a random one, which
+    Limits.accept draws, so that a retry makes the same image.
+    """
 
     prompt: str
     negative_prompt: str = ""
@@ -38,8 +42,8 @@ class Limits:
 
     pixels: width * height. steps: of the sampling. guidance: the CFG scale.
     letters: of both prompts together.
-    waiting: the largest number of requests that are not begun.
-    tries: how often a request is begun if its replica dies.
+    waiting: the largest number of requests that wait to be begun.
+    tries: how often a request is begun in all, if replicas die while they make its image.
     """
 
     pixels: int = 1536 * 1536
@@ -51,7 +55,8 @@ class Limits:
     __pydantic_config__: ClassVar = {"extra": "forbid"}
 
     def accept(self, request: Request) -> Request:
-        """The request with a seed. Raises HTTPException 422, with a sentence, above a limit."""
+        """The request, with a random seed if it has none. Raises HTTPException 422, with a sentence for the client, if
+        a value is above its limit or below the least possible one, or if the size is not one that can be made."""
         try:
             Size(request.width, request.height)
         except ValueError as problem:
@@ -67,16 +72,18 @@ class Limits:
 
 
 class Queue:
-    """The queue of one event loop; all methods run in it.
+    """A first-come, first-served queue of requests. All methods run in one event loop.
 
-    waiting: the number of requests not begun.
-    answered: the number that are over.
+    waiting: the number of requests that are not begun.
+    answered: the number of begun requests that are over, failed ones and those whose client has hung up included.
     ending: whether end() was called, so that new requests are refused.
     """
 
     def __init__(self, make: Callable[[Request], Awaitable[bytes | str]], limits: Limits, lanes: int) -> None:
-        """make: returns the image of a request, or a sentence if it failed; raises if the replica has died, and is then
-        called again. lanes: how many images are made at the same time."""
+        """make: makes the image of a request, as the bytes of a PNG; returns a sentence for the client if that failed.
+            If it raises an exception, the replica has died, and make is called again.
+        lanes: how many requests may be with `make` at the same time.
+        """
         self._make = make
         self._limits = limits
         self._lanes = asyncio.Semaphore(lanes)
@@ -86,8 +93,11 @@ class Queue:
         self.ending = False
 
     async def ask(self, request: Request) -> tuple[bytes, Request]:
-        """The image, and the request with its seed. Raises HTTPException with a sentence: 422 above a limit, 429 if the
-        queue is full, 500 if the image failed, 503 if the service shuts down or every try failed."""
+        """Wait for the image of a request. Returns the image, and the request with the seed that was used.
+
+        Raises HTTPException with a sentence for the client: 422 for a value outside of its limits, 429 if the queue is
+        full, 500 if the image failed, 503 if the service shuts down or the replica died at every try.
+        """
         request = self._limits.accept(request)
         if self.ending:
             raise HTTPException(503, "The service is shutting down.")
@@ -108,7 +118,8 @@ class Queue:
             self._lanes.release()
 
     async def _image(self, request: Request) -> bytes:
-        """The image of an accepted request, begun up to Limits.tries times. Raises HTTPException 500 or 503."""
+        """The image of a request whose turn has come, begun anew if the replica dies, up to Limits.tries times in all.
+        Raises HTTPException 500 if the image failed, and 503 if every try did."""
         for _ in range(self._limits.tries):
             try:
                 answer = await self._make(request)
@@ -121,7 +132,7 @@ class Queue:
         raise HTTPException(503, f"The image was started {self._limits.tries} times and never finished.")
 
     async def end(self) -> None:
-        """Accept no more requests, and return when all waiting ones are answered."""
+        """Refuse new requests from now on, and return when all others are answered."""
         self.ending = True
         while self.waiting or self._making:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)

@@ -25,8 +25,11 @@ from .queue import Limits, Queue, Request
 
 # Enough for a shape to be checked, captured and replayed.
 WARM_STEPS = 4
+# How many of the most used sizes a replica makes ready if Config.sizes is empty.
 MOST_WARM_SIZES = 8
+# Images that fail in a row until Ray Serve replaces the replica.
 FAILURES_UNTIL_REPLACED = 3
+# How long a replica may take to finish its images when the service shuts down.
 SECONDS_TO_END = 600
 # Requests at a replica: the image in progress, and the next one, so that the GPU does not wait for it.
 AT_A_REPLICA = 2
@@ -34,15 +37,16 @@ log = logging.getLogger("onediff")
 
 
 class Config(BaseModel, extra="forbid"):
-    """The arguments of the application.
+    """The arguments of the application, as given to `serve run` or in its YAML file.
 
     model: a folder in diffusers' layout. replicas: the number of processes that make images.
-    gpus: for each replica; 0: it computes on the CPU.
-    cache: the cache folder.
+    gpus: for each replica, which may be a fraction; 0: it computes on the CPU.
+    cache: the cache folder; "": that of the environment variable ONEDIFF_CACHE, or none.
     sizes: the sizes that a replica makes ready before it serves, as "1024x1024, 832x1216"; "": the most used ones.
-    guidance: the CFG scale of these.
-    allowed_hosts: the Host names that requests may have besides IP addresses and localhost, with commas; "*": any.
-    options: keyword arguments of compile_pipe.
+    guidance: the CFG scale with which these are made ready.
+    allowed_hosts: the Host names that requests may have besides IP addresses and localhost, separated by commas; "*":
+        any.
+    limits: see Limits. options: keyword arguments of compile_pipe.
     """
 
     model: str = ""
@@ -57,16 +61,18 @@ class Config(BaseModel, extra="forbid"):
 
 
 def load(config: Config) -> Any:
-    """The diffusers pipeline of a replica, on its device."""
+    """The diffusers pipeline of config.model, not compiled yet: on the GPU in float16, or on the CPU in float32 if
+    config.gpus is 0."""
     device, dtype = ("cuda", torch.float16) if config.gpus else ("cpu", torch.float32)
     return load_folder(Path(config.model).expanduser(), dtype).to(device)
 
 
 class Painter:
-    """One replica, which makes images. It warms up in __init__: Ray Serve sends requests after that."""
+    """One replica: a process of Ray Serve that makes images. __init__ loads the model and makes sizes ready, which
+    takes minutes; Ray Serve sends requests after that."""
 
     def __init__(self, load: Callable[[Config], Any], config: Config) -> None:
-        """load: returns the diffusers pipeline of a replica."""
+        """load: returns the diffusers pipeline, which is compiled here."""
         # One thread makes all images, because CUDA libraries keep handles and workspaces for each thread.
         self._thread = ThreadPoolExecutor(1)
         self._failures = 0
@@ -81,7 +87,7 @@ class Painter:
         runtime.keep_history()
 
     async def make(self, request: Request) -> bytes | str:
-        """The image as a PNG, or a sentence if it failed."""
+        """The image of a request as a PNG; a sentence for the client if it failed, with the traceback in the log."""
         try:
             png = await asyncio.get_running_loop().run_in_executor(self._thread, self._image, request)
         except Exception:
@@ -92,13 +98,14 @@ class Painter:
         return png
 
     def check_health(self) -> None:
-        """Raise RuntimeError after several failures in a row, so that Ray Serve replaces this replica: some CUDA errors
-        make the process unusable."""
+        """Raise RuntimeError after FAILURES_UNTIL_REPLACED failed images in a row. Ray Serve calls this regularly, and
+        replaces the replica if it raises: some CUDA errors make the process unusable."""
         if self._failures >= FAILURES_UNTIL_REPLACED:
             raise RuntimeError(f"{self._failures} images in a row failed")
 
     def _image(self, request: Request) -> bytes:
-        """The image as a PNG. Runs in the replica's one thread; raises what the pipeline raises."""
+        """The image of a request as a PNG. Runs in the replica's one thread that makes images; raises what the pipeline
+        raises. A seed of None counts as 0."""
         file = io.BytesIO()
         generator = torch.Generator("cpu").manual_seed(request.seed or 0)
         self._pipe(
@@ -109,31 +116,35 @@ class Painter:
 
 
 class Front:
-    """Takes requests over HTTP, and hands them to the replicas. It needs no GPU."""
+    """The process of Ray Serve that takes requests over HTTP, queues them, and gives them to the replicas. It needs no
+    GPU."""
 
     def __init__(self, painter: Any, config: Config) -> None:
-        """painter: the handle of the deployment of Painters, by which Ray Serve chooses a replica for each call."""
+        """painter: Ray Serve's handle of all Painters; it chooses a replica for each call of a method."""
         self.queue = Queue(painter.make.remote, config.limits, config.replicas * AT_A_REPLICA)
 
     async def end(self) -> None:
-        """Refuse new requests, and return when all waiting ones are answered."""
+        """Refuse new requests from now on, and return when all others are answered."""
         await self.queue.end()
 
 
 # Routes are functions, not methods of Front: Ray makes the routes of a class anew, and not as SentenceRoutes.
 def front() -> Front:
-    """The Front of this process."""
+    """The Front that this process serves. Call it only in a process of Ray Serve."""
     return serve.get_replica_context().servable_object
 
 
 async def image(request: Request) -> Response:
-    """The image as a PNG, with its seed in the header X-OneDiff-Seed."""
+    """POST /image: the image of a request as a PNG, with its seed in the header X-OneDiff-Seed. Raises HTTPException as
+    Queue.ask does."""
     png, request = await front().queue.ask(request)
     return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
 
 
 async def ready(response: Response) -> dict[str, Any]:
-    """The state of the service; status 503 until a replica is warm, and while the service shuts down."""
+    """GET /ready: whether the service makes images, for load balancers: "ready", "replicas" (how many are ready),
+    "waiting" and "answered" (requests). The HTTP status is 503 until a replica is ready, and while the service shuts
+    down."""
     status = await asyncio.to_thread(serve.status)
     queue = front().queue
     painters = status.applications[serve.get_replica_context().app_name].deployments["Painter"]
@@ -144,7 +155,9 @@ async def ready(response: Response) -> dict[str, Any]:
 
 
 def http(config: Config) -> FastAPI:
-    """The HTTP application of a Front, with the demo's checks of origins and Host names (api.gate)."""
+    """The HTTP application of a Front: POST /image and GET /ready. It refuses foreign origins and Host names
+    (api.gate).
+    """
     names = {host_name(name.strip()) for name in config.allowed_hosts.split(",")} - {""}
     origins = Origins(strict_host="*" not in names, names=names)
     # There are no logins, so the gate gets no function that identifies a user.
@@ -157,15 +170,17 @@ def http(config: Config) -> FastAPI:
 
 
 def app(arguments: dict[str, Any]) -> serve.Application:
-    """The application for `serve run` and `serve deploy`.
+    """The application for Ray's `serve run` and `serve deploy`, which call this.
 
-    arguments: those of Config. pack and digest are ignored: they belonged to the cache pack of earlier versions.
+    arguments: the fields of Config, by name. pack and digest are ignored: earlier versions had them for cache packs.
+    Raises pydantic's ValidationError for an unknown or wrong argument.
     """
     return build(Config(**{name: value for name, value in arguments.items() if name not in ("pack", "digest")}))
 
 
 def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Application:
-    """The Ray Serve application. load: makes the pipeline of each replica; by default it reads the folder."""
+    """The Ray Serve application, not started yet: a Front, and config.replicas Painters. load: returns the pipeline of
+    a replica; by default it reads config.model."""
     painter = serve.deployment(Painter).options(
         num_replicas=config.replicas, max_ongoing_requests=AT_A_REPLICA, ray_actor_options={"num_gpus": config.gpus},
         graceful_shutdown_timeout_s=SECONDS_TO_END,
@@ -177,6 +192,7 @@ def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Applica
 
 
 def end(name: str = "default") -> None:
-    """Refuse new requests, answer the waiting ones, and delete the application."""
+    """Shut the service down: refuse new requests, wait until all others are answered, and delete the application. name:
+    the application's in Ray Serve. Call it in any process that is connected to the Ray cluster."""
     serve.get_app_handle(name).end.remote().result()
     serve.delete(name)

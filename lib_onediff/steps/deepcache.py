@@ -2,7 +2,8 @@
 so most steps compute the outer part alone.
 
 A whole step computes everything (a full pass), and writes the hidden states at the cut between both parts to memory:
-the deep feature. A cached step (a cached pass) reads the feature of an earlier whole step, or extrapolates it.
+the deep feature. A cached step (a cached pass) reads the feature of an earlier whole step, or one that is extrapolated
+from the last two.
 """
 from __future__ import annotations
 
@@ -21,16 +22,16 @@ from ..core.settings import Settings
 from .prompts import Prompts
 from .schedules import TRANSFORMER, Schedule, schedule_for
 
-NO_CUT = "this network has no inner part to leave out; depth 0 extrapolates whole steps instead"
+NO_CUT = "this network has no inner layers to leave out; depth 0 works: it extrapolates the network's output instead"
 # The largest extrapolation that was measured, in multiples of the distance between the two known features' steps.
 FARTHEST = 1.5
 
 
 class Line:
-    """A line through the last two computed tensors, over the numbers of their steps, which extrapolates later ones: Liu
-    et al. 2025, "From Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923).
+    """Extrapolates a tensor that changes from step to step, by a line through its values at the last two computed
+    steps: Liu et al. 2025, "From Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923).
 
-    values: Epoch.values of the weights that computed both.
+    values: Epoch.values of the weights that computed both; -1 before the first.
     """
 
     def __init__(self) -> None:
@@ -38,9 +39,11 @@ class Line:
         self.values = -1
 
     def note(self, step: int, computed: Tensor, values: int) -> None:
-        """Add a copy of the tensor that a step computed. It replaces that of an earlier call of the same step.
+        """Add a copy of the tensor that a step has computed; only the last two steps' are kept. A second call of the
+        same step replaces the tensor of the first.
 
-        values: Epoch.values of the weights. A change begins the line anew.
+        step: its index in the sampling. values: Epoch.values of the weights; if they changed, older tensors are
+            dropped.
         """
         if values != self.values:
             self._points = []
@@ -51,10 +54,12 @@ class Line:
         self.values = values
 
     def at(self, step: int, damping: float = 1.0, farthest: float = math.inf) -> Tensor | None:
-        """The extrapolated tensor of a later step, computed in float32; None if fewer than two are known.
+        """The extrapolated tensor of a later step, in the known tensors' dtype but computed in float32; None if fewer
+        than two are known. A new tensor.
 
-        damping: a factor on the slope; 1 is the line itself. farthest: the largest extrapolation, in multiples of the
-        distance between the two known steps; steps beyond it get the tensor of that point.
+        damping: a factor on the slope; 1 is the line itself, 0 gives the last tensor.
+        farthest: the largest extrapolation, in multiples of the distance between the two known steps; steps beyond it
+            get the tensor of that point.
         """
         if len(self._points) < 2:
             return None
@@ -64,17 +69,17 @@ class Line:
 
     @property
     def last(self) -> Tensor | None:
-        """The last computed tensor; None before the first."""
+        """The line's copy of the last computed tensor, not to be written; None before the first."""
         return self._points[-1][1] if self._points else None
 
 
 @dataclass
 class CachedFeature:
-    """The deep feature of one prompt at one shape.
+    """What is known of the deep feature of one prompt at one shape. Its tensor is in the slot, or in `backup`.
 
-    made_at: the index of the whole step that computed it; None before the first one.
+    made_at: the index of the whole step that computed it; None before the first one, and while one is computed.
     values: Epoch.values of the weights at that step.
-    backup: a copy of its tensor while another prompt's feature is in the slot.
+    backup: a copy of its tensor, made when another prompt's feature takes the slot; None if there is none.
     line: the line through its last two computed tensors; empty if features are reused.
     """
 
@@ -89,7 +94,8 @@ class CacheSlot:
     """The memory of the deep feature of one shape. All prompts share it, because a CUDA graph has fixed addresses.
 
     memory: that of the cut, which passes write and read.
-    current: the feature that is in it now. features: the features of all prompts, by the prompt's number.
+    current: the feature that is in the memory now; None if it has none that is still valid. features: the features of
+        all prompts, by the prompt's number.
     """
 
     memory: CutMemory
@@ -97,13 +103,18 @@ class CacheSlot:
     features: dict[int, CachedFeature] = field(default_factory=dict)
 
     def make_room(self, feature: CachedFeature) -> None:
-        """Prepare the slot for a full pass of this feature's prompt. The feature of another prompt is backed up."""
+        """Give the slot to this feature, before a full pass of its prompt overwrites the memory. Another prompt's
+        feature is backed up. This feature is invalid (made_at is None) until the caller sets made_at after the pass."""
         self._take(feature)
         feature.made_at = None
         feature.backup = None
 
     def bring_back(self, feature: CachedFeature, step: int, slope: float) -> None:
-        """Put this feature into the slot for a cached step, extrapolated if it has a line. slope: see Schedule."""
+        """Copy this feature into the memory, before a cached pass of its prompt reads it: extrapolated to `step` if its
+        line has two tensors of the same weights, else as it was computed. Another prompt's feature is backed up.
+
+        slope: see Schedule. The feature must have been computed (made_at is not None).
+        """
         content = None
         if feature.line.values == feature.values:
             content = feature.line.at(step, slope, FARTHEST)
@@ -115,7 +126,7 @@ class CacheSlot:
             self.memory.write(content)
 
     def drop_older(self, oldest: int) -> None:
-        """Forget the features that were computed before this step."""
+        """Forget the features that were computed before the step of this index, or never."""
         self.features = {
             prompt: feature for prompt, feature in self.features.items()
             if feature.made_at is not None and feature.made_at >= oldest
@@ -124,7 +135,8 @@ class CacheSlot:
             self.current = None
 
     def _take(self, feature: CachedFeature) -> None:
-        """Make this feature the current one, and back up the one before. Does not move any values into the slot."""
+        """Make this feature the current one, and back up the one before. Does not change the memory: the caller fills
+        it afterwards."""
         other = self.current
         self.current = feature
         if other is not None and other is not feature and other.made_at is not None and other.backup is None:
@@ -133,12 +145,13 @@ class CacheSlot:
             other.backup = kept if kept is not None else self.memory.read().clone()
 
 
-class Cached(StepMemory):
+class DeepCacheMemory(StepMemory):
     """What DeepCache keeps for one network in one run through a sampling.
 
     slots: by the call's signature and the depth of the cut.
     prompts: tells the sampling's prompts apart.
-    failure: why a cached step was computed by a full pass, for users; "" if none was.
+    failure: why the last cached pass that was tried did not serve its step, so that a full pass did; for users, "" if
+        none has failed.
     """
 
     keeps_tensors = True
@@ -157,16 +170,22 @@ class DeepCache:
     whole_batch = False
 
     def __init__(self, schedule_of: Callable[[str, int, int], Schedule] = schedule_for) -> None:
-        """schedule_of: returns the whole steps of a sampling; see schedules.schedule_for."""
+        """schedule_of: returns the whole steps of a sampling, given what schedules.schedule_for takes. Other functions
+        than the default are for the search of schedules (bench)."""
         self._schedule_of = schedule_of
         self.status: dict[str, Any] = {FULL: 0, CACHED: 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
+        """Whether DeepCache is on for UNets or for transformers; answerer() refuses calls of the other kind."""
         return settings.has_cache
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
         """A function that answers the call by a cached pass if its step is not whole and its prompt has a feature;
-        otherwise by a full pass. See StepPolicy.answerer."""
+        otherwise by a full pass. See StepPolicy.answerer.
+
+        Raises Refusal if extensions compute within the network, if DeepCache is off for this kind of network (with the
+        reason ""), if the network cannot be cut, or if the calls of a step cannot be told apart (Prompts).
+        """
         call = step_context.call
         if call.patches is not None:
             raise Refusal(PATCHED)
@@ -180,7 +199,7 @@ class DeepCache:
         if depth < 1:
             raise Refusal(NO_CUT)
         position = step_context.position()
-        cached = step_context.memory_of(self.name, Cached)
+        cached = step_context.memory_of(self.name, DeepCacheMemory)
         shape, prompt = cached.prompts.identify(call, position.time)
         key = shape, depth
         if key not in cached.slots:
@@ -214,22 +233,26 @@ class DeepCache:
 
 @dataclass(frozen=True)
 class Passes:
-    """The full and the cached pass of one call.
+    """Computes one call by a full or by a cached pass. A new object for each call.
 
-    memory: what DeepCache keeps for the network. depth: see Cut. slot: of the call's shape. feature: that of the call's
-    prompt, one of the slot's. slope: see Schedule; 0 reuses the last feature.
+    memory: what DeepCache keeps for the network. depth: see core.call.Cut. slot: of the call's shape. feature: that of
+    the call's prompt, one of slot.features. slope: see Schedule; 0 reuses the last feature as it is.
     """
 
     step_context: StepContext
-    memory: Cached
+    memory: DeepCacheMemory
     depth: int
     slot: CacheSlot
     feature: CachedFeature
     slope: float
 
     def full(self, compute: Compute) -> Answer:
-        """Compute the whole network, and keep its feature. The first time at a shape, check that a cached pass with
-        this feature gives the same output; if not, the shape has no cached passes."""
+        """The answer of the whole network. Its feature is kept; but if the host computes the call, there is none.
+
+        Then a cached pass with this feature is checked against the output (Compute.check, which does so once a shape).
+        If they differ, later cached passes of this shape are refused, and memory.failure has the reason. In a warm-up,
+        a cached pass is also run once, so that its graph is captured.
+        """
         step_context = self.step_context
         slot = self.slot
         feature = self.feature
@@ -256,8 +279,9 @@ class Passes:
         return answer
 
     def cached(self, compute: Compute) -> Answer | None:
-        """Compute the outer part alone. Returns None if a full pass is needed: no checked shape serves the call, or
-        the feature was computed from other weights."""
+        """The answer of the outer part alone, with the kept feature. None if a full pass is needed instead: the cached
+        pass of this shape was not checked or has failed, or the feature was computed from other weights; memory.failure
+        has the reason then."""
         with self.step_context.ordered():
             self.slot.bring_back(self.feature, self.step_context.position().step.index, self.slope)
         try:
@@ -267,5 +291,6 @@ class Passes:
             return None
 
     def _cut(self, reads: bool) -> Call:
-        """The call as a cached pass if `reads`, else as a full pass; see Cut."""
+        """A copy of the call with DeepCache's cut: a cached pass, which reads the feature, if `reads`; else a full
+        pass, which writes it."""
         return replace(self.step_context.call, cut=Cut(self.depth, reads, self.slot.memory, self.feature.values))

@@ -29,23 +29,30 @@ FIRST_COMPUTED = 3
 NO_TABLE = ""
 
 
-class Output:
-    """The outputs of one prompt at one shape. line: through the last two. host: the times of the host's own calls."""
+class PromptOutputs:
+    """The network's outputs for one prompt at one shape.
+
+    line: the line through the last two computed ones. host: how long the host's own forward takes for such a call; None
+        before the first call, and if unknown.
+    """
 
     def __init__(self) -> None:
         self.line = Line()
         self.host: Stopwatch | None = None
 
 
-class Outputs(StepMemory):
-    """What the policy keeps for one network in one run through a sampling. by_prompt: the outputs by shape and prompt.
+class ForecastMemory(StepMemory):
+    """What the policy keeps for one network in one run through a sampling.
+
+    prompts: tells the sampling's prompts apart. by_prompt: the outputs, by the call's signature and the prompt's number
+        (Prompts.identify).
     """
 
     keeps_tensors = True
 
     def __init__(self) -> None:
         self.prompts = Prompts()
-        self.by_prompt: defaultdict[Hashable, Output] = defaultdict(Output)
+        self.by_prompt: defaultdict[Hashable, PromptOutputs] = defaultdict(PromptOutputs)
 
 
 class Forecast:
@@ -60,11 +67,18 @@ class Forecast:
         self.status: dict[str, Any] = {"calls": 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
+        """Whether the settings extrapolate outputs: a DeepCache depth of 0, with an interval above 1."""
         return settings.forecast_interval > 1
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A function that extrapolates the output of the call, or computes it. Outputs that the host has computed are
-        not used for the line. See StepPolicy.answerer."""
+        """A function that answers the call by extrapolating its output; at whole steps, or without two outputs of the
+        present weights, it computes the call. Outputs that the host has computed are not used for the line. See
+        StepPolicy.answerer.
+
+        Raises Refusal if extensions compute within the network, if the sampler is not fit for a line, if the calls of a
+        step cannot be told apart (Prompts), and with the reason "" in a warm-up and if other options than DeepCache's
+        for UNets decide about this network.
+        """
         call = step_context.call
         if call.patches is not None:
             raise Refusal(PATCHED)
@@ -76,7 +90,7 @@ class Forecast:
         no_line = step_context.sampling.why_no_forecast()
         if no_line:
             raise Refusal(no_line)
-        outputs = step_context.memory_of(self.name, Outputs)
+        outputs = step_context.memory_of(self.name, ForecastMemory)
         known = outputs.by_prompt[outputs.prompts.identify(call, position.time)]
         index = position.step.index
         schedule = schedule_for(NO_TABLE, position.step.total, settings.forecast_interval)

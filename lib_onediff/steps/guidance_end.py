@@ -20,23 +20,24 @@ from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.table import Stopwatch
 
-UNKNOWN_ROWS = "the caller does not say which latents belong to the negative prompt"
-SEVERAL_CALLS = "a step has other calls besides those of prompt and negative prompt"
-UNLIKE_HALVES = "prompt and negative prompt are not computed for the same latents"
+# Reasons, for users, why the policy does not apply.
+UNKNOWN_ROWS = "it is unknown which part of the batch belongs to the negative prompt"
+SEVERAL_CALLS = "the image has more than one prompt and one negative prompt, or an extension adds calls of its own"
+UNLIKE_HALVES = "prompt and negative prompt are computed from different latents"
 # The tolerance in comparing the part of the sampling that is done with the setting.
 ROUNDING = 1e-6
 
 
-class Guided(StepMemory):
+class GuidanceMemory(StepMemory):
     """What the policy knows of one network's calls in one run through a sampling.
 
     A pair is a call with the rows of prompt and negative prompt. If a timestep has pairs and other calls, more than one
     prompt and one negative prompt make the image (several prompts, areas, perturbed attention), and the policy does not
     apply.
 
-    host: the times of the host's own whole call.
+    host: how long the host's own forward takes for a whole pair; None if unknown.
     refusal: why the policy does not apply for the rest of the run, for users; "" if it does.
-    is_confirmed: whether both halves of a call were found to have equal latents.
+    is_confirmed: whether the two halves of a pair were compared and have equal latents.
     """
 
     def __init__(self) -> None:
@@ -47,9 +48,10 @@ class Guided(StepMemory):
         self._time: float | None = None
         self._kinds: set[bool] = set()
 
-    def note(self, time: float, is_pair: bool) -> bool:
-        """Note a call at a timestep. Returns whether it belongs to the network's first step, at which the policy only
-        learns which calls a step has."""
+    def note_call(self, time: float, is_pair: bool) -> bool:
+        """Note that a call at this timestep is a pair or not, and set `refusal` if the timestep has both kinds. Returns
+        whether the call belongs to the network's first step in this run: which calls a step has is not known there, so
+        the whole call must be computed."""
         if self._first_time is None:
             self._first_time = time
         if time != self._time:
@@ -72,23 +74,29 @@ class GuidanceEnd:
         self.status: dict[str, Any] = {"without_negative": 0, "reason": ""}
 
     def is_on(self, settings: Settings) -> bool:
+        """Whether the settings skip the negative prompt at any step."""
         return settings.skip_negative_after > 0
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A function that computes the whole call, or only the prompt's half from skip_negative_after percent of the
-        steps on. See StepPolicy.answerer."""
+        """A function that answers the call: by computing all of it in the first skip_negative_after percent of the
+        steps, and only the prompt's half after them. See StepPolicy.answerer.
+
+        Raises Refusal if the halves of the call are unknown or have different latents, if some rows cannot be computed
+        without the others, if a step has other calls too, and with the reason "" in a warm-up. May wait for the GPU
+        once in a run, to compare the halves' latents.
+        """
         if step_context.is_warm_up:
             raise Refusal("")
         position = step_context.position()
-        guided = step_context.memory_of(self.name, Guided)
+        guided = step_context.memory_of(self.name, GuidanceMemory)
         try:
             if step_context.guidance is None:
                 raise Refusal(UNKNOWN_ROWS)
             found = step_context.guidance()
         except Refusal:
-            guided.note(position.time, is_pair=False)
+            guided.note_call(position.time, is_pair=False)
             raise
-        is_first = guided.note(position.time, is_pair=True)
+        is_first = guided.note_call(position.time, is_pair=True)
         reason = guided.refusal or why_rows_stay_together(step_context.call)
         if reason:
             raise Refusal(reason)
@@ -103,15 +111,19 @@ class GuidanceEnd:
             guided.is_confirmed = True
         return lambda compute: self._prompt_alone(step_context, guided, found, compute)
 
-    def _whole(self, step_context: StepContext, guided: Guided, compute: Compute) -> Answer:
-        """The answer of the whole call, whose host times are kept to compare later calls with."""
+    def _whole(self, step_context: StepContext, guided: GuidanceMemory, compute: Compute) -> Answer:
+        """The answer of the whole call. The host's times for it are kept in guided.host: calls with the prompt alone
+        are compared with them."""
         answer = compute(step_context.call, step_context.host)
         guided.host = answer.host_times
         self.status["reason"] = ""
         return answer
 
-    def _prompt_alone(self, step_context: StepContext, guided: Guided, found: PromptRows, compute: Compute) -> Answer:
-        """The answer with the prompt's rows computed, and used for both halves. found: which rows these are."""
+    def _prompt_alone(
+        self, step_context: StepContext, guided: GuidanceMemory, found: PromptRows, compute: Compute
+    ) -> Answer:
+        """The answer with the prompt's rows computed alone, and their output used for both halves of the batch. found:
+        which half of the call is the prompt's."""
         with step_context.call_stats.standing_for(guided.host, PROMPT_ALONE):
             answer = compute(take_rows(step_context.call, found.rows), found.host)
         self.status["without_negative"] += 1

@@ -21,10 +21,10 @@ MOST_PROMPTS = 32
 class SeenPrompt(NamedTuple):
     """A prompt that a call has had.
 
-    number: from 0, in the order of the first calls.
-    objects: the host's tensors of it.
-    edits: torch's numbers of in-place edits of these tensors at that call.
-    content: copies of the tensors at that call.
+    number: from 0, in the order in which the prompts were first seen.
+    objects: weak references to the host's tensors (Call.prompt) at that call.
+    edits: how often torch had counted an in-place edit of each of them at that call (core.edits).
+    content: copies of them.
     """
 
     number: int
@@ -33,17 +33,19 @@ class SeenPrompt(NamedTuple):
     content: list[Tensor]
 
     def is_same(self, tensors: list[Tensor]) -> bool:
-        """Whether these are the same tensor objects, without an edit that torch counts. Does not wait for the GPU."""
+        """Whether these are the same tensor objects, not edited since. False if torch does not count the edits of one
+        of them: it may be the same then, and is_equal() must decide. Does not wait for the GPU."""
         is_unedited = UNCOUNTED not in self.edits and self.edits == edit_counts(tensors)
         return is_unedited and all(known() is tensor for known, tensor in zip(self.objects, tensors, strict=True))
 
     def is_equal(self, tensors: list[Tensor]) -> bool:
-        """Whether these tensors have the same values. Waits for the GPU."""
+        """Whether these tensors have the values that the prompt's tensors had at that call. Waits for the GPU."""
         return len(tensors) == len(self.content) and all(map(same_values, self.content, tensors))
 
 
 class Prompts:
-    """The prompts of a sampling, numbered. A prompt that is edited during the sampling gets another number.
+    """Numbers the prompts of one sampling. A prompt that is edited during the sampling gets another number. Only the
+    newest MOST_PROMPTS are remembered; an older one that comes again gets a new number.
 
     Calls of a step with the same prompt and shape are taken for the several calls of a second-order sampler (Heun).
     They may as well be tiles of the image, computed one by one by an extension. These are recognised at the first
@@ -59,10 +61,11 @@ class Prompts:
         self._has_tiles = False
 
     def identify(self, call: Call, time: float) -> tuple[Hashable, int]:
-        """The signature of a call and the number of its prompt. time: its timestep.
+        """(Call.signature, number of the prompt) of a call: equal for calls whose outputs follow one another from step
+        to step, so that policies keep their memory by it. time: the call's timestep.
 
         Compares the prompt's tensors with those of earlier calls, which waits for the GPU unless they are the same
-        objects. Raises Refusal if the calls may be tiles.
+        objects. Raises Refusal if the calls may be tiles, at this call and at all later ones of the sampling.
         """
         found = call.signature, self._number(list(call.prompt))
         if self._first_time is None:
@@ -75,8 +78,8 @@ class Prompts:
         return found
 
     def _number(self, tensors: list[Tensor]) -> int:
-        """The number of the prompt with these tensors, a new one if none is equal. Waits for the GPU unless the tensors
-        are the objects of an earlier call."""
+        """The number of the prompt with these tensors; if no remembered prompt equals it, it is remembered with a new
+        number. Waits for the GPU unless the tensors are the objects of an earlier call."""
         newest_first = self._prompts[::-1]
         for knows in (SeenPrompt.is_same, SeenPrompt.is_equal):
             for seen in newest_first:
@@ -90,5 +93,6 @@ class Prompts:
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype, device and values."""
+    """Whether two tensors have the same shape, dtype, device and values. Waits for the GPU if only values can
+    differ."""
     return (one.shape, one.dtype, one.device) == (other.shape, other.dtype, other.device) and torch.equal(one, other)

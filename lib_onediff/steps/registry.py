@@ -8,5 +8,6 @@ from .guidance_end import GuidanceEnd
 
 
 def step_policies() -> tuple[StepPolicy, ...]:
-    """A new object of each policy, the outermost first. Each has counts of its own."""
+    """One new object of each policy, the outermost first: its answerer() gets the next ones as the function that
+    computes calls. New objects, because each has the counts of one runtime."""
     return GuidanceEnd(), Forecast(), DeepCache()

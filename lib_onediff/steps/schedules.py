@@ -17,7 +17,7 @@ from typing import NamedTuple
 TRANSFORMER = "transformer"
 # The slope of networks without a searched schedule; see Schedule.
 SLOPE = 0.5
-# The exponent of the DeepCache authors' non-uniform schedule. POWER_STEP: see early().
+# The exponent of the DeepCache authors' non-uniform schedule. POWER_STEP: see authors_whole_steps().
 POWER = 1.4
 POWER_STEP = 0.02
 ROUNDING = 1e-6
@@ -38,16 +38,18 @@ class Schedule(NamedTuple):
 
     @property
     def interval(self) -> int:
-        """The DeepCache interval for which a searched schedule is used."""
+        """The mean number of steps from one whole step to the next, rounded: the setting (DeepCache interval) for which
+        this searched schedule is made."""
         return round(self.steps / len(self.whole))
 
     def last_whole(self, index: int, before: bool = False) -> int:
-        """The last whole step up to a step. before: the last one before the step."""
+        """The index of the last whole step that is not later than the step of this index; 0 if there is none. before:
+        leave out the step itself."""
         return max((one for one in self.whole if one <= index - before), default=0)
 
     def stretched(self, total: int, count: int) -> Schedule:
-        """The schedule of a sampling with total steps, of which count are whole, from 2 to total. In each part of the
-        sampling, its whole steps are as dense as here."""
+        """A new schedule for a sampling with `total` steps, of which `count` are whole (2 <= count <= total). In each
+        part of the sampling, its whole steps are as dense as here, and the slope is the same."""
         whole = self.whole
         found: list[int] = []
         for number in range(count):
@@ -61,7 +63,7 @@ class Schedule(NamedTuple):
 
 
 def read_tables(path: Path) -> dict[str, list[Schedule]]:
-    """The searched schedules in a file, by Family.schedule."""
+    """The searched schedules in a JSON file, as lists by the kind of network (Family.schedule)."""
     found: dict[str, list[Schedule]] = {}
     for kind, schedules in json.loads(path.read_text(encoding="utf-8")).items():
         found[kind] = [Schedule(tuple(one["whole"]), one["steps"], one["slope"]) for one in schedules]
@@ -74,30 +76,36 @@ TABLES = read_tables(Path(__file__).with_name("schedules.json"))
 
 @lru_cache(maxsize=256)
 def schedule_for(kind: str, total: int, interval: int) -> Schedule:
-    """The schedule of a sampling. kind: the network's Family.schedule. total: the number of steps. interval: the number
-    of steps from one whole step to the next, in the mean; 1 makes every step whole."""
-    found = nearest(kind, total, interval)
+    """The schedule of a sampling: the nearest searched one, stretched; for a kind of network without searched ones, the
+    DeepCache authors' rule, with the last step whole too. Cached, because every call of a sampling asks for it.
+
+    kind: the network's Family.schedule. total: the number of steps. interval: the mean number of steps from one whole
+    step to the next, as set by the user; 1 or less makes every step whole.
+    """
+    found = nearest_searched(kind, total, interval)
     slope = SLOPE if found is None else found.slope
-    count = count_of(total, interval)
+    count = whole_step_count(total, interval)
     if interval <= 1 or count >= total:
         return Schedule(tuple(range(total)), total, slope)
     if found is None:
-        return Schedule(tuple(sorted(early(total, interval) | {total - 1})), total, slope)
+        return Schedule(tuple(sorted(authors_whole_steps(total, interval) | {total - 1})), total, slope)
     if found.interval == interval:
         # The searched share of whole steps. With one less of 32, images of emoji-dit lost 2 dB of PSNR.
         count = round(total * len(found.whole) / found.steps)
     return found.stretched(total, count)
 
 
-def count_of(total: int, interval: int) -> int:
-    """The number of whole steps where no schedule was searched for this interval. total: the number of all steps."""
+def whole_step_count(total: int, interval: int) -> int:
+    """The number of whole steps at an interval for which no schedule was searched: one for each interval, and the last
+    step; at most `total`, the number of all steps."""
     return min(total, math.ceil(total / interval) + 1)
 
 
-def nearest(kind: str, total: int, interval: int) -> Schedule | None:
-    """The searched schedule with the nearest number of steps; of several, the one with the nearest share of whole
-    steps; then the one with more of them. None for a kind of network without schedules."""
-    share = Fraction(count_of(total, interval), total)
+def nearest_searched(kind: str, total: int, interval: int) -> Schedule | None:
+    """The searched schedule for this kind of network (Family.schedule) whose number of steps is nearest to `total`, by
+    their ratio; of several, the one whose share of whole steps is nearest to the interval's; then the one with more of
+    them. Not stretched. None for a kind without searched schedules."""
+    share = Fraction(whole_step_count(total, interval), total)
 
     def distance(one: Schedule) -> tuple[Fraction, Fraction, int]:
         ratio = Fraction(max(one.steps, total), min(one.steps, total))
@@ -106,9 +114,9 @@ def nearest(kind: str, total: int, interval: int) -> Schedule | None:
     return min(TABLES.get(kind, []), key=distance, default=None)
 
 
-def early(total: int, interval: int) -> frozenset[int]:
-    """Whole steps that are close together at the beginning of a sampling and rarer later: ceil(total / interval) of
-    them. This is the DeepCache authors' non-uniform schedule (sample_from_quad_center) with its center at step 0.
+def authors_whole_steps(total: int, interval: int) -> frozenset[int]:
+    """The indices of the whole steps by the DeepCache authors' non-uniform schedule (sample_from_quad_center) with its
+    center at step 0: close together at the beginning of a sampling and rarer later, ceil(total / interval) of them.
 
     If their exponent puts two whole steps at the same index, it is lowered until all differ.
     """

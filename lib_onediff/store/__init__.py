@@ -1,5 +1,5 @@
 """Data that outlives the process.
 
-store: rows in one SQLite file of the cache folder. history: shapes that were used, and results of checks, measurements
-and pins.
+store.py: SQL statements for one SQLite file in the cache folder. history.py: what is stored there: which shapes were
+used, results of checks and measurements, and pins.
 """

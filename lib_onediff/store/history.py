@@ -1,4 +1,5 @@
-"""The history that outlives the process: uses of shapes, results of checks, measured choices, and pins."""
+"""The history that outlives the process: rows with the uses and times of shapes, and findings: results of checks
+(verdicts), choices that were measured to be the fastest (tuned), and pins."""
 from __future__ import annotations
 
 import atexit
@@ -58,15 +59,15 @@ ROWS = """
 
 @dataclass(frozen=True)
 class HistoryRow:
-    """Uses of a shape, summed.
+    """Uses and times of one shape, as stored and shown to users.
 
+    architecture: Layout.architecture, a digest of the network's structure.
     model: its name for users ("SD1").
     resolution: in pixels, as "512x768".
     batch: rows of a UNet call. tokens: the context length. dtype: that of the computation, without "torch.".
-    uses: the number of calls.
-    last_used: time.time().
-    step_ms, host_ms: medians of our steps and of the host's; None if unknown.
-    relative_error: of our output against the host's in the first check; None if unknown.
+    uses: the number of calls. last_used: the moment of the last one, as time.time() gives it.
+    step_ms, host_ms: the time of one step by OneDiff and by the host, in milliseconds; None if unknown.
+    relative_error: of our output against the host's in the check of the shape; None if unknown.
     """
 
     architecture: str
@@ -83,20 +84,23 @@ class HistoryRow:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """The fields that identify the shape, from architecture to dtype."""
+        """The values of the fields that identify the shape: architecture to dtype."""
         return dataclasses.astuple(self)[:6]
 
 
 def chosen_folder() -> Path | None:
-    """The cache folder from the environment variable; None if it is not set."""
+    """The cache folder that the user has chosen by the environment variable, as an absolute path; None if the variable
+    is not set or blank. Does not create the folder."""
     chosen = os.environ.get(CACHE_VARIABLE, "").strip()
     return Path(chosen).expanduser().absolute() if chosen else None
 
 
 class History:
-    """Everything that OneDiff keeps for later processes: in memory and, from open() on, in a folder.
+    """Everything that OneDiff keeps for later processes. Findings are in memory and, from open() to close(), in a
+    folder; uses and times of shapes are in the folder alone.
 
-    Only pin(), commit() and forget() wait for the disk; a thread writes everything else.
+    Safe in any thread. Only open(), close(), rows(), most_used(), pin(), commit() and forget() wait for the disk; a
+    thread writes everything else a little later.
     """
 
     def __init__(self) -> None:
@@ -113,28 +117,32 @@ class History:
 
     @property
     def trouble(self) -> str | None:
-        """The fault of the cache folder, as a sentence for the user; None without one."""
+        """Why the cache folder cannot be used, or what was damaged in it, as a sentence for the user; None if all is
+        well or no folder is open."""
         store = self._store
         return None if store is None else store.trouble
 
     @property
     def folder(self) -> Path | None:
-        """The cache folder; None if there is none."""
+        """The cache folder; None before open() and after close()."""
         store = self._store
         return None if store is None else store.folder
 
     @property
     def is_shared_with_newer(self) -> bool:
-        """Whether a newer version of OneDiff has files in the folder. A purge does not delete these."""
+        """Whether a newer version of OneDiff has files in the folder. forget() does not delete these. False if no
+        folder is open."""
         store = self._store
         return store is not None and store.is_shared_with_newer
 
     def open(self, folder: Path, gpu: str = "cpu", machine: str = "") -> None:
-        """Load the history of this folder, and write to it until close() or the end of the process. Safe to call again
-        with the same folder.
+        """Load the findings of this folder, and write to it until close() or the end of the process. Findings that are
+        in memory already are kept, and written to the folder. Another folder is closed before. Does nothing if this
+        folder is open.
 
-        gpu: the name of the card; times of other cards are not kept. machine: a digest of everything else that times,
-        verdicts and tuned choices depend on, such as the driver and torch.
+        A folder that cannot be read or written raises nothing: `trouble` has the cause then.
+        gpu: the name of the card; the times of other cards are not stored. machine: a digest of everything else that
+            times, verdicts and tuned choices depend on, such as the driver and torch.
         """
         with self._opening:
             if self.folder == folder:
@@ -155,7 +163,8 @@ class History:
             self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
 
     def close(self) -> None:
-        """Write everything that is pending. From now on, the history is in memory alone."""
+        """Write everything that is pending, and stop using the folder. Findings stay in memory. What the disk does not
+        take is lost; nothing is raised."""
         atexit.unregister(self.close)
         with contextlib.suppress(NotKept):
             self.commit()
@@ -164,9 +173,10 @@ class History:
     # --- uses and times -------------------------------------------------------------------------------------------
 
     def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:
-        """Record the uses and times of these entries since the last call.
+        """Store the new uses of these entries, and their times. New are those since the last keep() of an entry; an
+        entry without any is left out. Does nothing without a folder.
 
-        in_images: False for warm-ups: their times are recorded, and no uses.
+        in_images: False for warm-ups: their times are stored, but they do not count as uses.
         """
         for entry in entries if self._store is not None else ():
             with self._lock:
@@ -178,23 +188,26 @@ class History:
                 self.record(row if self._is_of(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
 
     def record(self, row: HistoryRow) -> None:
-        """Add a row's uses to those of its shape, and replace its times."""
+        """Add a row's uses to those stored for its shape on this machine, and replace the other values by those of the
+        row that are not None. Does nothing without a folder; does not wait for the disk."""
         self._write_soon(RECORD, self._machine, *dataclasses.astuple(row))
 
     def rows(self, every_machine: bool = False) -> list[HistoryRow]:
-        """The rows of this machine, the most used first.
+        """The stored rows, one for each shape, the most used first; empty without a folder or if it cannot be read.
 
-        every_machine: sum them with those of other drivers and versions of torch and OneDiff; times are the latest.
+        every_machine: False: those of the `machine` given to open(). True: also those of other drivers and versions of
+            torch and OneDiff; uses are summed then, and times are the latest.
         """
         store = self._store
         found = [] if store is None else store.read(ROWS, self._machine, every_machine)
         return [HistoryRow(*values) for values in found]
 
     def most_used(self, model: str | None, count: int) -> list[WantedSize]:
-        """The sizes at which this model ("SD1") had the most UNet calls, the most used first, whatever driver and
-        versions were in use.
+        """Up to `count` sizes at which this model ("SD1") had the most calls, the most used first, on any machine; none
+        if the model is None.
 
-        Each resolution comes once, with the batch size and the prompt length that were used most often there.
+        Each resolution comes once, with the number of images at once and the prompt length in tokens that were used
+        most often there. Resolutions that a user cannot choose are left out.
         """
         by_resolution: dict[str, Counter[tuple[int, int]]] = {}
         for row in self.rows(every_machine=True):
@@ -212,15 +225,16 @@ class History:
         return found[:count]
 
     def _is_of(self, entry: Entry) -> bool:
-        """Whether the entry's times are of the card whose times are kept."""
+        """Whether the entry's times may be stored: they are of the card given to open(), or of the CPU."""
         return card_name(entry.key.device) in (self._gpu, entry.key.device.type)
 
     # --- findings -------------------------------------------------------------------------------------------------
 
     def recall(self, entry: Entry) -> bool:
-        """Whether any process on this machine has checked this shape with these weights before.
+        """Whether this shape has a verdict: a process on this machine has compared it with the host, with these weights
+        and this card, and it agreed.
 
-        If so, writes the relative error of that check and the host's time into the entry.
+        If so, the entry gets the relative error of that check, and the host's stored time if it has none of its own.
         """
         error = self._findings[VERDICTS].get(verdict_name(entry))
         if not is_error(error):
@@ -232,33 +246,36 @@ class History:
         return True
 
     def keep_verdict(self, entry: Entry) -> None:
-        """Keep an entry's relative error, so that later processes need not check again. Ignored unless it is finite."""
+        """Store the relative error of an entry that has passed its check, so that later processes need not check again.
+        Does nothing if the error is None or not finite. Does not wait for the disk."""
         if is_error(entry.relative_error):
             self._remember(VERDICTS, verdict_name(entry), entry.relative_error)
 
     def tuned(self) -> dict[str, Any]:
-        """The choices that were measured to be the fastest here, by name; see core.card.TuningCache.attach."""
+        """The choices that were measured to be the fastest on this machine, by name; a new dict. Names and values are
+        those of core.card.TuningCache, which is filled with them."""
         return self._findings[TUNED].copy()
 
     def tune(self, name: str, value: Any) -> None:
-        """Keep the choice that was measured to be fastest. Raises TypeError if JSON cannot hold the value."""
+        """Store a choice that was measured to be the fastest, in place of an earlier one of this name. Does not wait
+        for the disk. Raises TypeError if JSON cannot hold the value."""
         self._remember(TUNED, name, value)
 
     def pins(self) -> frozenset[tuple[str, str]]:
-        """Every pinned (model, resolution), as ("SD1", "512x512")."""
+        """Every pinned (model, resolution), such as ("SD1", "512x512"), from all machines that share the folder."""
         chosen = self._findings[CHOSEN].copy()
         pinned = (name.split(" ", 2) for name, is_pinned in chosen.items() if is_pinned is True)
         return frozenset((words[2], words[1]) for words in pinned if len(words) == 3)
 
     def pin(self, model: str, resolution: str, pinned: bool) -> None:
-        """Pin or unpin a resolution of a model; it is on the disk when this returns. Raises NotKept if it could not be
-        written: then it holds in this process alone."""
+        """Pin a resolution ("512x512") of a model ("SD1"), or unpin it if `pinned` is False. Waits until it is on the
+        disk. Raises NotKept if it could not be written: it is valid in this process alone then."""
         self._remember(CHOSEN, pin_name(model, resolution), pinned)
         self.commit()
 
     def _remember(self, kind: str, name: str, value: Any) -> None:
-        """Set the finding of this kind and name in memory, and write it soon. value: anything that JSON can represent;
-        raises TypeError otherwise."""
+        """Set the finding of this kind (one of KINDS) and name in memory at once, and in the folder soon. value:
+        anything that JSON can represent; raises TypeError otherwise."""
         encoded = json.dumps(value)
         with self._lock:
             self._findings[kind][name] = value
@@ -267,8 +284,8 @@ class History:
     # --- the disk -------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Write everything that is pending to the disk now. Raises NotKept if that fails. Does nothing without a
-        folder."""
+        """Write everything that is pending to the disk, and wait for it. Raises NotKept if that fails: it stays pending
+        then. Does nothing without a folder."""
         store = self._store
         if store is not None:
             store.commit()
@@ -277,18 +294,20 @@ class History:
         self, resolutions: Collection[str] | None = None, model: str | None = None,
         architectures: Collection[str] = (),
     ) -> None:
-        """Delete the rows and verdicts of these resolutions ("512x512") of this model ("SD1"), on every machine. None
-        stands for all. Raises NotKept if the disk could not be written.
+        """Delete the rows and verdicts of these resolutions ("512x512") of this model ("SD1"), in memory and on the
+        disk, of all machines. None stands for all resolutions, or for all models.
 
-        Without both arguments, tuned choices are deleted as well. Pins always stay. architectures: those whose verdicts
-        belong to the model, besides those in the history.
+        If both are None, tuned choices, damaged files and files of earlier versions are deleted too. Pins always stay.
+        architectures: verdicts name no model, but Layout.architecture. Verdicts of the architectures in the model's
+            rows are deleted, and of these.
+        Raises NotKept if the disk could not be written; memory is purged then, and the folder is not.
         """
         everything = resolutions is None and model is None
         rows = self.rows(every_machine=True) if model else ()
         names = {model, *architectures, *(row.architecture for row in rows if row.model == model)}
 
         def goes(resolution: str, name: str) -> bool:
-            """Whether a row or verdict is deleted. name: the model's or the architecture's."""
+            """Whether the row of this model, or the verdict of this architecture, is deleted."""
             return (resolutions is None or resolution in resolutions) and (model is None or name in names)
 
         def is_gone(verdict: str) -> bool:
@@ -315,12 +334,13 @@ class History:
                 store.delete()
 
     def size_bytes(self) -> int:
-        """The size of the cache folder's files."""
+        """The bytes of OneDiff's files in the cache folder, without those of a newer version; 0 without a folder."""
         store = self._store
         return 0 if store is None else store.size_bytes()
 
     def _write_soon(self, statement: str, *values: Any) -> None:
-        """Add an SQL statement that a thread writes within WRITE_AFTER_SECONDS. Does nothing without a folder."""
+        """Hand an SQL statement and its parameters to the store; a thread writes all of them WRITE_AFTER_SECONDS after
+        the first. Does nothing without a folder."""
         store = self._store
         if store is None:
             return
@@ -340,8 +360,8 @@ class History:
                 self._writer = None
 
     def _write(self) -> None:
-        """The thread's function: write everything that is pending. After a failure, `trouble` has the cause, and the
-        next write tries again."""
+        """Write everything that is pending; run by the thread that _write_soon starts. A failure raises nothing:
+        `trouble` has the cause, and the next write tries again."""
         with self._lock:
             self._writer = None
         with contextlib.suppress(NotKept):
@@ -349,7 +369,8 @@ class History:
 
 
 def findings_of(rows: Iterable[tuple]) -> dict[str, Any]:
-    """The values by name of rows (name, JSON), the oldest first. Rows that are not valid JSON are left out."""
+    """The findings in rows of (name, JSON text), as values by name. The oldest row comes first, so the last of a name
+    counts. Rows that are not valid JSON are left out. OneDiff 0.2.0's list of pins becomes one finding for each pin."""
     found = {}
     for name, value in rows:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -363,13 +384,14 @@ def findings_of(rows: Iterable[tuple]) -> dict[str, Any]:
 
 
 def pin_name(model: str, resolution: str) -> str:
-    """The name of a pin among the findings; History.pins parses it."""
+    """The name of the finding that pins a resolution of a model, such as "pinned 512x512 SD1". History.pins reads both
+    from it."""
     return f"pinned {resolution} {model}"
 
 
 def verdict_name(entry: Entry) -> str:
-    """The name of a verdict: resolution and architecture first, because a purge selects by them; the digest covers the
-    whole key, the weights and the card."""
+    """The name of the finding that an entry was checked. It differs for every key, weights, card and version of the
+    check (CHECK), by a digest at the end. Resolution and architecture come first, because forget() selects by them."""
     key = entry.key
     label = f"{key!r} {entry.weights} on {card_name(key.device)}, {CHECK}"
     digest = hashlib.sha256(label.encode()).hexdigest()[:16]
@@ -380,15 +402,15 @@ def verdict_name(entry: Entry) -> str:
 
 
 def is_error(value: Any) -> bool:
-    """Whether a value can be a relative error."""
+    """Whether a value, such as one read from the disk, is a valid relative error: a finite number from 0 up."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def history_row(entry: Entry, uses: int) -> HistoryRow:
-    """The row of an entry, with this number of new uses. Times are means over all steps of its last image; before the
-    first image, the medians of the entry's stopwatches.
+    """A new row for an entry, to be recorded. uses: the number of calls to add; 0 for warm-ups.
 
-    Readers divide the two times of a row, so both must be of one measurement: the host's time is set only if both were
+    Times are means over all steps of the entry's last image; before the first image, the medians of its stopwatches.
+    Readers of a row divide its two times, so both must be of one measurement: the host's time is set only if both were
     measured often enough. Until then our time is set alone, to show how long a call takes; but not if the store has a
     host's time from an earlier session, by which it would be divided.
     """

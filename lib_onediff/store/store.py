@@ -33,9 +33,9 @@ SCHEMA = (
        PRIMARY KEY (machine, kind, name))""",
     f"PRAGMA application_id = {APPLICATION_ID}", f"PRAGMA user_version = {VERSION}",
 )
-# MADE_OF selects everything that belongs to our tables, with triggers, indices and columns that others have added.
+# SCHEMA_OF selects everything that belongs to our tables, with triggers, indices and columns that others have added.
 TABLES = ("history", "finding")
-MADE_OF = f"SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE tbl_name IN {TABLES}"
+SCHEMA_OF = f"SELECT type, name, coalesce(sql, '') FROM sqlite_master WHERE tbl_name IN {TABLES}"
 # (table, column for the age, condition, how many of the newest rows stay). Rows would pile up without a limit: each
 # combination of LoRAs and each update of OneDiff has verdicts of its own.
 LIMITS = (
@@ -54,16 +54,18 @@ BUSY_SECONDS_IN_TROUBLE = 0.05
 
 
 class Unusable(Exception):
-    """The file cannot be used now. The message is the cause, worded to follow a colon."""
+    """The file cannot be used now, such as when it is locked or the disk is full. The message is the cause, worded to
+    follow a colon. Store catches it."""
 
 
 class Damaged(Exception):
-    """The file is damaged, or another program's."""
+    """The file is damaged, or another program's. Store catches it, and begins a new file."""
 
 
 class Store:
-    """SQL statements that wait in memory until commit() writes them. If that fails, they stay in memory, `trouble` has
-    the cause, and the next access tries again. Safe in any thread.
+    """A SQLite database in a folder, with the tables of SCHEMA. Added statements wait in memory until commit() writes
+    them. If that fails, they stay in memory, `trouble` has the cause, and the next access tries again. Safe in any
+    thread.
 
     Every access opens the file anew, because a user may delete it between two images. Files are numbered, and the one
     with the highest number is used; after damage, a file with the next number is begun. The damaged file is not
@@ -72,7 +74,8 @@ class Store:
     """
 
     def __init__(self, folder: Path) -> None:
-        """folder: created if it is missing."""
+        """folder: created if it is missing. Checks the file's integrity, which reads all of it. A folder or file that
+        cannot be used raises nothing: see `trouble`."""
         self.folder = folder
         self._pending: deque[Statement] = deque(maxlen=PENDING)
         self._lock = threading.Lock()
@@ -80,11 +83,12 @@ class Store:
         self._cause = ""
         self._damage = ""
         with contextlib.suppress(NotKept):
-            self.commit(check)
+            self.commit(check_integrity)
 
     @property
     def trouble(self) -> str | None:
-        """The fault of the store, as a sentence for the user; None without one."""
+        """Why the last commit failed or, if it did not, what was damaged, as a sentence for the user; None if all is
+        well."""
         if self._cause:
             return (
                 "Checks, measurements and pins of resolutions cannot be saved, and what OneDiff learns "
@@ -94,19 +98,22 @@ class Store:
 
     @property
     def path(self) -> Path:
-        """The file in use."""
+        """The file in use: the one with the highest number in the folder. It may not exist yet."""
         names = (file.name[len(NAME):-len(ENDING)] for file in self._files(f"{NAME}*{ENDING}"))
         numbers = (int(name) for name in names if name.isascii() and name.isdecimal())
         return self.folder / f"{NAME}{max(self._number, *numbers, 0)}{ENDING}"
 
     def add(self, statement: str, *values: Any) -> None:
-        """Add a statement for the next commit(). Never waits for the disk."""
+        """Add an SQL statement with its parameters for the next commit(). Never waits for the disk. Beyond PENDING
+        statements, the oldest is dropped."""
         self._pending.append((statement, values))
 
     def commit(self, work: Callable[[sqlite3.Connection], object] | None = None) -> None:
-        """Run all added statements, and work(connection), in one transaction. Raises NotKept if that fails.
+        """Run all added statements, and then work(connection), in one transaction. Raises NotKept if that fails: the
+        statements stay for the next commit, work() does not. A damaged file is set aside, and a new one begun.
 
-        Takes about 20 ms, and BUSY_SECONDS the first time that another program has locked the file.
+        Does nothing if there is nothing to run and the last commit succeeded. Takes about 20 ms, and BUSY_SECONDS the
+        first time that another program has locked the file.
         """
         with self._lock:
             for _ in range(STORES_TRIED):
@@ -144,7 +151,8 @@ class Store:
             raise NotKept(f"This is kept until the WebUI is closed, but cannot be written to the disk: {self._cause}.")
 
     def read(self, statement: str, *values: Any) -> list[tuple]:
-        """The rows of a SELECT, after a commit(). No rows if the file cannot be read."""
+        """The rows of a SELECT with these parameters, after a commit() of what is pending. No rows if the file cannot
+        be read or is damaged; nothing is raised, see `trouble`."""
         with contextlib.suppress(NotKept):
             self.commit()
         path = self.path
@@ -159,8 +167,8 @@ class Store:
         return []
 
     def delete(self) -> None:
-        """Delete damaged files and those of earlier versions; not the file in use, whose rows History deletes. Files
-        that cannot be deleted stay."""
+        """Delete damaged files and those of earlier versions of OneDiff, and clear the message about damage. The file
+        in use stays (History deletes its rows), as do files of newer versions and files that cannot be deleted."""
         # The list comes before the current name: a file that another process begins in between is not in the list.
         files = self._files(ALL_STORES)
         current = self.path.name
@@ -171,8 +179,8 @@ class Store:
         self._damage = ""
 
     def size_bytes(self) -> int:
-        """Bytes of the files on the disk, with damaged ones and those of earlier versions; without those of a newer
-        version, which delete() would not remove."""
+        """The bytes of all OneDiff's files in the folder, with damaged ones and those of earlier versions, but without
+        those of newer versions, which delete() would not remove. 0 if the folder cannot be read."""
         size = 0
         for file in (one for one in self._files(ALL_STORES) if not is_newer(one)):
             # A journal of SQLite may be gone by now.
@@ -182,17 +190,17 @@ class Store:
 
     @property
     def is_shared_with_newer(self) -> bool:
-        """Whether a newer version of OneDiff has files in this folder."""
+        """Whether a newer version of OneDiff has files in this folder. Looks at the disk at each use."""
         return any(map(is_newer, self._files(ALL_STORES)))
 
     @property
     def _busy_seconds(self) -> float:
-        """How long to wait for another program's lock now."""
+        """How many seconds the next access waits for another program's lock: few after a failure."""
         return BUSY_SECONDS_IN_TROUBLE if self._cause else BUSY_SECONDS
 
     def _set_aside(self, path: Path) -> None:
-        """Continue in the file with the next number, and tell the user by `trouble`. The damaged file stays, so that
-        every process finds the same number."""
+        """Use the file with the number after this damaged file's from now on, and say so in `trouble`. The damaged file
+        is neither moved nor deleted, so that every process finds the same number."""
         self._number = int(path.name[len(NAME):-len(ENDING)]) + 1
         self._damage = (
             "OneDiff's file of checked and pinned resolutions was damaged, so a new one was begun; the old one is kept "
@@ -200,7 +208,7 @@ class Store:
         )
 
     def _files(self, pattern: str) -> list[Path]:
-        """The files of the folder that match a pattern; none if it cannot be read."""
+        """The files of the folder whose names match a glob pattern; none if the folder cannot be read."""
         with contextlib.suppress(OSError):
             return list(self.folder.glob(pattern))
         return []
@@ -208,9 +216,10 @@ class Store:
 
 @contextlib.contextmanager
 def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Connection]:
-    """A connection to the file. mode: "rwc" creates the file if it is missing, "rw" does not.
+    """A context with a connection to a SQLite file, which is closed at the end. The folder is created if it is missing.
 
-    Raises Damaged or Unusable, also for errors of the statements that run inside.
+    mode: "rwc" creates the file if it is missing; with "rw", this is Unusable. busy_seconds: how long each statement
+    waits for another program's lock. Raises Damaged or Unusable, also for errors of the statements that run inside.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -241,16 +250,16 @@ def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Conne
 
 
 def is_newer(file: Path) -> bool:
-    """Whether a file in the folder belongs to a newer version of OneDiff."""
+    """Whether a file belongs to a newer version of OneDiff, by the schema's number in its name."""
     version = VERSION_OF.match(file.name)
     return version is not None and int(version[1]) > VERSION
 
 
 def is_ours(connection: sqlite3.Connection) -> bool:
-    """Whether the database has our tables; False for an empty one.
+    """Whether the database has the tables of SCHEMA; False for an empty database, in which they are to be created.
 
-    Raises Damaged for another program's, or if our tables were changed: an added trigger or column could reject our
-    rows.
+    Raises Damaged for another program's database, and if our tables were changed: an added trigger or column could
+    reject our rows.
     """
     # One statement sees one state of the file. Between two, another process could create the tables.
     *marks, count = connection.execute(
@@ -258,34 +267,37 @@ def is_ours(connection: sqlite3.Connection) -> bool:
     ).fetchone()
     if marks != [APPLICATION_ID, VERSION] and (any(marks) or count):
         raise Damaged
-    found = made_of(connection)
-    if found and found != expected():
+    found = schema_of(connection)
+    if found and found != our_schema():
         raise Damaged
     return bool(found)
 
 
-def made_of(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
-    """(type, name, SQL statement) of everything that belongs to our tables."""
-    return frozenset((kind, name, " ".join(sql.split())) for kind, name, sql in connection.execute(MADE_OF))
+def schema_of(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
+    """(type, name, SQL text) of our tables in a database, and of all indices and triggers on them; empty if there are
+    none.
+    """
+    return frozenset((kind, name, " ".join(sql.split())) for kind, name, sql in connection.execute(SCHEMA_OF))
 
 
 @functools.cache
-def expected() -> frozenset[tuple[str, str, str]]:
-    """What made_of() returns for our own schema."""
+def our_schema() -> frozenset[tuple[str, str, str]]:
+    """What schema_of() returns for a database that was made by SCHEMA. Computed once."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         for statement in SCHEMA:
             connection.execute(statement)
-        return made_of(connection)
+        return schema_of(connection)
 
 
-def check(connection: sqlite3.Connection) -> None:
-    """Run SQLite's integrity check over the whole file. Raises Damaged if it fails."""
+def check_integrity(connection: sqlite3.Connection) -> None:
+    """Raise Damaged if SQLite's integrity check, which reads the whole file, finds a fault."""
     if connection.execute("PRAGMA integrity_check(1)").fetchone()[0] != "ok":
         raise Damaged
 
 
 def write(connection: sqlite3.Connection, pending: Iterable[Statement]) -> None:
-    """Create the tables in an empty file, run the pending statements, and delete the oldest rows beyond LIMITS."""
+    """Create the tables if the file is empty, run the pending statements in order, and delete the oldest rows beyond
+    LIMITS. The caller has begun a transaction. Raises Damaged as is_ours() does."""
     for statement in () if is_ours(connection) else SCHEMA:
         connection.execute(statement)
     for waiting in pending:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.core.sampling import Position, Sampling, Step, Timeline
 from lib_onediff.families.unet.call import Control, UNetCall
-from lib_onediff.steps.schedules import TABLES, early, nearest, schedule_for
+from lib_onediff.steps.schedules import TABLES, authors_whole_steps, nearest_searched, schedule_for
 
 SIZES = pytest.mark.parametrize("size", [(8, 8), (9, 11)], ids=["even", "odd"])
 DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for depth in (1, 3, 8)]
@@ -92,7 +92,7 @@ def test_without_a_searched_schedule_whole_steps_are_the_authors_and_the_last_on
     case: tuple[int, int],
 ) -> None:
     total, interval = case
-    assert sorted(early(total, interval)) == PUBLISHED[case]
+    assert sorted(authors_whole_steps(total, interval)) == PUBLISHED[case]
     schedule = schedule_for("no table", total, interval)
     whole = schedule.whole
     assert list(whole) == sorted({*PUBLISHED[case], total - 1})
@@ -114,7 +114,7 @@ def test_searched_schedules_are_stretched_to_other_steps_and_intervals(kind: str
         assert schedule_for(kind, total, 1).whole == tuple(range(total))
         for interval in range(2, 21):
             whole = schedule_for(kind, total, interval).whole
-            one = nearest(kind, total, interval)
+            one = nearest_searched(kind, total, interval)
             most = math.ceil(total / interval) + 1
             if one is not None and one.interval == interval:
                 most = max(most, math.ceil(total * len(one.whole) / one.steps))
@@ -125,15 +125,15 @@ def test_searched_schedules_are_stretched_to_other_steps_and_intervals(kind: str
 @pytest.mark.parametrize("kind", TABLES)
 def test_the_order_of_schedules_in_the_file_does_not_matter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cases = [(total, interval) for total in range(1, 61) for interval in range(1, 21)]
-    expected = [nearest(kind, *case) for case in cases]
+    expected = [nearest_searched(kind, *case) for case in cases]
     monkeypatch.setitem(TABLES, kind, TABLES[kind][::-1])
-    assert [nearest(kind, *case) for case in cases] == expected
+    assert [nearest_searched(kind, *case) for case in cases] == expected
 
 
 def test_the_authors_rule_has_as_many_whole_steps_as_equal_distances() -> None:
     for total in range(1, 61):
         for interval in range(2, 21):
-            chosen = sorted(early(total, interval))
+            chosen = sorted(authors_whole_steps(total, interval))
             assert chosen[0] == 0 and chosen[-1] < total and len(chosen) == math.ceil(total / interval)
 
 

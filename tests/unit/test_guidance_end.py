@@ -62,7 +62,7 @@ def test_without_knowing_the_prompts_rows_every_call_is_whole() -> None:
     with torch.no_grad():
         call = ours.call(1.0)
         ours.runtime.run(ours.unet, call, lambda: ours.host(call))
-    assert ours.reason.endswith("the caller does not say which latents belong to the negative prompt")
+    assert ours.reason.endswith("it is unknown which part of the batch belongs to the negative prompt")
 
 
 def test_steps_with_other_calls_besides_prompt_and_negative_prompt_are_whole() -> None:
@@ -72,7 +72,7 @@ def test_steps_with_other_calls_besides_prompt_and_negative_prompt_are_whole() -
     for time in STEPS:
         call = ours.call(time)
         assert ours.run(call)[0] == ours.run(call, refusing("several prompts"))[0] == WHOLE
-    assert ours.run(ours.call(1.0))[0] == WHOLE and "other calls besides" in ours.reason
+    assert ours.run(ours.call(1.0))[0] == WHOLE and "an extension adds calls" in ours.reason
     ours.begin()
     assert ours.sample() == steps(1)
 

@@ -1,8 +1,9 @@
-"""Captures one CUDA graph per shape: the launches of a whole UNet are recorded once and replayed as one.
+"""Captures one CUDA graph for each shape: the kernel launches of a network's forward are recorded once and replayed by
+one launch.
 
 The graphs of an architecture share one memory pool, in which their intermediate tensors overlap. This is safe, because
-one replay ends before the next begins, and outputs are copied out. A graph contains addresses, not tensors: the caller
-of a replay must know that the weights have not moved.
+one replay ends before the next begins, and outputs are copied out. A graph contains addresses, not tensors:
+before a replay, its caller makes sure that the weights have not moved.
 """
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ class Pool:
     The memory is kept as long as this object, with or without graphs in it, and the next graph reuses it. When the
     object is gone, torch frees the memory as soon as its cache is emptied.
 
-    stream: the capture stream of the device.
-    handle: torch's name of the pool. bytes: the pool's size.
+    device: of the memory. stream: the stream on which graphs are captured.
+    handle: torch's handle of the pool. bytes: the pool's size, as of the last grown_since().
     is_fresh: whether no forward has been captured into it yet.
     """
 
@@ -57,7 +58,8 @@ class Pool:
         self.grown_since(before)
 
     def grown_since(self, reserved: int) -> None:
-        """Update its size in bytes. reserved: the bytes that torch had reserved before it grew."""
+        """Set `bytes` to the pool's present size. Call it after each capture. reserved: torch.cuda.memory_reserved()
+        from before the capture, by which the growth is estimated if the allocator does not list its segments."""
         try:
             # Exact, also if other threads have allocated memory meanwhile.
             self.bytes = sum(
@@ -88,8 +90,10 @@ class CudaGraphs:
     def prepare(
         self, architecture: str, source: Source, ops: Operators, inputs: Call, needs: int = 0
     ) -> GraphRunner:
-        """Capture the forward for calls of this shape. inputs: cloned_inputs() of one.
+        """Capture the forward for calls of this shape. Returns the runner that replays it.
 
+        architecture: of the network's layout; its graphs share a pool. source: the layout and the weights. inputs: a
+        call of this shape whose tensors are clones (core.inputs.cloned_inputs); they become the runner's static inputs.
         Such a call must have been computed in this thread before, by the same operators, because a capture must not
         load kernels or choose algorithms. With functions of other extensions, the forward is also computed, and they
         are called.
@@ -121,23 +125,24 @@ class CudaGraphs:
         return runner
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
-        """Bytes of a device's pools, or of one architecture's pool."""
+        """The bytes of all pools on a device, or of one architecture's pool there; 0 if there is none."""
         if architecture is not None:
             pool = self._pools.get((device, architecture))
             return 0 if pool is None else pool.bytes
         return sum(pool.bytes for pool in self._alive if pool.device == device)
 
     def devices(self) -> set[torch.device]:
-        """The devices with pools."""
+        """The torch.devices on which there are pools."""
         return {pool.device for pool in self._alive}
 
     def in_one_piece(self, device: torch.device) -> bool:
-        """Whether a new pool can be one large block. Not if the user has set max_split_size_mb, with which torch does
-        not split large blocks for small allocations."""
+        """Whether a new pool is allocated as one large block. False if the user has set max_split_size_mb: torch does
+        not split large blocks for small allocations then."""
         return device.type != "cuda" or torch.cuda.memory_stats(device).get("max_split_size") == UNLIMITED
 
     def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
-        """The result of work(), and the peak of the bytes that it allocated.
+        """The result of work(), and the largest number of bytes that its tensors took at one time; 0 for another device
+        than CUDA. Raises what work() raises.
 
         torch's own peak statistics are not reset for this, because hosts show them to users (A1111 below every image).
         Instead, torch's memory history records all allocations during work(). If torch cannot record, or another
@@ -160,8 +165,9 @@ class CudaGraphs:
         return result, max(highest, torch.cuda.max_memory_allocated(device)) - before
 
     def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
-        """The time of work() as a graph, in milliseconds. dtype: of its matrix products. Raises RuntimeError if it
-        cannot be captured."""
+        """The median duration of work() in milliseconds, measured in a CUDA graph, so without Python's overhead. See
+        time_in_graph. dtype: of the matrix products in work(). Raises RuntimeError if work() cannot be captured, and
+        torch.cuda.OutOfMemoryError."""
         with torch.cuda.device(device):
             try:
                 return time_in_graph(work, self._stream(device, dtype))
@@ -171,8 +177,8 @@ class CudaGraphs:
                 return time_in_graph(work, self._stream(device, dtype))
 
     def _stream(self, device: torch.device, dtype: torch.dtype) -> torch.cuda.Stream:
-        """The capture stream of a device; a new one if there is none. dtype: of the products with which give_workspaces
-        prepares a new stream."""
+        """The capture stream of a device, made at the first call. The device must be torch's current one. dtype: of the
+        matrix products by which give_workspaces prepares a new stream."""
         if device not in self._streams:
             stream = torch.cuda.Stream()
             give_workspaces(stream, dtype)
@@ -180,7 +186,8 @@ class CudaGraphs:
         return self._streams[device]
 
     def _pool(self, device: torch.device, architecture: str, stream: torch.cuda.Stream) -> Pool:
-        """The pool of an architecture on a device; a new one if there is none."""
+        """The pool of an architecture on a device. If there is none, torch's cache is emptied and a pool made, whose
+        graphs are captured on `stream`."""
         pool = self._pools.get((device, architecture))
         if pool is None:
             # Free old pools first, because a capture cannot use memory that torch keeps reserved for them.
@@ -191,8 +198,8 @@ class CudaGraphs:
 
 
 def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
-    """Let the matrix libraries allocate their workspaces for a stream now, rather than in the pool of the first
-    graph."""
+    """Let the matrix libraries allocate their workspaces for a stream now, by small products in this dtype; otherwise
+    they would do so in the pool of the first graph. Waits for the stream."""
     with torch.cuda.stream(stream):
         square = torch.ones((64, 64), device=stream.device, dtype=dtype)
         torch.nn.functional.linear(square, square, square[0])
@@ -201,8 +208,8 @@ def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
 
 
 def begin_recording() -> bool:
-    """Let torch record allocations, without stack traces. Returns False if torch cannot record, or does so already for
-    another program."""
+    """Let torch record allocations from now on, without stack traces, and return True. The caller ends the recording.
+    Returns False, and changes nothing, if torch cannot record, or does so already for another program."""
     is_recording = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     if is_recording is None or is_recording():
         return False
@@ -215,7 +222,8 @@ def begin_recording() -> bool:
 
 
 def recorded(device: torch.device) -> list[Mapping[str, Any]] | None:
-    """The recorded allocations and frees on a device; None if torch does not return them."""
+    """Torch's records of allocations and frees on a device since begin_recording(), oldest first; None if torch does
+    not return them. Each has "action", "addr" and "size" in bytes."""
     try:
         traces = torch.cuda.memory._snapshot()["device_traces"]
         return traces[device.index if device.index is not None else torch.cuda.current_device()]
@@ -225,7 +233,8 @@ def recorded(device: torch.device) -> list[Mapping[str, Any]] | None:
 
 
 def most_in_use(events: Iterable[Mapping[str, Any]]) -> int:
-    """The peak of the bytes that were allocated in these events and not freed yet."""
+    """The largest number of bytes that these events (see recorded) had allocated and not freed yet at one time. Frees
+    of memory from before the first event are ignored."""
     sizes: dict[int, int] = {}
     in_use = 0
     most = 0

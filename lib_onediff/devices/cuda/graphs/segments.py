@@ -35,11 +35,11 @@ MOST_KEPT = 256 << 20
 
 
 class GraphRecording:
-    """Captures CUDA graphs on a stream into a memory pool. Between captures, work runs on the stream that was current
-    when this was made.
+    """Captures CUDA graphs, one after another, on a stream into a memory pool: begin(), the work to record, then end()
+    or stop(). Between captures, work runs on the stream that was current when this object was made.
 
-    pool: the pool's handle; None for a new pool. piece: bytes that the first capture allocates for the pool in one
-        piece; 0: none.
+    pool: the pool's handle; None for a new pool.
+    piece: bytes that the first capture allocates at once, so that the pool is one block; 0: none.
     """
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream, piece: int = 0) -> None:
@@ -51,8 +51,8 @@ class GraphRecording:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, given: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Start a capture. Returns static copies of the given tensors, in the graphs' memory, for the captured work to
-        read; end() fills them before the replay."""
+        """Start a capture: what is launched from now on is recorded, not run. Returns a tensor in the graphs' memory
+        for each of the given ones, for the captured work to read. end() copies the given values into them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.set_stream(self._stream)
         # Not torch.cuda.graph(), which waits for the GPU and empties torch's cache while the image's step still runs.
@@ -66,7 +66,8 @@ class GraphRecording:
         return [inside for inside, _ in self._copies]
 
     def end(self) -> Callable[[], None]:
-        """End the capture, fill the static copies and replay the graph once. Returns the function that replays it."""
+        """End the capture, fill the tensors that begin() returned, and replay the graph once, which computes what was
+        recorded. Returns the function that replays it again. Raises RuntimeError if there is no capture."""
         graph = self.stop()
         for inside, given in self._copies:
             inside.copy_(given)
@@ -75,7 +76,8 @@ class GraphRecording:
         return graph.replay
 
     def stop(self) -> torch.cuda.CUDAGraph:
-        """End the capture, and return its graph without replaying it. Raises RuntimeError if there is no capture."""
+        """End the capture, and return its graph without running it. Raises RuntimeError if there is no capture, or if
+        an operation could not be captured."""
         graph = self._graph
         self._graph = None
         try:
@@ -87,7 +89,8 @@ class GraphRecording:
         return graph
 
     def view(self, tensor: Tensor) -> Tensor:
-        """A tensor over the same memory that does not keep it alive."""
+        """A tensor over the same memory that does not keep it alive: the memory belongs to the pool, in which later
+        segments may reuse it. Valid while the pool is."""
         storage = tensor.untyped_storage()
         memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
@@ -95,8 +98,8 @@ class GraphRecording:
 
     @contextlib.contextmanager
     def ended_on_failure(self) -> Iterator[None]:
-        """A context for captures. If the code inside fails, the capture is ended and the random generator is
-        repaired."""
+        """A context in which captures are made. If the code inside raises, the capture is ended, torch's random
+        generator is repaired, and the exception is raised on. No garbage is collected inside."""
         with random_numbers_survive(self._stream.device), no_garbage_collected():
             try:
                 yield
@@ -107,8 +110,8 @@ class GraphRecording:
                 raise
 
     def _forget(self) -> None:
-        """After a failed capture, end torch's allocation to the pool: torch may regard the capture as unfinished, and
-        would not free its cache when the host runs out of memory."""
+        """Tell torch, after a failed capture, that allocations no longer go to the pool. Otherwise it may regard the
+        capture as unfinished, and would not free its cache when the host runs out of memory. Never raises."""
         name = "_cuda_endAllocateToPool"
         end = getattr(torch._C, name, None) or getattr(torch._C, name.replace("To", "CurrentStreamTo"), None)
         if end is not None:
@@ -117,10 +120,10 @@ class GraphRecording:
 
 
 def time_in_graph(work: Callable[[], object], stream: torch.cuda.Stream) -> float:
-    """The median time of work() in milliseconds, without Python's launch overhead: a graph of RUNS_IN_GRAPH runs is
-    captured on the stream and replayed.
+    """The median duration of one run of work() in milliseconds, without Python's launch overhead: a graph of
+    RUNS_IN_GRAPH runs is captured on the stream and replayed REPLAYS times. Waits for the GPU.
 
-    work() may write to its own tensors. Raises RuntimeError if it cannot be captured.
+    work() runs many times, so it may write only to its own tensors. Raises RuntimeError if it cannot be captured.
     """
     current = torch.cuda.current_stream()
     stream.wait_stream(current)
@@ -149,7 +152,8 @@ def time_in_graph(work: Callable[[], object], stream: torch.cuda.Stream) -> floa
 
 @contextlib.contextmanager
 def no_garbage_collected() -> Iterator[None]:
-    """A context without garbage collection: freeing a graph or an event during a capture would make it fail."""
+    """A context without Python's automatic garbage collection: freeing a graph or an event during a capture would make
+    the capture fail. Afterwards it is on again if it was on before."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -161,7 +165,8 @@ def no_garbage_collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_numbers_survive(device: torch.device) -> Iterator[None]:
-    """A context that repairs the device's random generator if a capture inside fails.
+    """A context that repairs torch's random generator of a CUDA device if a capture inside fails. The exception is
+    raised on.
 
     After a failed capture, the generator regards itself as being captured, and every later torch.randn on the GPU
     raises. torch 2.3 and older cannot repair it.
@@ -177,10 +182,11 @@ def random_numbers_survive(device: torch.device) -> Iterator[None]:
 
 
 class Returned:
-    """Copies of the results of functions in one replay, in order. If the replay does not fit in the end, the forward is
-    repeated with these results (core.points.ResumedPoints). If they exceed MOST_KEPT bytes, all are dropped.
+    """Copies of what the functions of other extensions have returned in one replay, in order. If a later function turns
+    out not to fit the graphs (DoesNotFit), the forward is repeated with these results, so that no function is called
+    twice (core.points.ResumedPoints).
 
-    all: the results. is_complete: False if they were dropped.
+    all: the results. is_complete: False after they have exceeded MOST_KEPT bytes; all are dropped then.
     """
 
     def __init__(self) -> None:
@@ -189,7 +195,8 @@ class Returned:
         self._bytes = 0
 
     def keep(self, returned: Any) -> None:
-        """Keep a copy of a result: the function may reuse its memory at the next point."""
+        """Keep a copy of a function's result, because the function may reuse its memory at the next point. Does nothing
+        once is_complete is False. returned: a tensor, several in a tuple or list, or another value."""
         if not self.is_complete:
             return
         tensors = [one for one in tensors_of(returned) if isinstance(one, Tensor)]
@@ -202,19 +209,19 @@ class Returned:
             self.all.append(tuple(map(fresh, returned)) if several else fresh(returned))
 
 
-# One step of a replay, segment(patches, kept): replays the graph of a part of the forward; or calls the functions of a
-# call's patches at a point, and keeps their results.
+# One part of a replay, called as segment(patches, kept): either replays the graph of a part of the forward; or calls
+# the functions of the call's patches at a point, and keeps copies of their results in `kept`.
 Segment = Callable[[Any, Returned], object]
 
 
 @dataclass(frozen=True)
 class FunctionPoint:
-    """A point with functions of other extensions, as a Segment between two graphs. Calling it calls the functions of a
-    call. Raises DoesNotFit if they return other shapes than at the capture.
+    """A point with functions of other extensions, as a Segment between two graphs.
 
-    arguments: the point's arguments, with views instead of tensors.
-    results: views of the next segment's inputs, to which the functions' results are copied.
-    number: the index of the point in the forward.
+    name: of the point's method (core.points.Points).
+    arguments: the point's arguments at the capture, with views of the graphs' memory instead of tensors.
+    results: views of the next graph's inputs, to which the functions' results are copied.
+    number: the index of the point among all points that the forward passes.
     """
 
     name: str
@@ -223,8 +230,9 @@ class FunctionPoint:
     number: int
 
     def __call__(self, patches: Points, kept: Returned) -> None:
-        """Call the functions of `patches` at this point, copy their results to the next segment's inputs, and keep them
-        in `kept`."""
+        """Call the functions of `patches` at this point, with copies of the arguments. Copies of their results go to
+        the next graph's inputs and to `kept`. Raises DoesNotFit if a result is not of the shape, dtype and device of
+        the capture; `kept` has it already then."""
         given = getattr(patches, self.name)(*map(fresh, self.arguments))
         kept.keep(given)
         returned = tensors_of(given)
@@ -235,13 +243,14 @@ class FunctionPoint:
 
 
 def replaying(replay: Callable[[], None]) -> Segment:
-    """The Segment that replays a graph."""
+    """The Segment that replays a graph by this function; it calls no functions of extensions."""
     return lambda patches, kept: replay()
 
 
 def noting(name: str, arguments: tuple[Any, ...]) -> Segment:
-    """The Segment for one of the NOTED points without a function: its method is called in every replay, because it
-    notes the forward's position in the host's options. It gets None instead of tensors, which it does not read."""
+    """The Segment for one of the NOTED points when no function is set at it. Its method is called in every replay all
+    the same, because it writes the forward's position to the host's options. name: of the point. arguments: the
+    point's; the method gets None instead of tensors, which it does not read."""
     plain = tuple(None if isinstance(one, Tensor) else one for one in arguments)
     return lambda patches, kept: getattr(patches, name)(*plain)
 
@@ -250,9 +259,9 @@ class RecordedPoints(EveryPoint):
     """The points of a call whose forward is being captured. At a point with functions, the capture is ended, the
     functions are called, and the next capture begins.
 
-    recording: captures the segments.
-    segments: the segments so far.
-    points: the points that the forward has passed, without the functions' results.
+    patches: the call's points, whose functions are called. recording: captures the graphs; a capture is in progress.
+    segments: the segments so far; the caller ends the last capture and adds its graph.
+    points: the points that the forward has passed so far, without the functions' results.
     """
 
     def __init__(self, patches: Points, recording: GraphRecording) -> None:
@@ -262,7 +271,10 @@ class RecordedPoints(EveryPoint):
         self.points: list[PassedPoint] = []
 
     def at(self, point: str, *arguments: Any) -> Any:
-        """See EveryPoint.at."""
+        """The result of the point of this name for these arguments, called while the forward is captured. With a
+        function, the capture so far is run, the function is called with copies, and a new capture begins; the result is
+        then the tensors in which the new graph gets what the function returned. Without one, the point's own method
+        gives it."""
         patches = self._patches
         recording = self._recording
         if not patches.has_function(point, *arguments):
@@ -283,13 +295,14 @@ class RecordedPoints(EveryPoint):
 
 @dataclass
 class GraphRunner:
-    """The core.device.Runner with the graphs of a forward's segments.
+    """Replays a captured forward for calls of one shape; implements core.device.Runner.
 
     segments: in the order of the forward.
-    output: (batch, out channels, height, width), written by the last segment.
+    output: the static tensor that the last segment writes, of the latent's shape but for the channels.
     positions: Points.positions of the captured call; None if it had no functions.
-    points: see RecordedPoints.
-    inputs, own_bytes: see Runner. memory: the Pool of the graphs.
+    points: see RecordedPoints; empty without functions.
+    inputs: the static inputs, into which those of each call are copied. own_bytes: their size.
+    memory: the Pool of the graphs, which is alive as long as this object.
     """
 
     segments: list[Segment]
@@ -301,8 +314,11 @@ class GraphRunner:
     own_bytes: int
 
     def run(self, call: Call) -> Tensor:
-        """The output for a call, as a new tensor. Raises DoesNotFit: before any function is called, if the call has
-        functions at other points; later, if a function returns another shape."""
+        """The network's output for a call of the captured shape, as a new tensor. Calls the call's functions.
+
+        Raises DoesNotFit if the call has functions at other points than the captured one (before any is called), or if
+        a function returns another shape than before. Its `passed` says which results can be used again.
+        """
         patches = call.patches
         kept = Returned()
         if (None if patches is None else patches.positions) != self.positions:
@@ -321,8 +337,8 @@ class GraphRunner:
         return self.output.clone()
 
     def _passed(self, segment: Any, kept: Returned) -> list[PassedPoint] | None:
-        """The points up to and including this FunctionPoint, the last one whose functions were called; None if results
-        are missing."""
+        """The points up to and including this FunctionPoint, at which the replay has stopped, with the functions'
+        results in `kept`; None if `kept` is incomplete."""
         if not kept.is_complete:
             return None
         functions = {one.number for one in self.segments if isinstance(one, FunctionPoint)}
@@ -336,9 +352,12 @@ class GraphRunner:
 def record(
     recording: GraphRecording, inputs: Call, memory: Any, compute: Callable[[Call], Tensor]
 ) -> GraphRunner:
-    """Capture a forward. With functions of other extensions, it is also computed, and they are called.
+    """Capture a forward, and return the runner that replays it. Call it inside recording.ended_on_failure().
 
-    inputs: the static inputs of the graphs. compute: the forward. memory: see GraphRunner.
+    If `inputs` has functions of other extensions (patches), the forward is also computed, and they are called once;
+    otherwise nothing is computed.
+    inputs: a call whose tensors become the static inputs of the graphs. memory: see GraphRunner.
+    compute: returns the network's output for a call.
     """
     # The runner must not keep the call's functions alive.
     patches = inputs.patches
@@ -359,17 +378,18 @@ def record(
 
 
 def tensors_of(returned: Any) -> tuple[Tensor, ...]:
-    """A function's results as a tuple."""
+    """What a function has returned, as a tuple: of the members of a tuple or list, or of the one value."""
     return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
 
 
 def form(tensor: Any) -> tuple[Any, ...]:
-    """The shape, dtype and device of a tensor. Raises DoesNotFit for anything else."""
+    """The shape, dtype and device of a tensor that a function has returned. Raises DoesNotFit for anything else."""
     if not isinstance(tensor, Tensor):
         raise DoesNotFit(f"a function returned {type(tensor).__name__}")
     return tuple(tensor.shape), tensor.dtype, tensor.device
 
 
 def fresh(argument: Any) -> Any:
-    """A copy of a tensor, for a function that may keep its argument or write to it; other values as they are."""
+    """A copy of a tensor; other values as they are. Functions of extensions get copies because they may keep or change
+    their arguments."""
     return argument.clone() if isinstance(argument, Tensor) else argument
