@@ -216,7 +216,8 @@ READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
 
 
 class Autoencoders:
-    """Stable Diffusion's VAEs, which diffusers calls AutoencoderKL. core.family.DecoderFamily describes the methods."""
+    """The family of Stable Diffusion's VAEs, which diffusers calls AutoencoderKL; one object in families.registry.
+    Implements core.family.DecoderFamily."""
 
     layout = DecoderLayout
     readers = ((is_ldm, read_ldm),)

@@ -67,7 +67,7 @@ class Limits:
             ("letters of the prompts", len(request.prompt + request.negative_prompt), 0, self.letters),
         ):
             if not least <= value <= most:
-                raise HTTPException(422, f"{name}: {value} is not from {least} to {most}.")
+                raise HTTPException(422, f"{name} must be from {least} to {most}, not {value}.")
         return request if request.seed is not None else replace(request, seed=secrets.randbits(32))
 
 

@@ -113,7 +113,8 @@ class CacheSlot:
         """Copy this feature into the memory, before a cached pass of its prompt reads it: extrapolated to `step` if its
         line has two tensors of the same weights, else as it was computed. Another prompt's feature is backed up.
 
-        slope: see Schedule. The feature must have been computed (made_at is not None).
+        slope: the factor on the line's slope (Schedule.slope). The feature must have been computed (made_at is not
+            None).
         """
         content = None
         if feature.line.values == feature.values:
@@ -163,7 +164,11 @@ class DeepCacheMemory(StepMemory):
 
 
 class DeepCache:
-    """The step policy. See core.policy.StepPolicy."""
+    """The step policy DeepCache, one object for each runtime; implements core.policy.StepPolicy.
+
+    status: counts of full and of cached passes, and why the last call was not cached, for users ("" if it was to be
+        full).
+    """
 
     name = "deepcache"
     title = "DeepCache"
@@ -236,7 +241,8 @@ class Passes:
     """Computes one call by a full or by a cached pass. A new object for each call.
 
     memory: what DeepCache keeps for the network. depth: see core.call.Cut. slot: of the call's shape. feature: that of
-    the call's prompt, one of slot.features. slope: see Schedule; 0 reuses the last feature as it is.
+    the call's prompt, one of slot.features. slope: the factor on the slope of its line (Schedule.slope); 0 reuses the
+    last feature as it is.
     """
 
     step_context: StepContext

@@ -56,7 +56,10 @@ class ForecastMemory(StepMemory):
 
 
 class Forecast:
-    """The step policy. See core.policy.StepPolicy."""
+    """The step policy that extrapolates outputs, one object for each runtime; implements core.policy.StepPolicy.
+
+    status: the number of extrapolated calls, and why the last call was not considered, for users.
+    """
 
     name = "forecast"
     title = "Output forecast"

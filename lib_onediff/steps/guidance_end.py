@@ -64,7 +64,11 @@ class GuidanceMemory(StepMemory):
 
 
 class GuidanceEnd:
-    """The step policy. See core.policy.StepPolicy."""
+    """The step policy that skips the negative prompt, one object for each runtime; implements core.policy.StepPolicy.
+
+    status: the number of calls without the negative prompt, and why the last call had it, for users ("" if it was to
+    have it).
+    """
 
     name = "guidance"
     title = "Skipping the negative prompt"

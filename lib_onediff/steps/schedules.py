@@ -77,7 +77,8 @@ TABLES = read_tables(Path(__file__).with_name("schedules.json"))
 @lru_cache(maxsize=256)
 def schedule_for(kind: str, total: int, interval: int) -> Schedule:
     """The schedule of a sampling: the nearest searched one, stretched; for a kind of network without searched ones, the
-    DeepCache authors' rule, with the last step whole too. Cached, because every call of a sampling asks for it.
+    DeepCache authors' rule, with the last step whole too. Computed once for the same arguments, because every call of a
+    sampling needs it.
 
     kind: the network's Family.schedule. total: the number of steps. interval: the mean number of steps from one whole
     step to the next, as set by the user; 1 or less makes every step whole.

@@ -185,7 +185,7 @@ class History:
             # A cached pass has no row of its own: its steps are part of the mean times of the whole shape.
             if uses > 0 and not entry.key.is_cached_pass:
                 row = history_row(entry, uses if in_images else 0)
-                self.record(row if self._is_of(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
+                self.record(row if self._is_of_this_card(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
 
     def record(self, row: HistoryRow) -> None:
         """Add a row's uses to those stored for its shape on this machine, and replace the other values by those of the
@@ -224,7 +224,7 @@ class History:
                 found.append(WantedSize(size, tokens if tokens in TOKEN_CHOICES else TOKENS))
         return found[:count]
 
-    def _is_of(self, entry: Entry) -> bool:
+    def _is_of_this_card(self, entry: Entry) -> bool:
         """Whether the entry's times may be stored: they are of the card given to open(), or of the CPU."""
         return card_name(entry.key.device) in (self._gpu, entry.key.device.type)
 
@@ -240,7 +240,7 @@ class History:
         if not is_error(error):
             return False
         entry.relative_error = error
-        host_ms = self._host_ms.get(history_row(entry, 0).shape) if self._is_of(entry) else None
+        host_ms = self._host_ms.get(history_row(entry, 0).shape) if self._is_of_this_card(entry) else None
         if host_ms is not None and entry.host.settled_ms is None:
             entry.host.remembered = host_ms
         return True

@@ -22,7 +22,8 @@ FEWEST_TOKENS = 512
 
 
 class Animas:
-    """The networks of Anima and Cosmos-Predict2. core.family.Family describes the methods."""
+    """The family of Anima's and Cosmos-Predict2's networks, one object in families.registry; implements
+    core.family.Family."""
 
     layout = AnimaLayout
     # The timestep is the share of noise in the latent, from 1 to 0.

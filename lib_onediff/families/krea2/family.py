@@ -19,7 +19,7 @@ from .layout import Krea2Layout
 
 
 class Krea2s:
-    """Krea 2's networks. core.family.Family describes the methods."""
+    """The family of Krea 2's networks, one object in families.registry; implements core.family.Family."""
 
     layout = Krea2Layout
     # The timestep is the share of noise in the latent, from 1 to 0.

@@ -22,7 +22,7 @@ PROMPT_NOISE = 0.1
 
 
 class UNets:
-    """Stable Diffusion's UNets. core.family.Family describes the methods."""
+    """The family of Stable Diffusion's UNets, one object in families.registry; implements core.family.Family."""
 
     layout = UNetLayout
     first_timestep = 1000.0

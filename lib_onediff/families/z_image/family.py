@@ -19,7 +19,8 @@ from .layout import ZImageLayout
 
 
 class ZImages:
-    """The networks of Z-Image and Lumina 2. core.family.Family describes the methods."""
+    """The family of Z-Image's and Lumina 2's networks, one object in families.registry; implements
+    core.family.Family."""
 
     layout = ZImageLayout
     # The timestep is the share of noise in the latent, from 1 to 0.
