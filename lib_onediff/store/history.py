@@ -185,7 +185,9 @@ class History:
             # A cached pass has no row of its own: its steps are part of the mean times of the whole shape.
             if uses > 0 and not entry.key.is_cached_pass:
                 row = history_row(entry, uses if in_images else 0)
-                self.record(row if self._is_of_this_card(entry) else dataclasses.replace(row, step_ms=None, host_ms=None))
+                if not self._is_of_this_card(entry):
+                    row = dataclasses.replace(row, step_ms=None, host_ms=None)
+                self.record(row)
 
     def record(self, row: HistoryRow) -> None:
         """Add a row's uses to those stored for its shape on this machine, and replace the other values by those of the
