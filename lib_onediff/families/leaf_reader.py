@@ -22,8 +22,7 @@ PADDING_MODES = {"zeros": False, "circular": True}
 
 class HostLayers:
     """The hosts' own layer classes, such as Forge's Linear, that LeafReader accepts in place of torch's layer of the
-    same
-    name: they compute the same, from parameters of the same names, but may cast to float32 and back. Each host's
+    same name. They compute the same, from parameters of the same names, but may cast to float32 and back. Each host's
     package registers its classes with take() when it is imported."""
 
     def __init__(self) -> None:
@@ -61,8 +60,7 @@ class LeafReader:
         self._unclaimed = {name for name, _ in network.named_parameters()}
 
     def path(self, module: nn.Module) -> str:
-        """The module's dotted name within the network, "" for the network itself. Raises KeyError for a module outside.
-        """
+        """The module's dotted name within the network; "" for the network itself. KeyError for a module outside."""
         return self._paths[module]
 
     def kind(self, module: object) -> str:
@@ -91,17 +89,18 @@ class LeafReader:
                 raise self.unknown(module, f"expected {kind}")
 
     def refuse_unclaimed(self) -> None:
-        """Raise Refusal if the network has parameters that were neither claimed nor left, such as an adapter's: our
-        forward would ignore them. A layout reader calls this last. The Refusal has their number and one of their names.
+        """Raise Refusal if the network has parameters that were neither claimed nor marked as unused, such as an
+        adapter's: our forward would ignore them. A layout reader calls this last. The Refusal has their number and one
+        of their names.
         """
         if self._unclaimed:
             example = min(self._unclaimed)
             raise Refusal(f"{len(self._unclaimed)} parameters that OneDiff does not know, such as {example}")
 
-    def leave(self, module: nn.Module | None) -> None:
-        """Take all parameters of a module, and of modules within it, off the list that refuse_unclaimed() checks,
-        though our forward does not read them: a call brings the functions that use them, or nothing uses them now. Does
-        nothing for None, or for a module outside the network."""
+    def mark_unused(self, module: nn.Module | None) -> None:
+        """Accept all parameters of a module, and of modules within it, though our forward does not read them: a call
+        brings the functions that use them, or nothing uses them now. Does nothing for None, or for a module outside the
+        network."""
         if module is not None and module in self._paths:
             self._unclaimed -= {f"{self.path(module)}.{name}" for name, _ in module.named_parameters()}
 
@@ -251,7 +250,7 @@ class LeafReader:
                 self._unclaimed.discard(f"{self.path(layer)}.{name}")
         if layer is not module:
             for part in module.children():
-                self.leave(None if part is layer else part)
+                self.mark_unused(None if part is layer else part)
 
     def _within(self, module: Any) -> Any:
         """The layer inside if the module is a LoRA of peft, else the module itself. Raises Refusal for another adapter

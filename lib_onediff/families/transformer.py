@@ -6,7 +6,7 @@ A block of a transformer is a few steps of residual + gate * layer(norm(residual
     residual, normed = layers.norm(residual, block.norm, attention.query_key_value, modulation)
     residual = layers.add(residual, layers.self_attention(attention, normed, rotary), attention.out, gate)
 
-through_blocks runs the blocks of a call, or of a call that DeepCache has cut; blocks_read returns the blocks whose
+through_blocks runs the blocks of a call, which DeepCache may have cut; blocks_read returns the blocks whose
 weights such a call reads.
 """
 from __future__ import annotations
@@ -157,9 +157,7 @@ class TransformerLayers:
         return self.ops.linear(x, self._weights_of(layer))
 
     def activated_linear(self, x: Rows, layer: Linear, activation: Activation, consumer: Linear) -> Rows:
-        """activation(linear(x)), the first half of a feed-forward layer, as Rows for its second linear layer
-        (consumer).
-        """
+        """activation(linear(x)), the first half of a feed-forward layer, as Rows for the second half (consumer)."""
         return self.ops.activated_linear(x, self._weights_of(layer), activation, self._weights_of(consumer))
 
     def gated_linear(self, x: Rows, layer: Linear | FusedLinear, unit: GatedUnit, consumer: Linear) -> Rows:
@@ -168,9 +166,7 @@ class TransformerLayers:
         return self.ops.gated_linear(x, self._weights_of(layer), unit, self._weights_of(consumer))
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: Linear) -> Rows:
-        """x * sigmoid(gate), both (batch, tokens, width), as Rows for the linear layer that reads the product
-        (consumer).
-        """
+        """x * sigmoid(gate), both (batch, tokens, width), as Rows for the linear layer that reads them (consumer)."""
         return self.ops.sigmoid_gated(x, gate, self._weights_of(consumer))
 
     def self_attention(

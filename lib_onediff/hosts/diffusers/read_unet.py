@@ -74,7 +74,7 @@ def read_diffusers(unet: Any) -> UNetLayout:
     )
     for part in (unet.encoder_hid_proj, *processors):
         if isinstance(part, nn.Module):
-            leaves.leave(part)
+            leaves.mark_unused(part)
     leaves.refuse_unclaimed()
     return layout
 
@@ -230,7 +230,7 @@ def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = Fals
     if type(attention.processor).__name__ == FUSED_PROCESSOR:
         raise Refusal("fuse_qkv_projections() is on: call unfuse_qkv_projections(), OneDiff fuses them without a copy")
     for name in FUSED_LAYERS:
-        leaves.leave(getattr(attention, name, None))
+        leaves.mark_unused(getattr(attention, name, None))
     leaves.require(attention, residual_connection=is_residual, rescale_output_factor=1, scale_qk=True)
     extras = ["spatial_norm", "norm_q", "norm_k", "norm_cross", "add_k_proj"]
     if not is_residual:
