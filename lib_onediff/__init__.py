@@ -27,8 +27,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Imports public.py, and with it torch, at the first use of a name in __all__. So `python -m lib_onediff.demo` can
-    report a wrong argument or a port in use, and handle Ctrl-C, without waiting for torch."""
+    """The object of public.py with this name, for names in __all__; any other name raises AttributeError.
+
+    The first use imports public.py, and with it torch. So `python -m lib_onediff.demo` can report a wrong argument or a
+    port in use, and handle Ctrl-C, without waiting for torch.
+    """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from . import public
@@ -37,4 +40,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """The module's names for dir(), including those that __getattr__ has not imported yet."""
     return sorted({*globals(), *__all__})

@@ -36,13 +36,16 @@ NETWORKS = ("unet", "transformer")
 
 
 def compile_unet(unet: Network, settings: Settings | None = None, **options: Any) -> Network:
-    """Serve a network of diffusers by OneDiff's forward from now on: a UNet2DConditionModel, CosmosTransformer3DModel,
-    Krea2Transformer2DModel or ZImageTransformer2DModel. Returns the same module.
+    """Compute all later calls of a diffusers network with OneDiff's forward: of a UNet2DConditionModel,
+    CosmosTransformer3DModel, Krea2Transformer2DModel or ZImageTransformer2DModel. Returns the same module.
 
-    options: those of Settings, such as deepcache_interval=3. A UNet that OneDiff does not support, or of a class that
-    is derived from diffusers' or only has its name, keeps its own forward; the log and status() have the reason. Safe
-    to call twice; the last options count. Measurements are kept in the folder of the environment variable
-    ONEDIFF_CACHE, if it is set. Raises ValueError for a wrong option, and TypeError if unet is not a module.
+    settings: None for the defaults. options: values of Settings by name, such as deepcache_interval=3, which override
+    those of settings. A second call replaces the settings of the first one.
+
+    A network that OneDiff does not support, or of a class that is derived from diffusers' or only has its name, keeps
+    its own forward, with the reason in the log; this is no error. Measurements are kept in the folder of the
+    environment variable ONEDIFF_CACHE, if it is set. Raises ValueError for a wrong option, and TypeError if unet is not
+    a module or settings not a Settings.
     """
     must_be_network(unet, "compile_unet")
     chosen = settings_of(settings, options)
@@ -50,18 +53,19 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     network = unwrapped(unet)
     attached = attempted(lambda: diffusers.attach(network, chosen))
     refused = attached.outcome is Outcome.REFUSED
-    runtime.leave_alone(network, f"the UNet keeps its own forward: {attached.reason}" if refused else "")
+    runtime.leave_alone(network, f"the network keeps its own forward: {attached.reason}" if refused else "")
     if refused:
         return unet
     attached.given()
     read = attempted(lambda: runtime.services.families.read(network))
     if not read.is_ours:
-        log.warning("OneDiff: the UNet keeps its own forward for now: %s.", read.reason, exc_info=read.fault)
+        log.warning("OneDiff: the network keeps its own forward for now: %s.", read.reason, exc_info=read.fault)
     return unet
 
 
 def uncompile_unet(unet: Network) -> Network:
-    """Undo compile_unet, so that the module is as before, bit for bit. Returns the same module."""
+    """Undo compile_unet: the module computes with its own forward again, with the same parameters bit for bit. Does
+    nothing if it was not compiled. Returns the same module; raises TypeError if unet is not a module."""
     must_be_network(unet, "uncompile_unet")
     runtime.leave_alone(unwrapped(unet), "")
     diffusers.detach(unwrapped(unet))
@@ -73,25 +77,28 @@ def compile_pipe(
     cache_interval: int | None = None, cache_layer_id: int | None = None, cache_block_id: int | None = None,
     **options: Any,
 ) -> Pipe:
-    """Make a pipeline of diffusers fast, whose networks OneDiff serves. Returns the same pipe.
+    """Make a diffusers pipeline fast: OneDiff's forward computes its UNet or transformer (see compile_unet), and its
+    VAE if that is an AutoencoderKL. Returns the same pipe.
 
-    OneDiff serves its UNet or transformer, and its VAE if that is an AutoencoderKL. A pipe without a supported network
-    (Flux, SD3) is returned unchanged, with a line in the log and in status()["left_alone"].
+    A pipe with neither a UNet nor a supported transformer (Flux, SD3) is returned unchanged, VAE included, with a line
+    in the log and in status()["left_alone"].
 
-    ignores: parts to leave unchanged, ("unet",) or ("vae",). options: as for compile_unet. fuse_qkv_projections: has no
-    effect, because the projections always share one GEMM; it exists for code written for the compile_pipe of the
-    original OneDiff.
+    ignores: names of parts to leave unchanged: "unet" (or "transformer", which means the same) and "vae". settings,
+    options: as for compile_unet. fuse_qkv_projections: has no effect, because the projections always share one GEMM; it
+    exists for code written for the compile_pipe of the original OneDiff.
 
     cache_interval=3 is DeepCache: every third step computes the whole UNet, the others only its outer layers, down to
     residual block cache_block_id of down block cache_layer_id (both 0 by default). It is the same as the options
-    deepcache_interval and deepcache_depth. Raises TypeError and ValueError with a sentence.
+    deepcache_interval and deepcache_depth, which override it. Raises TypeError for an argument of a wrong type, and
+    ValueError for a wrong value.
     """
     must_be_pipeline(pipe, "compile_pipe")
-    left = parts_of(pipe, ignores)
+    left = ignored_parts(pipe, ignores)
     chosen = settings_of(settings, options)
     unet = network_of(pipe)
     if unet is None:
-        runtime.leave_alone(first_network(pipe), f"{type(pipe).__name__} has no UNet; it stays as it is")
+        why = "has no UNet or transformer that OneDiff supports, so OneDiff changes nothing in it"
+        runtime.leave_alone(first_network(pipe), f"{type(pipe).__name__} {why}")
         return pipe
     deepcache = deepcache_options(unet, cache_interval, cache_layer_id, cache_block_id)
     chosen = Settings.from_mapping({**deepcache, **options}, chosen)
@@ -106,11 +113,12 @@ def compile_pipe(
 
 @contextlib.contextmanager
 def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Iterator[None]:
-    """A context in which the calls of a compiled UNet are the steps of one sampling, for your own denoising loops.
-    Pipelines need none.
+    """A context in which the calls of a compiled UNet are the steps of one sampling (from noise to latent). Put it
+    around a denoising loop of your own; pipelines do so themselves. Without effect on a UNet that is not compiled.
 
     Step policies such as DeepCache reuse results of earlier steps of a sampling, and are inactive outside of one.
-    timesteps: those at which the steps begin, as the UNet gets them; without them every step computes the whole UNet.
+    timesteps: of the beginnings of all steps, in any order and in the UNet's unit (1000 to 0); None: they are unknown,
+    and every step computes the whole UNet.
     """
     must_be_network(unet, "sampling")
     times = None if timesteps is None else [float(time) for time in timesteps]
@@ -123,7 +131,8 @@ def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Itera
 
 
 def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
-    """The settings with these options changed. Raises TypeError and ValueError with a sentence."""
+    """The settings with these options changed; with settings None, the defaults with these options. Raises TypeError if
+    settings is not a Settings, and ValueError for an unknown option or a wrong value."""
     if not isinstance(settings, Settings | None):
         raise TypeError(
             f"settings is a lib_onediff.Settings, not a {type(settings).__name__}; options are given by name, such as "
@@ -133,7 +142,8 @@ def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
 
 
 def must_be_network(unet: Any, caller: str) -> None:
-    """Raise TypeError, with a sentence, unless unet is a module. caller: the name of the calling function."""
+    """Raise TypeError unless unet is a torch module. caller: the name of the public function, for the message; for a
+    pipeline the message suggests its counterpart, such as compile_pipe for compile_unet."""
     if not isinstance(unet, nn.Module):
         is_whole = "unet" in caller and is_pipeline(unet)
         hint = f"; for a whole pipeline there is {caller.replace('unet', 'pipe')}" if is_whole else ""
@@ -141,7 +151,8 @@ def must_be_network(unet: Any, caller: str) -> None:
 
 
 def must_be_pipeline(pipe: Any, caller: str) -> None:
-    """Raise TypeError, with a sentence, unless pipe is a pipeline. caller: the name of the calling function."""
+    """Raise TypeError unless pipe is a pipeline (see is_pipeline). caller: the name of the public function, for the
+    message."""
     if not is_pipeline(pipe):
         hint = f"; for a UNet there is {caller.replace('pipe', 'unet')}" if isinstance(pipe, nn.Module) else ""
         raise TypeError(
@@ -151,25 +162,29 @@ def must_be_pipeline(pipe: Any, caller: str) -> None:
 
 
 def is_pipeline(pipe: Any) -> bool:
-    """Whether an object has modules as attributes, and is not a module itself."""
+    """Whether an object counts as a pipeline: it has torch modules as attributes, and is neither a module nor a class.
+    The class does not matter, so pipelines of other packages count too."""
     holds = any(isinstance(part, nn.Module) for part in getattr(pipe, "__dict__", {}).values())
     return holds and not isinstance(pipe, (nn.Module, type))
 
 
 def first_network(pipe: Any) -> nn.Module:
-    """The first module of a pipeline, which stands for the pipeline in weak tables: a pipeline itself may not support
-    weak references."""
+    """The first torch module among a pipeline's attributes, of any kind. It is the key under which runtime.leave_alone
+    notes sentences about the pipeline, because a pipeline itself may not support weak references."""
     return next(part for part in vars(pipe).values() if isinstance(part, nn.Module))
 
 
 def network_of(pipe: Any) -> Any:
-    """A pipeline's UNet, or else its transformer if OneDiff serves its class; None if it has neither."""
+    """A pipeline's UNet of any class, or else its transformer if OneDiff serves the transformer's class; None if it has
+    neither. A network inside of torch.compile's wrapper is returned without the wrapper."""
     unet, transformer = (unwrapped(getattr(pipe, name, None)) for name in NETWORKS)
     return transformer if unet is None and diffusers.is_served(transformer) else unet
 
 
-def parts_of(pipe: Any, names: Iterable[str]) -> frozenset[str]:
-    """The names in compile_pipe's argument `ignores`, checked. Raises TypeError and ValueError with a sentence."""
+def ignored_parts(pipe: Any, names: Iterable[str]) -> frozenset[str]:
+    """The names given as compile_pipe's argument `ignores`. Raises TypeError if names is no collection of names, and
+    ValueError for a name that is neither in PARTS nor an attribute of the pipe. Attributes such as "text_encoder" are
+    accepted, because OneDiff leaves them unchanged anyway."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f'ignores is a collection of names, such as ("vae",), not {names!r}.')
     left = list(names)
@@ -182,8 +197,12 @@ def parts_of(pipe: Any, names: Iterable[str]) -> frozenset[str]:
 def deepcache_options(
     unet: nn.Module, cache_interval: int | None, cache_layer_id: int | None, cache_block_id: int | None
 ) -> dict[str, int]:
-    """The DeepCache arguments of the original OneDiff's compile_pipe as options of Settings. None: the argument was
-    not given. Raises ValueError for a wrong one."""
+    """compile_pipe's three cache arguments, which are those of the original OneDiff, as values of Settings by name.
+
+    None: the argument was not given. {} if none was; otherwise deepcache_depth, and deepcache_interval if
+    cache_interval was given. unet: its config has the number of residual blocks in a down block (2 if unknown). Raises
+    ValueError for a depth that is out of range.
+    """
     if cache_interval is cache_layer_id is cache_block_id is None:
         return {}
     layers = getattr(getattr(unet, "config", None), "layers_per_block", 2)
@@ -192,10 +211,12 @@ def deepcache_options(
 
 
 def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:
-    """The deepcache_depth for cache_layer_id and cache_block_id.
+    """The option deepcache_depth (the number of input stages that every step computes) for cache_layer_id and
+    cache_block_id.
 
-    They identify the deepest layer that runs at every step: the down block (0: the outermost), and the residual block
-    in it, or its downsampler (cache_block_id = layers_per_block). Raises ValueError if they are out of range.
+    The two ids identify the deepest layer that runs at every step: the down block (0: the outermost), and the residual
+    block in it, or its downsampler (cache_block_id = layers_per_block). layers_per_block: the number of residual blocks
+    in a down block. Raises ValueError if an id is out of range.
     """
     if cache_layer_id < 0 or not 0 <= cache_block_id <= layers_per_block:
         raise ValueError(
@@ -207,7 +228,8 @@ def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2
 
 
 def compile_half(half: nn.Module, settings: Settings) -> None:
-    """Serve a VAE's decoder or encoder, or note why it keeps its own forward."""
+    """Compute all later calls of a VAE's decoder or encoder (half) with OneDiff's forward. If OneDiff does not support
+    it, it keeps its own, with the reason in the log and in status()["left_alone"]."""
     try:
         runtime.vae.read(half)
         diffusers_decoder.attach(half, settings)
@@ -217,7 +239,8 @@ def compile_half(half: nn.Module, settings: Settings) -> None:
 
 
 def uncompile_pipe(pipe: Pipe) -> Pipe:
-    """Undo compile_pipe. Returns the same pipe."""
+    """Undo compile_pipe: all parts compute with their own forwards again. Does nothing for parts that were not
+    compiled. Returns the same pipe; raises TypeError if pipe is not a pipeline."""
     must_be_pipeline(pipe, "uncompile_pipe")
     unet = network_of(pipe)
     stop_announcing(pipe)
@@ -231,6 +254,6 @@ def uncompile_pipe(pipe: Pipe) -> Pipe:
 
 
 def status() -> dict[str, Any]:
-    """The route of the last UNet call and the last decode, with reasons and times, as plain values; see
-    Runtime.status."""
+    """How the last image was computed (by OneDiff or not, why, and how fast), as nested dictionaries of plain values;
+    see Runtime.status."""
     return runtime.status()

@@ -18,14 +18,16 @@ import torch
 from .refusal import Refusal
 
 Result = TypeVar("Result")
-OUT_OF_MEMORY = "out of GPU memory: OneDiff freed its CUDA graphs"
+# The reason, for users. The caller that gets an Attempt with it frees our memory.
+OUT_OF_MEMORY = "the GPU memory was full: OneDiff freed what it held (its CUDA graphs)"
 
 
 class Outcome(enum.Enum):
     """How an attempt to serve ended. An exception of the host has no outcome: it passes through as a HostError.
 
-    OURS: OneDiff has the answer. REFUSED: OneDiff does not serve this (a Refusal). OUT_OF_MEMORY: the GPU is full; our
-    memory is freed, and the host serves. FAULT: any other exception of our code, which is logged.
+    OURS: OneDiff has the answer. REFUSED: OneDiff does not serve this (a Refusal). OUT_OF_MEMORY: the GPU is full.
+    FAULT: any other exception of our code. The caller does what follows: after OUT_OF_MEMORY it frees our memory, a
+    FAULT it logs, and without an answer the host serves.
     """
 
     OURS = enum.auto()
@@ -42,8 +44,8 @@ class HostError(BaseException):
     """
 
     def __init__(self, error: BaseException) -> None:
-        """error: the exception. Create the HostError in the except block around the call of the host's code: the first
-        frame of the traceback, the caller's, is left out of as_raised()."""
+        """error: the exception that the host's code raised. Create the HostError in the except block around the call of
+        that code: as_raised() leaves out the traceback's first frame, which is the one with this except block."""
         super().__init__(error)
         self.error = error
         # So that the traceback in the user's log begins in the host's code.
@@ -51,6 +53,7 @@ class HostError(BaseException):
 
     @property
     def is_out_of_memory(self) -> bool:
+        """Whether the host's exception is torch.cuda.OutOfMemoryError."""
         return isinstance(self.error, torch.cuda.OutOfMemoryError)
 
     def as_raised(self) -> BaseException:
@@ -59,9 +62,10 @@ class HostError(BaseException):
 
 
 class HostFunction(partial):  # type: ignore[type-arg]
-    """A host's own function as a hook calls it. Its exceptions become HostErrors."""
+    """A host's own function, as a hook calls it: every exception of the function, KeyboardInterrupt included, is raised
+    as a HostError; one that is a HostError already is not wrapped again."""
 
-    # See as_host.
+    # A mark for as_host, which functions of ours may have as well.
     raises_host_errors = True
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -74,21 +78,21 @@ class HostFunction(partial):  # type: ignore[type-arg]
 
 
 def as_host(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, wrapped so that its exceptions become HostErrors.
+    """A host's function as a HostFunction, so that its exceptions become HostErrors.
 
-    A function of ours that calls a HostFunction has raises_host_errors = True, and is returned as it is: its
-    other exceptions are faults of ours.
+    A function with the attribute raises_host_errors = True is returned as it is. It is a HostFunction already, or a
+    function of ours around one: then its other exceptions are faults of ours, and must not become HostErrors.
     """
     return function if getattr(function, "raises_host_errors", False) else HostFunction(function)
 
 
 @dataclass
 class Attempt(Generic[Result]):
-    """The outcome of an attempt.
+    """The outcome of an attempt, as attempted() returns it.
 
-    answer: set if the outcome is OURS.
-    reason: why there is no answer, for the user.
-    error: the Refusal or the fault; its traceback keeps no tensors alive.
+    answer: the result of the work if the outcome is OURS, otherwise None.
+    reason: why there is no answer, for the user; "" if the outcome is OURS.
+    error: the Refusal or the fault, None for OURS and OUT_OF_MEMORY. Its traceback keeps no tensors alive.
     """
 
     outcome: Outcome
@@ -98,12 +102,13 @@ class Attempt(Generic[Result]):
 
     @classmethod
     def of(cls, error: Exception | HostError, around: BaseException | None = None) -> Attempt[Result]:
-        """The Attempt for an exception that is being handled.
+        """The Attempt for an exception. Call it in the except block that caught it: the local variables in the frames
+        of its traceback are cleared, so that their tensors are freed.
 
-        A HostError given here must carry the host's own OutOfMemoryError (see attempted, host_oom_is_ours). What
-        OneDiff holds may be the memory that the host lacked, so it counts as OUT_OF_MEMORY: the caller frees our memory
-        and runs the host again. around: the exception that the host was handling when it called us; the frames of that
-        one are not cleared.
+        A HostError given here must carry the host's own OutOfMemoryError (see attempted, host_oom_is_ours). OneDiff may
+        hold the memory that the host lacked, so the outcome is OUT_OF_MEMORY: the caller frees our memory and runs the
+        host again. around: the exception that the host was handling when it called us, if any; its frames are the
+        host's, and are not cleared.
         """
         if isinstance(error, Refusal):
             return cls(Outcome.REFUSED, None, str(error), without_frames(error))
@@ -114,6 +119,7 @@ class Attempt(Generic[Result]):
 
     @property
     def is_ours(self) -> bool:
+        """Whether there is an answer."""
         return self.outcome is Outcome.OURS
 
     @property
@@ -124,8 +130,8 @@ class Attempt(Generic[Result]):
     def given(self) -> Result:
         """The answer. Without one, raises the Refusal, the fault, or an OutOfMemoryError.
 
-        Raising sets error and fault to None, because the traceback refers to the frames that refer to this Attempt.
-        Another call raises a new exception with the same reason.
+        Raising sets error, and so fault, to None, because the traceback refers to the frames that refer to this
+        Attempt. Read them before. Another call raises a new exception with the same reason.
         """
         if self.outcome is Outcome.OURS:
             return cast("Result", self.answer)
@@ -138,7 +144,8 @@ class Attempt(Generic[Result]):
             del error
 
     def _raised_anew(self) -> Exception:
-        """A new exception for this outcome, when the caught one was not kept. Not for OURS."""
+        """A new exception with this reason: a Refusal, an OutOfMemoryError, or for a fault a RuntimeError. For given(),
+        when `error` is None."""
         if self.outcome is Outcome.REFUSED:
             return Refusal(self.reason)
         if self.outcome is Outcome.OUT_OF_MEMORY:
@@ -147,9 +154,10 @@ class Attempt(Generic[Result]):
 
 
 def attempted(work: Callable[[], Result], host_oom_is_ours: bool = False) -> Attempt[Result]:
-    """Run work() and return its Attempt. HostErrors pass through, and so do KeyboardInterrupt and SystemExit.
+    """Run work() once, and return its result or exception as an Attempt. HostErrors are raised, not returned, and so
+    are KeyboardInterrupt and SystemExit. Nothing is logged.
 
-    host_oom_is_ours: treat the host's own OutOfMemoryError as OUT_OF_MEMORY instead; see Attempt.of.
+    host_oom_is_ours: return a HostError with the host's OutOfMemoryError as OUT_OF_MEMORY too; see Attempt.of.
     """
     around = sys.exc_info()[1]
     try:
@@ -163,24 +171,25 @@ def attempted(work: Callable[[], Result], host_oom_is_ours: bool = False) -> Att
 
 
 def without_frames(refusal: Refusal) -> Refusal:
-    """The refusal without its traceback, cause and context, which would keep tensors alive."""
+    """The same refusal, after its traceback, cause and context, which would keep tensors alive, were removed."""
     refusal.__cause__ = None
     refusal.__context__ = None
     return refusal.with_traceback(None)
 
 
 def clear_frames(error: BaseException, around: BaseException | None = None) -> None:
-    """Clear the local variables of all frames that an exception passed through, so that their tensors are freed. Its
-    traceback can still be logged.
+    """Clear the local variables in the frames of an exception's traceback, and of its causes' and contexts', so that
+    their tensors are freed. The traceback can still be logged. Frames that still run are not affected.
 
-    around: an exception that was being handled before: its frames are the host's.
+    around: an exception that the host was handling when it called us: its frames are the host's, and are left alone.
     """
     for one in raised_from(error, around):
         traceback.clear_frames(cast("TracebackType", one.__traceback__))
 
 
 def raised_from(error: BaseException, around: BaseException | None) -> Iterator[BaseException]:
-    """An exception and all of its causes and contexts, each once; not around, and nothing behind it."""
+    """An exception, its __cause__ and __context__, theirs, and so on, each once. `around` is left out, and so are the
+    exceptions that can only be reached through it."""
     waiting = [error]
     seen = {id(around)}
     while waiting:

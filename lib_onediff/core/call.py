@@ -12,26 +12,27 @@ from .fields import ANY_DTYPE, LEFT_OUT, any_dtype_names, named_tensors, shapes_
 from .points import Points
 from .precision import autocast_dtype
 
-# The passes of a network that is cut (see Cut.name).
+# The passes of a network that DeepCache cuts (see Cut).
 FULL = "full"
 CACHED = "cached"
 # Reasons, for users, why it is unknown which rows of a call are the prompt's.
-APART = "prompt and negative prompt come in separate calls, or there is no negative prompt"
-OTHER_ROWS = "the call also computes latents of neither prompt nor negative prompt (tiles?)"
+APART = "prompt and negative prompt are computed one after the other, or there is no negative prompt"
+OTHER_ROWS = "the step also computes images that belong to neither the prompt nor the negative prompt (tiles?)"
 # The reason, for users, why some rows of a call cannot be computed without the others.
 PATCHED = "other extensions compute within the network"
 
 
 class CutMemory:
     """The hidden states that a full pass writes at a cut and cached passes read. Their address stays the same as long
-    as their shape does, since captured graphs contain it. tensor: the memory; None before the first write."""
+    as their shape, dtype and device do, since captured graphs contain it. tensor: the memory; None before the first
+    write."""
 
     def __init__(self) -> None:
         self.tensor: Tensor | None = None
 
     def write(self, hidden_states: Tensor) -> None:
-        """Copy hidden states into the memory, which is allocated at the first write and whenever the shape changes.
-        Raises RuntimeError if that would happen during the capture of a CUDA graph."""
+        """Copy hidden states into the memory. It is allocated here at the first write, and anew when the shape, dtype
+        or device changes. Raises RuntimeError if it would have to be allocated during the capture of a CUDA graph."""
         kept = self.tensor
         wanted = hidden_states.shape, hidden_states.dtype, hidden_states.device
         if kept is None or (kept.shape, kept.dtype, kept.device) != wanted:
@@ -41,10 +42,10 @@ class CutMemory:
         kept.copy_(hidden_states)
 
     def read(self) -> Tensor:
-        """The hidden states. Raises RuntimeError before the first write.
+        """The hidden states, not copied: a later write changes them. Raises RuntimeError before the first write.
 
-        A new tensor object over the same memory each time: operators may keep facts about a tensor object, and those
-        would be wrong after the next write.
+        Each call returns a new tensor object over the same memory, because operators may remember facts about the
+        contents by tensor object, such as a norm's statistics, and those would be wrong after the next write.
         """
         if self.tensor is None:
             raise RuntimeError("nothing has been written at this cut yet")
@@ -52,6 +53,7 @@ class CutMemory:
 
     @property
     def bytes(self) -> int:
+        """The size of the memory; 0 before the first write."""
         return 0 if self.tensor is None else self.tensor.nbytes
 
 
@@ -73,6 +75,7 @@ class Cut:
 
     @property
     def name(self) -> str:
+        """CACHED or FULL."""
         return CACHED if self.reads else FULL
 
 
@@ -96,8 +99,9 @@ class Call:
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
-        """The tensors by which the prompts of two calls differ, in the order of the host's arguments. The first one is
-        the text encoder's output, (batch, tokens, width)."""
+        """The inputs that depend on the prompt, in the order of the host's arguments: two calls have the same prompt if
+        these are equal. The first one is the text encoder's output, (batch, tokens, width). () if the network takes no
+        prompt."""
         return ()
 
     @property
@@ -107,8 +111,8 @@ class Call:
 
     @property
     def additions(self) -> tuple[str, ...]:
-        """Words for a shape's key, one for each computation besides the network's own layers, such as an image prompt.
-        Equal for calls that are computed the same way."""
+        """Words for ShapeKey.additions: one for each computation of this call besides the network's own layers, such as
+        an IP-Adapter's image prompt. () for none. Calls that are computed differently must have different words."""
         return ()
 
     @property
@@ -119,15 +123,17 @@ class Call:
 
     @property
     def signature(self) -> Hashable:
-        """A value that is equal for calls of one network whose inputs have the same shapes, dtypes and devices. It does
-        not include functions of other extensions. Takes microseconds."""
+        """A hashable that is equal for two calls of one network if their inputs have the same shapes, dtypes and
+        devices and the same plain values. The runtime finds a call's plan by it. It does not include functions of other
+        extensions (patches). Takes microseconds."""
         kind: Any = type(self)
         return signature_function(kind)(self)
 
     @property
     def own_inputs(self) -> tuple[tuple[str, Hashable], ...]:
-        """The names, and the shapes or plain values, of the inputs that only this family's calls have. Inputs that are
-        None or empty are left out."""
+        """(name, value) pairs of the inputs that only this family's calls have, for ShapeKey.own_inputs. value: the
+        shape of a tensor, nested tuples of shapes for several, or the plain value itself. Inputs that are None or ()
+        are left out."""
         kind: Any = type(self)
         of_all: Any = Call
         own = (name for name in walked_names(kind) if name not in walked_names(of_all))
@@ -136,9 +142,9 @@ class Call:
 
     @property
     def unusual(self) -> tuple[str, ...]:
-        """Words for a shape's key for each input whose dtype or device is not the latent's: a host may refuse it, or
-        compute with it in another way. The dtypes of fields that are ANY_DTYPE are ignored, such as the timestep's,
-        which every host casts to float32."""
+        """Words for ShapeKey.inputs: one for each input whose dtype or device is not the latent's, because a host may
+        refuse it, or compute with it in another way; then one for autocast, if it is on. () if all inputs are alike.
+        Dtypes of fields marked ANY_DTYPE are ignored, such as the timestep's, which every host casts to float32."""
         latent = self.latent
         kind: Any = type(self)
         of_any_dtype = any_dtype_names(kind)
@@ -156,9 +162,10 @@ class Call:
 
 
 class PromptRows(NamedTuple):
-    """Which half of a call's rows are the prompt's. The others are the negative prompt's, in the same order.
+    """Which half of a call's rows (of the batch) are the prompt's. The others are the negative prompt's, in the same
+    order of images.
 
-    host: computes the prompt's rows alone, by the host's own forward.
+    host: returns the host's own output for the prompt's rows alone.
     """
 
     rows: slice
@@ -166,10 +173,11 @@ class PromptRows(NamedTuple):
 
 
 def half_of(batch: int, is_first: bool) -> slice:
-    """The first or the second half of a batch."""
+    """The rows of the first or the second half of a batch. batch: the number of rows, which must be even."""
     return slice(0, batch // 2) if is_first else slice(batch // 2, batch)
 
 
 def why_rows_stay_together(call: Call) -> str:
-    """Why some rows of this call cannot be computed without the others, in words for the user; "" if they can."""
+    """Why a part of this call's rows cannot be computed without the others, in words for the user; "" if it can.
+    Functions of other extensions get whole batches, and may mix the rows."""
     return "" if call.patches is None else PATCHED

@@ -1,4 +1,4 @@
-"""The GPU that computes; and TuningCache, for choices that were measured to be fastest on a GPU model, such as block
+"""The GPU that computes; and TuningCache: the choices that were measured to be fastest on a GPU model, such as block
 sizes and attention implementations.
 
 Kernels, CUDA graphs and events go to torch's current GPU, and a model may be on another: launch inside on_card().
@@ -14,17 +14,17 @@ from typing import Any
 
 import torch
 
-# The index of no GPU.
+# What current_card() returns without a GPU.
 NONE = -1
 
 
 def on_card(device: torch.device) -> AbstractContextManager[object]:
-    """A context in which this GPU is torch's current one; does nothing for other devices. Takes microseconds."""
+    """A context in which this GPU is torch's current one; for other devices a context that does nothing."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def current_card() -> int:
-    """The index of torch's current GPU; NONE if this process does not use CUDA."""
+    """The index of torch's current GPU; NONE if this process has not used CUDA yet. Does not initialize CUDA."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else NONE
 
 
@@ -34,15 +34,16 @@ def card_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if is_card else device.type
 
 
-def named(choice: str) -> str:
-    """The name of a choice in TuningCache, with the model name of the current GPU added: a measured choice holds for
-    GPUs of the same model alone."""
+def name_on_this_card(choice: str) -> str:
+    """The name of a choice in TuningCache for the current GPU: with its model name ("cpu" without one) added, because a
+    measurement is valid only for GPUs of the same model."""
     card = current_card()
     return f"{choice}, {'cpu' if card == NONE else card_name(torch.device('cuda', card))}"
 
 
 class TuningCache:
-    """Values by name, in memory, and in a store once one is attached. Safe in any thread.
+    """Measured choices by name (see name_on_this_card), in memory, and on the disk once a store is attached. Safe in
+    any thread.
 
     A value is anything that JSON can represent, and must not be changed after set(). Values from a store may be
     damaged: callers of get() must check them.
@@ -58,7 +59,8 @@ class TuningCache:
         return self._values.get(name)
 
     def set(self, name: str, value: Any) -> None:
-        """Set the value of a name. Raises TypeError for a value that JSON cannot represent."""
+        """Set the value of a name, and save it if a store is attached. Raises TypeError for a value that JSON cannot
+        represent."""
         json.dumps(value)
         with self._lock:
             self._values[name] = value
@@ -66,16 +68,16 @@ class TuningCache:
         save(name, value)
 
     def clear(self) -> None:
-        """Forget all values in memory. The caller must clear the store before it sets any value again."""
+        """Forget all values in memory; those in the store stay. The caller has to clear the store as well, before the
+        next set()."""
         with self._lock:
             self._values = {}
 
     def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], object]) -> None:
-        """Add the values that load() returns, and call save(name, value) for every value set from now on. Safe to call
-        again.
+        """Attach a store: add the values that load() returns, and save all values that were set before this call.
 
-        Values that were set before are saved now. They replace loaded ones, because they were measured later. save must
-        return at once.
+        Where both have a name, the value in memory is kept, because it was measured later. save: called as
+        save(name, value), now and at every later set(); it must return at once. Another call replaces the store.
         """
         loaded = load()
         with self._lock:

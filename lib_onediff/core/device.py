@@ -21,15 +21,16 @@ from .operators import Operators
 from .settings import Settings
 
 Result = TypeVar("Result")
-# Starts sums over the contents of many tensors in one launch: see weights.contents.ContentsReader.
+# Starts one launch that sums the contents of many tensors, and returns a function that returns the sums: see
+# weights.contents.ContentsReader.
 ContentsReader = Callable[[Sequence[Any], int], Callable[[], Tensor] | None]
-# The time of work() in milliseconds, with which a backend measures its kernels' configurations.
+# Runs work() repeatedly and returns its duration in milliseconds. A backend compares kernel configurations with it.
 TimeMs = Callable[[Callable[[], object]], float]
 
 
 class Memory(Protocol):
-    """GPU memory that the runners of one architecture on one device share. It is freed with the last reference to this
-    object. bytes: its size now."""
+    """GPU memory that the runners of one architecture (Layout.architecture) on one torch.device share, such as the pool
+    of their CUDA graphs. It is freed with the last reference to this object. bytes: its size now."""
 
     device: torch.device
     bytes: int
@@ -38,9 +39,9 @@ class Memory(Protocol):
 class Runner(Protocol):
     """A forward made ready for one shape with weights at fixed addresses, such as a captured CUDA graph.
 
-    inputs: static tensors, into which the inputs of each call are copied.
-    output: the static tensor that run() writes.
-    own_bytes: GPU memory of this runner alone.
+    inputs: static tensors, into which run() copies the inputs of each call.
+    output: the static tensor that the graph writes.
+    own_bytes: bytes of GPU memory of this runner alone, besides `memory`.
     """
 
     inputs: Call
@@ -52,32 +53,41 @@ class Runner(Protocol):
         """The memory shared with other runners. Each backend has a class of its own for it."""
 
     def run(self, call: Call) -> Tensor:
-        """The network's output as a new tensor. Raises core.points.DoesNotFit if the functions of other extensions in
-        this call are at other points than at the capture."""
+        """The network's output for a call of this shape, as a new tensor. Launches the work, and does not wait for the
+        GPU. Raises core.points.DoesNotFit if the functions of other extensions in this call are at other points than at
+        the capture, or return another shape."""
 
 
 class GraphMaker(Protocol):
-    """Captures CUDA graphs, in one memory pool for each architecture and torch.device, and measures that memory."""
+    """Captures CUDA graphs, in one memory pool for each architecture and torch.device, and measures memory and time.
+    Tests without a GPU replace it."""
 
     def prepare(self, architecture: str, source: Source, ops: Operators, inputs: Call, needs: int = 0) -> Runner:
-        """A runner for calls of this shape. inputs: such a call; its tensors become the runner's static inputs. needs:
-        bytes that the runner will take of the shared memory; 0 if unknown. Raises RuntimeError if the forward cannot be
-        captured, and torch.cuda.OutOfMemoryError."""
+        """A runner for calls of one shape: the forward of `source`, captured as a CUDA graph.
+
+        inputs: a call of this shape, whose tensors the runner keeps as its static inputs, so they must be copies
+        (cloned_inputs). needs: an estimate of the bytes that the graph takes of the shared memory, which is then
+        allocated at once; 0 if unknown. Raises RuntimeError if the forward cannot be captured, and
+        torch.cuda.OutOfMemoryError.
+        """
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
-        """Bytes of the shared memory on a device: of one architecture, or of all."""
+        """Bytes of the shared memory on a device: of one architecture, or with None of all. 0 if there is none."""
 
     def devices(self) -> set[torch.device]:
         """The devices on which there is such memory."""
 
     def in_one_piece(self, device: torch.device) -> bool:
-        """Whether an architecture's memory can be allocated as one contiguous piece."""
+        """Whether the shared memory of an architecture can be allocated as one block. Otherwise more of it is lost in
+        gaps, so a graph is estimated to take more."""
 
     def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
-        """The result of work(), and the peak of the bytes that it allocated."""
+        """Run work(). Returns its result, and how many bytes the memory that it allocated had at its peak: the memory
+        that a graph of the same work will take. 0 bytes on a CPU."""
 
     def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
-        """The time of work() as a graph, in milliseconds. dtype: of its matrix products. Raises RuntimeError if it
+        """The duration of work() in milliseconds, captured as a CUDA graph and replayed, so that launches cost nothing.
+        dtype: of its matrix products, whose workspaces are allocated before the capture. Raises RuntimeError if work()
         cannot be captured."""
 
 
@@ -91,9 +101,10 @@ class CachedRunner(NamedTuple):
 class KernelUse(NamedTuple):
     """Everything that decides which kernels a network needs.
 
-    users: Layout.kernel_users of the network, descriptions of layers with their sizes.
-    low_bit: as Settings.low_bit; "" for none.
-    stored: (dtype, QuantizedWeight.rotation) of the layers that the host stores in eight bits.
+    architecture, users: Layout.architecture and Layout.kernel_users of the network.
+    dtype, device: what it computes in, and where.
+    low_bit: the 8-bit products in use, in words of Settings.low_bit; "" for none.
+    stored: a (dtype, QuantizedWeight.rotation) pair for each format of eight bits in which the host stores layers.
     """
 
     architecture: str
@@ -108,11 +119,11 @@ class KernelUse(NamedTuple):
 class Traits:
     """Properties of a backend that decide how the runtime uses it.
 
-    has_graphs: CUDA graphs can capture its launches.
-    serves_ungraphed: it can also run a forward without a graph, operator by operator.
-    launches_patched: it can also do that for calls with functions of other extensions.
-    channels_last: it needs the weights of convolutions in channels-last memory format.
-    takes_lossy: it computes the 8-bit products of Lossy.
+    has_graphs: whether CUDA graphs can capture its launches.
+    serves_ungraphed: whether it can also run a forward without a graph, operator by operator.
+    launches_patched: whether it can do so for calls with functions of other extensions (Call.patches) too.
+    channels_last: whether it needs the weights of convolutions in channels-last memory format.
+    takes_lossy: whether it can compute the 8-bit products of core.key.Lossy.
     """
 
     has_graphs: bool = False
@@ -123,7 +134,8 @@ class Traits:
 
 
 class Device(abc.ABC):
-    """A backend. Subclasses override the defaults below.
+    """A backend. Subclasses override the methods below, whose defaults are those of a backend that serves everything,
+    and has nothing to load, measure or keep.
 
     name: the backend's name, for users and in a shape's key.
     """
@@ -136,56 +148,63 @@ class Device(abc.ABC):
         return True
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
-        """Raise Refusal, with the reason, if this machine or the settings rule the backend out.
+        """Raise Refusal, with the reason for the user, if this machine or the settings rule the backend out.
 
-        is_warm_up: the caller may wait; otherwise a test that takes seconds must be left for later.
+        device, dtype: those of the network. is_warm_up: whether the call belongs to no image. If not, a user waits for
+        it: the backend then refuses instead of running a test that takes seconds.
         """
 
     def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
-        """Raise Refusal, with the reason, if the backend cannot compute this call. weight_marks: see Network."""
+        """Raise Refusal, with the reason for the user, if the backend cannot compute this call. weight_marks: words for
+        how the host computes with its weights (runtime.network.Network.weight_marks)."""
 
     def allowed_error(self, dtype: torch.dtype) -> float:
-        """The relative error against the host's forward up to which a backend of lower precision still counts as
-        correct. 0: no more than rounding explains."""
+        """The largest relative error against the host's forward at which an output still counts as correct, for a
+        backend of lower precision. 0: only the error that rounding explains is allowed. dtype: the network's."""
         return 0.0
 
     @abc.abstractmethod
     def operators(self, wide_norms: bool = False) -> Operators:
-        """The backend's implementation of the operators. wide_norms: the host computes norms in float32."""
+        """The backend's implementation of the operators. wide_norms: whether norms must be computed in float32, because
+        the host does so."""
 
     def prepare(self, use: KernelUse, time_ms: TimeMs | None = None) -> None:
-        """Load the kernels that a network needs. time_ms: also measure the fastest configuration of each, which takes
-        seconds.
+        """Load the kernels that a network needs, and wait until they are loaded. Called before each call that has no
+        plan, so it must return at once when they are loaded already.
 
-        Raises Refusal if loading fails, and torch.cuda.OutOfMemoryError.
+        time_ms: if given, also find out by measuring which configuration of each kernel is the fastest, which takes
+        seconds; None: use the known ones. Raises Refusal if loading fails, and torch.cuda.OutOfMemoryError.
         """
 
     def tune(self, use: KernelUse, attentions: Sequence[AttentionShapes], call: Call, time_ms: TimeMs) -> bool:
-        """Measure the fastest kernels for a call with these attentions, if they are unknown. Returns whether anything
-        was measured."""
+        """Find out by measuring which kernels are the fastest for a call, unless it is known already. They are used
+        from then on. attentions: the shapes of the call's attentions (Family.attentions). Returns whether anything was
+        measured."""
         return False
 
     def runner(self, network: Any, key: Any, call: Call, is_warm_up: bool) -> Any:
-        """A runner that the backend makes and keeps itself, such as a compiled graph; None: the runtime launches or
-        captures the backend's operators.
+        """A Runner that the backend makes and keeps itself, such as a graph of its own compiler. None (the default): it
+        makes none, and the runtime launches or captures its operators instead.
 
         network: a runtime.network.Network. key: the call's ShapeKey. is_warm_up: see refuse. Raises Refusal if the
-        backend makes runners, and none for this call.
+        backend makes runners, but has none for this call now.
         """
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
-        """A function that sums the contents of many tensors in one launch; None: torch's operators are used."""
+        """The backend's function that sums the contents of many tensors in one launch, with which the runtime notices
+        edits of weights; None if it has none for this device: torch's operators are used."""
         return None
 
-    def measure_anew(self) -> None:
-        """Forget all measurements."""
+    def forget_measurements(self) -> None:
+        """Forget all measured choices in memory, when the user purges the cache. Nothing is measured here: later
+        warm-ups do so."""
 
 
 class Candidates(NamedTuple):
     """The backends to try for a call, the fastest first.
 
-    reason: why a faster one, or the one chosen in the settings, is not among them.
-    lossy: 8-bit variants of the first backend, which are tried before all exact ones.
+    reason: why a faster one, or the one chosen in the settings, is not among them, for the user; "" if none is missing.
+    lossy: the 8-bit variants of the first backend, in the order in which they are tried: before all of `devices`.
     """
 
     devices: tuple[Device, ...]

@@ -9,34 +9,35 @@ import torch
 from .units import MEBIBYTE
 
 log = logging.getLogger("onediff")
+# Stands for the free memory of a CPU, which is not measured.
 UNLIMITED = 2**62
-# The memory that OneDiff leaves free for others: 1 / LEAST_SHARE of the card, from LEAST to MOST bytes.
+# The memory that OneDiff leaves free for other programs: 1 / LEAST_SHARE of the card, but from LEAST to MOST bytes.
 LEAST_SHARE = 32
 LEAST = 256 * MEBIBYTE
 MOST = 1024 * MEBIBYTE
 
 
 class Card:
-    """Reads the memory of the GPUs that this process can use. A class, so that tests can replace it; has no state."""
+    """Reads how much GPU memory there is, and how much is used. A class without state, so that tests can replace it."""
 
     def all(self) -> list[torch.device]:
-        """Every GPU that torch can use."""
+        """Every GPU that torch can use; [] without one."""
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return [torch.device("cuda", index) for index in range(count)]
 
     def using(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context in which this GPU is torch's current one, as card.on_card(); tests replace it."""
+        """A context in which this GPU is torch's current one. Only for GPUs; see card.on_card for any device."""
         return torch.cuda.device(device)
 
     def total(self, device: torch.device | None = None) -> int:
-        """Bytes of the card's whole memory, by default of torch's current GPU; 0 for a CPU."""
+        """Bytes of a GPU's whole memory; 0 for a CPU. None: torch's current GPU."""
         if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
             return 0
         return torch.cuda.get_device_properties(device).total_memory
 
     def free(self, device: torch.device) -> int:
-        """Bytes that this process can still allocate from the driver; UNLIMITED for a CPU. Takes tens of microseconds.
-        """
+        """Bytes that torch can still get from the driver, besides what it has reserved (unused()). Less if the user has
+        limited torch to a fraction of the GPU; never negative; UNLIMITED for a CPU. Takes tens of microseconds."""
         if device.type != "cuda":
             return UNLIMITED
         free, total = torch.cuda.mem_get_info(device)
@@ -46,24 +47,25 @@ class Card:
         return max(0, free)
 
     def unused(self, device: torch.device) -> int:
-        """Bytes that torch has reserved and no tensor uses, including those in the graphs' memory pools."""
+        """Bytes that torch has reserved on a GPU and no tensor uses, including those in the graphs' memory pools; 0 for
+        a CPU."""
         if device.type != "cuda":
             return 0
         return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
     def reserved(self) -> int:
-        """Bytes that torch has reserved on all GPUs."""
+        """Bytes that torch has reserved from the driver, on all GPUs together."""
         return sum(torch.cuda.memory_reserved(device) for device in range(torch.cuda.device_count()))
 
     def wait(self, device: torch.device) -> None:
-        """Wait until the card has finished all work that was launched."""
+        """Wait until the GPU has finished all work launched so far, in all streams. Does nothing for a CPU."""
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
     @staticmethod
     def empty_cache() -> None:
-        """Return torch's unused GPU memory to the driver. Does nothing while any thread captures a CUDA graph, because
-        torch does not allow it then."""
+        """Return torch's unused GPU memory to the driver, on all GPUs. Does nothing without a GPU, and while any thread
+        captures a CUDA graph, because torch does not allow it then."""
         if not torch.cuda.is_available():
             return
         try:
@@ -72,9 +74,10 @@ class Card:
             log.debug("torch's memory cache cannot be emptied now: %s", refusal)
 
     def room(self, device: torch.device) -> int:
-        """Bytes that weights may still take on a GPU: all free ones, minus spare()."""
+        """Bytes that weights may still take on a GPU: free() + unused() - spare(). Negative if more than that is in use
+        already; nearly UNLIMITED for a CPU."""
         return self.free(device) + self.unused(device) - self.spare(device)
 
     def spare(self, device: torch.device) -> int:
-        """Bytes that OneDiff leaves free for others on a card."""
+        """Bytes that OneDiff leaves free for other programs on a GPU."""
         return min(MOST, max(LEAST, self.total(device) // LEAST_SHARE))

@@ -1,4 +1,4 @@
-"""The number of times that tensors were edited in place (torch's Tensor._version)."""
+"""How often tensors were edited in place, by torch's counter Tensor._version. If it has risen, the values are new."""
 from __future__ import annotations
 
 import operator
@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-# The count of an inference tensor: torch does not count its edits.
+# Given as the count of an inference tensor (made under torch.inference_mode), whose edits torch does not count.
 UNCOUNTED = -1
 version_of = operator.attrgetter("_version")
 
 
 def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """The number of edits in place of each tensor; UNCOUNTED for an inference tensor."""
+    """edit_count() of each tensor, in their order. Fast, because each call of a network reads those of all weights."""
     # Reading the count of an inference tensor raises an exception, which takes twenty times as long as this check.
     if not any(map(Tensor.is_inference, tensors)):
         with suppress(RuntimeError):
@@ -23,7 +23,7 @@ def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def edit_count(tensor: Any) -> int:
-    """The number of edits in place of a tensor; UNCOUNTED for an inference tensor."""
+    """How often a tensor has been edited in place since it was made; UNCOUNTED for an inference tensor."""
     try:
         return UNCOUNTED if tensor.is_inference() else int(tensor._version)
     except RuntimeError:  # The tensor's data is an inference tensor's.

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 
 class Epoch(NamedTuple):
-    """Three versions of a network, each increased by one kind of change. An object derived from the network keeps the
-    epoch at which it was made, and is valid while the versions that it depends on are the same.
+    """Three version numbers of a network, each increased by one kind of change. An object derived from the network,
+    such as a captured graph, keeps the epoch at which it was made, and is valid while the versions that it depends on
+    are the same.
 
     structure: increased when the module tree or its code computes something else. Graphs, plans and the layout depend
         on it.

@@ -12,10 +12,10 @@ from .layer_weights import Weights
 from .leaves import LEAVES, FusedLinear, descriptions, digest_without
 from .operators import Operators
 
-# A pair of functions. matches(module) returns whether the module is a network of some kind, by its class. read(module)
-# returns its layout, and raises Refusal with a reason if anything in the module is unknown.
+# A pair of functions (matches, read). matches(module) returns whether the module is a network of some kind, by its
+# class. read(module) returns its layout, and raises Refusal with a reason if anything in the module is unknown.
 LayoutReader = tuple[Callable[[Any], bool], Callable[[Any], Any]]
-# Family.output: the output of a call, from layout, weights, operators and call.
+# The signature of Family.output.
 Output = Callable[[Any, Weights, Operators, Call], Tensor]
 
 
@@ -23,26 +23,28 @@ class Layout:
     """The structure of a network: a tree of the descriptions in core.leaves, without any parameter. A family's layout
     is a frozen dataclass derived from this, with two more members:
 
-    model_name: the model, for users.
-    sized_layers(height, width, tokens): the parts that contain all blocks, each with the height and width of its input,
-        whose product is the number of rows that its linear layers multiply for each image. height, width: of the
-        latent. tokens: of the prompt, which a single-stream network adds to the image's.
+    model_name: the model, for users, such as "SDXL".
+    sized_layers(height, width, tokens): (part, (height, width)) pairs: the parts of the layout that contain all blocks,
+        each with the size of its input. The product of the two is the number of rows that its linear layers multiply
+        for each image. height, width: of the latent. tokens: of the prompt, which a single-stream network adds to the
+        image's.
 
-    foreign: for each part of another extension in the module, words for the user. Only calls that contain these parts,
-        as Call.patches or Call.additions, are served (Network.refuse_call).
+    foreign: words for the user for each part that another extension has added to the module. Calls of such a network
+        are served only if they contain these parts too, as Call.patches or Call.additions (Network.refuse_call).
     """
 
-    # Fields of the layout and of its descriptions in which networks of one architecture may differ.
+    # Names of fields, of the layout and of its descriptions, in which networks of one architecture may differ.
     ignored_fields: ClassVar[frozenset[str]] = frozenset({"path", "name", "model_name", "foreign"})
     foreign: tuple[str, ...] = ()
 
     @cached_property
     def architecture(self) -> str:
-        """A digest of the structure: equal for networks that differ only in weights and names."""
+        """A digest of the structure, 16 hex digits: equal for networks that differ only in weights and names. Such
+        networks share graphs' memory and entries of the table of shapes."""
         return digest_without(self, self.ignored_fields)
 
     def layers(self, kind: type | tuple[type, ...]) -> Iterator[Any]:
-        """All descriptions of this class, depth first in a fixed order."""
+        """All descriptions (core.leaves) of this class in the layout, depth first in the order of the fields."""
         return descriptions(self, kind)
 
     def leaves(self) -> list[Any]:
@@ -50,19 +52,22 @@ class Layout:
         return list(dict.fromkeys(self.layers(LEAVES)))
 
     def fusions(self) -> list[FusedLinear]:
-        """The groups of linear layers whose weights are to be parts of one tensor."""
+        """The groups of linear layers that are computed as one. The binding makes the weights of each group parts of
+        one tensor."""
         return list(self.layers(FusedLinear))
 
     @property
     def kernel_users(self) -> list[Any]:
-        """The descriptions that decide which kernels are needed."""
+        """The descriptions, with their sizes, that decide which kernels a device has to load for this network. A family
+        adds those without parameters, such as SwiGLU."""
         return self.leaves()
 
 
 class AttentionShapes(NamedTuple):
-    """The shapes of an attention's queries and of its keys, (batch, heads, tokens, head width) each.
+    """The shapes of an attention's queries, and of its keys and values: (batch, heads, tokens, head width) each. A
+    device measures its fastest attention kernel for them.
 
-    is_filled: whether its mask is a core.operators.Filled.
+    is_filled: whether its mask is a core.operators.Filled, so that rows have tokens of padding.
     """
 
     queries: tuple[int, ...]
@@ -71,10 +76,10 @@ class AttentionShapes(NamedTuple):
 
 
 class UsualSizes(NamedTuple):
-    """The usual image sizes of one kind of model.
+    """The usual image sizes of one kind of model, which users can choose to pre-warm.
 
-    name: for users. models: its layouts have a model_name that begins with one of these.
-    sizes: those that it was trained at, then usual ones of hires fix.
+    name: the kind, for users. models: the beginnings of the Layout.model_name of its networks.
+    sizes: in pixels, as "1024x1024": those that it was trained at, then usual ones of hires fix.
     """
 
     name: str
@@ -90,15 +95,15 @@ class DecoderFamily(Protocol):
 
     @property
     def layout(self) -> type[Layout]:
-        """The class of its layouts. Such a layout also has encodes, whether it is an encoder's, and reduction, the
-        number of columns of its input for one column of its output: 1 for a decoder, 8 for most encoders."""
+        """The class of its layouts. They have two more fields. encodes: whether the network is an encoder. reduction:
+        how many columns of the input make one column of its output: 8 for most encoders, 1 for a decoder."""
 
     @property
     def readers(self) -> tuple[LayoutReader, ...]:
         """The readers of its modules that do not depend on one host; hosts register theirs (families.registry)."""
 
     def refuse_latent(self, layout: Any, latent: Tensor) -> None:
-        """Raise Refusal if the network cannot take this latent, or this image with an encoder's layout."""
+        """Raise Refusal if the network cannot take this latent. With an encoder's layout, latent is an image."""
 
     def output(
         self, layout: Any, weights: Weights, ops: Operators, latent: Tensor, upcast_attention: bool = False,
@@ -107,13 +112,14 @@ class DecoderFamily(Protocol):
         """The image of a latent (batch, channels, h, w), in its dtype. With an encoder's layout, latent is an image,
         and the output is the mean and the log variance of its latent, concatenated along the channels.
 
-        fold_biases: add a convolution's bias in the operator that follows it. Our kernels save a pass over the image
-            this way.
+        upcast_attention: compute attention scores in float32.
+        fold_biases: leave a convolution's bias to the operator that follows it, which adds it as it reads the image.
+            This saves a pass over the image with our kernels; the result is the same to within rounding.
         """
 
 
 class Family(Protocol):
-    """A kind of network. Its calls have a class of their own, an instance of which example returns."""
+    """A kind of denoising network, such as the UNet. It has its own class of calls, derived from core.call.Call."""
 
     @property
     def layout(self) -> type[Layout]:
@@ -121,7 +127,8 @@ class Family(Protocol):
 
     @property
     def first_timestep(self) -> float:
-        """The timestep of pure noise, in the unit that its networks take. The timestep of a finished image is 0."""
+        """The timestep of pure noise, in the unit that its networks take: 1000, or 1 for flow models. The timestep of a
+        finished image is 0."""
 
     @property
     def usual_sizes(self) -> tuple[UsualSizes, ...]:
@@ -142,30 +149,33 @@ class Family(Protocol):
     def example(
         self, layout: Any, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> Call:
-        """A call with random inputs, as half-way through a sampling.
+        """A call with random inputs and the timestep of the middle of a sampling, for warm-ups and measurements.
 
         size: height and width of the latent. tokens: the length of the prompt in tokens of CLIP, a multiple of 77; a
             family whose prompts have other lengths uses the one that corresponds to it.
-        noise: returns a tensor of the given shape from a normal distribution.
+        noise: called as noise(*shape); returns a tensor from a normal distribution, whose dtype and device are the
+            call's.
         """
 
     def output(self, layout: Any, weights: Weights, ops: Operators, call: Any) -> Tensor:
         """The network's output, of the latent's shape and dtype; the number of channels may differ.
 
-        With call.cut, hidden states are written to, or read from, its memory (see Cut). Raises RuntimeError if a call
-        reads memory that was never written.
+        layout: a Layout of this family. weights: by path or name (Source.weights). call: of this family's class. With
+        call.cut, hidden states are written to, or read from, its memory (see Cut). Raises RuntimeError if a call reads
+        memory that was never written.
         """
 
     def units(self, layout: Any, call: Any) -> list[tuple[str, ...]]:
-        """The layers whose weights output() reads, in groups (units), in the order of the reads, so that weights in
-        main memory can be copied ahead. Each layer is named by its path, and a fused layer by its name.
+        """Groups (units) of the layers whose weights output() reads for this call, in the order of the reads, so that
+        weights in main memory can be copied to the GPU ahead. A layer is given by its key in Weights: its path, or a
+        fused layer's name.
 
         output() must follow this order: it reads a unit's weights only after it has launched everything that reads the
-        units before, and reads no matrix of an earlier unit again.
+        units before, and reads no matrix of an earlier unit again, because its copy is overwritten.
         """
 
     def deepest(self, layout: Any) -> int:
         """The largest depth at which the network can be cut (see Cut); 0 if it cannot be cut."""
 
     def attentions(self, layout: Any, call: Any) -> list[AttentionShapes]:
-        """The shapes of all attentions of a call, each once."""
+        """The shapes of all attentions of a call, each different one once, for Device.tune."""

@@ -13,10 +13,12 @@ from typing import Any, TypeVar, get_origin, get_type_hints
 import torch
 from torch import Tensor
 
-# Metadata of a field that these functions skip: it is neither an input nor part of the signature.
+# The metadata of a field that all functions here skip: it is neither an input nor part of the signature. A copy made by
+# mapped() has the same object in it.
 LEFT_OUT = {"is_left_out": True}
-# Metadata of a tensor field whose dtype is not part of the signature.
+# The metadata of a tensor field whose dtype is not part of the signature.
 ANY_DTYPE = {"any_dtype": True}
+# Types whose values are part of the signature as they are.
 PLAIN_TYPES = (bool, int, float, str, torch.dtype, torch.device)
 
 Value = TypeVar("Value")
@@ -24,7 +26,7 @@ Value = TypeVar("Value")
 
 @cache
 def walked_fields(kind: type) -> tuple[Field[Any], ...]:
-    """The fields of a dataclass without those that are LEFT_OUT, in their order; () for any other class."""
+    """The fields of a dataclass, in their order, without those marked LEFT_OUT; () for a class that is no dataclass."""
     if not is_dataclass(kind):
         return ()
     return tuple(one for one in fields(kind) if not one.metadata.get("is_left_out"))
@@ -32,23 +34,26 @@ def walked_fields(kind: type) -> tuple[Field[Any], ...]:
 
 @cache
 def walked_names(kind: type) -> tuple[str, ...]:
+    """The names of walked_fields."""
     return tuple(one.name for one in walked_fields(kind))
 
 
 @cache
 def any_dtype_names(kind: type) -> frozenset[str]:
-    """The names of the fields whose tensors may be of any type."""
+    """The names of the walked fields that are marked ANY_DTYPE."""
     return frozenset(one.name for one in walked_fields(kind) if one.metadata.get("any_dtype"))
 
 
 @cache
 def settable_names(kind: type) -> tuple[str, ...]:
-    """The names of walked_fields that the constructor takes; the others are computed in __post_init__."""
+    """The names of the walked fields that the constructor takes; a dataclass computes the others in __post_init__."""
     return tuple(one.name for one in walked_fields(kind) if one.init)
 
 
 def mapped(value: Value, function: Callable[[Tensor], Any]) -> Value:
-    """A copy of the value in which function(tensor) replaces every tensor, called in the order of the fields."""
+    """A copy of the value in which function(tensor) replaces every tensor. function is called in the order of the
+    fields. Plain values and fields marked LEFT_OUT are the same objects as in the value; fields that the constructor
+    does not take are computed anew."""
     given: Any = value
     made: Any = given
     if isinstance(given, Tensor):
@@ -65,14 +70,14 @@ def mapped(value: Value, function: Callable[[Tensor], Any]) -> Value:
 
 
 def tensors_of(value: Any) -> list[Tensor]:
-    """Every tensor in a value, in the order of its fields."""
+    """Every tensor in a value (see the module's docstring), in the order of its fields; [] without any."""
     found: list[Tensor] = []
     collect(value, found)
     return found
 
 
 def collect(value: Any, found: list[Tensor]) -> None:
-    """Append every tensor in a value to found."""
+    """Append every tensor in a value to the list `found`, in the order of the value's fields."""
     if isinstance(value, Tensor):
         found.append(value)
     elif isinstance(value, tuple):
@@ -85,7 +90,8 @@ def collect(value: Any, found: list[Tensor]) -> None:
 
 
 def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor in a dataclass, with the name of the top-level field that contains it."""
+    """A pair for every tensor in a dataclass: the name of the dataclass's field that contains it, at any depth, and the
+    tensor."""
     kind: Any = type(value)
     for name in walked_names(kind):
         for tensor in tensors_of(getattr(value, name)):
@@ -93,7 +99,8 @@ def named_tensors(value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def shapes_of(value: Any) -> Hashable:
-    """The value as nested tuples, with each tensor replaced by its shape."""
+    """The value as nested tuples, in which each tensor is replaced by its shape, and each dataclass by a tuple of its
+    walked fields, without their names. None and plain values stay."""
     if isinstance(value, Tensor):
         return tuple(value.shape)
     if isinstance(value, tuple):
@@ -107,8 +114,8 @@ def shapes_of(value: Any) -> Hashable:
 
 
 def signature_of(value: Any) -> Hashable:
-    """A hashable that is equal for two values of one class if their tensors have the same shapes, dtypes and devices,
-    and their plain values are equal."""
+    """A hashable that is equal for two values of one class if their tensors have the same shapes, dtypes (except in
+    fields marked ANY_DTYPE) and devices, and their plain values are equal."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device
     if isinstance(value, tuple):
@@ -119,10 +126,10 @@ def signature_of(value: Any) -> Hashable:
 
 @cache
 def signature_function(kind: type) -> Callable[[Any], Hashable]:
-    """signature_of() for values of one dataclass.
+    """A function that returns signature_of(value) for the values of one dataclass.
 
-    It is generated from the types of the fields, as dataclasses generate __eq__: a loop over the fields takes twice as
-    long, and every call of a network computes its signature.
+    Its Python code is generated from the types of the fields, as dataclasses generate __eq__: a loop over the fields
+    takes twice as long, and every call of a network computes its signature.
     """
     hints = get_type_hints(kind)
     parts = [signature_source(one, hints[one.name]) for one in walked_fields(kind)]
@@ -131,7 +138,8 @@ def signature_function(kind: type) -> Callable[[Any], Hashable]:
 
 
 def signature_source(field: Field[Any], hint: Any) -> str:
-    """The Python expression for one field's part of the signature of `value`. hint: the field's type."""
+    """The Python expression, with the variable `value`, that computes one field's part of the signature. hint: the
+    field's type, resolved by get_type_hints."""
     read = f"value.{field.name}"
     form = "({0}.shape, {0}.device)" if field.metadata.get("any_dtype") else "({0}.shape, {0}.dtype, {0}.device)"
     if hint is Tensor:

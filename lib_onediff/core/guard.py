@@ -1,4 +1,4 @@
-"""The outermost line of every hook: an exception of our code is logged, and the host's own code runs instead.
+"""The outermost line of every hook: an exception of our code (a fault) is logged, and the host's own code runs instead.
 
 serve, attempt and hook use no other code of OneDiff but core.attempt. If logging a fault fails, only the log line is
 lost.
@@ -20,22 +20,23 @@ from .attempt import Attempt, HostError, HostFunction
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
-# The largest number of different faults that are logged.
+# The largest number of different faults that are logged, so that a log cannot grow without end.
 MOST_FAULTS = 50
 A_FAULT_IN = "a fault of OneDiff in "
 
 
 class Here(threading.local):
-    """State of one thread. hooks: the number of nested calls of Guard.serve() that it is inside of."""
+    """State of one thread. hooks: how many nested calls of Guard.serve() the thread is inside of; 0 outside of any."""
 
     hooks = 0
 
 
 class Guard:
-    """Runs hooks, and handles their faults: one traceback in the log for each, and a sentence for the user.
+    """Runs hooks, and handles their faults: one traceback in the log for each different one, and a sentence for the
+    user.
 
-    A fault leaves the rest of its generation to the host. If the host never calls resume(), there are no known
-    generations, and a fault leaves only its own call to the host.
+    After a fault, the host computes the rest of the generation. That needs a host that calls resume() at the beginning
+    of each generation. If resume() is never called, as in diffusers, the host computes only the call that failed.
 
     generation: how many generations have begun.
     suspended: the reason why the host serves all calls until the next generation; "" while OneDiff serves.
@@ -52,11 +53,13 @@ class Guard:
 
     @property
     def faults(self) -> list[str]:
-        """The latest fault of each hook, as sentences for the user."""
+        """The latest fault of each hook since forget(), as sentences for the user."""
         return list(self._faults.values())
 
     def note(self, hook: str, error: BaseException) -> str:
-        """Log a fault, and return the sentence for the user. hook: words that complete "a fault of OneDiff in ..."."""
+        """Remember a fault for `faults`, and return its sentence for the user. It is logged with its traceback, unless
+        the same sentence was logged before or MOST_FAULTS were. hook: words that complete "a fault of OneDiff in ...".
+        """
         sentence = f"{A_FAULT_IN}{hook}, please report it: {first_line(error)}"
         self._faults[hook] = sentence
         if sentence not in self._logged and len(self._logged) < MOST_FAULTS:
@@ -65,10 +68,10 @@ class Guard:
         return sentence
 
     def give_up(self, hook: str, error: BaseException) -> str:
-        """Log a fault of a hook that has returned the host's answer by itself. Returns the sentence for the user.
+        """note() for code that has caught a fault itself, and returns the host's answer to its caller instead.
 
-        Inside of serve(), the host then serves the rest of the generation, as after any other fault, from the next call
-        on. Outside of serve(), as in a call without hooks, the fault is only logged.
+        Inside of serve(), the host serves the rest of the generation too, from the next call on, as after a fault that
+        serve() catches. Outside of serve(), as in a call without hooks, the fault is only noted.
         """
         sentence = self.note(hook, error)
         if self._here.hooks:
@@ -76,7 +79,8 @@ class Guard:
         return sentence
 
     def forget(self) -> None:
-        """Forget all faults, as when the page is reloaded: they are no longer shown, and are logged if they recur."""
+        """Forget all faults, for a reload of the WebUI's page: they are no longer shown, and are logged if they recur.
+        OneDiff serves again; that there are generations is forgotten too, until the next resume()."""
         self._faults.clear()
         self._logged.clear()
         self.resume()
@@ -93,11 +97,13 @@ class Guard:
         self, hook: str, ours: Callable[..., Result], original: Callable[..., Result],
         declined: Callable[[str], object], /, *args: Any, **kwargs: Any,
     ) -> Result:
-        """The result of ours(host, *args, **kwargs); if that fails or is suspended, of original(*args, **kwargs).
+        """The result of ours(host, *args, **kwargs), where host is original as a HostFunction. If ours fails, or while
+        the guard is suspended, the result of original(*args, **kwargs).
 
-        host: original as a HostFunction. Its exceptions are raised here with the host's own traceback. After a failure
-        of ours, the fault is logged and the rest of the generation is suspended. If original then raises as well, its
-        exception is raised and no fault is logged, because the arguments are wrong.
+        An exception that original raises inside of ours is raised here, with the host's own traceback. Any other
+        exception of ours is a fault: it is noted, and suspends the guard for the rest of the generation. But if
+        original then raises as well, its exception is raised and no fault is noted, because the arguments are wrong.
+
         hook: words for note(). declined: called with the reason, for statistics, when original answers instead of ours.
         """
         reason = self.suspended
@@ -147,8 +153,8 @@ class Guard:
             self.attempt("the fallback to the host", lambda: declined(reason))
 
     def as_raised(self, work: Callable[[], Result]) -> Result:
-        """The result of work(). A HostError is raised as the host's own exception. Inside of serve() it passes as it
-        is, because serve() converts it."""
+        """The result of work(), for code that may run without a hook around it. A HostError is raised as the host's own
+        exception, but inside of serve() as it is, because serve() converts it. Other exceptions pass."""
         if self._here.hooks:
             return work()
         try:
@@ -164,9 +170,10 @@ class Guard:
     def attempt(
         self, hook: str, work: Callable[[], Result], otherwise: Result | None = None, in_generation: bool = False
     ) -> Result | None:
-        """The result of work(), or `otherwise` if it fails; the fault is then logged.
+        """The result of work(), or `otherwise` if it raises an Exception, which is noted as a fault.
 
-        in_generation: a fault leaves the rest of the generation in progress to the host.
+        in_generation: after a fault, the host computes everything until the next resume(). Only for work that belongs
+        to a generation which began with resume().
         """
         try:
             return work()
@@ -180,8 +187,8 @@ class Guard:
 
     @contextlib.contextmanager
     def beside(self, hook: str, context: AbstractContextManager[object]) -> Iterator[None]:
-        """Enter a context that only observes the code inside. A fault of the context is logged, and does not affect the
-        code inside."""
+        """A context that enters another one, such as a timer, and protects the code inside from its faults: they are
+        noted, and the code inside runs as without it. The other context is not told about exceptions of that code."""
         entered = self.attempt(hook, lambda: (context.__enter__(),))
         try:
             yield
@@ -192,8 +199,8 @@ class Guard:
     def hook(
         self, name: str, otherwise: Any = None, in_generation: bool = False
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A decorator that runs a function in attempt(), for functions that the host calls. otherwise, in_generation:
-        see attempt."""
+        """A decorator for functions that the host calls: the function runs in attempt(), so that it never raises an
+        Exception into the host. name: the hook's, for note(). otherwise, in_generation: see attempt."""
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             @functools.wraps(function)
@@ -206,9 +213,9 @@ class Guard:
 
 
 def outcome_of(work: Callable[[], Result]) -> Future[Result]:
-    """The result or exception of work(), as a finished Future for another thread.
+    """Run work() now, and return its result or exception as a finished Future, which another thread can read.
 
-    A host's own thread class may print an exception and return None instead.
+    For work that must run in a host's own thread: the host's thread class may print an exception and return None.
     """
     future: Future[Result] = Future()
     try:
@@ -223,7 +230,7 @@ def outcome_of(work: Callable[[], Result]) -> Future[Result]:
 
 
 def first_line(error: BaseException) -> str:
-    """The message of an exception, in one line: the first one. Triton's messages begin with a source line ("at 3:4:"),
-    so of these it is the last one."""
+    """The first line of an exception's message; the name of its class if the message is empty. Triton's messages begin
+    with a position in the source ("at 3:4:"), so of these it is the last line."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[-1] if re.match(r"at \d+:\d+:$", lines[0]) else lines[0]

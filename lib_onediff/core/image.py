@@ -31,8 +31,8 @@ HOST = "host"
 ROUTES = (GRAPH, PLAIN, HOST)
 # The largest number of reasons shown for steps that the host computed.
 MOST_REASONS = 2
-# The states of an image. FAILED: the host raised an exception. UNTOLD: the host does not announce when images begin and
-# end, as in pipelines of diffusers.
+# The states of an image. FAILED: the host raised an exception. UNTOLD: unknown, because the host does not announce when
+# images begin and end, as in pipelines of diffusers.
 OPEN = "in progress"
 DONE = "done"
 INTERRUPTED = "interrupted"
@@ -42,18 +42,19 @@ UNTOLD = "untold"
 UNET = "unet"
 VAE = "vae"
 CHECK = "check"
-# The number of pieces of work with unread events from which add() reads them.
+# With more pieces of work than this whose events are unread, Duration.add() reads them.
 MOST_PENDING = 64
 
 
 class CountedStep(NamedTuple):
-    """One step in an image's log. Equal steps are counted together.
+    """One step in an image's log, without its number: equal steps are counted together.
 
     kind: one of STEP_KINDS.
     route: one of ROUTES; "" if no network was called (a forecast).
+    place: the model and the resolution.
     own: the stopwatch of such steps; None without one.
-    host: the stopwatch of the host's own steps that it replaces; None without one.
-    entry: the shape that was computed; None if the host computed it.
+    host: the stopwatch of the host's own steps, which such a step replaces; None without one.
+    entry: the entry of the shape that was computed; None if the host computed it.
     """
 
     kind: str
@@ -65,7 +66,8 @@ class CountedStep(NamedTuple):
 
 
 class Duration:
-    """The total time of several pieces of work. Never waits for the GPU: reads CUDA events only once they are over."""
+    """The sum of the durations of several pieces of work. Never waits for the GPU: work that it has not finished yet is
+    added later."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
@@ -73,7 +75,7 @@ class Duration:
         self._reading = threading.Lock()
 
     def add(self, took: Took) -> None:
-        """Add the time of a piece of work: seconds, or the events at its begin and end."""
+        """Add the duration of a piece of work: seconds, or the CUDA events at its begin and end."""
         if isinstance(took, float):
             self._seconds += took
             return
@@ -83,11 +85,12 @@ class Duration:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the work that is finished."""
+        """The sum, in seconds, for the work that is finished."""
         self._read()
         return self._seconds
 
     def _read(self) -> None:
+        """Add the durations of the oldest pending work, up to the first piece that the GPU has not finished."""
         with self._reading:
             while self._pending and self._pending[0][1].query():
                 begin, end = self._pending.popleft()
@@ -98,11 +101,12 @@ class Duration:
 class Spent:
     """The seconds of one image, by what they were spent on. None: unknown.
 
-    unet: the number of steps times their median time, at most the time of all UNet calls.
-    first_use, slower: the rest of the UNet calls' time. It is first_use, together with the VAE's check, if the image
-        had a first check, capture, measurement or compilation; otherwise slower.
+    unet: the number of steps times their median duration, at most the duration of all UNet calls.
+    first_use, slower: the rest of the UNet calls' duration. In an image with a first check, capture, measurement or
+        compilation, all of it counts as first_use, which then also has the VAE's check, and slower is 0. In any other
+        image it is slower: the calls took longer than usual.
     vae: decodes and encodes without the check.
-    inside: other images that were made for this one.
+    inside: other images that were made for this one, such as a face that an extension redraws.
     rest: everything else, such as the text encoder, other extensions, saving.
     """
 
@@ -116,11 +120,12 @@ class Spent:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """The steps of an image with one model at one resolution. A second pass, a refiner, or a face that an extension
-    redraws is a part of its own.
+    """The steps of an image with one model at one resolution. A second pass (hires fix) or a refiner is a part of its
+    own.
 
-    steps: the number of steps by kind.
-    calls: the number of UNet calls by route.
+    model, resolution: see Place.
+    steps: the number of steps by kind (one of STEP_KINDS).
+    calls: the number of UNet calls by route (one of ROUTES).
     step_ms, host_ms, ratio: see Times; ratio is None also if the host computed all steps.
     """
 
@@ -140,7 +145,7 @@ class ImagePart:
 
 @dataclass(frozen=True)
 class Inactive:
-    """Why a step policy was inactive, and at how many calls of the image for this reason."""
+    """Why a step policy was inactive. reason: for the user. calls: at how many calls of the image for this reason."""
 
     reason: str
     calls: int
@@ -152,8 +157,9 @@ class ImageRecord:
 
     state: OPEN, DONE, INTERRUPTED, FAILED or UNTOLD.
     images: the number of images; 0: unknown.
-    seconds: for each image, everything included; of an interrupted one, until the interruption.
-    host_seconds: for a similar image with OneDiff off.
+    seconds: the duration of making one image, everything included; of an interrupted one, until the interruption.
+    host_seconds: the same for a similar image with OneDiff off.
+    spent: the seconds by what they were spent on.
     model, resolution, backend, lossy, route, reason, relative_error: of the last call; the route is "" before it.
     weights: how the network's weights are stored and changed, in words; see ShapeKey.
     parts: the steps by place, in the order of their first steps.
@@ -161,10 +167,10 @@ class ImageRecord:
     by_host: the number of calls that the host computed, by the reason.
     first_uses: the number of calls with a first check, capture, measurement or compilation.
     backends: all pairs (backend, what it computed lossily) that computed a step.
-    cache_options: the names of DeepCache's options by which parts of its steps were left out.
-    policies: the counts of each step policy, by its name.
-    inactive: each policy's last reason for being inactive.
-    vae: (route, reason) of the last decode.
+    cache_options: the names of those options of DeepCache that took effect in this image (Settings.cache_options).
+    policies: by the name of each step policy, what it has counted in this image.
+    inactive: by the name of each policy that was inactive at a call, its last reason.
+    vae: (route, reason) of the last decode; ("", "") before it.
     inside: the images that were made while this one was in progress.
     """
 
@@ -212,20 +218,22 @@ class ImageRecord:
 
 
 class ImageLog:
-    """The counts of an image in progress. Times are read from stopwatches when a record is made.
+    """The counts of an image in progress. CallStats writes to its attributes at each call; times are read from
+    stopwatches when a record is made.
 
+    state: the state of records that are made before the image ends.
     began: time.perf_counter() at the beginning.
-    steps: how often each kind of step was counted. last: the one counted last.
-    durations: the times of UNET, VAE and CHECK in this image.
-    replays: how often each stopwatch's replay ran. A replay is timed by its stopwatch alone, and not by durations.
-    host: times the host's own calls in this image.
-    is_timed: whether the time of every call is known.
+    steps: how often each CountedStep occurred. last: the latest one; None before it.
+    durations: for UNET, VAE and CHECK each, the Duration of such work in this image.
+    replays: by the stopwatch that times them, the number of replays. They are not in durations.
+    host: the stopwatch of the host's own calls in this image.
+    is_timed: whether the duration of every call is known.
     reason, first_uses, by_host, policies, inactive, cache_options, vae, inside: see ImageRecord.
     images: the number of images that are done. is_interrupted: whether the user has stopped one of them.
     """
 
     def __init__(self, state: str = UNTOLD) -> None:
-        """state: the state of records that are made before the image ends."""
+        """state: UNTOLD, or OPEN if the host will announce the end."""
         self.state = state
         self.began = time.perf_counter()
         self.steps: Counter[CountedStep] = Counter()
@@ -246,7 +254,8 @@ class ImageLog:
         self.inside: list[ImageRecord] = []
 
     def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
-        """Add a step policy's counts at a call. reason: why it was inactive; "" if it was active, or is off."""
+        """Count one call for a step policy. name: the policy's. counts: what it has counted at this call, to be added
+        to those of earlier calls. reason: why it was inactive; "" if it was active, or is off."""
         self.policies.setdefault(name, Counter()).update(counts)
         reasons = self.inactive.setdefault(name, Counter())
         if reason:
@@ -254,12 +263,12 @@ class ImageLog:
             reasons[reason] = reasons.pop(reason, 0) + 1
 
     def places(self) -> set[Place]:
-        """The (model, resolution) pairs of its steps."""
+        """The places (model, resolution) of all steps so far."""
         return {step.place for step in self.steps.copy()}
 
     def note_times(self) -> None:
-        """Set Entry.in_image of every shape in this image: the mean times of the steps that replace the host's steps of
-        this shape."""
+        """Set Entry.in_image of the entry of each whole step in this image: the mean times over all steps that replace
+        the same step of the host, cached and extrapolated ones included. Called when the image is done."""
         steps = self.steps.copy()
         for step in steps:
             entry = step.entry
@@ -271,10 +280,11 @@ class ImageLog:
     def record(
         self, state: str = "", images: int = 0, host_seconds: float | None = None, seconds: float | None = None,
     ) -> ImageRecord:
-        """The record of the image until now.
+        """A new record of the image up to now. The log is not changed, and can go on.
 
-        state: how it ended; "" while it is in progress. images: the number of images, once they are done. seconds: for
-        each image; by default the time since the log began, and None for a failed image.
+        state: how it ended; "" while it is in progress: then `state` of the log. images: how many images were made at
+        once, 0 if unknown. host_seconds, seconds: see ImageRecord. seconds None: the time since the log began, divided
+        by images, is recorded if the image has ended and has not failed.
         """
         steps = dict(self.steps.copy())
         last = self.last
@@ -304,7 +314,8 @@ class ImageLog:
         )
 
     def _spent(self, steps: Mapping[CountedStep, int], seconds: float | None, images: int) -> Spent:
-        """See Spent. seconds: the whole time of one image. images: the number that this log's times are divided by."""
+        """How the seconds of one image were spent. seconds: all of them; None if unknown. images: how many images the
+        counts are of, at least 1: all durations are divided by it."""
         replays = sum(count * (own.recent_ms(count) or 0.0) for own, count in self.replays.copy().items()) / 1e3
         check = self.durations[CHECK].seconds / images
         vae = max(0.0, self.durations[VAE].seconds / images - check)
@@ -322,13 +333,15 @@ class ImageLog:
 
 
 def last_of(reasons: Counter[str]) -> Inactive:
-    """The latest reason why a policy was inactive: note_policy keeps it at the end."""
+    """The latest reason why a policy was inactive, with its number of calls. reasons: as ImageLog.note_policy keeps
+    them, with the latest one last; not empty."""
     reason, calls = list(reasons.items())[-1]
     return Inactive(reason, calls)
 
 
 def parts_of(steps: Mapping[CountedStep, int]) -> tuple[ImagePart, ...]:
-    """The steps grouped by place, in the order of the places' first steps."""
+    """The steps grouped by place, in the order of the places' first steps. steps, here and below: how often each
+    CountedStep occurred."""
     by_place: dict[Place, dict[CountedStep, int]] = {}
     for step, count in steps.items():
         by_place.setdefault(step.place, {})[step] = count
@@ -336,36 +349,37 @@ def parts_of(steps: Mapping[CountedStep, int]) -> tuple[ImagePart, ...]:
 
 
 def part_of(place: Place, steps: Mapping[CountedStep, int]) -> ImagePart:
-    """The ImagePart of a place with these steps."""
+    """The ImagePart of one place. steps: all of that place."""
     times = times_of(steps)
     return ImagePart(*place, steps_by_kind(steps), calls_by_route(steps), times.step_ms, times.host_ms, times.ratio)
 
 
 def steps_by_kind(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
-    """The number of steps of each kind, in the order of STEP_KINDS."""
-    counts = counted(steps, "kind")
+    """The number of steps of each kind that occurred, in the order of STEP_KINDS."""
+    counts = counts_by("kind", steps)
     return {kind: counts[kind] for kind in STEP_KINDS if counts[kind]}
 
 
 def calls_by_route(steps: Mapping[CountedStep, int]) -> Mapping[str, int]:
-    """The number of calls by each route, in the order of ROUTES."""
-    counts = counted(steps, "route")
+    """The number of UNet calls by each route that occurred, in the order of ROUTES. Steps without a call are left out.
+    """
+    counts = counts_by("route", steps)
     return {route: counts[route] for route in ROUTES if counts[route]}
 
 
-def counted(steps: Mapping[CountedStep, int], name: str) -> Counter[str]:
-    """The number of steps for each value of the field with this name."""
+def counts_by(field_name: str, steps: Mapping[CountedStep, int]) -> Counter[str]:
+    """The number of steps for each value of this field of CountedStep."""
     counts: Counter[str] = Counter()
     for step, count in steps.items():
-        counts[getattr(step, name)] += count
+        counts[getattr(step, field_name)] += count
     return counts
 
 
 def times_of(steps: Mapping[CountedStep, int]) -> Times:
-    """The mean times of these steps.
+    """The mean durations of these steps (see Times).
 
-    step_ms: from the last n times of each stopwatch, where n is its number of steps here. host_ms: from all times of
-    the host's stopwatches. ratio: None also if the host computed all steps.
+    step_ms: see own_ms. host_ms: the mean over the same steps of the host's own steps that they replace, from all times
+    of the host's stopwatches. ratio: None also if the host computed all steps.
     """
     hosts = [(step.host, count) for step, count in steps.items()]
     step_ms = own_ms(steps)
@@ -376,8 +390,8 @@ def times_of(steps: Mapping[CountedStep, int]) -> Times:
 
 
 def own_ms(steps: Mapping[CountedStep, int]) -> float | None:
-    """The mean step in milliseconds: the median of each stopwatch over its steps here, weighted by their number. None
-    if one was never timed."""
+    """The mean duration of these steps in milliseconds. The steps of each stopwatch count with its median over the last
+    n times, where n is the number of these steps. None if there are no steps, or one has no time."""
     counts: Counter[Stopwatch | None] = Counter()
     for step, count in steps.items():
         counts[step.own] += count
@@ -385,7 +399,7 @@ def own_ms(steps: Mapping[CountedStep, int]) -> float | None:
 
 
 def time_of(steps: Mapping[CountedStep, int]) -> float | None:
-    """Seconds of all these steps, by their median times; None if one was never timed."""
+    """The duration of all these steps together, in seconds, by own_ms; None if that is None."""
     ms = own_ms(steps)
     return None if ms is None else ms * sum(steps.values()) / 1e3
 
@@ -393,7 +407,8 @@ def time_of(steps: Mapping[CountedStep, int]) -> float | None:
 def mean(
     parts: Iterable[tuple[Stopwatch | None, int]], value: Callable[[Stopwatch], float | None]
 ) -> float | None:
-    """The mean of value(stopwatch), weighted by the counts; None if one is unknown. parts: (stopwatch, count) pairs."""
+    """The mean of value(stopwatch) over (stopwatch, count) pairs, weighted by the counts. None if there are no pairs, a
+    stopwatch is None, or a value is None."""
     values = [(None if stopwatch is None else value(stopwatch), count) for stopwatch, count in parts]
     known = [(found, count) for found, count in values if found is not None]
     if not known or len(known) < len(values):

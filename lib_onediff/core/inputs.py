@@ -1,4 +1,4 @@
-"""Copies of a call's inputs for a graph, and selections of a call's rows."""
+"""Copies of a call's inputs for a graph, and selections of a call's rows (the rows of its batch)."""
 from __future__ import annotations
 
 from dataclasses import replace
@@ -12,7 +12,8 @@ from .fields import mapped, tensors_of
 
 
 def cloned_inputs(call: Call, memory_format: torch.memory_format = torch.preserve_format) -> Call:
-    """The call with every tensor cloned, as the static inputs of a graph.
+    """A copy of the call in which every tensor is a clone, for the static inputs of a graph. memory_format: of the
+    clones. The cut's memory and other extensions' functions (fields marked LEFT_OUT) are shared with the call.
 
     The timestep becomes float32, so that samplers with integer and with fractional timesteps share a graph.
     """
@@ -21,14 +22,14 @@ def cloned_inputs(call: Call, memory_format: torch.memory_format = torch.preserv
 
 
 def take_rows(call: Call, rows: slice) -> Call:
-    """The call with these rows of the batch alone. Raises ValueError if an input has neither one row nor the batch's
-    number of rows."""
+    """A call with these rows of the batch alone. Its tensors are views of the given call's. Raises ValueError if an
+    input has neither one row nor the batch's number of rows."""
     return mapped(call, lambda tensor: rows_of(tensor, rows, call.latent.shape[0]))
 
 
 def rows_of(tensor: Tensor, rows: slice, batch: int) -> Tensor:
-    """These rows of an input, (batch, ...), or the input itself if it has a single row for the whole batch. Raises
-    ValueError for any other number of rows."""
+    """A view of these rows of an input, (batch, ...), or the input itself if it has a single row for the whole batch.
+    Raises ValueError for any other number of rows."""
     if tensor.shape[0] == batch:
         return tensor[rows]
     if tensor.shape[0] != 1:
@@ -37,7 +38,8 @@ def rows_of(tensor: Tensor, rows: slice, batch: int) -> Tensor:
 
 
 def rows_within(value: Any, rows: slice, batch: int) -> Any:
-    """rows_of() for every tensor in nested lists, tuples and dictionaries. Other values stay as they are."""
+    """A copy of nested lists, tuples and dictionaries in which each tensor is replaced by rows_of() it. Other values,
+    and tensors without dimensions, stay as they are."""
     if isinstance(value, dict):
         return {name: rows_within(inside, rows, batch) for name, inside in value.items()}
     if isinstance(value, (list, tuple)):
@@ -47,14 +49,15 @@ def rows_within(value: Any, rows: slice, batch: int) -> Any:
 
 
 def bytes_of(inputs: Call) -> int:
-    """Bytes of a graph's static inputs, plus those of the cut's memory if the graph writes it. A graph that only reads
-    a cut shares the memory of the graph that writes it."""
+    """The bytes of a graph's static inputs, and of the cut's memory if the graph is a full pass. A cached pass shares
+    that memory with the full pass, so it is not counted twice."""
     cut = inputs.cut
     written = cut.memory.bytes if cut is not None and not cut.reads else 0
     return sum(tensor.nbytes for tensor in tensors_of(inputs)) + written
 
 
 def copy_inputs(source: Call, target: Call) -> None:
-    """Copy every tensor of a call into those of another call of the same shape."""
+    """Copy every tensor of the call `source` into the tensors of `target`, in place, with a change of dtype where they
+    differ. Both calls must have the same signature. The memory of a cut is not copied."""
     for given, own in zip(tensors_of(source), tensors_of(target), strict=True):
         own.copy_(given)

@@ -1,5 +1,5 @@
-"""Jobs that run or wait: images of the WebUI, comparisons, and sizes to pre-warm, in one list. Of OneDiff's own jobs,
-one runs at a time."""
+"""The list of jobs for users: images of the WebUI, comparisons, and sizes to pre-warm, that run, wait or have finished.
+Of OneDiff's own jobs, one runs at a time."""
 from __future__ import annotations
 
 import atexit
@@ -16,7 +16,7 @@ from .guard import first_line
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
 AnyJob = TypeVar("AnyJob", bound="Job")
-# Runs work while the WebUI makes no image, and returns what work returns.
+# Waits until the WebUI makes no image, calls the function given while it makes none, and returns its result.
 Exclusively = Callable[[Callable[[], Any]], Any]
 
 QUEUED = "queued"
@@ -29,18 +29,18 @@ PENDING = (QUEUED, RUNNING)
 IMAGE = "image"
 COMPARISON = "comparison"
 PREWARM = "prewarm"
-# The names of the kinds, for sentences such as "waits for the image".
+# The names of the kinds in sentences for users, such as "waits for the image".
 NAMES = {IMAGE: "the image", COMPARISON: "the comparison", PREWARM: "pre-warming"}
 # The number of finished jobs of each kind that stay in the list. A comparison keeps its images in memory.
 FINISHED_KEPT = {COMPARISON: 4, PREWARM: 50}
-# The largest share of a job that is shown before it is finished.
+# The largest Job.share of a job that is not finished.
 MOST_OF_A_JOB = 0.99
-# The longest wait for the worker when Python exits: it aborts if a thread still computes.
+# How long Python's exit waits at most for the worker thread: a process that exits while a thread uses the GPU crashes.
 SECONDS_AT_EXIT = 20.0
 
 
 class Stopped(Exception):
-    """Raised by the work of a job when it was stopped on request: the job ends as CANCELLED, not as FAILED."""
+    """Raised by Job.work when it notices that it was asked to stop: the job ends as CANCELLED, not as FAILED."""
 
 
 def nothing() -> None:
@@ -48,29 +48,30 @@ def nothing() -> None:
 
 
 def no_work() -> str:
-    """Does nothing and returns "": the work of a job that the queue does not run, such as the WebUI's images."""
+    """Does nothing and returns "": the default for Job.work, for jobs that JobQueue does not run (the WebUI's images).
+    """
     return ""
 
 
 @dataclass(eq=False)
 class Job:
-    """A piece of work in the list, and its progress.
+    """A piece of work in the list, and its progress. JobQueue sets id and state, the work itself the other numbers.
 
     kind: IMAGE, COMPARISON or PREWARM.
-    title: its object, for users: "768x512 x2".
+    title: what the work is about, for users: "768x512 x2".
     source: where it was started, for users.
     id: a number that JobQueue gives it; 0 before.
     state: QUEUED, RUNNING, DONE, FAILED or CANCELLED.
-    unit: what done and total count: "step" or "call".
+    unit, done, total: how much is done, and how much there is to do, in units: "step" or "call".
     share: the part of the work that is done, from 0 to 1.
-    seconds: of work so far, without waiting.
-    what: the present activity, or what it waits for, for users.
+    seconds: the duration of the work so far, without waiting.
+    what: words for users: what it is doing now, or "waits for ...".
     reason: why it failed, or a remark about its result, for users.
     waits: whether it is RUNNING but waits until the WebUI makes no image; see JobQueue.in_turn.
-    key: equal for jobs with the same work, of which only one is queued; None: unlike any other.
+    key: JobQueue.add takes no second pending job with an equal key; None: the job is like no other.
     work: does the work, and returns the value of `reason`. Raises Stopped if it was cancelled.
-    cancel: called when the job is cancelled; stops work in progress.
-    refresh: called before the job is listed; updates its numbers.
+    cancel: asks the work to stop; called in another thread when the user cancels the job.
+    refresh: updates the numbers; called before the job is listed.
     """
 
     kind: str
@@ -93,17 +94,18 @@ class Job:
 
     @property
     def pending(self) -> bool:
-        """Whether it waits or runs."""
+        """Whether it is QUEUED or RUNNING."""
         return self.state in PENDING
 
     @property
     def name(self) -> str:
-        """The job's name in a sentence: "the comparison Off and Exact"."""
+        """The job's name in a sentence, kind and title: "the comparison Off and Exact"."""
         return f"{NAMES[self.kind]} {self.title}".strip()
 
     @property
     def seconds_left(self) -> float | None:
-        """The estimated seconds of work left, without waiting; None if unknown."""
+        """The estimated duration of the work that is left, in seconds, without waiting; None unless the job is RUNNING
+        and a part is done."""
         if self.state != RUNNING or not self.share or not self.seconds:
             return None
         return self.seconds * (1 - self.share) / self.share
@@ -114,8 +116,8 @@ class JobQueue:
     but run by the WebUI itself. Safe to use from any thread."""
 
     def __init__(self, images: Callable[[], list[Job]] = list) -> None:
-        """images: returns the WebUI's own jobs, of kind IMAGE, that run or wait. The same image must have the same Job
-        each time."""
+        """images: returns the Jobs, of kind IMAGE, of the WebUI's images that run or wait. An image must have the same
+        Job object in each call."""
         self._images = images
         # The finished jobs and the running one, then the queued ones in their order.
         self._jobs: list[Job] = []
@@ -127,10 +129,11 @@ class JobQueue:
         self._lock = threading.RLock()
 
     def add(self, jobs: Iterable[AnyJob], ahead_of: str = "") -> list[AnyJob]:
-        """Queue jobs, and return copies of them. A job with the key of a pending one is not queued: a copy of the
-        pending one is returned.
+        """Append jobs to the queue, start the worker thread if none runs, and return copies of the jobs in their order.
+        A job with the key of a pending one is not queued; the copy is then of the pending one.
 
-        ahead_of: queued jobs of this kind go behind these jobs, and behind pending ones with their keys.
+        ahead_of: a kind of jobs, such as PREWARM; "": none. All other queued jobs of this kind are moved to the end of
+        the queue, behind the jobs that are returned.
         """
         with self._lock:
             pending = {job.key: job for job in self._jobs if job.pending and job.key is not None}
@@ -173,7 +176,7 @@ class JobQueue:
             return every
 
     def _name_what_is_waited_for(self, jobs: list[Job]) -> None:
-        """Set `what` of the jobs that wait."""
+        """Set `what` of those of the jobs that wait, to "waits for ..." and the job that they wait for, or ""."""
         running = [job for job in jobs if job.state == RUNNING]
         if self._running is not None and not self._running.pending:
             # It was cancelled, but its work has not returned yet.
@@ -188,8 +191,8 @@ class JobQueue:
                 job.what = "" if before is None else f"waits for {before.name}"
 
     def cancel(self, job_id: int) -> bool:
-        """Cancel a job, or stop an image of the WebUI. Its work in progress ends soon after. Returns False if the job
-        is finished or unknown."""
+        """Cancel a job, or stop an image of the WebUI. The job is CANCELLED at once; work in progress is asked to stop,
+        and may go on for a while. Returns whether there was such a job: False if it is finished or unknown."""
         images = self._images()
         with self._lock:
             job = next((job for job in (*images, *self._jobs) if job.id == job_id and job.pending), None)
@@ -202,7 +205,7 @@ class JobQueue:
 
     def stop(self, kind: str = "", seconds: float = 0.0) -> int:
         """Cancel all pending jobs of OneDiff, and return their number. kind: only those of this kind; "": all. seconds:
-        the longest wait for the work in progress."""
+        how long to wait at most until the work in progress has stopped; 0: do not wait."""
         with self._lock:
             pending = [job.id for job in self._jobs if job.pending and kind in ("", job.kind)]
         cancelled = sum(map(self.cancel, pending))
@@ -212,7 +215,7 @@ class JobQueue:
         return cancelled
 
     def clear(self) -> int:
-        """Remove the finished jobs from the list, and return their number."""
+        """Remove the finished jobs, failed and cancelled ones included, from the list, and return their number."""
         with self._lock:
             over = [job for job in self._jobs if not job.pending]
             self._jobs = [job for job in self._jobs if job.pending]
@@ -221,14 +224,14 @@ class JobQueue:
     # --- for the work of jobs -------------------------------------------------------------------------------------
 
     def say(self, job: Job, what: str) -> None:
-        """Set the present activity of a running job, for users."""
+        """Set `what` of a running job: words for users for what it is doing now. Does nothing if it was cancelled."""
         with self._lock:
             if job.state == RUNNING:
                 job.what = what
 
     def advance(self, job: Job, **values: Any) -> None:
-        """Set attributes of a job, unless it was cancelled meanwhile. `share` never falls, and stays below 1 before the
-        end."""
+        """Set attributes of a running job, such as done=3. Does nothing if it was cancelled. `share` never falls, and
+        is at most MOST_OF_A_JOB."""
         with self._lock:
             if job.state != RUNNING:
                 return
@@ -236,8 +239,9 @@ class JobQueue:
                 setattr(job, name, min(max(job.share, value), MOST_OF_A_JOB) if name == "share" else value)
 
     def in_turn(self, job: Job, exclusively: Exclusively, work: Callable[[], Result]) -> Result:
-        """Wait until the WebUI makes no image, run work() while it makes none, and return or raise what work() does.
-        exclusively: see Exclusively."""
+        """The result of work(), which runs while the WebUI makes no image. Job.work calls this. While it waits,
+        job.waits is True, and the list shows what it waits for. exclusively: see Exclusively. Exceptions of work() are
+        raised."""
 
         def begin() -> Result:
             job.waits = False
@@ -257,7 +261,7 @@ class JobQueue:
     # --- the worker -----------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        """Run queued jobs until there are none. This is the thread's function."""
+        """Run queued jobs, one after another, until there are none. This is the worker thread's function."""
         while (job := self._take()) is not None:
             ran = attempted(job.work)
             if ran.is_ours:
@@ -273,7 +277,7 @@ class JobQueue:
                 self._end(job, FAILED, ran.reason)
 
     def _take(self) -> Job | None:
-        """Mark the first queued job as running, and return it; None if none is queued."""
+        """Mark the first queued job as RUNNING, and return it; None if none is queued, and the worker must end."""
         with self._lock:
             self._running = next((job for job in self._jobs if job.state == QUEUED), None)
             if self._running is not None:

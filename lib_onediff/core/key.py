@@ -1,4 +1,4 @@
-"""ShapeKey: two UNet calls, or two decodes, with equal keys can be served by the same graph."""
+"""ShapeKey: two calls of a network, or two decodes, with equal keys can be served by the same graph."""
 from __future__ import annotations
 
 from collections.abc import Hashable
@@ -12,24 +12,24 @@ from torch import Tensor
 from .call import CACHED, Call
 from .precision import Flags
 
-# The number of pixels per latent pixel, in width and height.
+# The width, and the height, of a latent pixel in pixels of the image.
 LATENT_PIXEL = 8
-# The first word in the inputs of the key of a VAE's decode.
+# The first item of ShapeKey.inputs for a VAE's decode.
 DECODE = "vae decode"
 
 
 class Lossy(NamedTuple):
-    """The lossy computation that the user allows.
+    """Which lossy computation a backend uses for a shape.
 
-    low_bit: as Settings.low_bit: the products that are computed in eight bits; "" for none.
-    only: whether the GPU has the weights of these products in eight bits alone.
+    low_bit: the matrix products in eight bits, in words of Settings.low_bit; "" for none.
+    only: whether the GPU has the weights of these products in eight bits alone, without the exact ones.
     """
 
     low_bit: str = ""
     only: bool = False
 
     def __str__(self) -> str:
-        """Words for users, shown after the backend's name."""
+        """Words for users, shown after the backend's name: "8-bit only", "8-bit", or "" if nothing is lossy."""
         if self.only:
             return "8-bit only"
         return "8-bit" if self.low_bit else ""
@@ -44,11 +44,11 @@ class ShapeKey:
 
     architecture: see Layout.architecture.
     height, width: in latent pixels.
-    batch: rows.
-    tokens: the context length; 0 for a decode.
+    batch: the number of rows.
+    tokens: the length of the prompt (Call.tokens); 0 for a decode.
     dtype: the dtype computed in. latent_dtype, device: of the latent.
-    inputs: Call.unusual, in words; DECODE comes first for a decode.
-    weights: Network.weight_marks, in words.
+    inputs: Call.unusual; of a decode DECODE, then words for everything else that distinguishes decodes.
+    weights: Network.weight_marks, words for how the host computes with its weights.
     own_inputs: shapes of inputs that only this family's calls have; see Call.own_inputs.
     label: see Call.label.
     backend: the name of the backend; a shape that fails on one may be served by another.
@@ -85,7 +85,7 @@ class ShapeKey:
         cls, architecture: str, dtype: torch.dtype, call: Call, backend: str = "", precision: Flags = (),
         weights: tuple[str, ...] = (), lossy: Lossy = LOSSLESS,
     ) -> ShapeKey:
-        """The key of a call. dtype: the dtype computed in. weights: Network.weight_marks."""
+        """The key of a call. The other arguments are the fields of their names; `device` is the latent's."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
         cut = call.cut
@@ -104,8 +104,8 @@ class ShapeKey:
         cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str, dtype: torch.dtype,
         precision: Flags, marks: tuple[str, ...],
     ) -> ShapeKey:
-        """The key of a VAE's decode of a latent (batch, channels, height, width). dtype: the dtype computed in. marks:
-        words for everything else that distinguishes decodes."""
+        """The key of a VAE's decode of a latent (batch, channels, height, width). marks: the items of `inputs` after
+        DECODE. The other arguments are the fields of their names."""
         batch, _, height, width = latent.shape
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=0,
@@ -115,25 +115,26 @@ class ShapeKey:
 
     @property
     def backend_label(self) -> str:
-        """The backend and its lossy computation, for users: "native, 8-bit"."""
+        """The backend and its lossy computation, for users: "native, 8-bit", or "native" if nothing is lossy."""
         return ", ".join(filter(None, (self.backend, str(self.lossy))))
 
     @property
     def is_decode(self) -> bool:
-        """Whether this is a decode of a VAE rather than a call of a UNet."""
+        """Whether this is a VAE's decode rather than a call of a UNet or transformer."""
         return DECODE in self.inputs
 
     @property
     def is_cached_pass(self) -> bool:
-        """Whether only the outer stages of a cut network are computed."""
+        """Whether this is a cached pass of DeepCache, which computes only a network's outer stages (see Cut)."""
         return self.part == CACHED
 
     @cached_property
     def resolution(self) -> str:
-        """Width and height in pixels, as "512x768"."""
+        """Width and height of the image in pixels, as "512x768"."""
         return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"
 
     def __str__(self) -> str:
+        """The key in words for the log, without the backend and the dtypes."""
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
         part = f", {self.part} at depth {self.depth}" if self.part else ""
         patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""

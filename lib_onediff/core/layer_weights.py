@@ -30,6 +30,7 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The size of the values and the scales."""
         return self.values.nbytes + self.scales.nbytes
 
 
@@ -37,8 +38,9 @@ class LowRank(NamedTuple):
     """LoRAs of a layer, each of which adds up @ down @ x to the layer's product.
 
     down: the down matrices of all LoRAs, concatenated: (ranks, in), or (ranks, in, height, width) of a convolution.
-    ups: for each LoRA (first row of the output that it adds to, up matrix (rows, its ranks)). In this order, each
-        takes its ranks of down.
+    ups: a (first, up) pair for each LoRA. up: its matrix (rows, its ranks). first: the index of the first row of the
+        layer's weight, or column of its output, that it adds to: in a fused layer, a LoRA of one member adds to that
+        member's rows alone. The rows of `down` belong to the LoRAs in this order.
     scales: for each up a float32 scalar that multiplies its product. The host then computes the LoRAs in a narrower
         dtype than the layer and rounds after each product. (): the ups include the scale, in the layer's dtype.
     """
@@ -48,12 +50,14 @@ class LowRank(NamedTuple):
     scales: tuple[Tensor, ...] = ()
 
     def scaled(self, index: int, product: Tensor) -> Tensor:
-        """The product of the up with this index, times its scale, in the product's dtype. Unchanged without scales."""
+        """product times scales[index], rounded to the product's dtype; product itself without scales. product: the
+        result of the up matrix with this index."""
         return (product.float() * self.scales[index]).to(product.dtype) if self.scales else product
 
     def of_rows(self, first: int, count: int) -> LowRank | None:
-        """The LoRAs that add to the output's rows first to first + count, with row numbers relative to first; None if
-        there are none. The rows of each LoRA must lie entirely inside or entirely outside of these."""
+        """The LoRAs that add to the `count` rows of the weight from `first` on, with row indices relative to `first`;
+        None if there are none. For one member of a fused layer. The rows of each LoRA must lie entirely inside or
+        entirely outside of these."""
         downs: list[Tensor] = []
         ups: list[tuple[int, Tensor]] = []
         scales: list[Tensor] = []
@@ -69,8 +73,8 @@ class LowRank(NamedTuple):
         return LowRank(downs[0] if len(downs) == 1 else torch.cat(downs), tuple(ups), tuple(scales))
 
     def scaled_ups(self, dtype: torch.dtype) -> list[tuple[int, Tensor]]:
-        """The ups, with their first rows, multiplied by their scales and cast to a dtype; without scales as they are.
-        """
+        """`ups` with each matrix multiplied by its scale in float32, then cast to a dtype. Without scales, `ups` as
+        they are, in their own dtype."""
         if not self.scales:
             return list(self.ups)
         pairs = zip(self.ups, self.scales, strict=True)
@@ -81,9 +85,11 @@ class LayerWeights(NamedTuple):
     """The weights of one layer.
 
     weight: (out, in), or (out, in, height, width) of a convolution.
-    low_bit: the same weight in eight bits, once for each format in use.
-    low_rank: LoRAs to compute beside the layer, not yet merged into the weight.
-    gated_scale: for a feed-forward's first layer in float8, the scale of its GEGLU's output in float8, float32 (1, 1).
+    bias: (out,), or None.
+    low_bit: the same weight in eight bits, once for each format in use; () for none.
+    low_rank: LoRAs that are not merged into the weight, and that an operator has to compute beside it; None for none.
+    gated_scale: for a feed-forward's first layer in float8, the scale with which its GEGLU's output is written in
+        float8: float32 (1, 1). None otherwise.
     """
 
     weight: Tensor
@@ -94,8 +100,8 @@ class LayerWeights(NamedTuple):
 
 
 def merged(layer: LayerWeights) -> LayerWeights:
-    """The layer with its LoRAs merged into the weight, in the weight's dtype, rounded as the host rounds its own merged
-    weight."""
+    """The layer with its LoRAs merged into a new weight (weight + up @ down) of the same dtype, rounded as the host
+    rounds its own merged weight. The given weight is not changed. Without LoRAs, the layer itself."""
     if layer.low_rank is None:
         return layer
     low_rank = layer.low_rank
@@ -115,11 +121,13 @@ def merged(layer: LayerWeights) -> LayerWeights:
     return layer._replace(weight=together.view(layer.weight.shape), low_rank=None)
 
 
+# The weights of a network's layers, by path; a fused layer's by its name (leaves.FusedLinear.name).
 Weights = Mapping[str, LayerWeights]
 
 
 def bias_of(weights: Weights, path: str) -> Tensor | None:
-    """weights[path].bias, without making the weight if the mapping has a method `bias` (weights.operands.Operands)."""
+    """weights[path].bias. If the mapping makes a layer's weight when it is read (weights.operands.Operands, which has a
+    method `bias`), the weight is not made for this."""
     bias: Callable[[str], Tensor | None] | None = getattr(weights, "bias", None)
     return weights[path].bias if bias is None else bias(path)
 
@@ -130,8 +138,8 @@ class Source:
 
     layout: the network's layout.
     dtype: the dtype to compute in.
-    weights: returns every layer's weights by path, and every fused layer's by its name. It is a function because its
-        result must not be kept after the call.
+    weights: returns the Weights. It is a function, called anew for each call of the network, because its result is
+        valid for one call and must not be kept.
     """
 
     layout: Any

@@ -1,7 +1,7 @@
-"""Descriptions of layers: which parameter does what, without holding any. A network's layout is a tree of them.
+"""Descriptions of layers: their kinds, sizes and names, without their parameters. A network's layout is a tree of them.
 
-A path is the dotted name of a leaf module inside the host's network, and stands for its weight and bias; the path of a
-FreeParameter is the dotted name of the parameter itself.
+A path is the dotted name of a leaf module (a module without children) inside the host's network, and the key of its
+weight and bias in layer_weights.Weights; the path of a FreeParameter is the dotted name of the parameter itself.
 """
 from __future__ import annotations
 
@@ -48,6 +48,8 @@ class Convolution:
 
 @dataclass(frozen=True)
 class GroupNorm:
+    """A group norm with weight and bias."""
+
     path: str
     channels: int
     groups: int
@@ -56,6 +58,8 @@ class GroupNorm:
 
 @dataclass(frozen=True)
 class LayerNorm:
+    """A layer norm over the last dimension, with weight and bias."""
+
     path: str
     width: int
     eps: float
@@ -131,14 +135,16 @@ class FusedLinear:
 
     @property
     def out_features(self) -> int:
+        """The sum over the members."""
         return sum(member.out_features for member in self.members)
 
 
 class TokenLinear(NamedTuple):
     """A linear layer over the image's tokens, which may be computed in eight bits.
 
-    source: NORMED, GATED or PLAIN_INPUT. role: the layer's role in its block, such as SELF_QKV.
-    norm: the path of the norm before the layer, if the input's scales in float8 are derived from that norm.
+    source: what computes its input: NORMED, GATED or PLAIN_INPUT. role: its role in its block, such as SELF_QKV.
+    norm: the path of the norm before the layer, if the scales of its input in float8 are derived from that norm's
+        parameters; "" if not.
     """
 
     layer: Linear | FusedLinear
@@ -163,23 +169,25 @@ class SelfAttention:
 
     @property
     def head_width(self) -> int:
+        """The number of features of one head."""
         return self.out.in_features // self.heads
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of keys, and of values."""
+        """The number of heads of the keys, which is also that of the values; `heads` is that of the queries."""
         others = 2 * self.heads if self.gated else self.heads
         return (self.query_key_value.out_features // self.head_width - others) // 2
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        """See Block."""
+        """This attention's part of Block.token_layers."""
         return TokenLinear(self.query_key_value, NORMED, SELF_QKV), TokenLinear(self.out, PLAIN_INPUT, SELF_OUT)
 
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """A cross attention, from the image's tokens to the prompt's. norms: see SelfAttention."""
+    """A cross attention: queries from the image's tokens, keys and values from the prompt's. norms: see SelfAttention.
+    """
 
     query: Linear
     key_value: FusedLinear
@@ -189,40 +197,41 @@ class CrossAttention:
 
     @property
     def head_width(self) -> int:
+        """The number of features of one head."""
         return self.query.out_features // self.heads
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        """See Block."""
+        """This attention's part of Block.token_layers."""
         return TokenLinear(self.query, NORMED, CROSS_QUERY), TokenLinear(self.out, PLAIN_INPUT, CROSS_OUT)
 
 
 class Block:
-    """A block of any family's network. Its properties list the layers whose weights may be in eight bits, in the order
-    in which they are computed."""
+    """The base of the blocks of all families. Its properties list the layers whose weights may be stored in eight bits,
+    in the order in which they are computed; a family overrides those of which its block has any."""
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
-        """The linear layers over the image's tokens."""
+        """The linear layers over the image's tokens. Their products may be computed in eight bits."""
         return ()
 
     @property
     def prompt_layers(self) -> tuple[FusedLinear, ...]:
-        """The linear layers over the prompt's tokens. Only their weights are in eight bits: products are in the model's
-        dtype."""
+        """The linear layers over the prompt's tokens. Only their weights may be stored in eight bits: products are
+        computed in the model's dtype."""
         return ()
 
     @property
     def convolutions(self) -> tuple[Convolution, ...]:
-        """The convolutions whose input is the output of a group norm."""
+        """The convolutions whose input is the output of a group norm. They may be computed in eight bits."""
         return ()
 
 
 def feed_forward_layers(
     into: Linear | FusedLinear, out: Linear, source: str, norm: str = ""
 ) -> tuple[TokenLinear, ...]:
-    """The two linear layers of a feed-forward layer. source: of the second one's input, GATED or PLAIN_INPUT.
-    norm: see TokenLinear, of the first."""
+    """The descriptions of a feed-forward's two linear layers, `into` and `out`, for Block.token_layers. source:
+    TokenLinear.source of `out`, GATED or PLAIN_INPUT; that of `into` is NORMED. norm: TokenLinear.norm of `into`."""
     return TokenLinear(into, NORMED, FEED_FORWARD_IN, norm), TokenLinear(out, source, FEED_FORWARD_OUT)
 
 
@@ -244,12 +253,13 @@ class TimeEmbedding:
     second: Linear
 
 
-# The descriptions of a module with parameters, or of one parameter.
+# The classes of descriptions that have a path: of a module with parameters, or of one parameter.
 LEAVES = (Linear, Convolution, GroupNorm, LayerNorm, RMSNorm, FreeParameter)
 
 
 def digest_without(layout: Any, names: Collection[str]) -> str:
-    """A digest of a tree of dataclasses and tuples, which ignores the fields of these names."""
+    """A digest (16 hex digits) of a tree of dataclasses and tuples: of the classes' names and of all fields, except
+    those with these names. Equal in every process."""
 
     def plain(node: Any) -> Any:
         if is_dataclass(node):
@@ -261,7 +271,8 @@ def digest_without(layout: Any, names: Collection[str]) -> str:
 
 
 def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
-    """All descriptions of this class in a tree of dataclasses and tuples, depth first. node: the tree, or a part."""
+    """All objects of this class in a tree of dataclasses and tuples, depth first in the order of the fields. One that
+    occurs at several places in the tree comes several times. node: the tree, or a part of it."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -275,8 +286,8 @@ def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 
 def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
-    """The keys in Weights of all layers in a tree: first the names of fused layers, then the paths of the other layers.
-    node: the tree, or a part. apart: paths to leave out."""
+    """The keys in Weights under which a forward reads the layers of a tree: first the names of the fused layers, then
+    the paths of all layers that are not members of one. node: a layout, or a part of it. apart: paths to leave out."""
     names: list[str] = []
     left_out = set(apart)
     for fusion in descriptions(node, FusedLinear):

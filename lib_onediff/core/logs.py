@@ -1,4 +1,5 @@
-"""OneDiff's log on the console: a line whenever the route changes; with ONEDIFF_DEBUG=1 every detail, timestamped."""
+"""OneDiff's log on the console: a line whenever the way in which calls are computed changes. With the environment
+variable ONEDIFF_DEBUG=1, every detail, with timestamps."""
 from __future__ import annotations
 
 import logging
@@ -14,22 +15,24 @@ log = logging.getLogger("onediff")
 
 
 def one_line(text: str) -> str:
-    """The text with "?" for every unprintable character, such as line breaks and escape codes: names of files and words
-    of requests may contain some."""
+    """The text with "?" in place of every unprintable character, such as line breaks and escape codes, with which a
+    file's name or a request could forge lines of the log."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def readable(sentence: str) -> str:
-    """The sentence on one line, cut to LONGEST_SENTENCE characters: it may quote text from a client."""
+    """The sentence on one line (see one_line), and with "..." after LONGEST_SENTENCE characters if it is longer. For
+    sentences that quote text from a client."""
     shown = one_line(sentence)
     return shown if len(shown) <= LONGEST_SENTENCE else f"{shown[:LONGEST_SENTENCE]}..."
 
 
 class OneLineFormatter(logging.Formatter):
-    """Formats a log record on one line, so that a name of a file cannot forge lines; a traceback follows below."""
+    """Formats the message of a log record on one line (see one_line); a traceback follows below it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        # Some of our sentences begin with "OneDiff".
+        """The formatted message. The format begins with "OneDiff: ", and so do some messages: the second is left out.
+        """
         return one_line(super().formatMessage(record)).replace("OneDiff: OneDiff", "OneDiff", 1)
 
 
@@ -39,7 +42,8 @@ def debug_wanted() -> bool:
 
 
 def show_on_console() -> None:
-    """Write our log to the console, in detail if ONEDIFF_DEBUG is set. Safe to call twice."""
+    """Write our log to stderr from now on, with every detail if ONEDIFF_DEBUG is set. Another call, after a reload of
+    the WebUI, replaces the first handler, so that no line is written twice."""
     detailed = debug_wanted()
     for known in [handler for handler in log.handlers if handler.name == CONSOLE]:
         log.removeHandler(known)

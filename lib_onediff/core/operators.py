@@ -1,4 +1,5 @@
-"""The operators with which forwards are written. Each device implements them, as a module or as an object.
+"""The operators: the functions of tensors with which forwards are written. Each device (backend) implements them, as a
+module or as an object.
 
 Images are (batch, channels, height, width) in any memory format; tokens are (batch, tokens, width). Unless documented
 otherwise, an operator returns new tensors in the dtype of its first argument, and sums in float32. Elementwise
@@ -16,19 +17,20 @@ from torch import Tensor
 from .layer_weights import LayerWeights
 from .leaves import AdaptiveNorm, Convolution, GroupNorm, LayerNorm, RMSNorm, TimeEmbedding
 
-# The weight and the description of an RMS norm.
+# The weights and the description of an RMS norm.
 WeightedNorm = tuple[LayerWeights, RMSNorm]
 
 
 class Residual(NamedTuple):
-    """The residual of a transformer as a deferred sum:
+    """The residual of a transformer (the tokens to which its blocks add), as a sum that is computed later:
 
         tokens + norm(update * update_scales) * gate + deferred_bias + bias
 
     without the parts that are None. The next operator that reads the residual computes the sum as it reads.
 
-    update: the output of the last layer, of the shape of tokens. update_scales: float32 (..., 1). norm: the norm after
-        that layer. gate: (batch, width).
+    tokens: (batch, tokens, width).
+    update: the output of the last layer, of the shape of tokens. update_scales: float32 (..., 1), which a product in
+        float8 leaves to the reader. norm: the norm after that layer. gate: (batch, width).
     bias: (width,), that of the last linear layer. deferred_bias: float32 (width,), the sum of the biases of earlier
         layers. The next norm adds both to the tokens as it reads them, and returns their sum as the new deferred_bias:
         this takes less time than an addition to all tokens after each linear layer.
@@ -92,13 +94,14 @@ class Filled(NamedTuple):
 
     @classmethod
     def of(cls, used: Tensor, tokens: int) -> Filled:
-        """The Filled of rows with so many tokens each, padding included. used: see Filled."""
+        """The Filled of a batch. used: see Filled. tokens: the number of tokens of each row, padding included."""
         begins = tokens * torch.arange(len(used) + 1, dtype=torch.int32, device=used.device)
         inner = torch.stack([begins[:-1], begins[:-1] + used.to(torch.int32)], dim=1)
         return cls(used, torch.cat([inner.flatten(), begins[-1:]]))
 
     def mask(self, tokens: int) -> Tensor:
-        """The same as a bool mask of Operators.attention, (batch, 1, 1, tokens). tokens: of each row."""
+        """The same as a bool mask for Operators.attention, (batch, 1, 1, tokens): True for the tokens that are not
+        padding. A row of nothing but padding is all True. tokens: the number of tokens of each row."""
         places = torch.arange(tokens, dtype=torch.int64, device=self.used.device)
         # A row without used tokens sees all of them: a softmax over no key would be NaN.
         seen = torch.where(self.used > 0, self.used, tokens)
@@ -106,7 +109,8 @@ class Filled(NamedTuple):
 
 
 class Activation(Enum):
-    """GELU: its exact form, with erf. GELU_TANH: its tanh approximation. SIGMOID: only for gates."""
+    """An activation function. GELU: its exact form, with erf. GELU_TANH: its tanh approximation. SILU: x * sigmoid(x).
+    SIGMOID: only in a GatedUnit."""
 
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
@@ -115,7 +119,7 @@ class Activation(Enum):
 
 
 class GatedUnit(NamedTuple):
-    """A gated linear unit: value * activation(gate), each of which is one half of the input's width.
+    """A gated linear unit, value * activation(gate), where value and gate are the halves of the input along its width.
 
     gate_first: whether the gate is the first half.
     """
@@ -124,7 +128,7 @@ class GatedUnit(NamedTuple):
     gate_first: bool
 
 
-# GEGLU as diffusers orders its halves. SWIGLU with the first and third layers of LLaMA's feed-forward as one.
+# GEGLU with the order of halves of diffusers. SWIGLU with LLaMA's feed-forward layers w1 (the gate) and w3 as one.
 GEGLU = GatedUnit(Activation.GELU, gate_first=False)
 SWIGLU = GatedUnit(Activation.SILU, gate_first=True)
 
@@ -156,23 +160,29 @@ class QuantizedImage(NamedTuple):
     scales: Tensor
 
 
-# The result of one operator for the next of the same implementation: a tensor, or a form of its own, such as
-# QuantizedTokens. Forwards pass it on without reading it.
+# The result of one operator for the next one of the same device, tokens or an image: a tensor, or a form that only this
+# device's operators understand, such as QuantizedTokens. A forward passes it on, and does not read it.
 Rows = Any
 Image = Any
 
 
 class Operators(Protocol):
-    """The operators of one device."""
+    """The operators of one device (backend).
+
+    consumer: the weights of the layer that reads an operator's result. The result is written in the dtype of its
+        weight, or in eight bits if the layer has low_bit weights.
+    """
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
-        """Cosines and sines of the timestep at falling frequencies: (batch,) -> float32 (batch, channels)."""
+        """Cosines and sines of the timestep at falling frequencies: (batch,) -> float32 (batch, channels), where
+        channels and the formula are those of `time`."""
 
     def join(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Vectors concatenated to one."""
+        """Vectors, (width,) each, concatenated to one."""
 
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
-        """A linear layer: (..., in) -> (..., out). The weight may be a 1x1 convolution's, (out, in, 1, 1)."""
+        """A linear layer, with its bias and LoRAs: (..., in) -> (..., out). The weight may be a 1x1 convolution's,
+        (out, in, 1, 1)."""
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
         """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w)."""
@@ -184,34 +194,36 @@ class Operators(Protocol):
         self, image: Image, layer: LayerWeights, norm: GroupNorm, silu: bool, shift: Tensor | None = None,
         consumer: LayerWeights | None = None,
     ) -> Image:
-        """The group norm of image + shift (batch, channels), followed by SiLU if silu. consumer: the convolution that
-        reads the result, if one does."""
+        """The group norm of image + shift, followed by SiLU if silu. shift: (batch, channels), or None for zero.
+        consumer: a convolution, or None if something else reads the result."""
 
     def residual_norm(
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
         consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        """The same residual, possibly summed, and its norm in the dtype of consumer, the linear layer that reads it.
+        """(residual, norm): a residual of the same value, which replaces the given one, and its norm for consumer, a
+        linear layer. The norm has to compute the deferred sum; the residual returned may have it as its tokens.
 
-        layer: the norm's weight and bias, or None for an AdaptiveNorm.
+        layer: the norm's weight and bias, or None for an AdaptiveNorm. modulation: applied to the norm, if given.
         """
 
     def rms_norm(self, x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
         """The root mean square norm of x (..., width)."""
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part,
-        with its norm and rotary embedding applied. May write into projected."""
+        """The queries, keys or values in a projection, split into heads, each with its norm and rotary embedding
+        applied: (batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each
+        part. May write into projected."""
 
     def add_linear(
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        """residual + gate * norm(linear(x, layer)), without gate or norm if it is None. gate: (batch, width). May write
-        into the given residual, which must not be used afterwards."""
+        """The residual plus gate * norm(linear(x, layer)), without gate or norm where it is None. gate: (batch, width).
+        May write into the given residual, which must not be used afterwards."""
 
     def materialize(self, residual: Residual) -> Tensor:
-        """The residual's value, as one tensor."""
+        """The residual's value as one tensor, (batch, tokens, width): computes its deferred sum."""
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
@@ -225,23 +237,23 @@ class Operators(Protocol):
         """
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:
-        """A gated linear unit: (..., 2 n) -> (..., n). consumer: as in residual_norm."""
+        """The gated linear unit of tokens: (..., 2 n) -> (..., n)."""
 
     def sigmoid_gated(self, x: Tensor, gate: Tensor, consumer: LayerWeights) -> Rows:
-        """x * sigmoid(gate), of (batch, tokens, width) each. gate may be a part of a wider product. consumer: as in
-        residual_norm."""
+        """x * sigmoid(gate), of (batch, tokens, width) each. gate may be a slice of a wider tensor, and so not be
+        contiguous."""
 
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
         """gated(linear(x, layer), unit, consumer)."""
 
     def activated_linear(self, x: Rows, layer: LayerWeights, activation: Activation, consumer: LayerWeights) -> Rows:
-        """activation(linear(x, layer)). consumer: as in residual_norm."""
+        """activation(linear(x, layer))."""
 
     def silu(self, x: Tensor) -> Tensor:
         """x * sigmoid(x)."""
 
     def residual_add(self, image: Tensor, update: Tensor, bias: Tensor | None) -> Tensor:
-        """image + update + bias (channels)."""
+        """image + update + bias, as a new image. bias: (channels,), or None."""
 
     def concatenate(self, image: Tensor, skip: Tensor) -> Image:
         """image and skip, concatenated along the channels."""

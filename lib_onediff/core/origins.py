@@ -16,24 +16,26 @@ TORCH = "torch"
 FOLDERS = ("extensions", "extensions-builtin")
 # The package of our own code.
 OURS = __name__.partition(".")[0]
-# LoRA layers whose attributes contain everything that they add to the layer inside.
+# The classes (module, name) of LoRA layers whose attributes contain everything that they add to the layer inside.
 LORAS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.layer", "Conv2d")}
-# The name of the layer inside a LoRA layer.
+# The name of the submodule that is the layer inside a LoRA layer.
 WITHIN = "base_layer"
-# The largest number of callables followed inside of one, because an object may reach any number of others.
+# The largest number of callables that functions_within() follows, because an object may reach any number of others.
 MOST_PARTS = 64
 # Types that are callable and only wrap a function.
 HOLDERS = (types.MethodType, functools.partial, staticmethod, classmethod, property)
 
 
 def origin(function: object) -> str:
-    """The name of the Python module that contains the code of a function, method, class or callable object."""
+    """The name of the Python module that contains the code of a function, method, class or callable object, such as
+    "modules.sd_hijack"; "?" if it is unknown."""
     return str(namespace_of(function).get("__name__", "?"))
 
 
 def author(function: object) -> str:
-    """The author of a callable's code, for the user: the folder of the extension, or else the Python module."""
-    inner = decorated(function)
+    """The author of a callable's code, for the user: the name of the extension's folder, or else of the Python module;
+    "?" if both are unknown."""
+    inner = undecorated(function)
     namespace = globals_of(inner)
     code = getattr(inner, "__code__", None)
     name = str(namespace.get("__name__", "?"))
@@ -46,12 +48,13 @@ def author(function: object) -> str:
 
 
 def namespace_of(function: object) -> Mapping[str, Any]:
-    """The globals of a callable's code, without torch's decorators around it."""
-    return globals_of(decorated(function))
+    """globals_of() the function inside of torch's decorators (see undecorated)."""
+    return globals_of(undecorated(function))
 
 
-def decorated(function: object) -> Any:
-    """The function that a callable runs, without torch's decorators (inference_mode, compiler.disable) around it.
+def undecorated(function: object) -> Any:
+    """The function that a callable runs, without the partials, bound methods and decorators of torch (inference_mode,
+    compiler.disable) around it.
 
     It is taken from the decorator's closure. __module__ and __wrapped__ do not help: an extension that replaces a
     function copies them with functools.wraps from the function that it replaces.
@@ -60,12 +63,13 @@ def decorated(function: object) -> Any:
     seen = set[int]()
     while package(str(globals_of(inner).get("__name__"))) == TORCH and id(inner) not in seen:
         seen.add(id(inner))
-        inner = underlying(next((one for one in callables_within(inner) if is_decorated(one)), inner))
+        inner = underlying(next((one for one in callables_within(inner) if is_wrapped_by_torch(one)), inner))
     return inner
 
 
 def globals_of(function: object) -> Mapping[str, Any]:
-    """The globals of a function's code; of anything else, the file and the name of its class's module."""
+    """The global variables of a function's code, among them __name__ and __file__. For anything else, these two alone,
+    of the module of its class; __file__ is None if that module is not loaded."""
     found = getattr(function, "__globals__", None)
     if isinstance(found, dict):
         return found
@@ -73,8 +77,9 @@ def globals_of(function: object) -> Mapping[str, Any]:
     return {"__name__": name, "__file__": getattr(sys.modules.get(name), "__file__", None)}
 
 
-def is_decorated(function: object) -> bool:
-    """Whether a callable in the closure of one of torch's decorators is the function that it decorates."""
+def is_wrapped_by_torch(function: object) -> bool:
+    """Whether a callable that was found inside of one of torch's decorators is the function that it decorates, and not
+    a helper of torch: a function of another package, or one with a closure, which is another decorator of torch."""
     inner = underlying(function)
     return isinstance(inner, types.FunctionType) and (
         package(str(inner.__globals__.get("__name__"))) != TORCH or inner.__closure__ is not None
@@ -82,8 +87,8 @@ def is_decorated(function: object) -> bool:
 
 
 def callables_within(function: object) -> Iterator[Any]:
-    """The callables inside of a callable, which it may call: in its closure or defaults, in a partial, a bound method
-    or a property, or in its attributes."""
+    """The callables directly inside of a callable, which it may call: in its closure or defaults, in a partial, a bound
+    method or a property, or in its attributes. Without classes and modules."""
     if isinstance(function, types.FunctionType):
         parts = [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
         parts += (function.__kwdefaults__ or {}).values()
@@ -101,9 +106,10 @@ def callables_within(function: object) -> Iterator[Any]:
     return (part for part in parts if callable(part) and not isinstance(part, (type, nn.Module)))
 
 
-def parts_of(function: object) -> Iterator[Any]:
-    """The functions that may run when a callable is called: the callable itself, then those inside of it, such as the
-    function that a decorator wraps."""
+def functions_within(function: object) -> Iterator[Any]:
+    """The functions that may run when a callable is called: the callable itself, then those inside of it (see
+    callables_within), such as the function that a decorator wraps, those inside of these, and so on. Each once; the
+    search ends after MOST_PARTS callables. Partials, bound methods and properties are followed, but not returned."""
     waiting = [function]
     seen = dict[int, Any]()
     while waiting and len(seen) < MOST_PARTS:
@@ -117,7 +123,7 @@ def parts_of(function: object) -> Iterator[Any]:
 
 
 def content_of(cell: types.CellType) -> Any:
-    """The content of a closure's cell; None for an empty cell."""
+    """The object in a cell of a function's closure; None if the cell is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -126,42 +132,44 @@ def content_of(cell: types.CellType) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def extension_of(path: str) -> str:
-    """The folder of the extension to which a file belongs; "" if it belongs to none."""
+    """The name of the folder of the extension to which a file belongs; "" if it belongs to none. path: the file's."""
     parts = PurePath(path).parts
     return next((name for folder, name in zip(parts, parts[1:-1], strict=False) if folder in FOLDERS), "")
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file belongs to a package in site-packages, rather than to an extension or the WebUI."""
+    """Whether a file belongs to an installed package (in site-packages), rather than to an extension or the WebUI."""
     return bool({"site-packages", "dist-packages"}.intersection(PurePath(file).parts))
 
 
 def underlying(function: Any) -> Any:
-    """The function inside of a functools.partial or a bound method; any other callable is returned as it is."""
+    """The function inside of partials, and of the bound method inside of these; any other callable is returned as it
+    is."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__func__", function)
 
 
 def beneath_ours(function: Any) -> Any:
-    """The function that a class had before OneDiff patched it; any function that is not ours is returned as it is."""
+    """The function that a class had before OneDiff replaced it by a hook: the hook's __wrapped__. Any function that is
+    not a hook of ours is returned as it is."""
     while package(origin(function)) == OURS and hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
 
 
 def package(module: str) -> str:
-    """The top-level package of a Python module. A script of a WebUI has its file's name as the module name
-    ("random.py"), which is returned as it is: it must not be taken for the package random."""
+    """The name of the top-level package of a Python module: "torch" for "torch.nn". A WebUI gives a script its file's
+    name as the module name ("random.py"), which is returned as it is: it must not be taken for the package random."""
     return module if module.endswith(".py") else module.partition(".")[0]
 
 
 def is_lora(kind: type) -> bool:
-    """Whether a class is one of peft's plain LoRA layers."""
+    """Whether a class of modules is one of peft's plain LoRA layers (LORAS)."""
     return (kind.__module__, kind.__qualname__) in LORAS
 
 
 def layer_within(module: nn.Module) -> nn.Module:
-    """The layer inside of a LoRA layer; any other module is returned as it is."""
+    """The layer inside of one of peft's plain LoRA layers; any other module is returned as it is."""
     within = module._modules.get(WITHIN) if is_lora(type(module)) else None
     return module if within is None else within

@@ -16,9 +16,10 @@ class Points(ABC):
     A family that supports such functions has a subclass with a method for each point. The forward calls the method with
     its tensors, and continues with the values that it returns. A method may write to its arguments.
 
-    structure: words for the points with functions and their authors; equal for calls that compute the same way.
-    positions: the points at which functions are called; equal for calls with functions at the same points.
-    functions: every function that is called in this call; see verify.rewinder_of.
+    structure: for ShapeKey.patches: words for the points with functions and their authors; equal for calls that compute
+        the same way.
+    positions: a value that is equal for calls with functions at the same points.
+    functions: every function that is called in this call, so that their state can be restored (verify.rewinder_of_all).
     """
 
     structure: tuple[str, ...] = ()
@@ -26,23 +27,26 @@ class Points(ABC):
     functions: Collection[Any] = ()
 
     def has_function(self, point: str, *arguments: Any) -> bool:
-        """Whether the method of this name may call a function when it gets these arguments now. If a subclass does not
-        override this, its calls are not captured as CUDA graphs."""
+        """Whether the method of this name (point) would call a function now for these arguments. A capture divides the
+        forward into graphs there. A subclass has to override this: with the default, True at every point, its calls are
+        not captured as CUDA graphs."""
         return True
 
     def begin(self, latent: Tensor) -> None:
-        """Called when a forward of this latent begins, before the first point. Does nothing here."""
+        """Called by a forward before its first point, so that a subclass can prepare its functions. latent: the call's.
+        """
 
     @abstractmethod
     def unchanged(self, point: str, *arguments: Any) -> Any:
-        """The result of the method of this name when no function is set at its point."""
+        """What the method of this name (point) returns for these arguments if no function is set there."""
 
 
 class EveryPoint(Points):
-    """Wraps the points of a call, of any family, and calls at() at every point instead of the point's own method.
-    Subclasses override at() to do the same at all points, such as to record what a forward passes."""
+    """The points of a call, of any family, with one method for all of them: where a forward calls a point's own method,
+    at() is called. Subclasses override at(), such as to record each point that a forward passes."""
 
     def __init__(self, patches: Any) -> None:
+        """patches: the Points of the call, which stay as they are."""
         self._patches = patches
         self.structure = patches.structure
         self.positions = patches.positions
@@ -62,11 +66,13 @@ class EveryPoint(Points):
         return self._patches.unchanged(point, *arguments)
 
     def at(self, point: str, *arguments: Any) -> Any:
-        """The result of the point of this name for these arguments."""
+        """The result of the point of this name (a method of the call's own Points) for these arguments. Here, that
+        method's."""
         return getattr(self._patches, point)(*arguments)
 
     def __getattr__(self, name: str) -> Any:
-        """at() for the point of this name; for an attribute that is not callable, its value."""
+        """For the name of a point, a function that calls at() with it; for an attribute of the call's own Points that
+        is not callable, its value."""
         if name.startswith("_"):
             raise AttributeError(name)
         found = getattr(self._patches, name)
@@ -74,18 +80,22 @@ class EveryPoint(Points):
 
 
 class DoesNotFit(Exception):
-    """The functions of this call are at other points than at the capture of the graphs, or returned another shape.
+    """Raised by a replay whose graphs do not fit the call: its functions are at other points than at the capture, or
+    one returned another shape. The caller then computes the call without graphs.
 
     passed: the points that the replay has passed, so that the forward can be repeated without calling their functions
-    again (ResumedPoints); None if all functions must be called again.
+        again (ResumedPoints); None if all functions must be called again.
     """
 
     passed: list[PassedPoint] | None = None
 
 
 class PassedPoint(NamedTuple):
-    """A point that a forward has passed. answer: its result, if has_answer; otherwise the point had no function, and
-    its result follows from its arguments (Points.unchanged)."""
+    """A point that a forward has passed.
+
+    has_answer: whether a function was called at it. answer: then the point's result; otherwise the result follows from
+        the point's arguments (Points.unchanged).
+    """
 
     name: str
     has_answer: bool
@@ -97,6 +107,7 @@ class ResumedPoints(EveryPoint):
     return the same results again, without calling their functions a second time."""
 
     def __init__(self, patches: Points, passed: Iterable[PassedPoint]) -> None:
+        """patches: the Points of the call. passed: the points that the replay has passed, in order."""
         super().__init__(patches)
         self._passed = deque(passed)
 
@@ -104,6 +115,8 @@ class ResumedPoints(EveryPoint):
         """Does nothing: the replay has called begin() already."""
 
     def at(self, point: str, *arguments: Any) -> Any:
+        """The known result for each point that the replay has passed; then the results of the points themselves. Raises
+        RuntimeError if the forward passes points in another order than the replay did."""
         if not self._passed:
             return getattr(self._patches, point)(*arguments)
         passed = self._passed.popleft()

@@ -15,21 +15,23 @@ from .sampling import Position, Sampling
 from .settings import Settings
 from .table import Entry, Stopwatch
 
-# The host's own forward of a call.
+# Computes a call with the host's own forward, and returns the output.
 Host = Callable[[], Tensor]
 # Returns which rows of a call are the prompt's. Raises Refusal if that is unknown. Called only if a policy needs it.
 Guidance = Callable[[], PromptRows]
-FAILED = "a fault of OneDiff"
+# The reason, for users, why a policy is inactive after an exception of its code.
+FAILED = "it failed in this image (a fault of OneDiff; see the log)"
 
 
 class Served(NamedTuple):
     """A call that OneDiff has computed.
 
-    output: (batch, channels, height, width). entry: that of its shape. epoch: that of the network.
+    output: of the latent's shape; the number of channels may differ. entry: that of the call's shape. epoch: the
+        network's, at the call.
     route: GRAPH or PLAIN of core.image. reason: why it did not take a faster route, for users; "" if there is none.
     call: the call as it was computed.
-    rewind: restores the random states and functions' state of before the call, so that a capture may call the functions
-        of other extensions again; None without such functions, or if no graph is to be captured.
+    rewind: restores the random states, and the state of other extensions' functions, to what they were before the call,
+        so that a capture may call these functions again; None without such functions, or if no graph is to be captured.
     """
 
     output: Tensor
@@ -42,11 +44,11 @@ class Served(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The output of a call.
+    """The output of a call, and how it was made.
 
-    output: (batch, channels, height, width).
+    output: of the latent's shape; the number of channels may differ.
     served: how OneDiff computed it; None if the host did, or if it was extrapolated.
-    host_times: how long the host's own forward takes for such a call; None if unknown.
+    host_times: the stopwatch of the host's own forward for such calls; None if there is none.
     """
 
     output: Tensor
@@ -55,10 +57,10 @@ class Answer(NamedTuple):
 
 
 class Compute(Protocol):
-    """Computes calls for a policy: the next policy, or the runtime itself."""
+    """Computes calls for a policy: the next policy that is on, or behind the last one the runtime itself."""
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The output of a call. The policy may have changed the host's call, such as by a cut.
+        """The output of a call: the one that the policy was asked for, or a changed one, such as with a cut.
 
         host: the host's own forward of this call, with which the first output of a shape is compared. None if the host
             has none; then only a shape that was checked before is served.
@@ -66,18 +68,20 @@ class Compute(Protocol):
         """
 
     def check(self, call: Call, served: Served) -> None:
-        """Check a call that the host cannot compute, such as a cached pass: compute it once, and compare the output
-        with that of the full pass (served). After that, calls of its shape can be computed with host=None.
+        """Check a shape that the host cannot compute, such as a cached pass: compute `call` once, and compare its
+        output with that of a full pass with the same inputs (served). Policies call this right after that full pass.
+        Then calls of the shape can be computed with host=None.
 
-        Raises Refusal if the two differ by more than rounding, at this call and at each later one of the shape.
+        Raises Refusal if the two differ by more than rounding explains, now and for each later call of the shape.
         """
 
 
 class StepMemory:
-    """A policy's memory of a network's calls within one sampling run. Policies derive their own from it.
+    """What a policy remembers of a network's calls within one sampling run. Each policy has a class derived from this.
 
-    keeps_tensors: whether to drop the memory when the host moves the network off the GPU during the run.
-    is_broken: whether the policy has failed and is inactive for the rest of this run.
+    keeps_tensors: whether it has tensors on the GPU; the runtime then drops the memory when the host moves the network
+        off the GPU during the run.
+    is_broken: whether the policy's code has failed; the policy is then inactive for the rest of this run.
     sampling_run: the Position.sampling_run to which the memory belongs, set by StepContext.memory_of.
     """
 
@@ -91,22 +95,25 @@ Memory = TypeVar("Memory", bound=StepMemory)
 
 @dataclass(frozen=True)
 class StepContext:
-    """Everything that a policy needs to decide about one call. Functions are called only by policies that need them.
+    """Everything that a policy needs to decide about one call. Several fields are functions, because their answers take
+    time and only some policies need them.
 
-    host: the host's own forward of the call. settings, sampling: those of the call.
+    host: computes the call with the host's own forward. settings, sampling: those of the call.
     guidance: returns which rows are the prompt's; None if the host cannot tell.
     call_stats: the runtime.call_stats.CallStats that counts the image's steps.
     memories: each policy's memory for this network, by the policy's name. The runtime drops them at the end of the
         sampling, or when GPU memory is short.
-    position: see Sampling.position.
+    position: returns the call's position in its sampling, or raises Refusal; see Sampling.position. May be called any
+        number of times.
     deepest: returns the largest depth at which this network can be cut; 0 if it cannot be cut.
-    schedule: returns Family.schedule of its family.
-    cut_memory: returns the memory of a cut for a shape: the same object as long as it is referenced.
+    schedule: returns Family.schedule of the network's family.
+    cut_memory: given a hashable that identifies a shape, returns the memory of its cut: the same object as long as
+        somebody refers to it.
     values: looks for edits of the weights now, and returns the version of their values (Epoch.values).
     ordered: returns a context manager within which only this thread launches work on the call's device, and may write
         memory that calls share (Services.computing).
-    is_warm_up: the call makes a shape ready, and belongs to no image.
-    is_counted: False for a part of a call, such as one GPU's rows, that is counted as a whole.
+    is_warm_up: whether the call only makes a shape ready, and belongs to no image.
+    is_counted: False for a part of a call, such as one GPU's rows, whose caller counts the call.
     """
 
     call: Call
@@ -126,8 +133,9 @@ class StepContext:
     is_counted: bool = True
 
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
-        """The memory of the policy of this name for this network. make: called at the first call of each sampling run.
-        Raises Refusal if the policy has failed in this run."""
+        """The memory of the policy of this name for this network and the call's sampling run. At the first call of a
+        run, make() returns a new one, which replaces that of the last run. Raises Refusal if the call's position is
+        unknown (see position), or the policy has failed in this run."""
         memory: Any = self.memories.get(name)
         sampling_run = self.position().sampling_run
         if memory is None or memory.sampling_run != sampling_run:
@@ -142,8 +150,9 @@ class StepPolicy(Protocol):
     """A way to compute less than the whole network at some steps. The object has counts and words for the user; its
     memory of a network is in StepContext.memories.
 
-    name: the key of its part of the status. title: its name for users.
-    status: plain values: counts, and under "reason" why the last call was computed as without the policy, or "".
+    name: the key of its part of the status, and of its memory. title: its name for users.
+    status: plain values by name: counts, and under "reason" why the last call was computed as without the policy, or
+        "".
     whole_batch: whether it decides for a call's whole batch. False: it decides for each GPU's rows separately, so that
         its memory of them is on that GPU.
     """
@@ -157,7 +166,8 @@ class StepPolicy(Protocol):
         """Whether the settings turn this policy on."""
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A function that returns the answer to this call, given the next Compute. It raises what that raises.
+        """Decide about a call. Returns a function that computes it: given the next Compute, it returns the Answer, and
+        raises what that raises.
 
         Raises Refusal if the call is to be computed as without this policy; the caller shows its reason in the status.
         With the reason "", the policy counts as off for this call, and nothing is shown.

@@ -21,10 +21,11 @@ FP16_REDUCTION = "reduced float16 reduction"
 BF16_REDUCTION = "reduced bfloat16 reduction"
 TF32_MATMUL = "TF32 in matmul"
 TF32_CONVOLUTION = "TF32 in convolutions"
-# The error of sums of some thousand products in float16, relative to the output's norm.
+# The relative error of an output that the check of a shape accepts with HALF_SUMS: sums of some thousand products in
+# float16 have such an error, relative to the output's norm.
 ROUNDING_HALF_SUMS = 6e-2
 
-# (switch, whether it is on) pairs.
+# Values of switches, for applied() and a shape's key: (switch, whether it is on) pairs, with names as in SWITCHES.
 Flags = tuple[tuple[str, bool], ...]
 
 # Two threads must not change the switches at the same time: the one that ends last would restore values that the other
@@ -33,7 +34,8 @@ _TURN = threading.RLock()
 
 
 def wanted(settings: Any, switch: str) -> bool | None:
-    """The value that the settings want for a switch in our calls; None: leave the value that the host has set."""
+    """The value that the settings want for a switch in our calls; None: the value that the host has set. settings: a
+    Settings. switch: a name as in SWITCHES."""
     is_half: bool = settings.accumulation == HALF
     if switch == HALF_SUMS:
         return is_half
@@ -41,8 +43,8 @@ def wanted(settings: Any, switch: str) -> bool | None:
 
 
 def switch_of(owner: Any, attribute: str) -> Any:
-    """The value of a switch in torch.backends; None if this torch has no such switch. owner: the part of torch.backends
-    that has it."""
+    """The value of owner.attribute; None if this torch has no such attribute. owner: a part of torch.backends, or None.
+    Raises what torch raises for a switch that it cannot read now (see Tf32Switch)."""
     try:
         return getattr(owner, attribute)
     except (AttributeError, AssertionError):
@@ -52,26 +54,27 @@ def switch_of(owner: Any, attribute: str) -> Any:
 
 @dataclass(frozen=True)
 class MatmulSwitch:
-    """An attribute of torch.backends.cuda.matmul."""
+    """A switch that is an attribute of torch.backends.cuda.matmul."""
 
     attribute: str
 
     def read(self) -> bool | None:
-        """Whether it is on; None if this torch has no such switch."""
+        """Whether the switch is on; None if this torch has no such switch."""
         found: bool | None = switch_of(torch.backends.cuda.matmul, self.attribute)
         return found
 
     def write(self, value: bool | None) -> None:
+        """Turn the switch on or off. Only if this torch has it (read() is not None)."""
         setattr(torch.backends.cuda.matmul, self.attribute, value)
 
-    # As in Tf32Switch: restore(state()) changes nothing.
+    # The methods of Tf32Switch that save and restore a switch: here its value is all of its state.
     state = read
     restore = write
 
 
 @dataclass(frozen=True)
 class Tf32Switch:
-    """TF32 for matrix products, or for convolutions if `convolutions`.
+    """torch's switch for TF32 in matrix products, or in convolutions if `convolutions`.
 
     torch 2.9 and newer have two switches for it, allow_tf32 and fp32_precision. While the two disagree, reading
     allow_tf32 raises RuntimeError. So allow_tf32 is used if it can be read, and fp32_precision otherwise.
@@ -80,7 +83,8 @@ class Tf32Switch:
     convolutions: bool
 
     def _owners(self) -> tuple[Any, Any]:
-        """The object with the attribute allow_tf32, and the one with fp32_precision; None if this torch has none."""
+        """The parts of torch.backends with the attributes (allow_tf32, fp32_precision); the second is None if this
+        torch has no fp32_precision."""
         if not self.convolutions:
             matmul = torch.backends.cuda.matmul
             return matmul, None if switch_of(matmul, "fp32_precision") is None else matmul
@@ -88,7 +92,8 @@ class Tf32Switch:
         return torch.backends.cudnn, None if switch_of(newer, "fp32_precision") is None else newer
 
     def state(self) -> tuple[bool | None, str | None]:
-        """(allow_tf32 or None if it cannot be read, fp32_precision or None if this torch has none), for restore()."""
+        """The values of (allow_tf32, fp32_precision), for restore(). The first is None if it cannot be read, the second
+        if this torch has none."""
         older, newer = self._owners()
         try:
             allowed = switch_of(older, "allow_tf32")
@@ -102,6 +107,7 @@ class Tf32Switch:
         return allowed if precision is None else precision == "tf32"
 
     def write(self, value: bool) -> None:
+        """Turn TF32 on or off. Does nothing if this torch has no such switch."""
         older, newer = self._owners()
         if self.state()[0] is not None:
             older.allow_tf32 = value
@@ -109,7 +115,7 @@ class Tf32Switch:
             newer.fp32_precision = "tf32" if value else "ieee"
 
     def restore(self, state: tuple[bool | None, str | None]) -> None:
-        """Set both switches to a result of state()."""
+        """Set both attributes to the values that state() has returned. A value that is None is not written."""
         allowed, precision = state
         older, newer = self._owners()
         if allowed is not None:
@@ -123,6 +129,7 @@ class Tf32Switch:
             newer.fp32_precision = precision
 
 
+# All switches, by the names that they have in Flags.
 SWITCHES: Mapping[str, MatmulSwitch | Tf32Switch] = {
     HALF_SUMS: MatmulSwitch("allow_fp16_accumulation"),
     FP16_REDUCTION: MatmulSwitch("allow_fp16_reduced_precision_reduction"),
@@ -130,6 +137,7 @@ SWITCHES: Mapping[str, MatmulSwitch | Tf32Switch] = {
     TF32_MATMUL: Tf32Switch(convolutions=False),
     TF32_CONVOLUTION: Tf32Switch(convolutions=True),
 }
+# The names of the switches that affect networks of a dtype.
 OF_DTYPE: Mapping[torch.dtype, tuple[str, ...]] = {
     torch.float16: (HALF_SUMS, FP16_REDUCTION),
     torch.bfloat16: (BF16_REDUCTION,),
@@ -138,11 +146,12 @@ OF_DTYPE: Mapping[torch.dtype, tuple[str, ...]] = {
 
 
 def flags_for(settings: Any, dtype: torch.dtype, device: torch.device, upcast_attention: bool = False) -> Flags:
-    """The switches that affect a network of this dtype, with the values that they should have in our calls.
+    """The switches that affect a network of this dtype, with the values that they should have in our calls: for a
+    shape's key, and for applied().
 
-    A switch is left out if this torch lacks it. A switch that the settings leave alone has its present value, so call
-    this while the host's own values are set. () on any device but a GPU. settings: a Settings object. upcast_attention:
-    whether attention is computed in float32.
+    A switch that the settings leave alone has its present value, so call this while the host's own values are set. One
+    that this torch lacks is left out. () on any device but a GPU. settings: a Settings. upcast_attention: whether
+    attention scores are computed in float32.
     """
     if device.type != "cuda":
         return ()
@@ -163,8 +172,8 @@ def flags_for(settings: Any, dtype: torch.dtype, device: torch.device, upcast_at
 def applied(flags: Flags) -> Iterator[None]:
     """A context in which the switches have these values. At its end, also after an exception, they are restored.
 
-    A switch that has the value already, or that this torch lacks, is not written. Another thread with flags waits until
-    the context ends. Empty flags change nothing and wait for nothing.
+    A switch that has the value already, or that this torch lacks, is not written. The switches are global, so only one
+    thread can be in such a context: others wait at its beginning. Empty flags change nothing and wait for nothing.
     """
     if not flags:
         yield
@@ -184,16 +193,17 @@ def applied(flags: Flags) -> Iterator[None]:
 
 
 def tf32_is_on() -> bool:
-    """Whether torch may use TF32, in matrix products or convolutions. Never raises (see Tf32Switch)."""
+    """Whether torch may use TF32 now, in matrix products or in convolutions. Unlike torch's own attributes, this can
+    always be read (see Tf32Switch)."""
     return any(SWITCHES[name].read() for name in (TF32_MATMUL, TF32_CONVOLUTION))
 
 
-# Older versions of torch raise for other device types, such as mps.
+# The device types with autocast. Older versions of torch raise for others, such as mps.
 AUTOCAST_DEVICES = ("cuda", "cpu")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of torch.autocast that is active now for a device type; None if autocast is off."""
+    """The dtype of the torch.autocast that is active now for a device type, such as "cuda"; None if autocast is off."""
     if device_type not in AUTOCAST_DEVICES:
         return None
     if hasattr(torch, "get_autocast_dtype"):
@@ -203,7 +213,8 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
     return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
 
 
-# Every call reads this, so it is torch's own function if that takes a device type (torch 2.4 and newer).
+# Whether autocast is on for a device type. Every call of a network reads this, so it is torch's own function if that
+# takes a device type (torch 2.4 and newer).
 is_autocast_on: Callable[[str], bool] = (
     torch.is_autocast_enabled if hasattr(torch, "get_autocast_dtype") else lambda kind: autocast_dtype(kind) is not None
 )
@@ -211,9 +222,8 @@ is_autocast_on: Callable[[str], bool] = (
 
 @contextlib.contextmanager
 def our_modes(device: torch.device, flags: Flags = ()) -> Iterator[None]:
-    """The modes in which our forwards and captures run: no inference mode, no gradients, no autocast.
-
-    flags: torch's switches for precision, from the shape's key.
+    """A context for our forwards and captures: without inference mode, gradients and autocast, and with torch's
+    precision switches as in flags (see applied). device: the one that computes. flags: those in the shape's key.
     """
     autocasts = autocast_dtype(device.type) is not None
     no_autocast = torch.autocast(device.type, enabled=False) if autocasts else contextlib.nullcontext()

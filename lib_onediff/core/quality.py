@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+# The largest value of a channel.
 WHITE = 255
 # The limits between verdicts were set by images of emoji-sd compared with the host's: 24 prompts, 256x256, 20 steps of
 # Euler in float32.
@@ -47,14 +48,14 @@ SAME_SSIM = 0.6
 
 @dataclass(frozen=True)
 class ImageComparison:
-    """The difference of a second image from a first.
+    """How a second image differs from a first.
 
     psnr: in decibels; infinite for equal images.
     ssim: 1 for equal images (Wang et al. 2004).
-    largest: the largest difference of a channel, of 255.
+    largest: the largest difference of a channel of a pixel, from 0 to 255.
     delta_e: the mean distance in CIELAB; people notice 2.3 between two patches (Mahy et al. 1994).
-    contrast, saturation: the relative change of the standard deviation of L*, and of the root mean square of the
-        chroma.
+    contrast, saturation: the relative changes from the first to the second image (-0.1: 10 % less) of the standard
+        deviation of L*, and of the root mean square of the chroma.
     washed_out: whether the second image has the same structure, and lost more contrast or saturation than lightness.
     """
 
@@ -68,7 +69,7 @@ class ImageComparison:
 
     @property
     def verdict(self) -> str:
-        """One of VERDICTS."""
+        """The difference in one word, one of VERDICTS (see SENTENCES). PALER comes before all but IDENTICAL."""
         if self.largest == 0:
             return IDENTICAL
         if self.washed_out:
@@ -80,15 +81,15 @@ class ImageComparison:
         return UNLIKE if self.psnr < DIFFERENT_PSNR else DETAILS
 
     def sentence(self) -> str:
-        """The verdict as a sentence for the user, who sees the first image on the left."""
+        """The verdict as a sentence for the user, who sees the first image on the left and the second on the right."""
         return SENTENCES[self.verdict].format(**vars(self))
 
 
 def compare(first: Any, second: Any) -> ImageComparison:
-    """Compare two images of the same size. Raises ValueError with a sentence for the user, also if scikit-image is
-    missing.
+    """How `second` differs from `first`, an image of the same size.
 
-    Each is a PIL image, or an array or CPU tensor of uint8, (height, width, 3) or (3, height, width).
+    Each is a PIL image, or an array or CPU tensor of uint8, (height, width, 3) or (3, height, width). Raises ValueError
+    with a sentence for the user if one is anything else, their sizes differ, or scikit-image is missing.
     """
     try:
         from skimage import color, measure, metrics
@@ -117,12 +118,13 @@ def compare(first: Any, second: Any) -> ImageComparison:
 
 
 def pixels_of(image: Any) -> Any:
-    """An image as an array of uint8, (height, width, 3). Raises ValueError with a sentence for anything else."""
+    """An image as an array of uint8, (height, width, 3). image: see compare. Raises ValueError with a sentence for the
+    user for anything else."""
     pixels = np.asarray(image.convert("RGB") if hasattr(image, "convert") else image)
     if pixels.ndim == 3 and pixels.shape[0] == 3 != pixels.shape[2]:
         pixels = pixels.transpose(1, 2, 0)
     if pixels.ndim != 3 or pixels.shape[2] != 3 or pixels.dtype != np.uint8:
-        raise ValueError(f"An image is (height, width, 3) of uint8, not {pixels.shape} of {pixels.dtype}.")
+        raise ValueError(f"An image must be (height, width, 3) of uint8, not {pixels.shape} of {pixels.dtype}.")
     return pixels
 
 

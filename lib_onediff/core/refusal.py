@@ -1,4 +1,5 @@
-"""Two exceptions with a sentence for the user: OneDiff does not do something, or does it in this process alone."""
+"""Two exceptions with a sentence for the user: Refusal, OneDiff does not serve something; NotKept, a change of the user
+is lost when the process ends."""
 from __future__ import annotations
 
 
@@ -11,5 +12,5 @@ class Refusal(Exception):
 
 
 class NotKept(Exception):
-    """A user's change works in this process, but could not be written to the disk. The message is a sentence for the
-    user."""
+    """A user's change, such as a pinned size, works in this process, but could not be written to the disk. The message
+    is a sentence for the user."""

@@ -1,4 +1,5 @@
-"""A sampling, as a host announces it before its first call, and a call's position in it."""
+"""A sampling (the steps from noise to latent), as a host announces it before its first call, and a call's position in
+it."""
 from __future__ import annotations
 
 from bisect import bisect_right
@@ -22,7 +23,8 @@ FEW_STEP_MODEL = (
     f"the sampling has fewer than {FEWEST_UNGUIDED_STEPS} steps at a CFG scale of {LITTLE_GUIDANCE:g} or less, "
     "as few-step models have (LCM, Lightning, Turbo, Hyper, DMD2)"
 )
-# A timestep that is above the next step's first timestep by at most this part of the interval belongs to the next step.
+# A timestep just above the one at which a step begins, by at most this part of the interval before that step, belongs
+# to the step: the difference is taken for rounding.
 NEAR = 0.05
 UNANNOUNCED = "the beginning and end of the sampling are unknown (in your own loop, use lib_onediff.sampling(unet))"
 UNKNOWN_TIMES = (
@@ -30,9 +32,9 @@ UNKNOWN_TIMES = (
 )
 FOREIGN_TIMES = "the pipeline gives the network other timesteps than the sampler's, so steps cannot be told apart"
 UNEQUAL_TIMES = "the images of this batch are at different steps"
-OTHER_SAMPLER = "it works with the samplers Euler and DDIM (without added noise)"
+OTHER_SAMPLER = "it works only with the samplers Euler and DDIM, without added noise"
 UNKNOWN_SAMPLER = "the sampler is unknown"
-# The timesteps of a warm-up: enough steps for every policy.
+# The timesteps of the sampling of a warm-up: enough steps for every policy to be active.
 WARM_UP_TIMES = range(1000, 0, -1)
 
 
@@ -40,8 +42,8 @@ WARM_UP_TIMES = range(1000, 0, -1)
 class Step:
     """A step of a sampling.
 
-    index: from 0.
-    total: the number of steps.
+    index: from 0, for the first step that is computed (in img2img not the first of the schedule).
+    total: the number of steps from that one on.
     fraction: index / total, the part of the sampling that was done before it.
     is_last: whether it is the last step.
     """
@@ -52,8 +54,8 @@ class Step:
     is_last: bool
 
     def why_too_few(self, guidance_scale: float | None) -> str:
-        """Why the sampling has too few steps for a policy to skip work, in one line for the user; "" if it has enough.
-        guidance_scale: the sampling's CFG scale; None if unknown."""
+        """Why this step's sampling has too few steps for a policy to skip work, in one line for the user; "" if it has
+        enough. guidance_scale: the sampling's CFG scale; None if unknown."""
         if self.total >= FEWEST_UNGUIDED_STEPS:
             return ""
         if self.total < FEWEST_STEPS:
@@ -70,17 +72,21 @@ class Timeline:
     """
 
     def __init__(self, times: Sequence[float]) -> None:
+        """times: the timesteps, at least one, in any order."""
         self._times = sorted({float(time) for time in times}, reverse=True)
         self._first: int | None = None
         self._last: int = -1
 
     def is_foreign(self, time: float) -> bool:
-        """Whether a sampling that begins at this timestep is none of these: a network may get shares of noise, from 1
-        to 0, where the sampler counts from 1000."""
+        """Whether the timestep of the first call has another unit than this timeline, so that steps cannot be found: a
+        network may get fractions of noise, from 1 to 0, where the sampler counts from 1000 to 0. False after the first
+        call of step(). time: a call's timestep; it is taken for foreign if it is below half of the smallest one here.
+        """
         return self._first is None and time < self._times[-1] / 2
 
     def step(self, time: float) -> tuple[Step, bool]:
-        """The step of a timestep, and whether it precedes the step of the last call (a jump back, as in restarts).
+        """The step to which a call with this timestep belongs, and whether it comes before the step of the last call (a
+        jump back to noise, as in samplers with restarts). Call it for each call in turn: it remembers the last step.
 
         img2img begins in the middle of the timesteps: the first step that is called gets index 0.
         """
@@ -95,7 +101,8 @@ class Timeline:
         return Step(index, total, index / total, is_last), jumped
 
     def _number(self, time: float) -> int:
-        """The index, among all timesteps, of the step to which a timestep belongs."""
+        """The index of the step to which a timestep belongs, among all timesteps from the largest to the smallest. See
+        NEAR; a timestep above all of them belongs to the first step."""
         after = bisect_right(self._times, -time, key=neg)
         before = max(after - 1, 0)
         if after < len(self._times):
@@ -106,7 +113,8 @@ class Timeline:
 
 
 def time_of(timestep: Tensor) -> float | None:
-    """The timestep of a call, (batch,), as a number; None if the rows differ. Waits for the GPU."""
+    """The timestep of a call, a tensor (batch,) on any device, as a number; None if the rows differ. Waits until the
+    GPU has computed the tensor."""
     if timestep.dim() and timestep.stride(0) == 0:
         return float(timestep[0])
     times = timestep.flatten().tolist()
@@ -117,7 +125,7 @@ class Position(NamedTuple):
     """The position of a call in its sampling.
 
     step: the step that the call belongs to.
-    time: its timestep.
+    time: the call's own timestep, which may lie between two steps.
     sampling_run: an object that identifies one pass through the steps. A new object means another sampling or a jump
         back in this one, so policies must not use what they kept from earlier calls.
     """
@@ -150,10 +158,12 @@ class Sampling:
     _sampling_run: object = field(default_factory=object, init=False)
 
     def position(self, timestep: Tensor) -> Position:
-        """The position of a call with this timestep, (batch,). A refiner's calls continue the base model's sampling.
+        """The position of a call, given its timestep, a tensor (batch,). To be called once for each call, in their
+        order: a step before that of the last call begins a new sampling_run. A refiner's calls continue the base
+        model's.
 
-        May wait for the GPU: see read. Raises Refusal if every step must compute the whole network, or if the step is
-        unknown.
+        May wait for the GPU: see read. Raises Refusal, with a reason for the user, if the step is unknown, or if every
+        step must compute the whole network: for why_not, or because there are too few steps.
         """
         if self.why_not:
             raise Refusal(self.why_not)

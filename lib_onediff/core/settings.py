@@ -1,7 +1,7 @@
 """Every option of the product, defined once.
 
-The settings page, the REST API and compile_unet's arguments derive from the fields of Settings; a test holds the table
-in .readme/speed-and-quality.md to them.
+The settings page, the REST API and compile_unet's arguments derive from the fields of Settings; a test compares the
+table in .readme/speed-and-quality.md with them.
 """
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WORD_OF_BOOL = {True: "on", False: "off"}
 BOOL_OF_WORD = {word: value for value, word in WORD_OF_BOOL.items()}
 TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 HOST_KEY_PREFIX = "onediff_"
-# Says where to switch OneDiff on. The names are those of the settings page and of the option `enabled` below.
+# Tells the user where to switch OneDiff on. The names are those of the settings page and of the option `enabled` below.
 OFF_IN_SETTINGS = "OneDiff is switched off in the settings (Settings > OneDiff > Use OneDiff)"
 # A TiB: more than any GPU has.
 MOST_GRAPH_MEMORY_MIB = 1 << 20
@@ -26,23 +26,24 @@ SPEED = "Speed and precision"
 MEMORY = "Memory and pre-warm"
 EXPERT = "Expert"
 GROUPS = (GENERAL, SPEED, MEMORY, EXPERT)
-# The largest relative error of an output with Low-bit that the check of a shape accepts. Float8 has 3 bits of mantissa,
-# int8 7 bits relative to the largest number of a row. Measured errors of float8: 2e-2 in SDXL, 7e-2 in very small
-# networks. A wrong output has an error of about 1.
+# The largest relative error (norm of the difference over the norm of the host's output) of an output with Low-bit that
+# the check of a shape accepts. Float8 has 3 bits of mantissa, int8 7 bits relative to the largest number of a row.
+# Measured errors of float8: 2e-2 in SDXL, 7e-2 in very small networks. A wrong output has an error of about 1.
 MOST_LOW_BIT_ERROR = 0.12
 # The largest interval and depth of DeepCache. Nothing was measured beyond them, and no UNet has more stages.
 MOST_INTERVAL = 20
 MOST_DEPTH = 11
-# How many blocks of a transformer cached steps compute. With two, images were not closer to exact ones for the time
-# that it takes (.readme/developing.md).
+# How many blocks of a transformer a cached step of DeepCache computes. A second one does not bring images close enough
+# to exact ones for the time that it takes (.readme/developing.md).
 TRANSFORMER_DEPTH = 1
 # The options of DeepCache, and those that replace them for transformers: see Settings.cache_options.
 DEEPCACHE_OPTIONS = frozenset({"deepcache_interval", "deepcache_depth"})
 TRANSFORMER_OPTIONS = frozenset({"transformer_interval"})
-# With a larger interval, the extrapolated outputs are too far from the image.
+# The largest interval of extrapolated outputs. With a larger one, images differ too much from exact ones.
 MOST_FORECAST = 4
 # The value of second_gpu for computing on one GPU.
 ONE_GPU = "off"
+# For `no_effect_when`: the backends that do not compute in eight bits.
 WITHOUT_KERNELS = {"backend": ("cudagraph", "oneflow", "eager")}
 
 
@@ -51,14 +52,16 @@ def option(
     bounds: tuple[float, float] | None = None, step: float | None = None, per_run: bool = False,
     check: Callable[[Any], object] | None = None, no_effect_when: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Any:
-    """A dataclass field with what a user interface needs to show the option.
+    """A dataclass field of Settings, whose metadata has what a user interface needs to show the option. The default's
+    type is the option's type.
 
-    explanation: at most 90 characters; more is in .readme. group: the heading on the settings page.
-    choices: the allowed words; () for a number, or for any text. bounds: the smallest and the largest number. step: of
-        the slider between them.
-    per_run: whether a single generation may have another value.
+    label, explanation: for the user; the explanation has at most 90 characters; more is in .readme.
+    group: the heading on the settings page, one of GROUPS.
+    choices: the allowed words; () for a number, or for any text. bounds: the smallest and the largest number; None for
+        none. step: the increment of the slider between them; None: 1.
+    per_run: whether a single generation may have another value than the settings page.
     check: raises ValueError, with a sentence for the user, for a wrong value of the right type.
-    no_effect_when: for other options, the values with which this option has no effect.
+    no_effect_when: by the name of another option, the values of that option with which this one has no effect.
     """
     return field(default=default, metadata={
         "label": label, "explanation": explanation, "choices": choices, "bounds": bounds, "step": step or 1,
@@ -67,7 +70,8 @@ def option(
 
 
 def check_value(option_field: Field[Any], value: Any) -> None:
-    """Raise ValueError with a sentence for the user if value does not fit the option."""
+    """Raise ValueError with a sentence for the user unless the option can have this value: of exactly the option's
+    type, one of its choices, within its bounds, and accepted by its check."""
     name = option_field.name
     kind = type(option_field.default)
     metadata = option_field.metadata
@@ -78,19 +82,21 @@ def check_value(option_field: Field[Any], value: Any) -> None:
     if metadata["bounds"] is not None:
         least, most = metadata["bounds"]
         if not least <= value <= most:
-            raise ValueError(f"OneDiff option {name} must be from {number(least)} to {number(most)}, not {value!r}.")
+            allowed = f"from {number_for_users(least)} to {number_for_users(most)}"
+            raise ValueError(f"OneDiff option {name} must be {allowed}, not {value!r}.")
     if metadata["check"] is not None:
         metadata["check"](value)
 
 
 def format_value(value: Any) -> str:
-    """A value as infotext and presets contain it."""
+    """An option's value as infotext and presets contain it: "on" or "off" for a bool, otherwise str(value)."""
     return WORD_OF_BOOL[value] if isinstance(value, bool) else str(value)
 
 
 def parse_value(option_field: Field[Any], word: str) -> Any:
-    """The value of an option for a word (see format_value). Raises ValueError if it does not fit the option: with a
-    sentence for the user, or with Python's own message for a word that is no number, to which callers add the name."""
+    """The value of an option that is written as this word; the inverse of format_value. Raises ValueError if the option
+    cannot have it: with a sentence for the user; but for a word that is no number with Python's own message, to which
+    the caller has to add the option's name."""
     kind: type[Any] = type(option_field.default)
     if kind is bool:
         # X/Y/Z plots pass Python's True, and users type On.
@@ -104,27 +110,29 @@ def parse_value(option_field: Field[Any], word: str) -> Any:
 
 
 def words_of(option_field: Field[Any]) -> list[str]:
-    """The words that an option can have; [] if it takes a number or any text."""
+    """All words with which the option's values are written (see format_value); [] if it takes a number or any text."""
     return list(BOOL_OF_WORD) if isinstance(option_field.default, bool) else list(option_field.metadata["choices"])
 
 
 def allowed_values(option_field: Field[Any]) -> str:
-    """The values that an option can have, as words for users; "" if it takes any text."""
+    """The values that an option can have, as one text for users: "off, int8", "1 to 20" or "on, off"; "" if it takes
+    any text."""
     metadata = option_field.metadata
     if metadata["choices"]:
         return ", ".join(metadata["choices"])
     if metadata["bounds"] is not None:
-        return " to ".join(map(number, metadata["bounds"]))
+        return " to ".join(map(number_for_users, metadata["bounds"]))
     return "on, off" if isinstance(option_field.default, bool) else ""
 
 
-def number(value: float) -> str:
-    """A number as users see it: 1.0 as "1"."""
+def number_for_users(value: float) -> str:
+    """A number as text for users: "1" for 1.0, and six digits at most for a float."""
     return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the most similar known name, or all of them if none is similar."""
+    """The end of a message about an unknown name, with a space before it: " Did you mean 'backend'?", with the most
+    similar one of names, or " Choose from ..." with all of them if none is similar."""
     known = list(names)
     by_lower = {other.lower(): other for other in known}
     near = get_close_matches(name.lower(), by_lower, n=1)
@@ -135,40 +143,41 @@ def did_you_mean(name: str, names: Iterable[str]) -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """The values of all options. Immutable, so that a running call cannot see half of a change."""
+    """The values of all options, by name as keyword arguments; a wrong one raises ValueError with a sentence for the
+    user. Immutable, so that a running call cannot see half of a change."""
 
     enabled: bool = option(
         True, "Use OneDiff", "Off: every image is made by the WebUI alone.", group=GENERAL, per_run=True,
     )
     deepcache_interval: int = option(
-        1, "DeepCache interval", "Computes the whole network every Nth step. 1: off. Lossy.",
+        1, "DeepCache interval", "Computes the whole network only every Nth step. 1: off. Lossy.",
         group=SPEED, per_run=True, bounds=(1, MOST_INTERVAL),
     )
     deepcache_depth: int = option(
         1, "DeepCache depth",
-        "Layers computed in the steps between. Higher is closer to exact; 0 extrapolates.",
+        "Layers that the other steps compute. Higher: closer to exact. 0: outputs are extrapolated.",
         group=SPEED, per_run=True, bounds=(0, MOST_DEPTH),
     )
     transformer_interval: int = option(
         0, "DeepCache interval of transformers",
-        "Computes all blocks every Nth step, one block in the others. 0: as DeepCache interval.",
+        "Computes all blocks only every Nth step, else a single one. 0: same as DeepCache interval.",
         group=EXPERT, per_run=True, bounds=(0, MOST_INTERVAL),
     )
     vae_precision: str = option(
-        "auto", "VAE precision", "auto: as the WebUI does, in fp32 where fp16 overflows.",
+        "auto", "VAE precision", "auto: the WebUI's own, or fp32 where fp16 overflows (black images).",
         group=SPEED, choices=("auto", "fp16", "bf16", "fp32"), per_run=True,
     )
     accumulation: str = option(
         "full", "Accumulation",
-        "half: sums float16 in float16, and float32 models use TF32. Faster, less precise.",
+        "half: faster, less precise sums (float16 models sum in float16, float32 models use TF32).",
         group=SPEED, choices=("full", "half"), per_run=True,
     )
     memory_budget: int = option(
-        0, "Graph memory in MiB", "GPU memory for CUDA graphs. 0: a quarter of the card.",
+        0, "Graph memory in MiB", "Most GPU memory that CUDA graphs may take. 0: a quarter of the card.",
         group=MEMORY, bounds=(0, MOST_GRAPH_MEMORY_MIB),
     )
     prewarm: str = option(
-        "", "Pre-warm list", "After a checkpoint loads; for example: 512x512, 768x512 x2, most used 4",
+        "", "Pre-warm list", "Made ready after a checkpoint loads. Example: 512x512, 768x512 x2, most used 4",
         group=MEMORY, check=parse_prewarm,
     )
     backend: str = option(
@@ -176,11 +185,11 @@ class Settings:
         group=EXPERT, choices=("auto", "native", "cudagraph", "oneflow", "eager"), per_run=True,
     )
     low_bit: str = option(
-        "off", "Low-bit", "Layers in 8 bits: faster, lossy. auto: where faster.",
+        "off", "Low-bit", "Computes layers in 8 bits: faster, lossy. auto: only where it is faster.",
         group=EXPERT, choices=("off", "auto", "int8", "fp8"), per_run=True, no_effect_when=WITHOUT_KERNELS,
     )
     low_bit_budget: float = option(
-        0.02, "Low-bit error budget", "Maximum error; layers above it stay 16-bit. 0.12: all layers in 8 bits.",
+        0.02, "Low-bit error budget", "Largest error; layers that exceed it stay 16-bit. 0.12: all layers in 8 bits.",
         group=EXPERT, per_run=True, bounds=(0.0, MOST_LOW_BIT_ERROR), step=0.005,
         no_effect_when={"low_bit": ("off",), "low_bit_only": (True,)},
     )
@@ -189,37 +198,41 @@ class Settings:
         group=EXPERT, per_run=True, no_effect_when={**WITHOUT_KERNELS, "low_bit": ("off",)},
     )
     skip_negative_after: int = option(
-        0, "Skip the negative prompt after (% of steps)", "0: never. Faster, lossy.",
+        0, "Skip the negative prompt after (% of steps)",
+        "Later steps ignore the negative prompt: faster, lossy. 0: never.",
         group=EXPERT, per_run=True, bounds=(0, 99),
     )
     second_gpu: str = option(
-        ONE_GPU, "Second GPU", "Split each step across two GPUs. auto: the next one with room.",
+        ONE_GPU, "Second GPU", "Splits each step across two GPUs. auto: the next GPU with enough free memory.",
         group=EXPERT, choices=(ONE_GPU, "auto"),
     )
 
     @property
     def has_cache(self) -> bool:
-        """Whether DeepCache is on, at least for one kind of network."""
+        """Whether DeepCache is on, for UNets, transformers, or both. A depth of 0 is not DeepCache: see
+        forecast_interval."""
         return self.transformer_interval > 1 or (self.deepcache_interval > 1 and self.deepcache_depth > 0)
 
     def cache_options(self, is_transformer: bool) -> frozenset[str]:
-        """The names of the options that set DeepCache's interval and depth (see cache), also while it is off: on
-        transformers if is_transformer, else on UNets."""
+        """The names of the options that determine DeepCache's interval and depth, whether it is on or off: for
+        transformers if is_transformer, else for UNets. See cache."""
         return TRANSFORMER_OPTIONS if is_transformer and self.transformer_interval else DEEPCACHE_OPTIONS
 
     def cache(self, is_transformer: bool) -> tuple[int, int]:
-        """DeepCache's interval (1: off) and depth: for transformers if is_transformer, else for UNets."""
+        """DeepCache's (interval, depth): for transformers if is_transformer, else for UNets. An interval of 1 means
+        off. depth: see call.Cut."""
         if is_transformer and self.transformer_interval:
             return self.transformer_interval, TRANSFORMER_DEPTH
         return self.deepcache_interval if self.deepcache_depth else 1, self.deepcache_depth
 
     @property
     def forecast_interval(self) -> int:
-        """The interval at which the network is computed while the outputs of the steps between are extrapolated; 1 if
-        none are."""
+        """n if the network is computed at every nth step, and its outputs at the steps between are extrapolated; 1 if
+        none are extrapolated. For UNets, and for transformers if transformer_interval is 0."""
         return 1 if self.deepcache_depth else min(self.deepcache_interval, MOST_FORECAST)
 
     def __post_init__(self) -> None:
+        """Convert whole numbers to the option's type where int and float differ only by it, and check all values."""
         for option_field in fields(self):
             value = getattr(self, option_field.name)
             kind = type(option_field.default)
@@ -233,10 +246,8 @@ class Settings:
 
     @classmethod
     def from_mapping(cls, values: dict[str, Any], base: Settings | None = None) -> Settings:
-        """The settings with these values, by option name; other options have the values of base, or their defaults.
-
-        Raises ValueError, with a sentence for the user, for an unknown name or a wrong value.
-        """
+        """New settings with these values, by option name. Other options have the values of base; with base None, their
+        defaults. Raises ValueError, with a sentence for the user, for an unknown name or a wrong value."""
         known = sorted(option_field.name for option_field in fields(cls))
         unknown = sorted(set(values).difference(known))
         if unknown:
@@ -244,7 +255,7 @@ class Settings:
         return replace(base or cls(), **values)
 
     def changed_from(self, other: Settings) -> dict[str, Any]:
-        """The values of these settings, by name, for the options whose values differ in `other`."""
+        """The values of these settings, by name, for those options whose values differ in `other`; {} for none."""
         changed = {}
         for option_field in fields(self):
             name = option_field.name
@@ -254,8 +265,8 @@ class Settings:
         return changed
 
     def for_run(self, values: dict[str, Any]) -> Settings:
-        """These settings with other values, by name, for one generation. Raises ValueError as from_mapping does, and
-        for options that cannot differ between generations."""
+        """New settings for one generation: these, with other values by option name. Raises ValueError as from_mapping
+        does, and for options that cannot differ between generations (see option, per_run)."""
         for option_field in fields(self):
             if option_field.name in values and not option_field.metadata["per_run"]:
                 name = option_field.name
@@ -264,10 +275,10 @@ class Settings:
 
 
 def options_of_a_run() -> dict[str, Field[Any]]:
-    """The options that can differ between generations, by name."""
+    """The fields of the options that can differ between generations, by name, in the order of Settings."""
     return {option_field.name: option_field for option_field in fields(Settings) if option_field.metadata["per_run"]}
 
 
 def host_key(name: str) -> str:
-    """The key of this option in the WebUI's own settings."""
+    """The key of the option of this name in the WebUI's own settings: "onediff_backend" for "backend"."""
     return HOST_KEY_PREFIX + name

@@ -1,4 +1,5 @@
-"""Parses sizes as users write them, "1024x1024, 832x1216 x2", and the pre-warm list, "1024x1024, most used 4"."""
+"""Parses sizes of images as users write them, "1024x1024, 832x1216 x2" (x2: two images at once), and the option
+Pre-warm list, "1024x1024, most used 4"."""
 from __future__ import annotations
 
 import re
@@ -13,23 +14,25 @@ MULTIPLE = 8
 LARGEST_BATCH = 64
 MOST_SIZES = 100
 LONGEST_QUOTE = 40
-# The context length of a prompt that fits into one CLIP chunk. Hosts encode longer prompts in several whole chunks.
+# The length in tokens of a prompt that fits into one CLIP chunk. Hosts encode longer prompts in several whole chunks.
 TOKENS = 77
 TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
 MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
+# The number of sizes that "most used" without a number means.
 USUAL_NUMBER = 8
 
 
 @dataclass(frozen=True)
 class Size:
-    """The size of an image in pixels, and batch, the number of images made at once. Raises ValueError with a sentence
-    for the user if a value is out of range."""
+    """The size of an image in pixels, and batch, the number of images made at once. Making one raises ValueError with a
+    sentence for the user if a value is out of range, or width or height is no multiple of MULTIPLE."""
 
     width: int
     height: int
     batch: int = 1
 
     def __post_init__(self) -> None:
+        """Check all values."""
         for name, pixels in (("width", self.width), ("height", self.height)):
             if pixels % MULTIPLE or not SMALLEST <= pixels <= LARGEST:
                 wanted = f"a multiple of {MULTIPLE} from {SMALLEST} to {LARGEST} pixels"
@@ -43,21 +46,21 @@ class Size:
         return f"{self.width}x{self.height}"
 
     def __str__(self) -> str:
+        """The size as users write it: "512x768", or "512x768 x2" for a batch of two."""
         return self.resolution if self.batch == 1 else f"{self.resolution} x{self.batch}"
 
 
 class WantedSize(NamedTuple):
-    """A size to make ready, and the context length in tokens."""
+    """A size to make ready (pre-warm), and the length in tokens of the prompt that it is made ready for."""
 
     size: Size
     tokens: int
 
 
 def parse_sizes(text: str) -> list[Size]:
-    """The sizes of a comma-separated list, each once, in the order given.
-
-    Raises ValueError with a sentence for the user for anything else, and for more than MOST_SIZES.
-    """
+    """The sizes in a list, each once, in the order given. The items are separated by commas, semicolons or lines; empty
+    ones are skipped, so "" gives []. Raises ValueError with a sentence for the user for an item that is no size, and
+    for more than MOST_SIZES."""
     parts = [part.strip() for part in SEPARATOR.split(text)]
     sizes = list(dict.fromkeys(parse_size(part) for part in parts if part))
     if len(sizes) > MOST_SIZES:
@@ -66,7 +69,8 @@ def parse_sizes(text: str) -> list[Size]:
 
 
 def parse_size(text: str) -> Size:
-    """The size in a text such as "768x512" or "768x512 x2". Raises ValueError with a sentence for the user."""
+    """The size in a text such as "768x512" or "768x512 x2". Raises ValueError with a sentence for the user for any
+    other text, and for a size that is out of range."""
     found = SIZE.fullmatch(text.strip())
     if not found:
         shown = text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
@@ -75,14 +79,18 @@ def parse_size(text: str) -> Size:
 
 
 class PrewarmList(NamedTuple):
-    """What to make ready after a checkpoint has loaded: these sizes, and so many of the most used ones."""
+    """The option Pre-warm list: what to make ready after a checkpoint has loaded.
+
+    sizes: these sizes. most_used: how many of the sizes that were used most; 0 for none.
+    """
 
     sizes: list[Size]
     most_used: int
 
 
 def parse_prewarm(text: str) -> PrewarmList:
-    """The list in a text such as "512x512, 768x512 x2, most used 4". Raises ValueError with a sentence for the user."""
+    """The list in a text such as "512x512, 768x512 x2, most used 4". "" gives no sizes; of several "most used", the
+    last counts. Raises ValueError with a sentence for the user for any other text."""
     sizes = []
     most_used = 0
     for part in filter(None, map(str.strip, SEPARATOR.split(text))):

@@ -12,10 +12,10 @@ import torch
 
 
 class StreamOrder:
-    """Orders the work of all threads on each GPU; see turn.
+    """Orders the work of all threads on each GPU, in turns; see turn. One object for the whole process.
 
-    lock: held by the thread whose turn it is. It may be taken again by the same thread.
-    last: for each GPU, the stream of the last turn and the event at the end of its work.
+    lock: held by the thread whose turn it is. It is reentrant: the same thread may take it again.
+    last: for each GPU, the stream of the last turn, and the event recorded in it at the end of the turn's work.
     """
 
     def __init__(self) -> None:
@@ -23,17 +23,20 @@ class StreamOrder:
         self.last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
     def turn(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context in which this thread has the lock, and kernels start after those of the last turn, in whichever
-        stream. Only the GPU waits, not the thread.
+        """A context in which this thread has the lock, and its kernels on this device start after those of the device's
+        last turn have finished, whichever streams the two are in. The thread waits only for the lock; for the kernels,
+        the GPU waits.
 
-        device is torch's current GPU inside, which Triton and CUDA graphs need. While the caller captures a CUDA graph
-        of its own, nothing waits: a capture cannot wait for an event from outside. The context may be used again.
+        Inside, device is torch's current GPU, which Triton and CUDA graphs need. While the caller captures a CUDA graph
+        of its own, the GPU does not wait: a capture cannot wait for an event from outside. For a CPU, the context is
+        the lock alone. The context may be entered several times.
         """
         return Turn(self, device) if device.type == "cuda" else self.lock
 
 
 class Turn:
-    """StreamOrder.turn() on a GPU. A class, because every replay enters one and a generator is slower."""
+    """The context of StreamOrder.turn() on a GPU. A class, because every replay enters one, and contextlib's generators
+    are slower."""
 
     def __init__(self, order: StreamOrder, device: torch.device) -> None:
         self._order = order
@@ -42,6 +45,7 @@ class Turn:
         self._stream: torch.cuda.Stream | None = None
 
     def __enter__(self) -> None:
+        """Take the lock, and let this thread's current stream wait for the last turn's event."""
         self._order.lock.acquire()
         self._stream = None
         try:
@@ -58,6 +62,7 @@ class Turn:
             raise
 
     def __exit__(self, *raised: object) -> None:
+        """Record the event at the end of this turn's work, and release the lock."""
         try:
             if self._stream is not None:
                 _, event = self._order.last.get(self._device, (None, None))

@@ -1,4 +1,5 @@
-"""The table of shapes: for each shape its state, verdicts and times. Also the stopwatches that measure the times."""
+"""The table of shapes: for each shape its state, the verdicts of its checks, and its times. Also the stopwatches that
+measure the times."""
 from __future__ import annotations
 
 import threading
@@ -16,9 +17,9 @@ from .key import ShapeKey
 
 Result = TypeVar("Result")
 Value = TypeVar("Value")
-# A measured time: seconds, or the CUDA events at its begin and end, which the GPU may not have reached yet.
+# A measured duration: seconds, or the CUDA events at its begin and end, which the GPU may not have reached yet.
 Took = float | tuple["torch.cuda.Event", "torch.cuda.Event"]
-# The number of times from which a median counts as settled.
+# A median of at least so many times counts as settled.
 ENOUGH = 3
 # The number of latest times that a stopwatch keeps.
 MOST_TIMES = 32
@@ -36,18 +37,20 @@ NEVER_FORGOTTEN = 100
 
 
 def median_of(ordered: list[float]) -> float:
-    """The median of sorted times. statistics.median takes several times as long, and a page shows thousands."""
+    """The median of sorted times, at least one. statistics.median takes several times as long, and a page shows
+    thousands."""
     half = len(ordered) // 2
     return ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def ratio_of(own_ms: float | None, host_ms: float | None) -> float | None:
-    """host_ms / own_ms, the speedup; None if one of the two is unknown."""
+    """host_ms / own_ms, the speedup; None if one of the two is None, or own_ms is 0."""
     return None if not own_ms or host_ms is None else host_ms / own_ms
 
 
 def start_timing(device: torch.device) -> Callable[[], Took]:
-    """Start timing. Returns a function that stops and returns the time: events on a GPU, seconds elsewhere."""
+    """Start timing. Returns a function that stops and returns the duration: on a GPU a pair of CUDA events, in the
+    current streams of the two calls; elsewhere seconds."""
     if device.type != "cuda":
         began = time.perf_counter()
         return lambda: time.perf_counter() - began
@@ -64,17 +67,20 @@ def start_timing(device: torch.device) -> Callable[[], Took]:
 
 
 class Place(NamedTuple):
-    """A model ("SD1", its name for users) at a resolution in pixels ("512x768"); None: unknown. A row of the table that
-    users see."""
+    """A model at a resolution: a row of the table that users see, with the entries of several shapes.
+
+    model: its name for users, such as "SD1". resolution: in pixels, such as "512x768". None: unknown.
+    """
 
     model: str | None = None
     resolution: str | None = None
 
 
 class Times(NamedTuple):
-    """Mean times of our and the host's steps, in milliseconds; None if one of the steps was never timed.
+    """The mean durations of the same steps by OneDiff (step_ms) and by the host (host_ms), in milliseconds; None if one
+    of the steps was never timed.
 
-    ratio: host_ms / step_ms; None also while one of them has fewer than ENOUGH times.
+    ratio: the speedup, host_ms / step_ms; None also while one of them has fewer than ENOUGH times.
     """
 
     step_ms: float | None
@@ -83,10 +89,11 @@ class Times(NamedTuple):
 
 
 class Stopwatch:
-    """The latest MOST_TIMES times of one kind of work. Never waits for the GPU: reads CUDA events once they are over.
+    """The latest MOST_TIMES durations (times) of one kind of work. Never waits for the GPU: a time counts once the GPU
+    has finished the work.
 
-    route: how the work is done; changing it drops all times, which do not describe the new route.
-    add: adds a time; the events of a GPU may still be ahead.
+    route: a word for how the work is done; see begin_route.
+    add: a function that adds a time, a Took, whose work the GPU need not have finished yet.
     remembered: the median in milliseconds that an earlier process measured; used until this one has times.
     """
 
@@ -101,21 +108,22 @@ class Stopwatch:
         self.add: Callable[[Took], None] = self._unread.append
 
     def time(self, device: torch.device, work: Callable[[], Result], route: str = "") -> Result:
-        """The result of work(), whose time is added unless it raises. route: see begin_route."""
+        """The result of work(). Its duration is added, unless it raises. route: how work() is done; one that differs
+        from the stopwatch's begins a new route (see begin_route)."""
         stop = self.start(device, route)
         result = work()
         stop()
         return result
 
     def start(self, device: torch.device, route: str = "") -> Callable[[], None]:
-        """Start timing. Returns a function that stops and adds the time. route: see begin_route."""
+        """Start timing. Returns a function that stops and adds the time. route: see time."""
         if route != self.route:
             self.begin_route(route)
         stop = start_timing(device)
         return lambda: self.add(stop())
 
     def begin_route(self, route: str) -> None:
-        """Drop all times, and measure this route from now on."""
+        """Drop all times, because they do not describe this new route, and measure it from now on."""
         with self._reading:
             self.route = route
             self._times.clear()
@@ -140,7 +148,7 @@ class Stopwatch:
         return median_of(sorted(times)) if len(times) >= ENOUGH else self.remembered
 
     def _read(self) -> list[float]:
-        """All times in milliseconds, up to the first one whose end the GPU has not reached yet."""
+        """The times kept, in milliseconds, oldest first: up to the first one whose work the GPU has not finished."""
         with self._reading:
             while self._unread:
                 took = self._unread[0]
@@ -156,8 +164,11 @@ class Stopwatch:
 
 
 class State(str, Enum):
-    """The state of a shape with some weights. COLD: not compared with the host yet. PROVED: agrees with the host, and
-    runs without a graph. READY: has a graph; the next call replays it. FAILED: another backend or the host serves it.
+    """The state of a shape with some weights.
+
+    COLD: our output was not compared with the host's yet. PROVED: it agrees, and calls run without a graph. READY: it
+    agrees and has a graph, which the next call replays. FAILED: it differs, or our forward fails: another backend or
+    the host serves the shape.
     """
 
     COLD = "cold"
@@ -170,11 +181,11 @@ class State(str, Enum):
 class Verdict:
     """What checks found about a shape with one set of weights and one version of the host's code; see State.
 
-    reason: why it is FAILED, for the user.
-    no_graph: why it has no graph and gets none.
-    relative_error: of the last check.
-    failures: how often our forward has failed in a row.
-    failed_in: the sampling of the last failure.
+    reason: why it is FAILED, for the user; "" otherwise.
+    no_graph: why it has no graph and gets none, for the user; "" if it may get one.
+    relative_error: of our output against the host's, in the last check; None before it.
+    failures: how often our forward has failed in a row. 2 or more: it is not tried again (see Entry.mark_failed).
+    failed_in: the sampling of the last failure; None outside of any.
     of_image: whether a call of an image was checked, and not only the noise of a warm-up.
     """
 
@@ -188,7 +199,7 @@ class Verdict:
 
 
 class OfVerdict(Generic[Value]):
-    """A descriptor: reads and writes the field of the same name of the entry's present verdict."""
+    """A descriptor for attributes of Entry: entry.state reads and writes entry.verdict.state, and so on."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -203,21 +214,21 @@ class OfVerdict(Generic[Value]):
 
 @dataclass(eq=False)
 class Entry:
-    """A shape, and the verdict on it with the weights of the last call.
+    """A shape, and the verdict on it with the weights of the last call. Verdicts with other weights are kept too.
 
-    model: its name for users.
-    weights: the digest of the weights that the verdict belongs to (BoundUNet.identity).
+    model: the model's name for users.
+    weights: the digest of the weights that `verdict` belongs to (BoundUNet.identity); see switch_to.
     replaced: sentences for users on functions of the host that extensions had replaced at the last call.
-    needs: bytes that its graph takes of the memory that all graphs share; measured in calls without a graph, 0 before.
-    waits: why it has no graph yet, for users.
-    misfits: how often functions of other extensions did not fit its graphs.
-    uses: the number of its calls.
-    kept_uses: how many of these the store has.
+    needs: the bytes that its graph takes of the memory that all graphs share; measured in calls without a graph, 0
+        before.
+    waits: why it has no graph yet, for users; "" for no reason.
+    misfits: how often functions of other extensions did not fit its graphs (points.DoesNotFit).
+    uses: the number of its calls. kept_uses: how many of these are in the store on the disk.
     last_used: the time.time() of the last call.
     own: the stopwatch of our forward.
     host: that of the host's own forward; a cached pass has the one of the full pass that it replaces.
     in_image: mean times in the last image, over all steps that replace the host's steps of this shape; None before it.
-    state, reason, no_graph, relative_error: fields of the verdict.
+    state, reason, no_graph, relative_error: the fields of `verdict`.
     """
 
     key: ShapeKey
@@ -240,12 +251,14 @@ class Entry:
     no_graph = OfVerdict[str]()
     relative_error = OfVerdict["float | None"]()
 
-    def of_weights(self, weights: str, sampling: Hashable = None, replaced: Sequence[str] = ()) -> Entry:
-        """Switch this entry to its verdict for these weights, a new one if there is none. Returns the entry itself.
+    def switch_to(self, weights: str, sampling: Hashable = None, replaced: Sequence[str] = ()) -> Entry:
+        """Make the verdict for these weights the entry's verdict, a new COLD one if there is none. Called at each call
+        that has no plan. Returns the entry itself.
 
-        With other weights, READY becomes PROVED: a graph belongs to the weights that it was captured with. A verdict
-        that has failed once becomes COLD in any other sampling, so that our forward is tried again. sampling: the
-        present one; None outside of any: then it is tried again at once. replaced: see Entry.
+        weights, replaced: see Entry. sampling: the present one; None outside of any.
+        If the weights differ from those of the last call, a READY verdict becomes PROVED: its graph belonged to the
+        weights that it was captured with. A verdict that has failed once becomes COLD, so that our forward is tried
+        again, if `sampling` is another one than that of the failure, or None.
         """
         self.replaced = replaced
         if weights != self.weights:
@@ -263,8 +276,8 @@ class Entry:
         return self
 
     def forget_failures(self, weights: str) -> None:
-        """Make a failed verdict for these weights COLD again. Called when OneDiff stops serving a network with these
-        weights, so that they get another try when they are loaded again."""
+        """Make a FAILED verdict for these weights COLD again; any other stays. Called when OneDiff stops serving a
+        network with these weights, so that our forward is tried again when they are loaded again."""
         known = self.verdict if weights == self.weights else self._others.get(weights)
         if known is not None and known.state is State.FAILED:
             known.state = State.COLD
@@ -273,7 +286,7 @@ class Entry:
 
     @cached_property
     def place(self) -> Place:
-        """The row of the users' table that this entry belongs to."""
+        """The model and resolution of this entry: its row in the table that users see."""
         return Place(self.model, self.key.resolution)
 
     @property
@@ -282,36 +295,40 @@ class Entry:
         return ratio_of(self.own.settled_ms, self.host.settled_ms)
 
     def note_use(self) -> None:
-        """Count a call of this shape."""
+        """Count a call of this shape in `uses`, and set `last_used` to now."""
         self.uses += 1
         self.last_used = time.time()
 
-    def blame(self, failure: str, sampling: Hashable = None, is_final: bool = True) -> str:
-        """Mark this shape as FAILED with these weights, so that another backend, or the host, serves it. Returns the
-        reason for users: the failure, with the backend's name.
+    def mark_failed(self, failure: str, sampling: Hashable = None, is_final: bool = True) -> str:
+        """Set the verdict to FAILED, so that another backend, or the host, serves this shape with these weights.
+        Returns the verdict's reason, for users: the failure, the backend's name, and up to MOST_NAMED replaced
+        functions.
 
-        failure: for users. is_final: never try it again. False: after a first failure, try it again in another sampling
-        than this. of_weights does so for failures == 1, so that a final failure counts as 2.
+        failure: what went wrong, for users. sampling: the present one; None outside of any. is_final: True: our forward
+        is never tried again. False: after a first failure, switch_to() lets it be tried once more, in another sampling.
         """
         known = self.verdict
         known.state = State.FAILED
         known.reason = "; ".join((f"{failure} (backend {self.key.backend_label})", *self.replaced[:MOST_NAMED]))
         known.failed_in = sampling
+        # switch_to() tries again after one failure, so a final one counts as two.
         known.failures = 2 if is_final else known.failures + 1
         return known.reason
 
 
 class ShapeTable:
-    """The entries of all shapes by ShapeKey; checkpoints of one architecture share them. Beyond MOST_SHAPES, the least
-    recently used entries are forgotten. READY entries, the NEVER_FORGOTTEN that were used last, and entries that `kept`
-    names stay, so there may be more than MOST_SHAPES."""
+    """The entries of all shapes by ShapeKey; checkpoints of one architecture share them. Safe to use from any thread.
+
+    Beyond MOST_SHAPES, the least recently used entries are forgotten. But READY entries, the NEVER_FORGOTTEN that were
+    used last, and those for which `kept` says so stay, so there may be more than MOST_SHAPES.
+    """
 
     def __init__(
         self, kept: Callable[[], Callable[[Entry], bool]] = lambda: lambda entry: False,
         forgotten: Callable[[Collection[Entry]], object] = lambda entries: None,
     ) -> None:
-        """kept: called once before entries are forgotten; returns the function that tells whether an entry must stay.
-        forgotten: called with the entries that were removed."""
+        """kept: called each time before entries are forgotten; returns a function that tells whether an entry must
+        stay. forgotten: called with the entries that were removed, whether to make room or by forget()."""
         self._kept = kept
         self._forgotten = forgotten
         self._entries: dict[ShapeKey, Entry] = {}
@@ -319,7 +336,8 @@ class ShapeTable:
         self._lock = threading.Lock()
 
     def entry(self, key: ShapeKey, model: str = "") -> Entry:
-        """The entry of a shape, with this use counted; a new COLD one at the first use. model: its name for users."""
+        """The entry of a shape, for a call of it, which is counted in Entry.uses. At the first use, a new COLD one is
+        added, and others may be forgotten. model: the model's name for users, for a new entry."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
@@ -335,18 +353,18 @@ class ShapeTable:
         return sorted(self.by_key().values(), key=lambda entry: -entry.last_used)
 
     def by_key(self) -> dict[ShapeKey, Entry]:
-        """A copy of the table."""
+        """A copy of the table, with the entries themselves."""
         with self._lock:
             return dict(self._entries)
 
     def forget(self, keys: Collection[ShapeKey]) -> None:
-        """Remove the entries of these shapes."""
+        """Remove the entries of these shapes, and call `forgotten` with them. Shapes without an entry are ignored."""
         with self._lock:
             gone = [entry for key in keys if (entry := self._entries.pop(key, None)) is not None]
         self._forgotten(gone)
 
     def _make_room(self) -> None:
-        """Forget the least recently used entries that need not stay."""
+        """Forget up to FORGOTTEN_AT_ONCE of the least recently used entries that need not stay."""
         is_kept = self._kept()
         old = [
             entry for entry in self.entries()[NEVER_FORGOTTEN:] if entry.state is not State.READY and not is_kept(entry)

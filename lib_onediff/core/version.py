@@ -10,10 +10,11 @@ NEWEST_TORCH = "2.14.1"
 
 
 def release(version: str | None) -> tuple[int, ...]:
-    """The leading numbers of a version: (2, 7, 1) for 2.7.1+cu128, () where there are none."""
+    """The numbers at the beginning of a version, for comparisons: (2, 7, 1) for "2.7.1+cu128". () if there are none, or
+    version is None."""
     return tuple(int(number) for number in re.findall(r"\d+", (re.match(r"[\d.]*", version or "") or [""])[0]))
 
 
 def written(numbers: tuple[int, ...]) -> str:
-    """(3, 10) as 3.10."""
+    """A version as text: "3.10" for (3, 10)."""
     return ".".join(map(str, numbers))

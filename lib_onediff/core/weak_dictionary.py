@@ -10,16 +10,17 @@ Value = TypeVar("Value")
 
 
 class WeakDictionary(weakref.WeakKeyDictionary[Key, Value]):
-    """A WeakKeyDictionary whose iterators see it as it was when they began.
+    """A WeakKeyDictionary that can be iterated while another thread changes it: an iterator sees the dictionary as it
+    was at the beginning.
 
     Python's own is iterated by Python code, so that even list(dictionary.values()) raises if another thread adds a key
-    meanwhile.
+    meanwhile. Here, items(), keys() and values() return lists.
     """
 
     data: dict[weakref.ref[Key], Value]
 
-    # These return lists instead of views.
     def items(self) -> list[tuple[Key, Value]]:  # type: ignore[override]
+        """(key, value) pairs, without keys that are no longer alive."""
         # dict.copy() is atomic.
         return [(key, value) for reference, value in self.data.copy().items() if (key := reference()) is not None]
 

@@ -118,10 +118,10 @@ class Devices:
         """The operators of the backend of this name; see Device.operators."""
         return self.named(name).operators(wide_norms)
 
-    def measure_anew(self) -> None:
+    def forget_measurements(self) -> None:
         """Make all backends forget their measurements, so that the next calls measure again."""
         for one in self.all:
-            one.measure_anew()
+            one.forget_measurements()
 
     # --- before the first call ------------------------------------------------------------------------------------
 

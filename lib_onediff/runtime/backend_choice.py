@@ -65,7 +65,7 @@ def first_to_serve(
     marked as failed; then the next candidate is tried.
 
     candidates: the fastest first. reason: why a faster backend is not among them, for users. sampling: the number of
-    the sampling in progress; see Entry.blame. after_failure: called with the failed attempt after each refusal or fault
+    the sampling in progress; see Entry.mark_failed. after_failure: called with the failed attempt after each refusal or fault
     of a candidate's serve(). Raises Refusal with the last reason if none serves, and torch.cuda.OutOfMemoryError at
     once.
     """
@@ -80,7 +80,7 @@ def first_to_serve(
             return made.given()
         reason = made.reason
         if made.fault is not None:
-            reason = entry.blame(f"OneDiff's computation failed: {first_line(made.fault)}", sampling, is_final=False)
+            reason = entry.mark_failed(f"OneDiff's computation failed: {first_line(made.fault)}", sampling, is_final=False)
             log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)
         after_failure(made)
     raise Refusal(reason)

@@ -241,7 +241,7 @@ class Cache:
         before = self._services.history.size_bytes()
         self._services.history.forget()
         self._services.tuning_cache.clear()
-        self._services.devices.measure_anew()
+        self._services.devices.forget_measurements()
         return max(0, before - self._services.history.size_bytes())
 
     def _look(self) -> MemorySnapshot:

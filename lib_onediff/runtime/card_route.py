@@ -237,10 +237,10 @@ class OneCard:
                 compared = attempted(partial(why_cached_pass_differs, entry, served.output, cached))
                 if compared.fault is not None:
                     what = f"the cached step failed: {first_line(compared.fault)}"
-                    entry.blame(what, self.network.sampling_now, is_final=False)
+                    entry.mark_failed(what, self.network.sampling_now, is_final=False)
                     log.error("%s (%s)", entry.reason, entry.key, exc_info=compared.fault)
                 elif miss := compared.given():
-                    entry.blame(miss)
+                    entry.mark_failed(miss)
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
 
@@ -317,7 +317,7 @@ class OneCard:
         dtype = bound.binding.dtype
         key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, network.weight_marks, lossy)
         entry = self._services.table.entry(key, layout.model_name)
-        return entry.of_weights(network.identity(), network.sampling_now, bound.replaced)
+        return entry.switch_to(network.identity(), network.sampling_now, bound.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
         """As _entry, but raises Refusal if the backend does not compute such calls."""

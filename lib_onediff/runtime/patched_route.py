@@ -91,10 +91,10 @@ class PatchedRoute:
                 raise
             # The host's forward calls the function next. If it fails there too, the host raises its exception.
             what = f"an extension's function failed inside of OneDiff's UNet: {first_line(passing.error)} ({names})"
-            raise Refusal(entry.blame(what, is_final=False)) from None
+            raise Refusal(entry.mark_failed(what, is_final=False)) from None
         if output is None:
             what = f"an extension's function computes something else each time, although nothing changed ({names})"
-            raise Refusal(entry.blame(what))
+            raise Refusal(entry.mark_failed(what))
         return output
 
     def _replayed(

@@ -78,7 +78,7 @@ def prove(
             # The host's output would give a black image, and ours gives a good one.
             log.warning("OneDiff's output is used unchecked, because %s.", miss)
         elif miss is not None:
-            raise Refusal(entry.blame(miss))
+            raise Refusal(entry.mark_failed(miss))
         else:
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
             is_news = not (entry.key.patches or is_warm_up)

@@ -22,11 +22,11 @@ from ..core.origins import (
     author,
     beneath_ours,
     extension_of,
+    functions_within,
     globals_of,
     is_installed,
     origin,
     package,
-    parts_of,
 )
 from ..core.refusal import Refusal
 from .code import NOT_READ, Code, Named, names_in
@@ -268,7 +268,7 @@ def foreign_parts(named: Named, known: Collection[str]) -> list[Any]:
     Python modules and packages, and the package that the name belongs to. [] for a value that is not code."""
     if not may_compute(named.value):
         return []
-    return [one for one in parts_of(named.value) if not is_of(one, {*known, package(named.owner)})]
+    return [one for one in functions_within(named.value) if not is_of(one, {*known, package(named.owner)})]
 
 
 def may_compute(value: Any) -> bool:
@@ -320,7 +320,7 @@ def refuse_replaced(
         return
     # A class's own package may decorate it: diffusers.utils around a method of diffusers.models.
     known = {*trusted, package(owner.__module__)}
-    for part in parts_of(function):
+    for part in functions_within(function):
         if not is_of(part, known):
             raise Refusal(f"{kind.__name__}.{method} was replaced by {author(part)}")
         # A trusted module's function may hold others of its package.
@@ -350,7 +350,7 @@ def called_by(kind: type) -> tuple[tuple[str, ...], frozenset[str]]:
     names: set[str] = set()
     waiting = [*FORWARDS]
     while waiting:
-        for function in parts_of(beneath_ours(inspect.getattr_static(kind, waiting.pop(), None))):
+        for function in functions_within(beneath_ours(inspect.getattr_static(kind, waiting.pop(), None))):
             if not isinstance(function, types.FunctionType):
                 continue
             found = names_in(function.__code__)

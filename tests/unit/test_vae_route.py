@@ -97,7 +97,7 @@ def test_out_of_memory_frees_the_graphs_and_what_we_held_before_the_host_decodes
     latent = a_latent(host.decoder)
     assert torch.equal(decode(host, latent), host_picture(host.decoder, latent))
     assert freed == [True, True]
-    assert last() == ("host", "out of GPU memory: OneDiff freed its CUDA graphs")
+    assert last() == ("host", "the GPU memory was full: OneDiff freed what it held (its CUDA graphs)")
     monkeypatch.undo()
     host.change = lambda picture: picture
     decode(host, latent)

@@ -19,27 +19,27 @@ def entry() -> Entry:
 def test_the_verdicts_of_so_many_weights_are_kept_and_the_oldest_goes_first(entry: Entry) -> None:
     names = [f"weights {number}" for number in range(MOST_VERDICTS + 2)]
     for name in names:
-        entry.of_weights(name).state = State.PROVED
+        entry.switch_to(name).state = State.PROVED
     # One is in use, and the empty one of a new entry was dropped before any of these.
     for name, state in ((names[0], State.COLD), (names[2], State.PROVED), (names[-1], State.PROVED)):
-        assert entry.of_weights(name).state is state, name
+        assert entry.switch_to(name).state is state, name
 
 
 def test_weights_that_return_keep_their_verdict_but_not_their_graph(entry: Entry) -> None:
-    entry.of_weights("one").state = State.READY
-    assert entry.of_weights("one").state is State.READY
-    assert entry.of_weights("two").state is State.COLD
-    assert entry.of_weights("one").state is State.PROVED
+    entry.switch_to("one").state = State.READY
+    assert entry.switch_to("one").state is State.READY
+    assert entry.switch_to("two").state is State.COLD
+    assert entry.switch_to("one").state is State.PROVED
 
 
 def test_a_failure_is_retried_once_in_another_sampling(entry: Entry) -> None:
-    entry.of_weights("one", "first").blame("it fell", "first", is_final=False)
-    assert entry.of_weights("one", "first").state is State.FAILED
-    assert entry.of_weights("one", "second").state is State.COLD
-    entry.blame("it fell", "second", is_final=False)
-    assert entry.of_weights("one", "third").state is State.FAILED and "it fell" in entry.reason
+    entry.switch_to("one", "first").mark_failed("it fell", "first", is_final=False)
+    assert entry.switch_to("one", "first").state is State.FAILED
+    assert entry.switch_to("one", "second").state is State.COLD
+    entry.mark_failed("it fell", "second", is_final=False)
+    assert entry.switch_to("one", "third").state is State.FAILED and "it fell" in entry.reason
 
 
 def test_a_failure_outside_of_samplings_is_retried_at_the_next_call(entry: Entry) -> None:
-    entry.of_weights("one").blame("it fell", None, is_final=False)
-    assert entry.of_weights("one").state is State.COLD
+    entry.switch_to("one").mark_failed("it fell", None, is_final=False)
+    assert entry.switch_to("one").state is State.COLD

@@ -219,9 +219,9 @@ class Native(Device):
         measured += [tune_down(self._launches, product, device, time_ms) for product in downs]
         return any(measured)
 
-    def measure_anew(self) -> None:
+    def forget_measurements(self) -> None:
         """Forget the choices of kernels and formats in this process. The next calls read them from the tuning cache,
-        and measure only those that it does not have. See Device.measure_anew."""
+        and measure only those that it does not have. See Device.forget_measurements."""
         self._tuned.clear()
         self.low_bit.forget()
         self._launches.forget()

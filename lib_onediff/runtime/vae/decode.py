@@ -163,7 +163,7 @@ class Decode:
             if miss == HOST_NOT_FINITE:
                 raise HostNotFinite(miss)
             if miss is not None:
-                raise Refusal(entry.blame(miss))
+                raise Refusal(entry.mark_failed(miss))
             log.debug("checked %s: relative error %.1e", entry.key, entry.relative_error)
             if self._latent.is_cuda:
                 time_host(entry, device, self.host.decode)
@@ -189,7 +189,7 @@ class Decode:
         flags = flags_for(self.settings, dtype, self._latent.device, upcast)
         marks = (ENCODE,) if layout.encodes else ()
         key = ShapeKey.of_decode(layout.architecture, self._small, upcast, backend, dtype, flags, marks)
-        entry = self.services.table.entry(key, layout.model_name).of_weights(self.identity)
+        entry = self.services.table.entry(key, layout.model_name).switch_to(self.identity)
         self.notice(entry)
         return entry
 

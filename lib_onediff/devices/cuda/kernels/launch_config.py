@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....core.card import TuningCache, current_card, named
+from ....core.card import TuningCache, current_card, name_on_this_card
 from ....core.device import TimeMs
 from ....weights.low_bit import FP8, INT8
 
@@ -170,7 +170,7 @@ def row_class(width: int) -> str:
 
 def choice_name(kernel: Kernel, shape_class: str, dtype: torch.dtype) -> str:
     """The name of a choice in the tuning cache: it depends on the GPU's model."""
-    return named(f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}")
+    return name_on_this_card(f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}")
 
 
 class Trial(NamedTuple):

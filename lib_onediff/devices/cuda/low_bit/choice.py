@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ....core.call import Call
-from ....core.card import TuningCache, current_card, named
+from ....core.card import TuningCache, current_card, name_on_this_card
 from ....core.device import TimeMs
 from ....core.key import Lossy
 from ....core.leaves import GATED, NORMED
@@ -317,4 +317,4 @@ class LowBit:
 def times_name(product: Product, dtype: torch.dtype, kind: Kind) -> str:
     """The name of a product's times in the tuning cache. It includes the current GPU's model."""
     shape = "x".join(map(str, (*product[:3], *(product.size or ()))))
-    return named(f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}")
+    return name_on_this_card(f"{kind.name} product, {product.source}, {shape}, {str(dtype).removeprefix('torch.')}")
