@@ -135,7 +135,7 @@ def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
     settings is not a Settings, and ValueError for an unknown option or a wrong value."""
     if not isinstance(settings, Settings | None):
         raise TypeError(
-            f"settings is a lib_onediff.Settings, not a {type(settings).__name__}; options are given by name, such as "
+            f"settings must be a lib_onediff.Settings, not a {type(settings).__name__}; options are given by name, such as "
             'backend="native".'
         )
     return Settings.from_mapping(options, settings)
@@ -186,11 +186,11 @@ def ignored_parts(pipe: Any, names: Iterable[str]) -> frozenset[str]:
     ValueError for a name that is neither in PARTS nor an attribute of the pipe. Attributes such as "text_encoder" are
     accepted, because OneDiff leaves them unchanged anyway."""
     if isinstance(names, str) or not isinstance(names, Iterable):
-        raise TypeError(f'ignores is a collection of names, such as ("vae",), not {names!r}.')
+        raise TypeError(f'ignores must be a collection of names, such as ("vae",), not {names!r}.')
     left = list(names)
     unknown = [name for name in left if name not in PARTS and not (isinstance(name, str) and hasattr(pipe, name))]
     if unknown:
-        raise ValueError(f"ignores names parts of the pipeline, {' or '.join(map(repr, PARTS))}, not {unknown[0]!r}.")
+        raise ValueError(f"ignores must name parts of the pipeline, {' or '.join(map(repr, PARTS))}, not {unknown[0]!r}.")
     return frozenset(left)
 
 
@@ -220,7 +220,7 @@ def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2
     """
     if cache_layer_id < 0 or not 0 <= cache_block_id <= layers_per_block:
         raise ValueError(
-            f"cache_layer_id is 0 or more and cache_block_id 0 to {layers_per_block} for this UNet, "
+            f"cache_layer_id must be 0 or more and cache_block_id 0 to {layers_per_block} for this UNet, "
             f"not {cache_layer_id} and {cache_block_id}."
         )
     # The first input stage is the convolution before all blocks.

@@ -65,10 +65,10 @@ class GraphMaker(Protocol):
     def prepare(self, architecture: str, source: Source, ops: Operators, inputs: Call, needs: int = 0) -> Runner:
         """A runner for calls of one shape: the forward of `source`, captured as a CUDA graph.
 
-        inputs: a call of this shape, whose tensors the runner keeps as its static inputs, so they must be copies
-        (cloned_inputs). needs: an estimate of the bytes that the graph takes of the shared memory, which is then
-        allocated at once; 0 if unknown. Raises RuntimeError if the forward cannot be captured, and
-        torch.cuda.OutOfMemoryError.
+        Such a call must have been computed without a graph before, in the same thread. inputs: a call of this shape,
+        whose tensors the runner keeps as its static inputs, so they must be copies (cloned_inputs). needs: an estimate
+        of the bytes that the graph takes of the shared memory, which may be allocated at once; 0 if unknown. Raises
+        RuntimeError if the forward cannot be captured, and torch.cuda.OutOfMemoryError.
         """
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:

@@ -58,8 +58,8 @@ class Layout:
 
     @property
     def kernel_users(self) -> list[Any]:
-        """The descriptions, with their sizes, that decide which kernels a device has to load for this network. A family
-        adds those without parameters, such as SwiGLU."""
+        """The descriptions, with their sizes, that decide which kernels a device has to load for this network. By
+        default all leaves; a family returns others if they decide it, such as SwiGLU, which has no parameters."""
         return self.leaves()
 
 

@@ -110,7 +110,7 @@ class Filled(NamedTuple):
 
 class Activation(Enum):
     """An activation function. GELU: its exact form, with erf. GELU_TANH: its tanh approximation. SILU: x * sigmoid(x).
-    SIGMOID: only in a GatedUnit."""
+    SIGMOID: only for gates."""
 
     GELU = "gelu"
     GELU_TANH = "gelu_tanh"
@@ -169,8 +169,8 @@ Image = Any
 class Operators(Protocol):
     """The operators of one device (backend).
 
-    consumer: the weights of the layer that reads an operator's result. The result is written in the dtype of its
-        weight, or in eight bits if the layer has low_bit weights.
+    consumer: the weights of the layer that reads an operator's result. The result is in the dtype of that layer's
+        weight; a device may write it in eight bits if the layer has low_bit weights.
     """
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:

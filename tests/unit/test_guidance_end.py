@@ -12,6 +12,7 @@ from samplings import ALONE, STEPS, WEBUI, WHOLE, Rig, Samplings, call_of, equal
 from torch import Tensor
 
 from lib_onediff.core.call import PromptRows, half_of
+from lib_onediff.core.policy import FAILED
 from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.families.unet.patch_points import PatchPoints
@@ -104,7 +105,7 @@ def test_after_a_fault_the_whole_call_is_computed(caplog: pytest.LogCaptureFixtu
     assert "no such rows" in ours.reason and any("no such rows" in fault for fault in ours.runtime.guard.faults)
     assert sum(record.exc_info is not None for record in caplog.records) == 1
     assert ours.sample(STEPS[1:]) == steps(19, 19)
-    assert ours.reason == "Skipping the negative prompt is inactive: it failed in this image (a fault of OneDiff; see the log)"
+    assert ours.reason == f"Skipping the negative prompt is inactive: {FAILED}"
 
 
 def test_if_the_host_fails_on_the_prompts_rows_it_computes_the_whole_call() -> None:
