@@ -135,8 +135,8 @@ def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
     settings is not a Settings, and ValueError for an unknown option or a wrong value."""
     if not isinstance(settings, Settings | None):
         raise TypeError(
-            f"settings must be a lib_onediff.Settings, not a {type(settings).__name__}; options are given by name, such as "
-            'backend="native".'
+            f"settings must be a lib_onediff.Settings, not a {type(settings).__name__}; options are given by name, "
+            'such as backend="native".'
         )
     return Settings.from_mapping(options, settings)
 
@@ -190,7 +190,8 @@ def ignored_parts(pipe: Any, names: Iterable[str]) -> frozenset[str]:
     left = list(names)
     unknown = [name for name in left if name not in PARTS and not (isinstance(name, str) and hasattr(pipe, name))]
     if unknown:
-        raise ValueError(f"ignores must name parts of the pipeline, {' or '.join(map(repr, PARTS))}, not {unknown[0]!r}.")
+        known = " or ".join(map(repr, PARTS))
+        raise ValueError(f"ignores must name parts of the pipeline, {known}, not {unknown[0]!r}.")
     return frozenset(left)
 
 

@@ -18,7 +18,8 @@ import torch
 from .call import CACHED
 from .table import Entry, Place, Stopwatch, Times, Took, ratio_of
 
-# The kinds of steps, by what they compute. BY_HOST: the host's own UNet computed it.
+# The kinds of steps, by what is computed. WHOLE: the whole network. CACHED: a cached pass. PROMPT_ALONE: the prompt's
+# rows, without the negative prompt's. FORECAST: nothing, the output is extrapolated. BY_HOST: the host's own forward.
 WHOLE = "whole"
 PROMPT_ALONE = "prompt alone"
 FORECAST = "forecast"
@@ -323,7 +324,7 @@ class ImageLog:
         if not self.is_timed or not any(step.route for step in steps):
             return Spent(first_use=check, vae=vae, inside=inside)
         calls = (self.durations[UNET].seconds + replays) / images
-        usual = time_of(steps)
+        usual = seconds_of(steps)
         unet = calls if usual is None else min(calls, usual / images)
         beyond = calls - unet
         first_use = beyond + check if self.first_uses else 0.0
@@ -383,9 +384,9 @@ def times_of(steps: Mapping[CountedStep, int]) -> Times:
     """
     hosts = [(step.host, count) for step, count in steps.items()]
     step_ms = own_ms(steps)
-    host_ms = mean(hosts, attrgetter("median_ms"))
+    host_ms = weighted_mean(hosts, attrgetter("median_ms"))
     are_enough = all(step.own is not None and step.own.settled_ms is not None for step in steps)
-    ratio = ratio_of(step_ms if are_enough else None, mean(hosts, attrgetter("settled_ms")))
+    ratio = ratio_of(step_ms if are_enough else None, weighted_mean(hosts, attrgetter("settled_ms")))
     return Times(step_ms, host_ms, None if all(step.kind == BY_HOST for step in steps) else ratio)
 
 
@@ -395,16 +396,16 @@ def own_ms(steps: Mapping[CountedStep, int]) -> float | None:
     counts: Counter[Stopwatch | None] = Counter()
     for step, count in steps.items():
         counts[step.own] += count
-    return mean(counts.items(), lambda own: own.recent_ms(counts[own]))
+    return weighted_mean(counts.items(), lambda own: own.recent_ms(counts[own]))
 
 
-def time_of(steps: Mapping[CountedStep, int]) -> float | None:
+def seconds_of(steps: Mapping[CountedStep, int]) -> float | None:
     """The duration of all these steps together, in seconds, by own_ms; None if that is None."""
     ms = own_ms(steps)
     return None if ms is None else ms * sum(steps.values()) / 1e3
 
 
-def mean(
+def weighted_mean(
     parts: Iterable[tuple[Stopwatch | None, int]], value: Callable[[Stopwatch], float | None]
 ) -> float | None:
     """The mean of value(stopwatch) over (stopwatch, count) pairs, weighted by the counts. None if there are no pairs, a

@@ -30,7 +30,7 @@ UNANNOUNCED = "the beginning and end of the sampling are unknown (in your own lo
 UNKNOWN_TIMES = (
     "the timesteps of the sampling are unknown (in your own loop, use lib_onediff.sampling(unet, timesteps=...))"
 )
-FOREIGN_TIMES = "the step of a call is unknown, because the pipeline gives the network other timesteps than the sampler's"
+FOREIGN_TIMES = "the current step is unknown, because the pipeline gives the network other timesteps than the sampler's"
 UNEQUAL_TIMES = "the images of this batch are at different steps"
 OTHER_SAMPLER = "it works only with the samplers Euler and DDIM, without added noise"
 UNKNOWN_SAMPLER = "the sampler is unknown"
