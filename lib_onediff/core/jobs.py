@@ -35,7 +35,7 @@ NAMES = {IMAGE: "the image", COMPARISON: "the comparison", PREWARM: "pre-warming
 FINISHED_KEPT = {COMPARISON: 4, PREWARM: 50}
 # The largest Job.share of a job that is not finished.
 MOST_OF_A_JOB = 0.99
-# How long Python's exit waits at most for the worker thread: a process that exits while a thread uses the GPU crashes.
+# How long Python's exit waits at most for the worker thread: Python aborts if a thread still computes then.
 SECONDS_AT_EXIT = 20.0
 
 
@@ -191,8 +191,8 @@ class JobQueue:
                 job.what = "" if before is None else f"waits for {before.name}"
 
     def cancel(self, job_id: int) -> bool:
-        """Cancel a job, or stop an image of the WebUI. The job is CANCELLED at once; work in progress is asked to stop,
-        and may go on for a while. Returns whether there was such a job: False if it is finished or unknown."""
+        """Cancel a job, or ask the WebUI to stop an image. A job of OneDiff is CANCELLED at once; its work in progress
+        is asked to stop, and may go on for a while. Returns False if the job is finished or unknown, else True."""
         images = self._images()
         with self._lock:
             job = next((job for job in (*images, *self._jobs) if job.id == job_id and job.pending), None)
