@@ -26,6 +26,7 @@ FEW_STEP_MODEL = (
 # A timestep just above the one at which a step begins, by at most this part of the interval before that step, belongs
 # to the step: the difference is taken for rounding.
 NEAR = 0.05
+# Reasons, for users, why step policies are inactive.
 UNANNOUNCED = "the beginning and end of the sampling are unknown (in your own loop, use lib_onediff.sampling(unet))"
 UNKNOWN_TIMES = (
     "the timesteps of the sampling are unknown (in your own loop, use lib_onediff.sampling(unet, timesteps=...))"
