@@ -65,9 +65,9 @@ def first_to_serve(
     marked as failed; then the next candidate is tried.
 
     candidates: the fastest first. reason: why a faster backend is not among them, for users. sampling: the number of
-    the sampling in progress; see Entry.mark_failed. after_failure: called with the failed attempt after each refusal or fault
-    of a candidate's serve(). Raises Refusal with the last reason if none serves, and torch.cuda.OutOfMemoryError at
-    once.
+    the sampling in progress; see Entry.mark_failed. after_failure: called with the failed attempt after each refusal or
+    fault of a candidate's serve(). Raises Refusal with the last reason if none serves, and torch.cuda.OutOfMemoryError
+    at once.
     """
     for candidate in candidates:
         admitted = attempted(candidate.entry)
@@ -80,7 +80,8 @@ def first_to_serve(
             return made.given()
         reason = made.reason
         if made.fault is not None:
-            reason = entry.mark_failed(f"OneDiff's computation failed: {first_line(made.fault)}", sampling, is_final=False)
+            failure = f"OneDiff's computation failed: {first_line(made.fault)}"
+            reason = entry.mark_failed(failure, sampling, is_final=False)
             log.error("%s (%s)", entry.reason, entry.key, exc_info=made.fault)
         after_failure(made)
     raise Refusal(reason)
