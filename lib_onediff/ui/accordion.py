@@ -33,15 +33,17 @@ WEBUI_ALONE = "This run: the WebUI alone."
 OFF_FOR_THIS_RUN = "off for this run"
 # The options that have a control, by row; the last row is under "Expert".
 ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit", "skip_negative_after"))
-# Returns markup: the status for the accordion's title, and the one for its inside.
+# Returns the status as markup: for the accordion's title, and for its inside.
 StatusLines = Callable[[], tuple[str, str]]
 
 
 def build_accordion(
     tab: str, status_lines: StatusLines, settings_of: Callable[..., Settings],
 ) -> tuple[list[Any], tuple[Any, ...]]:
-    """Create the accordion of a tab ("txt2img" or "img2img"). Returns the components that are script arguments, and a
-    tuple for `connect`.
+    """Create the accordion of a tab ("txt2img" or "img2img") inside the open gradio context.
+
+    Returns the three components whose values are our script's arguments (checkbox, list of presets, extra options), and
+    the three that `connect` needs (status in the title, status inside, the button of connect_controls).
 
     status_lines: called when the page loads and after each generation. settings_of: returns a run's settings, given the
         values of the script arguments; raises ValueError with a sentence for the user.
@@ -71,7 +73,7 @@ def build_accordion(
             with gr.Accordion("Expert", open=False, elem_id=f"onediff_{tab}_advanced"):
                 with gr.Row(elem_classes="onediff-run"):
                     controls += [a_control(tab, name) for name in ROWS[-1]]
-                changes = a_text_of_changes(tab, value=changes_at_first)
+                changes = extra_options_box(tab, value=changes_at_first)
             # Text that changes by itself comes last, in a box with room for it (style.css), so that no control moves.
             with gr.Column(elem_classes="onediff-told"):
                 message = live_html(f"{tab}_told")
@@ -86,8 +88,8 @@ def build_accordion(
 
 
 def a_control(tab: str, name: str) -> Any:
-    """A slider for an option with bounds, a list for one with choices; at the option's default value. It holds no
-    setting: see the module."""
+    """The control of an option of a run, at the option's default: a slider if it has bounds, otherwise a list of its
+    values as words. The setting itself is in the text box (see the module)."""
     option = options_of_a_run()[name]
     about: dict[str, Any] = {
         "label": option.metadata["label"], "info": option.metadata["explanation"], "elem_id": f"onediff_{tab}_{name}",
@@ -100,10 +102,11 @@ def a_control(tab: str, name: str) -> Any:
     return kept_out_of_defaults(gr.Dropdown(words_of(option), value=format_value(option.default), **ANSWERED, **about))
 
 
-def a_text_of_changes(tab: str, label: str = EXTRA_OPTIONS, value: str = "") -> Any:
-    """The text box of extra options."""
+def extra_options_box(owner: str, label: str = EXTRA_OPTIONS, value: str = "") -> Any:
+    """A text box for extra options, with the id onediff_<owner>_changes. owner: a tab, or a side of the Compare page.
+    """
     return gr.Textbox(
-        value, label=label, placeholder=EXAMPLE, lines=1, max_lines=1, elem_id=f"onediff_{tab}_changes",
+        value, label=label, placeholder=EXAMPLE, lines=1, max_lines=1, elem_id=f"onediff_{owner}_changes",
         info="Any option for this run, by its name or label.",
     )
 
@@ -111,18 +114,19 @@ def a_text_of_changes(tab: str, label: str = EXTRA_OPTIONS, value: str = "") -> 
 def connect_controls(
     tab: str, run: list[Any], controls: list[Any], message: Any, set_here: Any, settings_of: Callable[..., Settings],
 ) -> Any:
-    """Connect the controls with the text box, and show the resulting run as a sentence in `message`.
+    """Connect the controls with the text box, and show the resulting run as a sentence in `message`: an error instead
+    if the text is wrong, once the user has left it.
 
     Returns a hidden button that renews the sentence; javascript/onediff_accordion.js clicks it.
     run: the components whose values settings_of takes; the last two are the list of presets and the text box.
-    controls: the sliders and lists.
-    set_here: a component of the title that shows what this accordion sets.
+    controls: the sliders and lists, made by a_control.
+    set_here: the HTML component of the title that shows set_here_html.
     """
     *choices, changes = run
     names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
 
     def show_run(*values: Any) -> list[Any]:
-        """The sentence on the run, the title's note on what is set here, and the values of the controls."""
+        """The sentence on the run, the title's note (set_here_html), and the values of the controls."""
         wanted = values[:len(run)]
         now = values[len(run):]
         title = set_here_html(*wanted)
@@ -165,13 +169,13 @@ def connect_controls(
 
 
 def of_control(value: Any) -> Any:
-    """An option's value in the form that its control shows: a number, or a word."""
+    """An option's value in the form that its control shows: a number for a slider, otherwise a word such as "on"."""
     return value if type(value) in (int, float) else format_value(value)
 
 
 def run_html(settings: Settings) -> str:
-    """A run in words: its preset, the options that differ from it, and notes on options without effect on this machine.
-    """
+    """Markup with a run in words: its preset, the options that differ from it, and notes on options without effect on
+    this machine. Only a sentence that OneDiff is off, if the settings tab or this run switches it off."""
     if not runtime.settings.enabled:
         return sentence(f"{OFF_IN_SETTINGS}.", wrong=True)
     if not settings.enabled:
@@ -192,9 +196,12 @@ def run_html(settings: Settings) -> str:
 
 
 def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
-    """A note for the accordion's title: the preset and options that are set in it, and override the settings tab even
-    while the accordion is closed. Also holds both for javascript/onediff.js, which sends them with a comparison. used:
-    the checkbox; if it is off, the note says so."""
+    """Markup for the accordion's title: the preset and options that are set in the accordion, since they override the
+    settings tab even while it is closed; no visible text if none is set. If the checkbox (used) is off, the markup says
+    that OneDiff is off for this run instead.
+
+    It also has preset and text as hidden JSON: javascript/onediff.js sends them with a comparison.
+    """
     held = html.escape(json.dumps([preset, text or ""]))
     parts = "; ".join(filter(None, (preset if preset != AS_IN_SETTINGS else "", text)))
     words = html.escape(f"Set here: {parts}")
@@ -205,9 +212,9 @@ def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
 
 
 def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:
-    """Data for javascript/onediff_accordion.js, as hidden markup: the run's options without the text box (base), the
-    names of the options that presets set, the options' labels, and said_of: the preset and text that the shown sentence
-    describes."""
+    """Hidden markup with data for javascript/onediff_accordion.js: the options of the run as they are without the text
+    box (base), the names of the options that presets set, the options' labels, and said_of, the preset and text that
+    the sentence on the page describes."""
     known = {
         "base": {name: format_value(getattr(base, name)) for name in options_of_a_run() if name != SWITCH},
         "of_presets": list(preset_options()), "labels": names_by_label(), "said_of": said_of,
@@ -216,10 +223,11 @@ def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:
 
 
 def connect(component: Any, tab: str, built: tuple[Any, ...], status_lines: StatusLines) -> None:
-    """Renew the status after each generation, if `component` is the one that changes after a generation.
+    """Renew the status after each generation, if `component` is the tab's CHANGES_AFTER_GENERATION; do nothing for any
+    other component.
 
     Called for every component that the WebUI creates; every WebUI creates this one after a tab's settings. built: the
-    second value of build_accordion; empty if that failed.
+    second value of build_accordion; empty if that failed, and then nothing is connected.
     """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab) or not built:
         return

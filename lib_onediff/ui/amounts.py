@@ -6,6 +6,7 @@ from typing import Any
 
 from ..core.units import GIBIBYTE, KIBIBYTE, MEBIBYTE
 
+# Shown in place of a value that is not known.
 NOTHING = "–"
 MINUTE = 60
 HOUR = 3600
@@ -20,18 +21,18 @@ def milliseconds(value: float | None) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration in seconds, for example "0.3 s" or "12 s"."""
+    """A duration in seconds as text, for example "0.3 s"; without decimals from 10 on: "12 s"."""
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
 def minutes(value: float) -> str:
-    """A number of seconds in minutes, for example "4 min"."""
+    """A number of seconds as text in whole minutes, at least one, for example "4 min"."""
     return f"{max(1, round(value / MINUTE))} min"
 
 
 def times(ratio: float | None) -> str:
-    """A ratio of times in words, for example "1.6x faster", "1.2x slower" for a ratio below 1, or "no measurable
-    difference"; NOTHING for None."""
+    """A speedup in words, for example "1.6x faster", "1.2x slower" for a ratio below 1, or "no measurable difference"
+    within 5 %; NOTHING for None. ratio: the other side's time divided by ours."""
     if ratio is None:
         return NOTHING
     if 0.95 < ratio < 1.05:
@@ -40,7 +41,7 @@ def times(ratio: float | None) -> str:
 
 
 def memory(size: int) -> str:
-    """A number of bytes, for example "12 MiB"; less than one MiB in KiB."""
+    """A number of bytes as text in KiB, MiB or GiB, for example "12 MiB"."""
     if size >= GIBIBYTE:
         return f"{size / GIBIBYTE:.2f} GiB"
     if size >= MEBIBYTE or size == 0:
@@ -49,7 +50,7 @@ def memory(size: int) -> str:
 
 
 def ago(moment: float) -> str:
-    """The time since `moment`, a value of time.time(), for example "5 min ago"."""
+    """The time since `moment`, a value of time.time(), in one unit: "5 min ago"; "just now" within the first minute."""
     passed = max(0.0, time.time() - moment)
     for unit, name in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min")):
         if passed >= unit:
@@ -58,14 +59,14 @@ def ago(moment: float) -> str:
 
 
 def counted(number: int, one: str, more: str = "") -> str:
-    """A number with its noun, for example "1 size" or "3 sizes". one: the noun. more: its plural, if that is not one +
-    "s"."""
+    """A number with its noun, for example "1 size" or "3 sizes". one: the noun in singular. more: its plural, if that
+    is not formed with "s"."""
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
 def number_in(value: Any, name: str, least: float, most: float) -> float:
-    """The number that a user has typed or chosen. name: of the field. Raises ValueError, with a sentence that names the
-    field, if the value is not a number, or not between least and most."""
+    """The number that a user has typed or chosen in a field. name: the field's name, for the message. Raises ValueError
+    with a sentence for the user if the value is not a number, below `least` or above `most`."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -76,7 +77,8 @@ def number_in(value: Any, name: str, least: float, most: float) -> float:
 
 
 def whole_number(value: Any, name: str, least: int = 0, most: int = 2**32) -> int:
-    """The whole number that a user has typed or chosen. Raises ValueError, as number_in does, also for a fraction."""
+    """The whole number that a user has typed or chosen in a field. Raises ValueError as number_in does, and for a
+    number with a fraction; 2.0 is a whole number."""
     number = number_in(value, name, least, most)
     if number != int(number):
         raise ValueError(f"{name} must be a whole number, not {value!r}.")

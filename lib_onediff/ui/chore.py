@@ -16,8 +16,8 @@ class Chore:
     """Work in a thread of its own, which starts when this object is made, so that no request of the page waits for it.
 
     name: for users and the log, for example "Purging".
-    failed: whether the work has raised an exception.
-    outcome: once it is over, what the work returned; if it failed, a sentence for the user.
+    failed: whether the work has raised an exception; False while it runs.
+    outcome: what the work returned, or a sentence for the user if it failed; None while it runs.
     """
 
     def __init__(self, name: str, work: Callable[[], Any]) -> None:
@@ -29,13 +29,13 @@ class Chore:
         self._thread.start()
 
     def over(self, seconds: float = 0.0) -> bool:
-        """Whether the work is over; waits at most so many seconds for it."""
+        """Whether the work is over, well or badly. Waits at most so many seconds for that."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        """Run the work, and keep its result or a sentence on its failure. A failure that is not a NotKept is logged,
-        too."""
+        """The body of the thread: run the work, and keep its result or a sentence on its failure. The message of a
+        NotKept is for users as it is; any other exception is also logged with its traceback."""
         try:
             self.outcome = self._work()
         except NotKept as problem:

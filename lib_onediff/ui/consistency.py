@@ -29,8 +29,9 @@ TITLE = "OneDiff consistency report, format 1"
 
 
 def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
-    """Build the report, folded, inside the open gradio context. facts: returns this machine's facts. opened: registers
-    a handler for the moment at which the page is opened."""
+    """Build a folded part of the Compare page with this machine's report and a box for another machine's, inside the
+    open gradio context. facts: returns this machine's facts. opened: the gradio event of the page being opened, such as
+    tab.select; the report is made then."""
     lines: Any = {"lines": 12, "max_lines": 12}
     with gr.Accordion("Why does the same seed differ on another machine?", open=False, elem_id=ELEM_ID):
         gr.HTML(f'<p class="onediff-reason">{EXPLAINED}</p>')
@@ -48,7 +49,8 @@ def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
 
 
 def differences_html(text: str, mine: Facts) -> str:
-    """The differences between this machine's facts and another machine's report, as markup."""
+    """The differences between this machine's facts and another machine's report (text), as markup: a list, or a
+    sentence if nothing differs or the text is no report; "" for an empty text."""
     if not str(text or "").strip():
         return ""
     try:
@@ -62,7 +64,7 @@ def differences_html(text: str, mine: Facts) -> str:
 
 
 def report(facts: Facts) -> str:
-    """The facts as text; parse reads it back."""
+    """The facts as a text in the format of the module's docstring; parse reads it back."""
     lines = [TITLE]
     for section, values in facts.items():
         lines += [f"[{section}]", *(f"{name}: {value}" for name, value in values.items())]
@@ -70,10 +72,10 @@ def report(facts: Facts) -> str:
 
 
 def parse(text: str) -> Facts:
-    """The facts in a report. Other text may come before it, and its lines may be indented or quoted with ">". Lines
-    behind it that look like facts are read as facts.
+    """The facts in a text that contains a report. Other text may come before the report, and its lines may be indented
+    or quoted with ">". Later lines of the form "name: value" count as facts, too.
 
-    Raises ValueError with a sentence if the text has no report of this format version.
+    Raises ValueError with a sentence for users if the text has no report of this format version.
     """
     lines = iter([line.strip().lstrip("> \t") for line in str(text).splitlines()])
     if TITLE not in lines:
@@ -90,7 +92,7 @@ def parse(text: str) -> Facts:
 
 
 def differences(mine: Facts, theirs: Facts) -> list[str]:
-    """A line for every fact that differs, also for one that is in one report only, in the order of `mine`."""
+    """A line for every fact that differs or is only in one of the reports, in the order of `mine`; [] if they agree."""
     lines = []
     for section in {**mine, **theirs}:
         here = mine.get(section, {})

@@ -25,7 +25,8 @@ HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 
 
 def described(values: Mapping[str, Any]) -> dict[str, str]:
-    """Sentences by option, for those options in values that have no effect here or need an explanation."""
+    """Sentences for users, by option, on those values that have no effect on this machine or need an explanation; other
+    options are left out. values: by option."""
     found = {}
     for option, value in values.items():
         if reason := why_no_effect(option, value):
@@ -36,35 +37,35 @@ def described(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def why_no_effect(option: str, value: Any) -> str | None:
-    """Why an option of core.settings.Settings has no effect on this machine at this value, in words for the user; None
-    if it has one, or if the value means "off"."""
+    """Why an option of core.settings.Settings has no effect on this machine at this value, as a clause for users, such
+    as "PyTorch sees no GPU here". None if it has an effect, or if the value means "off"."""
     check = CHECKS.get(option)
     return None if check is None else check(value)
 
 
 def of_accumulation(value: str) -> str | None:
-    """why_no_effect for the option accumulation."""
+    """why_no_effect for the option accumulation: sums in float16 need oneflow, or a new PyTorch and an NVIDIA GPU."""
     if value != HALF or has_oneflow():
         return None
     if capability() is None:
         here = "uses an AMD one" if torch.version.hip else "can use none"
         return f"this needs an NVIDIA GPU, and PyTorch {here}"
     if SWITCHES[HALF_SUMS].read() is None:
-        return f"PyTorch has this from 2.7 on, and here it is {torch.__version__}"
+        return f"this needs PyTorch 2.7 or newer, and here it is {torch.__version__}"
     return too_old(HALF_SUMS_FROM, "cuBLAS sums in half precision")
 
 
 def of_vae(value: str) -> str | None:
-    """why_no_effect for the option vae_precision."""
+    """why_no_effect for the option vae_precision: float16 needs a GPU, bfloat16 one that is new enough."""
     kinds = (torch.cuda, torch.backends.mps, getattr(torch, "xpu", None))
     if value == "fp16" and not any(kind is not None and kind.is_available() for kind in kinds):
         # Measured: 80 times as long as in float32, for emoji-sd's VAE.
-        return "CPUs decode float16 many times slower, so the VAE stays in the WebUI's type"
+        return "a CPU decodes many times slower in float16, so the VAE keeps the WebUI's precision"
     return too_old(BF16_FROM, "bfloat16 exists") if value == "bf16" else None
 
 
 def of_low_bit(value: str) -> str | None:
-    """why_no_effect for the option low_bit: the devices' own refusal for a model in float16."""
+    """why_no_effect for the option low_bit: the reason for which our devices would refuse a model in float16."""
     if value == "off":
         return None
     device = torch.device("cpu")
@@ -75,12 +76,12 @@ def of_low_bit(value: str) -> str | None:
 
 
 def of_graph_memory(value: int) -> str | None:
-    """why_no_effect for the option memory_budget."""
+    """why_no_effect for the option memory_budget, the memory for CUDA graphs."""
     return None if torch.cuda.is_available() or not value else "CUDA graphs need a GPU, and PyTorch sees none here"
 
 
 def of_second_gpu(value: str) -> str | None:
-    """why_no_effect for the option second_gpu."""
+    """why_no_effect for the option second_gpu: the reason for which the named GPU cannot be used."""
     if value == ONE_GPU:
         return None
     if not Card().all():
@@ -108,7 +109,7 @@ def has_oneflow() -> bool:
 
 
 def capability() -> tuple[int, int] | None:
-    """The compute capability of the NVIDIA GPU that PyTorch uses; None without one."""
+    """The compute capability of the NVIDIA GPU that PyTorch uses; None without one, also with an AMD GPU."""
     if torch.version.hip or not torch.cuda.is_available():
         return None
     try:
@@ -118,11 +119,12 @@ def capability() -> tuple[int, int] | None:
         return None
 
 
-def too_old(least: tuple[int, int], what: str) -> str | None:
-    """Why the GPU lacks something, if its compute capability is below `least`; otherwise None, also without a GPU.
-    what: words for what GPUs can do from `least` on ("bfloat16 exists")."""
+def too_old(least: tuple[int, int], feature: str) -> str | None:
+    """A clause for users if the GPU's compute capability is below `least`; otherwise None, also without a GPU. feature:
+    a clause on what GPUs have from `least` on, such as "bfloat16 exists"."""
     has = capability()
     if has is None or has >= least:
         return None
     needed, there = (".".join(map(str, version)) for version in (least, has))
-    return f"{what} from compute capability {needed} on, and this {torch.cuda.get_device_name()} has {there}"
+    name = torch.cuda.get_device_name()
+    return f"this GPU is too old: {feature} from compute capability {needed} on, and this {name} has {there}"

@@ -31,16 +31,17 @@ COPY_BUTTON: dict[str, Any] = {"buttons": ["copy"]} if GRADIO >= 6 else {"show_c
 
 
 def kept_out_of_defaults(component: Any) -> Any:
-    """The component, marked so that A1111 and Forge do not write its value into their file of defaults."""
+    """Mark a component so that A1111 and Forge do not write its value into their file of defaults (ui-config.json).
+    Returns the same component."""
     component.do_not_save_to_config = True
     return component
 
 
 def in_the_browser(function: str) -> dict[str, Any]:
-    """The keyword argument of a gradio event that runs a JavaScript function in the browser before the handler.
+    """The keyword argument of a gradio event by which a JavaScript function runs in the browser before the handler.
 
-    function: takes the values of all inputs, then of all outputs; returns the list of input values that is sent to the
-    handler, or shown in the outputs if there is no handler.
+    function: its source. It takes the values of all inputs, then of all outputs; it returns the list of values that the
+    handler gets as inputs, or that the outputs show if there is no handler.
     """
     return {"js" if GRADIO >= 4 else "_js": function}
 
@@ -51,7 +52,7 @@ def a_button(text: str, name: str, **more: Any) -> gr.Button:
 
 
 def a_list(label: str, choices: list[str], value: str, name: str) -> gr.Dropdown:
-    """A drop-down list with the id onediff_<name>."""
+    """A drop-down list with the id onediff_<name>. value: the one chosen at first."""
     return kept_out_of_defaults(gr.Dropdown(
         choices=choices, value=value, label=label, elem_id=f"onediff_{name}", scale=1, min_width=140, **ANSWERED,
     ))
@@ -63,18 +64,19 @@ def a_text(label: str, name: str, value: str = "", **more: Any) -> gr.Textbox:
 
 
 def live_html(name: str, *classes: str, **more: Any) -> gr.HTML:
-    """An HTML component, with the id onediff_<name>, whose markup handlers renew while the page is open. classes: of
-    style.css. more: further arguments of gr.HTML."""
+    """An HTML component with the id onediff_<name>, for markup that handlers renew while the page is open. classes:
+    further classes of style.css. more: further arguments of gr.HTML."""
     return gr.HTML(elem_id=f"onediff_{name}", elem_classes=[LIVE, *classes], **more)
 
 
-def nothing_seen() -> gr.Textbox:
-    """An invisible text component, as an input of an event whose value comes from the event's JavaScript
+def browser_input() -> gr.Textbox:
+    """An invisible text component. It is the input of a handler whose value the event's JavaScript computes
     (in_the_browser)."""
     return kept_out_of_defaults(gr.Textbox("", visible=False))
 
 
 def forget_when_changed(fields: list[Any], output: Any) -> None:
-    """Clear the message in `output` as soon as the user changes one of these fields, which the message is about."""
+    """Have the browser clear the message in `output` as soon as the user changes one of these fields: the message was
+    about their old values."""
     for field in fields:
         field.input(None, inputs=[], outputs=[output], api_name=False, **in_the_browser("() => ''"))

@@ -70,7 +70,8 @@ OPTIONS = (
 
 
 def as_fact(value: Any) -> str:
-    """A value as one short line of a report. Of a path, only the last part is shown; NOTHING for None."""
+    """A value as one short line of a report: "on" or "off" for a bool, a list's values joined by commas, only the last
+    part of a path; NOTHING for None and an empty text."""
     if isinstance(value, bool):
         return format_value(value)
     if isinstance(value, (list, tuple)):
@@ -101,7 +102,7 @@ def machine_facts() -> Facts:
             "HIP": as_fact(torch.version.hip), "cuDNN": as_fact(cudnn), "Python": platform.python_version(),
             **{name: package_version(name) for name in PACKAGES},
         },
-        "PyTorch": {name: switch(path) for name, path in TORCH_SWITCHES.items()},
+        "PyTorch": {name: torch_switch(path) for name, path in TORCH_SWITCHES.items()},
         "Environment": {name: as_fact(os.environ.get(name)) for name in VARIABLES},
         "Machine": {
             **gpu, "System": f"{platform.system()} {platform.machine()}", "CPU threads": str(torch.get_num_threads()),
@@ -117,7 +118,7 @@ def package_version(name: str) -> str:
         return NOTHING
 
 
-def switch(path: str) -> str:
+def torch_switch(path: str) -> str:
     """The value of torch's attribute at this dotted path, as text; if it is a function, its result. UNREADABLE if this
     torch does not have it.
 
@@ -150,21 +151,22 @@ def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[
 
 
 def host_facts(release: str) -> Facts:
-    """The facts of the WebUI that OneDiff runs in. release: its name and version, for example "A1111 v1.10.1"."""
+    """The facts of the WebUI that OneDiff runs in: the loaded model, the options that change images, the types, and the
+    flags of its command line. release: its name and version, for example "A1111 v1.10.1"."""
     from modules import shared
 
     # Options with other values may be paths and passwords.
     switches = (name for name, value in sorted(vars(shared.cmd_opts).items()) if value is True)
     devices = sys.modules.get("modules.devices")
     types = {"Type": "dtype", "Type of the UNet": "dtype_unet", "Type of the VAE": "dtype_vae"}
-    model = {"Checkpoint": as_fact(checkpoint_name()), "Hash": as_fact(getattr(loaded(), "sd_model_hash", None))}
+    model = {"Checkpoint": as_fact(checkpoint_name()), "Hash": as_fact(getattr(loaded_model(), "sd_model_hash", None))}
     vae: Any = sys.modules.get("modules.sd_vae")
     if hasattr(vae, "get_loaded_vae_name"):
         model.update({"VAE": as_fact(vae.get_loaded_vae_name()), "Hash of the VAE": as_fact(vae.get_loaded_vae_hash())})
     return {
         "Model": model,
         "WebUI options": named(shared.opts, OPTIONS),
-        "WebUI": {"Release": release, "Attention": attention(), **{
+        "WebUI": {"Release": release, "Attention": attention_name(), **{
             label: as_fact(str(getattr(devices, name)).removeprefix("torch."))
             for label, name in types.items() if hasattr(devices, name)
         }},
@@ -173,11 +175,11 @@ def host_facts(release: str) -> Facts:
 
 
 def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
-    """The attributes of the holder that exist, by name."""
+    """The values of those attributes that the holder has, as facts by name."""
     return {name: as_fact(getattr(holder, name)) for name in names if hasattr(holder, name)}
 
 
-def attention() -> str:
+def attention_name() -> str:
     """The name of the attention that the WebUI's own UNet uses; NOTHING if it is unknown."""
     forge = sys.modules.get("backend.attention")
     a1111 = sys.modules.get("modules.sd_hijack")
@@ -188,12 +190,12 @@ def attention() -> str:
 
 def checkpoint_name() -> str:
     """The WebUI's name of the loaded checkpoint; "" if none is loaded."""
-    info = getattr(loaded(), "sd_checkpoint_info", None)
-    return getattr(info, "name_for_extra", None) or getattr(loaded(), "name", None) or ""
+    info = getattr(loaded_model(), "sd_checkpoint_info", None)
+    return getattr(info, "name_for_extra", None) or getattr(loaded_model(), "name", None) or ""
 
 
-def loaded() -> Any:
-    """The loaded model; None if there is none. Reading the WebUI's shared.sd_model instead would load one."""
+def loaded_model() -> Any:
+    """The WebUI's loaded model; None if there is none. Reading the WebUI's shared.sd_model instead would load one."""
     from modules import sd_models
 
     return sd_models.model_data.sd_model

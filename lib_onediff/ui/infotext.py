@@ -32,7 +32,7 @@ SWITCH = "enabled"
 SPEED = "speed"
 NOT_SERVED = "not accelerated"
 VAE_ALONE = "only the VAE accelerated"
-NO_SWITCH = "None of its OneDiff options is set: they do not begin with on or off."
+NO_SWITCH = "Its OneDiff options are not set at all, because they do not begin with on or off."
 PARTS = re.compile(r"[;\n]")
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
@@ -41,13 +41,13 @@ def describe(
     settings: Settings, inactive: Collection[str] = (), is_served: bool = True, has_our_vae: bool = False,
     of_other_models: Collection[str] = (),
 ) -> str:
-    """The infotext of a generation that was made with these settings.
+    """The value of the infotext's entry OneDiff, for a generation that was made with these settings.
 
     inactive: options that had no effect; they are left out, so that pasting sets their defaults.
     is_served: whether OneDiff serves the generation's model. If not, pasting its infotext sets nothing.
     has_our_vae: whether OneDiff has decoded its images.
-    of_other_models: options without effect on its model. They are not named, and a preset may set them: pasted for the
-        same model, they have no effect again.
+    of_other_models: options without effect on the generation's model. They are not written as single options, but the
+        named preset may include them: pasted for the same model, they have no effect again.
     """
     word = WORD_OF_BOOL[settings.enabled]
     if settings.enabled and not is_served:
@@ -60,8 +60,9 @@ def describe(
 
 
 def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
-    """The preset, or AS_IN_SETTINGS, from which the fewest options of a run differ, and these options in words, such as
-    "backend eager". The switch `enabled` is left out. wanted: the run's settings. standing: the settings tab's."""
+    """The shortest description of a run: the name of the preset, or AS_IN_SETTINGS, from which the fewest options
+    differ, and these options in words, such as "backend eager". The switch `enabled` is left out. wanted: the run's
+    settings. standing: the settings tab's, from which AS_IN_SETTINGS counts."""
     names = options_of_a_run().keys() - {SWITCH}
 
     def changes_from(base: Settings) -> list[str]:
@@ -89,8 +90,9 @@ def names_by_label() -> dict[str, str]:
 
 
 def words_in(text: str) -> dict[str, str]:
-    """The value of each option in a text, as a word, by the option's name. A preset adds all of its options. Nothing is
-    checked: unknown names and wrong values are returned as they are.
+    """The values of the options in a text, as words, by the option's name. A preset ("speed Fast") adds all of its
+    options; "on" or "off" alone is the value of SWITCH. Nothing is checked: unknown names (in place of presets, SPEED)
+    and wrong values are returned as they are.
 
     An option may be written by its name or by its label: "DeepCache interval 3". If it is there twice, its last value
     counts.
@@ -119,10 +121,10 @@ def words_in(text: str) -> dict[str, str]:
 
 
 def read_changes(text: str) -> dict[str, Any]:
-    """The values of the options in a text, by name. The text may be typed, or copied from infotext with its key.
+    """The values of the options in a text such as "deepcache_interval 3; vae_precision=fp16", by name and with the
+    options' types; {} for an empty text. The text may be typed, or copied from infotext with its key.
 
-    For example "deepcache_interval 3; vae_precision=fp16". Raises ValueError with a sentence for each unknown option
-    and wrong value.
+    Raises ValueError with a sentence for each unknown option and wrong value.
     """
     options = options_of_a_run()
     found = {}
@@ -138,8 +140,9 @@ def read_changes(text: str) -> dict[str, Any]:
 
 
 def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
-    """The value that a word means for an option of a run. name: the option's, as the user has written it. options:
-    those of a run, by name. Raises ValueError with a sentence for an unknown option or a wrong value."""
+    """The value that a word means for an option of a run, with the option's type. name: the option's name, or what the
+    user has written in its place. options: those of a run, by name. Raises ValueError with a sentence for an unknown
+    option or preset, and for a wrong value."""
     if name == SPEED:
         # words_in has replaced the presets that exist: this raises, with the names of those.
         preset_of(word)
@@ -171,7 +174,8 @@ def parse(text: Any) -> dict[str, Any]:
 
 
 def problem_of(text: Any) -> str:
-    """Sentences for the user about the unknown options and wrong values in an infotext; "" if there are none."""
+    """Sentences for the user on what is not used of an infotext's entry OneDiff (text): unknown options, wrong values,
+    or all of it; "" if everything is used or the entry is empty."""
     written = str(text).strip()
     if written in ("", NOT_SERVED, VAE_ALONE):
         return ""
@@ -190,9 +194,9 @@ def paste_functions(
     infotext. Each takes the infotext as the WebUI has parsed it, and returns the component's new value, or None to
     leave it.
 
-    The next run then has the settings of the infotext. Options that already are so in the settings tab are not written
-    into the accordion, so that they go on following that tab. standing: returns the settings tab's settings. tell:
-    called with the problem of the infotext, if it has one.
+    The next run then has the settings of the infotext. Options that have the same value in the settings tab are not
+    written into the accordion, so that they go on following that tab. standing: returns the settings tab's settings.
+    tell: called once per paste with the sentences of problem_of, if there are any.
 
     Call this once for all tabs: when an image is sent from one tab to another, WebUIs copy a component's value only if
     both tabs have the same function.

@@ -23,9 +23,9 @@ class Clicks(NamedTuple):
     cancelled: ids of jobs to cancel.
     clear: whether to remove finished jobs from the list.
     shown: the id of the comparison to show; 0: the newest.
-    sizes: those to pre-warm.
-    sort: the column that the table is sorted by, and whether the largest value comes first.
-    asked: the size that is set in the txt2img tab.
+    sizes: those to pre-warm, for example "512x512".
+    sort: the column by which the table is sorted ("": none), and whether the largest value comes first.
+    asked: the size that is set in the txt2img tab; "" if unknown.
     """
 
     cancelled: Sequence[int] = ()
@@ -37,7 +37,8 @@ class Clicks(NamedTuple):
 
 
 def read_clicks(text: Any) -> Clicks:
-    """The clicks in the JSON that javascript/onediff.js sends; no clicks for any other text."""
+    """The clicks in the JSON object that javascript/onediff.js sends. Values of a wrong type count as no click, and so
+    does any other text."""
     try:
         sent = dict(json.loads(text))
     except (TypeError, ValueError):
@@ -53,13 +54,13 @@ def read_clicks(text: Any) -> Clicks:
 
 
 def values_of(kind: type, sent: Any) -> tuple[Any, ...]:
-    """The values of one type in a list that a page has sent; () for anything that is not a list."""
+    """The values of exactly this type in a list that a page has sent; () for anything that is not a list."""
     return tuple(value for value in sent if type(value) is kind) if isinstance(sent, list) else ()
 
 
 def do(clicks: Clicks, queue: JobQueue) -> None:
-    """Cancel the clicked jobs, and clear the finished ones if that was clicked. Unknown and finished jobs cannot be
-    cancelled; they are ignored."""
+    """Carry out the clicks on the list of jobs: cancel jobs, and remove finished ones. Unknown and finished jobs cannot
+    be cancelled; they are ignored. Clicks on sizes are left to the caller."""
     for job in clicks.cancelled:
         queue.cancel(job)
     if clicks.clear:
@@ -67,7 +68,8 @@ def do(clicks: Clicks, queue: JobQueue) -> None:
 
 
 def jobs_html(jobs: Sequence[Job]) -> str:
-    """One line per job, with its progress and buttons for javascript/onediff.js; "" without jobs."""
+    """The list of jobs as markup: a line for each of the last finished ones (MOST_FINISHED_SHOWN), then for the next
+    pending ones (MOST_WAITING_SHOWN), with progress and buttons for javascript/onediff.js; "" without jobs."""
     pending = [job for job in jobs if job.pending]
     over = [job for job in jobs if not job.pending]
     shown = [*over[-MOST_FINISHED_SHOWN:], *pending[:MOST_WAITING_SHOWN]]
@@ -83,8 +85,8 @@ def jobs_html(jobs: Sequence[Job]) -> str:
 
 
 def job_html(job: Job) -> str:
-    """A job's name, progress bar, state and buttons: Show for a comparison with an image, Cancel where the job can be
-    cancelled."""
+    """A job's name, progress bar, state and buttons as markup: Show for a comparison with an image, Cancel for a job
+    that can be cancelled."""
     name = html.escape(f"{KINDS[job.kind]} {job.title}".strip())
     bar = bar_html(100 * job.share, name) if job.state == RUNNING else ""
     buttons = ""
@@ -99,16 +101,15 @@ def job_html(job: Job) -> str:
     )
 
 
-def small_button(what: str, job: int, text: str, label: str) -> str:
-    """A button for javascript/onediff.js. what: its action, "show" or "job" (cancel). job: the job's id. label: escaped
-    text for screen readers."""
-    return (
-        f'<button type="button" class="onediff-small" data-onediff-{what}="{job}" aria-label="{label}">{text}</button>'
-    )
+def small_button(action: str, job: int, text: str, label: str) -> str:
+    """A button for javascript/onediff.js. action: "show", or "job" to cancel. job: the job's id. label: escaped text
+    for screen readers."""
+    attributes = f'class="onediff-small" data-onediff-{action}="{job}" aria-label="{label}"'
+    return f'<button type="button" {attributes}>{text}</button>'
 
 
 def job_sentence(job: Job) -> str:
-    """A job's state in words, shown beside its name."""
+    """A job's state in words, shown beside its name, for example "40 %, step 8 of 20, about 12 s left"."""
     if job.state == DONE:
         return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
     if job.state == CANCELLED or job.reason:

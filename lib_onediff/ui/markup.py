@@ -1,4 +1,7 @@
-"""Markup that several pages show: a sentence, a bar, a value under its label, a table."""
+"""Markup that several pages show: a sentence, a bar, a value under its label, a table.
+
+Texts are escaped here, except where a docstring says that an argument is markup or already escaped.
+"""
 from __future__ import annotations
 
 import html
@@ -6,13 +9,15 @@ from collections.abc import Iterable, Mapping
 
 
 def sentence(text: str, wrong: bool = False) -> str:
-    """A paragraph with a result, which screen readers announce; "" for no text. wrong: in the style of an error."""
+    """A paragraph with a message, which screen readers announce; "" for an empty text. wrong: whether it looks like an
+    error."""
     kind = "onediff-wrong" if wrong else "onediff-right"
     return f'<p class="onediff-result {kind}" role="status">{html.escape(text)}</p>' if text else ""
 
 
 def folded(summary: str, lines: Iterable[str]) -> str:
-    """Lines folded below a summary. A single line is shown openly and without the summary; "" for no lines."""
+    """A list of lines that is folded below a summary. A single line is shown openly and without the summary; "" for no
+    lines."""
     shown = list(lines)
     if len(shown) < 2:
         return "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in shown)
@@ -21,7 +26,8 @@ def folded(summary: str, lines: Iterable[str]) -> str:
 
 
 def bar_html(percent: float, label: str, role: str = "progressbar") -> str:
-    """A bar that is filled to a percentage. label: escaped text for screen readers."""
+    """A bar that is filled to a percentage, at most 100. label: escaped text for screen readers. role: its ARIA role,
+    "progressbar" or "meter"."""
     percent = min(percent, 100)
     return (
         f'<div class="onediff-bar" role="{role}" aria-valuemin="0" aria-valuemax="100" aria-valuenow="{percent:.0f}" '
@@ -30,7 +36,7 @@ def bar_html(percent: float, label: str, role: str = "progressbar") -> str:
 
 
 def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str:
-    """A value under its label. below: markup. meaning: the tooltip."""
+    """A value under its label. below: markup to show below the value. meaning: the tooltip."""
     title = f' title="{html.escape(meaning)}"' if meaning else ""
     name = label.lower().replace(" ", "-")
     return (
@@ -40,7 +46,7 @@ def fact_html(label: str, value: str, below: str = "", meaning: str = "") -> str
 
 
 def head_html(columns: Iterable[str], meanings: Mapping[str, str]) -> str:
-    """The headings of a table. meanings: tooltips by heading."""
+    """The heading cells of a table, without their row. meanings: tooltips by heading."""
     return "".join(
         f'<th scope="col" title="{html.escape(meanings.get(column, ""))}">{html.escape(column)}</th>'
         for column in columns
@@ -48,14 +54,15 @@ def head_html(columns: Iterable[str], meanings: Mapping[str, str]) -> str:
 
 
 def cells_html(cells: Iterable[str]) -> str:
-    """Cells of a table. cells: markup."""
+    """The data cells of a table's row, without the row. cells: their content as markup."""
     return "".join(f"<td>{cell}</td>" for cell in cells)
 
 
 def table_html(
     label: str, columns: Iterable[str], rows: Iterable[Iterable[str]], meanings: Mapping[str, str],
 ) -> str:
-    """A table of texts in a box that scrolls. The first cell of a row is its heading."""
+    """A table of texts in a box that scrolls. The first cell of a row is its heading. label: the table's name for
+    screen readers. meanings: see head_html."""
     body = "".join(
         f'<tr><th scope="row">{html.escape(first)}</th>{cells_html(map(html.escape, cells))}</tr>'
         for first, *cells in rows

@@ -24,13 +24,14 @@ def build_onediff_tab(
     runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively, make_script: Callable[[], Any],
     standing: Callable[[], Settings], settings_of_run: Callable[..., Settings], release: str,
 ) -> gr.Blocks:
-    """The tab's content, for the WebUI's on_ui_tabs: (build_onediff_tab(...), TITLE, ELEM_ID).
+    """Build the content of the OneDiff tab. The WebUI's callback on_ui_tabs returns it as
+    (build_onediff_tab(...), TITLE, ELEM_ID).
 
     runtime, warmup, queue: the runtime, the pre-warming, and the list of jobs that the page shows. exclusively: the
-        adapter's WebUI.exclusively.
+        adapter's WebUI.exclusively, which runs a function while no image is being made.
     make_script: our script's class. standing: returns the settings tab's settings. settings_of_run: returns the
-        settings of a run with these script arguments; raises ValueError with a sentence. release: the WebUI's name and
-        version.
+        settings of a run, given the values of the script arguments; raises ValueError with a sentence. release: the
+        WebUI's name and version.
     """
 
     def facts() -> Facts:

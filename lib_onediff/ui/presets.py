@@ -28,27 +28,27 @@ FASTER_LAYERS: Mapping[str, Any] = {
 class Preset:
     """Options that are set together.
 
-    name: for users. what: how its images differ, for users.
-    seconds: for an image of SDXL 1024x1024 on an H100, as measured in .readme/measurements.md.
+    name: for users. images: a clause for users on how its images differ from the WebUI's.
+    seconds: the duration of one image of SDXL at 1024x1024 on an H100, as measured in .readme/measurements.md.
     values: the options that are not at their defaults.
     """
 
     name: str
-    what: str
+    images: str
     seconds: float
     values: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def explanation(self) -> str:
-        """A sentence: how many times faster than Exact it was measured to be, on which card, and how its images
-        differ."""
+        """A sentence for users: its measured speed as a multiple of Exact's, on which card, and how its images differ.
+        """
         if self.name == EXACT:
-            return f"{self.what}."
-        return f"{PRESETS[EXACT].seconds / self.seconds:.1f}x as fast as Exact with SDXL on an H100; {self.what}."
+            return f"{self.images}."
+        return f"{PRESETS[EXACT].seconds / self.seconds:.1f}x as fast as Exact with SDXL on an H100; {self.images}."
 
     @property
     def all_values(self) -> dict[str, Any]:
-        """The values of all options that presets set."""
+        """The preset's values of all options that presets set (preset_options), by name."""
         return {name: self.values.get(name, option.default) for name, option in preset_options().items()}
 
 
@@ -73,7 +73,8 @@ def preset_options() -> dict[str, Field[Any]]:
 
 
 def preset_of(name: str) -> Preset:
-    """The preset with this name, in upper or lower case. Raises ValueError with a sentence for an unknown name."""
+    """The preset with this name; upper and lower case do not matter. Raises ValueError with a sentence for an unknown
+    name."""
     found = PRESETS.get(name.capitalize())
     if found is None:
         raise ValueError(f"OneDiff has no preset {name!r}.{did_you_mean(name, PRESETS)}")
@@ -81,6 +82,6 @@ def preset_of(name: str) -> Preset:
 
 
 def with_preset(settings: Settings, name: str) -> Settings:
-    """The settings with all options of a preset set to its values; options that presets do not set stay. Raises
-    ValueError with a sentence for an unknown name."""
+    """New settings: all options that presets set have this preset's values, and the others stay. name: see preset_of.
+    Raises ValueError with a sentence for an unknown one."""
     return replace(settings, **preset_of(name).all_values)

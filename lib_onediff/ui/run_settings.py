@@ -35,8 +35,8 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
 
     arguments: at most three; missing ones have the values of a new accordion. The first is True or False (False
     switches OneDiff off), or a mapping of option names to values from an API client, which overrides the other two. The
-    second is a preset's name. The third is a text of options, see infotext.read_changes. Raises ValueError with a
-    sentence for anything else.
+    second is a preset's name; None, "" or AS_IN_SETTINGS for no preset. The third is a text of options, see
+    infotext.read_changes. Raises ValueError with a sentence for anything else, unless the first one is False.
     """
     used, preset, changes = filled(arguments)
     if not isinstance(used, bool | dict):
@@ -51,8 +51,8 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
 
 
 def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, standing: Settings) -> Settings:
-    """settings_of_run for its three arguments (used, preset, changes), checked for their types. OneDiff is on only if
-    it is on in the settings tab and none of the arguments switches it off."""
+    """settings_of_run with its three arguments by name. OneDiff is on only if it is on in the settings tab and no
+    argument switches it off. Raises ValueError with a sentence for a preset or changes of a wrong type or value."""
     settings = standing
     if not isinstance(preset, str | None):
         raise ValueError(f"OneDiff's second script argument is the name of a preset, not {preset!r}.")
@@ -68,8 +68,8 @@ def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, st
 
 
 def refusal_while_off(arguments: Sequence[Any]) -> str:
-    """A sentence for a run that sets options while OneDiff is switched off in the settings; "" if the run sets none.
-    arguments: see settings_of_run."""
+    """The sentence for a run that sets options while OneDiff is switched off in the settings tab: they have no effect.
+    "" if the run sets none, or switches OneDiff off itself. arguments: see settings_of_run."""
     used, preset, changes = filled(arguments)
     off = used is False or (isinstance(used, dict) and used.get("enabled") is False)
     nothing = used is True and preset in ("", None, AS_IN_SETTINGS) and not changes
@@ -84,9 +84,10 @@ def tell(p: Any, problem: str) -> None:
 
 
 def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | None = None) -> None:
-    """Write the settings of the generation p into its infotext, without options that had no effect.
+    """Write the settings of the generation p into its infotext parameters, without options that had no effect. Called
+    before a generation and again after each batch.
 
-    is_served: whether OneDiff serves the model. image: the record of the images, once they are made; before that, only
+    is_served: whether OneDiff serves the model. image: the record of the images that are made. Without one, only
     options without effect on this machine are left out.
     """
     changed = settings.changed_from(Settings()) if settings.enabled else {}
@@ -121,7 +122,8 @@ def inactive_options(settings: Settings, image: ImageRecord) -> Iterator[str]:
 
 
 def resolution_of(p: Any) -> str | None:
-    """The resolution in pixels of the next sampling of the generation p, for example "512x768"; None if p has none."""
+    """The resolution in pixels of the next sampling of the generation p, for example "512x768"; in the second pass of
+    hires fix, its target size. Rounded down to the pixels of whole latents; None if p has no width or height."""
     names = ("width", "height")
     if getattr(p, "is_hr_pass", False):
         names = ("hr_upscale_to_x", "hr_upscale_to_y")
@@ -133,13 +135,15 @@ def resolution_of(p: Any) -> str | None:
 
 
 def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Our three script arguments. Missing ones have the values of a new accordion; more than three are cut off."""
+    """Our three script arguments: the checkbox or mapping, the preset and the text of options. Missing ones get the
+    values of a new accordion; further ones are dropped."""
     return (*arguments, *AS_AT_FIRST[len(arguments):])[:3]
 
 
 def end_image(p: Any, checkpoint: str, is_whole: bool) -> None:
-    """Make the record of a generation's images at its end; nothing if no generation of p began. checkpoint: the loaded
-    one's name. is_whole: False if the generation was interrupted."""
+    """Close the generation p in the runtime and make the record of its images, which the status shows as the last
+    image's. Does nothing if none was begun for p, because OneDiff is off. checkpoint: the name of the loaded one.
+    is_whole: False if the generation was interrupted."""
     generation = runtime.generations.end(p)
     if generation is None:
         return

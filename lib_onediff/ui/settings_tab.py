@@ -28,7 +28,7 @@ from ..core.settings import (
 )
 from ..runtime.runtime import runtime
 from .effects import described, why_no_effect
-from .events import HIDDEN, QUIET, in_the_browser, kept_out_of_defaults, live_html, nothing_seen
+from .events import HIDDEN, QUIET, browser_input, in_the_browser, kept_out_of_defaults, live_html
 from .presets import PRESETS
 
 SECTION = ("onediff", "OneDiff")
@@ -38,11 +38,13 @@ log = logging.getLogger("onediff")
 
 
 def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[], None]) -> None:
-    """Register every field of Settings as an option of the WebUI and use the values that the WebUI has stored.
+    """Register every field of Settings as an option of the WebUI, and configure the runtime with the stored values, now
+    and after every change.
 
-    If a user sets a wrong value, the option keeps its old value, and the user is told.
+    If a user sets a wrong value, all options keep their old values, and the page and the log say so.
 
-    opts: the WebUI's shared.opts; option_info: its OptionInfo; changed: called after every change of the settings.
+    opts: the WebUI's shared.opts; option_info: its OptionInfo; changed: called each time after that, also if the values
+    were wrong.
     """
 
     def apply() -> None:
@@ -75,8 +77,8 @@ def in_groups() -> list[Field]:
 
 
 def for_the_browser() -> str:
-    """A hidden HTML element with data for javascript/onediff_settings.js, as JSON: what option_for_the_browser says of
-    each option, in the order of the page, and of each Speed button the values that it sets and its explanation."""
+    """A hidden HTML element with data for javascript/onediff_settings.js, as JSON: option_for_the_browser of each
+    option, in the order of the page, and for each Speed button the values that it sets and its explanation."""
     known = {host_key(option.name): option_for_the_browser(option) for option in in_groups()}
     speeds = {}
     for name, preset in PRESETS.items():
@@ -91,7 +93,7 @@ def build_for_the_browser() -> None:
     options, and a button that checks the values on the page. The WebUI builds the settings page itself, so they are
     elsewhere on the page."""
     gr.HTML(for_the_browser())
-    chosen = nothing_seen()
+    chosen = browser_input()
     checked = live_html("settings_checked")
     ask = kept_out_of_defaults(gr.Button("", elem_id="onediff_settings_ask", elem_classes=HIDDEN))
     ask.click(
@@ -101,9 +103,10 @@ def build_for_the_browser() -> None:
 
 
 def checked_for_the_browser(chosen: Any) -> str:
-    """Data for javascript/onediff_settings.js: the values in force of all options, and a sentence for each wrong value.
+    """A hidden HTML element with data for javascript/onediff_settings.js, as JSON: the given values, the values in
+    force of all options, and a sentence for each wrong value. All by the WebUI's names of the options.
 
-    chosen: JSON of the values on the page, by the WebUI's names of the options.
+    chosen: the values on the page, as a JSON object; any other text counts as an empty one.
     """
     try:
         values = dict(json.loads(chosen))
@@ -135,7 +138,8 @@ def problem_of_value(option: Field[Any], value: Any) -> str:
 
 
 def option_for_the_browser(option: Field[Any]) -> dict[str, Any]:
-    """The data of one option for javascript/onediff_settings.js."""
+    """The data of one option for javascript/onediff_settings.js: its group, label, default, notes, and the values of
+    other options at which it has no effect."""
     metadata = option.metadata
     return {
         "group": metadata["group"], "default": option.default, "shown": format_value(option.default),
@@ -145,8 +149,8 @@ def option_for_the_browser(option: Field[Any]) -> dict[str, Any]:
 
 
 def notes(option: Field[Any]) -> dict[str, str]:
-    """Sentences on those values of an option, each as a word, that have no effect on this machine or need an
-    explanation."""
+    """Sentences for users, by value (as a word), on those values of an option that have no effect on this machine or
+    need an explanation; {} for an option without a list of values."""
     found = {}
     for word in words_of(option):
         note = described({option.name: parse_value(option, word)}).get(option.name)
@@ -156,7 +160,8 @@ def notes(option: Field[Any]) -> dict[str, str]:
 
 
 def why_useless(option: Field[Any]) -> str:
-    """Why an option has no effect on this machine at any value but its default; "" if it has one."""
+    """Why an option has no effect on this machine, whatever value a user sets in place of its default; "" if at least
+    one value has an effect."""
     reason = None
     values = [parse_value(option, word) for word in words_of(option)] or option.metadata["bounds"] or ()
     for value in values:
@@ -169,7 +174,8 @@ def why_useless(option: Field[Any]) -> str:
 
 
 def tell_of_trouble() -> None:
-    """Warn at the start if the cache folder cannot be used, before something is lost."""
+    """Warn in the log if the cache folder cannot be used. Called once at the start, so that the user can act before
+    something is lost."""
     if runtime.history.trouble:
         log.warning(
             "%s Set the environment variable ONEDIFF_CACHE to a folder that can be written.", runtime.history.trouble,
@@ -177,7 +183,7 @@ def tell_of_trouble() -> None:
 
 
 def tell(text: str) -> None:
-    """Show a warning in the log and, if a handler of a page calls this, on that page."""
+    """Show a warning in the log, and on the page if one of the page's handlers calls this."""
     log.warning(text)
     with warnings.catch_warnings():
         # Without a page, gradio turns it into a Python warning, which would repeat the log's line.
@@ -187,7 +193,7 @@ def tell(text: str) -> None:
 
 
 def component_of(option: Field) -> tuple[type, dict[str, Any]]:
-    """The gradio component for an option and its arguments."""
+    """The gradio component class for an option, and its keyword arguments."""
     choices = option.metadata["choices"]
     if choices:
         return gr.Radio, {"choices": list(choices)}
@@ -202,10 +208,11 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
 
 
 def settings_from(opts: Any) -> Settings:
-    """The settings in the WebUI's options, with the overrides of a generation in progress.
+    """The settings in the WebUI's options (shared.opts). While a generation overrides options (override_settings), they
+    have its values.
 
-    With --nowebui, the WebUI registers no options; the runtime's own settings are used then. Raises ValueError with a
-    sentence for a wrong value.
+    Options that the WebUI has not registered have the runtime's present values: with --nowebui it registers none.
+    Raises ValueError with a sentence for a wrong value.
     """
     return Settings.from_mapping({
         option.name: getattr(opts, host_key(option.name), getattr(runtime.settings, option.name))

@@ -1,4 +1,5 @@
-"""The status for users: as JSON for the API, and as markup for the accordion."""
+"""The status for users: as plain values for the API, and as markup for the accordion. The argument `status` of the
+functions here is the result of current_status()."""
 from __future__ import annotations
 
 import html
@@ -40,11 +41,11 @@ UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see
 
 
 def current_status(webui: Any) -> dict[str, Any]:
-    """runtime.status() with the WebUI's name and release, the number of hooks in place, notes on the WebUI's settings,
-    the machine, and the names of the presets, the exact one first.
+    """runtime.status() together with the WebUI's name and release, the number of hooks in place, notes on the WebUI's
+    settings, the machine, and the names of the presets, the exact one first. webui: the adapter.
 
-    While OneDiff is off or does not serve the model, the reason replaces the data of the last call, which was made with
-    another model or setting.
+    While OneDiff is off or does not serve the model, its data on the last call are empty and have the reason: that call
+    was made with another model or setting.
     """
     part: Any = partial(runtime.guard.attempt, "the status")
     status = {
@@ -65,7 +66,8 @@ def current_status(webui: Any) -> dict[str, Any]:
 
 
 def summary_html(status: dict[str, Any]) -> str:
-    """The status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.7x faster, graph".
+    """The status in the accordion's title, as markup around a text such as "0.9 s/image (WebUI 1.6 s), 29 ms/step
+    (WebUI 57 ms), 1.7x faster, graph". Values that are not known are left out.
 
     On a phone, style.css hides the step.
     """
@@ -90,18 +92,21 @@ def summary_html(status: dict[str, Any]) -> str:
 
 
 def beside(own: float | None, written: Callable[[float], str]) -> str:
-    """The WebUI's own value in brackets, to follow ours; "" if it is not known. written: formats the value."""
+    """The WebUI's own value in brackets, to follow ours, for example " (WebUI 1.6 s)"; "" for None. written: formats
+    the value."""
     return "" if own is None else f" (WebUI {written(own)})"
 
 
 def beside_step(status: dict[str, Any]) -> str:
-    """The WebUI's own time of a step in brackets; "" if it is not known, or if the WebUI made the image."""
+    """The duration of a step by the WebUI alone, as in beside(); "" if it is not known, or if the WebUI made the image.
+    """
     return "" if status["route"] == "host" else beside(status["host_ms"], milliseconds)
 
 
 def image_sentence(status: dict[str, Any], unit: str = "") -> str:
-    """The time of the last image, beside the WebUI's own: "0.9 s/image (WebUI 1.6 s)"; "" if unknown; words for an
-    image that failed or was interrupted. unit: follows our time, such as "/image"."""
+    """The duration of the last image, beside the WebUI's own: "0.9 s/image (WebUI 1.6 s)"; "" if unknown; words such as
+    "interrupted after 2 s" for an image that failed or was interrupted. unit: follows our duration, such as "/image".
+    """
     image = status.get("image") or {}
     took = image.get("seconds")
     if image.get("state") == FAILED:
@@ -114,7 +119,8 @@ def image_sentence(status: dict[str, Any], unit: str = "") -> str:
 
 
 def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
-    """Seconds of the last image by their part, without the steps, longest first; {} if the steps took nearly all."""
+    """The seconds that each part of the last image took (by the keys of SPENT), except its steps, longest first; {} if
+    the steps took nearly all, or if the parts are not known."""
     image = status.get("image") or {}
     spent = {name: took or 0.0 for name, took in (image.get("spent") or {}).items()}
     took = image.get("seconds")
@@ -125,7 +131,8 @@ def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
 
 
 def largest_beside_steps(status: dict[str, Any]) -> str:
-    """The longest part besides the steps, if it took much of the time: ", 13 s of it VAE"; otherwise ""."""
+    """The longest part besides the steps, if it took at least the share MUCH of the image's time: ", 13 s of it VAE";
+    otherwise ""."""
     found = next(iter(spent_beside_steps(status).items()), None)
     if found is None or found[1] < MUCH * status["image"]["seconds"]:
         return ""
@@ -133,7 +140,8 @@ def largest_beside_steps(status: dict[str, Any]) -> str:
 
 
 def parts_sentence(status: dict[str, Any]) -> str:
-    """The steps of an image by size and model, if it has several: "512x512: 20 steps, 30 ms; 1024x1024: ..."."""
+    """The steps of the last image at each of its sizes and models: "512x512: 20 steps, 30 ms; 1024x1024: ...". "" if it
+    has only one size and model."""
     parts = (status.get("image") or {}).get("parts") or []
     if len(parts) < 2:
         return ""
@@ -149,14 +157,15 @@ def parts_sentence(status: dict[str, Any]) -> str:
 
 
 def inside_sentence(status: dict[str, Any]) -> str:
-    """The images that an extension such as ADetailer made within the last one: "512x512 1.2 s"; "" for none."""
+    """The images that an extension such as ADetailer made within the last one, with their durations: "512x512 1.2 s";
+    "" for none."""
     inside = (status.get("image") or {}).get("inside") or []
     return ", ".join(f"{one['resolution'] or NOTHING} {seconds(one['seconds'] or 0.0)}" for one in inside)
 
 
 def route_sentence(status: dict[str, Any]) -> str:
-    """The route of the image's last call, and its share if other calls had other routes: "CUDA graph (18 of 20)".
-    """
+    """The route of the last call, and how many of the image's calls had it if others had another one: "CUDA graph (18
+    of 20 calls)"; NOTHING if there was no call."""
     if not status.get("served", True):
         return ROUTES["host"]
     calls = (status.get("image") or {}).get("calls") or {}
@@ -165,8 +174,8 @@ def route_sentence(status: dict[str, Any]) -> str:
 
 
 def gain_of(status: dict[str, Any]) -> float | None:
-    """The speedup over the WebUI: of an image if a similar one was made without OneDiff, otherwise of a step. None if
-    neither is known."""
+    """The speedup, as the WebUI's time divided by ours: of an image if a similar one was made without OneDiff,
+    otherwise of a step. None if neither is known."""
     image = status.get("image") or {}
     took = image.get("seconds")
     alone = image.get("host_seconds")
@@ -175,7 +184,7 @@ def gain_of(status: dict[str, Any]) -> float | None:
 
 
 def status_html(status: dict[str, Any]) -> str:
-    """The status inside the accordion: how the last image was made, how fast, and why not faster."""
+    """The status inside the accordion, as markup: how the last image was made, how fast, and why not faster."""
     decode, second = (status.get(part) or {} for part in ("vae", "second_gpu"))
     lines = dict.fromkeys((
         *reasons_of(status), gpus_sentence(second),
@@ -196,8 +205,8 @@ def status_html(status: dict[str, Any]) -> str:
 
 
 def spent_html(status: dict[str, Any]) -> str:
-    """A bar with the parts of the last image's time and, if known, a bar with the WebUI's time for a similar image; ""
-    before the first image."""
+    """Markup of a bar with the parts of the last image's time and, if known, a bar with the WebUI's time for a similar
+    image; "" before the first image, and if the last one failed or was interrupted."""
     image = status.get("image") or {}
     took = image.get("seconds")
     spent = {name: seconds_of for name, seconds_of in (image.get("spent") or {}).items() if seconds_of}
@@ -213,10 +222,11 @@ def spent_html(status: dict[str, Any]) -> str:
 
 
 def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float) -> str:
-    """A bar, and below it the names and seconds of its parts, if there are several. name: of the bar.
+    """Markup of a bar, and below it the names and seconds of its parts, if there are several. name: the bar's, such as
+    "WebUI".
 
-    parts: the style (a class of style.css) and the seconds of each part, by its name. longest: the seconds of a bar of
-        full width.
+    parts: by name, the style (the end of a class of style.css, onediff-of-...) and the seconds of each part. longest:
+        the seconds of a bar of full width.
     """
     total = seconds(sum(took for _, took in parts.values()))
     pieces = "".join(
@@ -231,21 +241,23 @@ def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float)
 
 
 def reasons_of(status: dict[str, Any]) -> list[str]:
-    """Why the last call was not faster: the reason for its route, then those of inactive step policies."""
+    """Why the last call was not faster: the reason for its route, then those for which policies that skip steps, or the
+    second GPU, were inactive; [] for none."""
     inactive = [(status.get(part) or {}).get("reason") for part in OF_THE_STEPS]
     return [reason for reason in (status.get("reason"), *inactive) if reason]
 
 
 def gpus_sentence(second: dict[str, Any]) -> str:
-    """How two GPUs shared the last call, or why only one computed it; "" if the settings ask for one GPU. second: the
-    status of the second GPU."""
+    """How two GPUs shared the last call, or why only one computed it; "" if the settings ask for one GPU. second:
+    status["second_gpu"]."""
     if second.get("split"):
         return f"Two GPUs: {second['split']}; {second['bytes'] / 2**20:.0f} MiB of weights on the second."
     return f"One GPU: {second['reason']}." if second.get("reason") else ""
 
 
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """The labels and values of a status; NOTHING for values that are not known yet."""
+    """The facts on the last image as (label, text) pairs, in the order of the accordion; "" or NOTHING for those that
+    are not known."""
     steps = (status.get("image") or {}).get("steps", {})
     kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
     mixed = f", mean of {kinds}" if status["step_ms"] is not None and len(steps) > 1 else ""
@@ -264,7 +276,7 @@ def described(status: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def backend_sentence(status: dict[str, Any]) -> str:
-    """The backend and its lossy parts, for example "native, 8-bit (70 layers)"."""
+    """The backend and what it computes lossily, for example "native, 8-bit (70 layers)"; "" if unknown."""
     lossy = status.get("lossy", "")
     layers = status.get("low_bit_layers", 0)
     counted = f" ({layers} layers)" if layers and "8-bit" in lossy else ""
@@ -272,7 +284,8 @@ def backend_sentence(status: dict[str, Any]) -> str:
 
 
 def speed_sentence(status: dict[str, Any]) -> str:
-    """The speedup over the WebUI, which is timed when a shape is first used; or why it is unknown."""
+    """The speedup over the WebUI in words, or why it is unknown; NOTHING if the WebUI made the image or none is made.
+    The WebUI is timed when a shape is first used."""
     if (gain := gain_of(status)) is not None:
         return times(gain)
     if status["route"] in (None, "host"):

@@ -27,7 +27,7 @@ Standing = Callable[[], Settings]
 
 
 def add_axes(scripts_data: Iterable[Any], standing: Standing) -> None:
-    """Add the axes to the WebUI's X/Y/Z plot, if it has one. Safe to call twice.
+    """Add the axes to the WebUI's X/Y/Z plot, if it has one. Axes of an earlier call are replaced.
 
     scripts_data: modules.scripts.scripts_data, the WebUI's list of loaded scripts. standing: returns the settings tab's
     settings.
@@ -49,7 +49,8 @@ def remove_axes(scripts_data: Iterable[Any]) -> None:
 
 
 def plots(scripts_data: Iterable[Any]) -> Iterator[Any]:
-    """The modules of X/Y/Z plots. They are found by their attributes, since their names differ between WebUIs."""
+    """The Python modules of X/Y/Z plots among the WebUI's scripts, each once. They are found by their attributes, since
+    their names differ between WebUIs."""
     modules = {id(module): module for module in (getattr(script, "module", None) for script in scripts_data)}
     for module in modules.values():
         if isinstance(getattr(module, "axis_options", None), list) and hasattr(module, "AxisOption"):
@@ -59,11 +60,13 @@ def plots(scripts_data: Iterable[Any]) -> Iterator[Any]:
 def an_axis(
     plot: Any, name: str, label: str, kind: type, words: list[str], read: Callable[[Any], Any], standing: Standing,
 ) -> Any:
-    """An axis of the plot.
+    """A new AxisOption of the plot for one option, or for the presets.
 
-    plot: the plot's module. name: of the option, or PRESET. label: for users.
-    kind: the type of its values, for the plot's parser. words: the values to choose from; [] if it takes others.
-    read: returns the meaning of a value; raises ValueError with a sentence for a wrong one. standing: see add_axes.
+    plot: the plot's module. name: the option's, or PRESET. label: for users.
+    kind: the type of its values, for the plot's parser. words: the values to choose from; [] for an option that takes
+        any number or text.
+    read: converts a value that the plot passes to the option's value; raises ValueError with a sentence for a wrong
+        one. standing: see add_axes.
     """
 
     def confirm(p: Any, values: list[Any]) -> None:
@@ -71,7 +74,7 @@ def an_axis(
         if not standing().enabled:
             raise RuntimeError(SWITCHED_OFF)
         if not values:
-            raise RuntimeError(f"{PREFIX}{label} has no values to draw.")
+            raise RuntimeError(f"{PREFIX}{label} has no values: type or choose at least one.")
         for value in values:
             try:
                 read(value)
@@ -98,7 +101,8 @@ def preset_value(name: str) -> str:
 
 
 def option_value(option: Field[Any], value: Any) -> Any:
-    """The value of an option in a cell. Raises ValueError with a sentence for a wrong one."""
+    """The option's value for a value that the plot passes: a text such as "int8", or a number, which is rounded to
+    DIGITS. Raises ValueError with a sentence for a wrong one."""
     if isinstance(value, str):
         return parse_value(option, value)
     value = round(value, DIGITS) if isinstance(value, float) else value
@@ -107,11 +111,11 @@ def option_value(option: Field[Any], value: Any) -> Any:
 
 
 def settings_of_cell(p: Any, settings: Settings) -> Settings:
-    """The settings changed by the values of a plot's cell; unchanged if the generation p belongs to no plot.
+    """The settings of a run with the values of the plot's cell for which p is made; unchanged if p belongs to no plot.
 
-    A preset is applied first and switches OneDiff on; then the single options, in any order of axes. If OneDiff is off
-    for the run, the values have no effect, which is noted below the images. Raises ValueError with a sentence for a
-    wrong value.
+    The preset comes first and switches OneDiff on, or off for OFF; single options override it, whichever axis they are
+    on. If OneDiff is off for the run, the values have no effect, and a note below the images says so. Raises ValueError
+    with a sentence for a wrong value.
     """
     values = dict(getattr(p, CELL, {}))
     preset = values.pop(PRESET, None)

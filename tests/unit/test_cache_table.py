@@ -28,8 +28,8 @@ def test_totals() -> None:
 def test_the_error_of_low_bit_is_shown() -> None:
     errors = [LowBitErrors("SDXL", 0.02, 0.01234, ()), LowBitErrors("SD1", 0.0, None, ())]
     said = text_of(cache_table.totals_html(replace(TOTALS, low_bit_errors=errors), [], [], None))
-    assert "Low-bit on this SDXL checkpoint: error 1.2e-02 of 2.0e-02" in said
-    assert "Low-bit on this SD1 checkpoint: no layer within 0.0e+00" in said
+    assert "Low-bit on this SDXL checkpoint: error 1.2e-02, limit 2.0e-02" in said
+    assert "Low-bit on this SD1 checkpoint: no layer uses 8 bits" in said
 
 
 def test_table_has_a_row_per_resolution_with_its_shapes_below() -> None:

@@ -29,10 +29,10 @@ from ..events import (
     a_button,
     a_list,
     a_text,
+    browser_input,
     forget_when_changed,
     in_the_browser,
     live_html,
-    nothing_seen,
 )
 from ..jobs import do, jobs_html, read_clicks
 from ..markup import sentence
@@ -70,16 +70,17 @@ PURGE_DISK = "Delete everything in the cache folder? Sizes that are ready stay r
 SELECTED = "window.onediff.selected()"
 
 
-# The sentence below the pre-warm controls, the one below the table, and the work that is still in progress.
+# The message below the pre-warm controls and the one below the table, as markup ("" for none), and the work that is
+# still in progress (None for none).
 Answer = tuple[Any, Any, Chore | None]
 
 
 class Panel:
-    """The handlers of the page. The last argument of each, `waiting`, is the work in progress that the page waits for,
-    or None; each returns it, or new work, in its Answer.
+    """The handlers of the page's buttons. The last argument of each, `waiting`, is the work in progress whose outcome
+    the page still has to show, or None. Each returns an Answer with the same work, or with new work in its place.
 
     runtime, warmup, queue: the runtime, the pre-warming and the list of jobs. exclusively: the adapter's
-        WebUI.exclusively.
+        WebUI.exclusively, which runs a function while no image is being made.
     """
 
     def __init__(self, runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively) -> None:
@@ -91,7 +92,8 @@ class Panel:
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
     def prewarm(self, text: str, waiting: Chore | None) -> Answer:
-        """Queue the sizes in a text that a user has typed."""
+        """Queue the sizes in a text that a user has typed; None counts as an empty text. If it has an error or no size,
+        nothing is queued and the message tells it."""
         try:
             told = self._queue_sizes(parse_prewarm(text or ""))
         except ValueError as problem:
@@ -99,8 +101,8 @@ class Panel:
         return sentence(told), "", waiting
 
     def _queue_sizes(self, wanted: PrewarmList) -> str:
-        """Queue the sizes of a list. Returns sentences for the user about those that were in the queue already or take
-        minutes; "" if there is nothing to say. Raises ValueError with a sentence if the list has no size."""
+        """Queue the sizes of a list. Returns sentences for the user on sizes that were in the queue already and on
+        sizes that take minutes; "" for none of these. Raises ValueError with a sentence if the list has no size."""
         used = self.runtime.history.most_used(self.warmup.model, wanted.most_used) if wanted.most_used else []
         if not wanted.sizes and not used:
             raise ValueError(NONE_USED if wanted.most_used else "Type at least one size, for example 512x512.")
@@ -128,7 +130,8 @@ class Panel:
     # --- the table ------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Any, waiting: Chore | None, pinned: bool = True) -> Answer:
-        """Pin the selected rows, or unpin them. keys: JSON of their keys (table.key_of), from the page."""
+        """Pin the selected rows, or unpin them; rows that no longer exist are skipped. keys: a JSON list of the rows'
+        keys (table.key_of), from the page."""
         chosen = read_list(keys, str)
         if not chosen:
             return "", sentence(SELECT_FIRST, wrong=True), waiting
@@ -142,8 +145,9 @@ class Panel:
         return "", sentence(f"{counted(known, 'resolution')} {'pinned' if pinned else 'unpinned'}."), waiting
 
     def purge_selected(self, keys: Any, waiting: Chore | None) -> Answer:
-        """Purge the selected rows. keys: JSON of their keys (table.key_of), from the page; no key if the user has not
-        confirmed."""
+        """Purge the selected rows, and the VAE's shapes at their resolutions unless another model's row has them too.
+        keys: a JSON list of the rows' keys (table.key_of), from the page; "" if the user has not confirmed, and then
+        nothing is purged."""
         chosen = set(read_list(keys, str))
         affected = [row for row in self.runtime.rows() if key_of(row) in chosen]
         if chosen and not affected:
@@ -166,8 +170,8 @@ class Panel:
         return self._purge(len(self.runtime.rows()) if confirmed else 0, self.runtime.purge, waiting)
 
     def purge_disk(self, confirmed: Any, waiting: Chore | None) -> Answer:
-        """Delete everything in the cache folder. confirmed: as in purge_all. Files of a newer version of OneDiff
-        stay."""
+        """Delete everything in the cache folder, except files of a newer version of OneDiff. What is ready in memory
+        stays ready. confirmed: as in purge_all."""
         if not confirmed:
             return "", sentence(NOTHING_PURGED), waiting
 
@@ -178,19 +182,22 @@ class Panel:
         return self._begin("Deleting", delete)
 
     def _purge(self, count: int, free: Callable[[], int], waiting: Chore | None) -> Answer:
-        """Purge `count` resolutions; nothing for 0. free: does it, and returns the bytes of GPU memory that this has
-        freed."""
+        """Begin to purge, by calling `free`; nothing if count is 0. count: the number of resolutions, for the message.
+        free: purges them, and returns the bytes of GPU memory that became free."""
         if not count:
             return "", sentence(NOTHING_PURGED), waiting
         return self._begin("Purging", lambda: f"{counted(count, 'resolution')} purged, {memory(free())} of VRAM freed.")
 
     def release(self, waiting: Chore | None) -> Answer:
-        """Release GPU memory that OneDiff holds; graphs are captured again when they are needed."""
+        """Release the GPU memory that OneDiff holds. Graphs are captured again when they are needed."""
         return self._begin("Releasing memory", lambda: f"{memory(self.runtime.release_memory())} of VRAM released.")
 
     def _begin(self, name: str, work: Callable[[], str]) -> Answer:
-        """Start work that must not run beside an image, and wait for it a short time (SECONDS_FOR_A_CHORE). The Answer
-        has its outcome, or the work itself if it is not over. name: for users; work: returns a sentence for them."""
+        """Start work that must not run beside an image, and wait at most SECONDS_FOR_A_CHORE for its end. The Answer
+        has the outcome, or the work itself if it is not over: `view` shows its outcome later.
+
+        name: the work's name for users, such as "Purging". work: returns a sentence for users.
+        """
         chore = Chore(name, lambda: self.exclusively(work))
         if chore.over(SECONDS_FOR_A_CHORE):
             return "", sentence(chore.outcome, wrong=chore.failed), None
@@ -199,8 +206,8 @@ class Panel:
     # --- what the page shows --------------------------------------------------------------------------------------
 
     def view(self, clicks: Any, model: str, waiting: Chore | None) -> tuple[Any, ...]:
-        """Carry out the clicks, and return the values of all components that show the current state; gradio redraws
-        those that differ.
+        """Carry out the clicks, and return new values of all components that show the current state, in the order of
+        the outputs in build_cache_tab; gradio redraws those that differ.
 
         clicks: JSON, see read_clicks. model: the choice in the list of models. waiting: see Panel; its outcome is shown
             once it is over.
@@ -232,13 +239,15 @@ class Panel:
         )
 
     def jobs_of_rows(self, jobs: Iterable[SizeJob]) -> dict[str, int]:
-        """The ids of pending pre-warm jobs by the keys of their rows, which have a button to cancel them."""
+        """The ids of pending pre-warm jobs by the keys of their rows (table.key_of), for a Cancel button in each row.
+        """
         return {f"{job.size.resolution} {self.warmup.model or ''}": job.id for job in jobs if job.pending}
 
     def sizes(self, asked: str) -> str:
-        """Buttons for sizes to pre-warm: the txt2img tab's, the most used, and the usual ones of the loaded model.
+        """Markup of buttons for sizes to pre-warm: the txt2img tab's, the most used, and the usual ones of the loaded
+        model.
 
-        asked: the size in the txt2img tab, for example "512x512".
+        asked: the size in the txt2img tab, for example "512x512"; without a button if the text is no size.
         """
         model = self.warmup.model
         usual = self.runtime.services.families.usual_sizes(model)
@@ -252,13 +261,15 @@ class Panel:
 
 
 def if_confirmed(question: str, value: str = "'yes'") -> str:
-    """JavaScript that asks the user a question. Returns the value if the user confirms, otherwise an empty text."""
+    """A JavaScript expression that asks the user a question. Its value is `value` if the user confirms, otherwise an
+    empty text. question: "{}" in it stands for the selected sizes. value: a JavaScript expression, too."""
     asked = f"{json.dumps(question)}.replace('{{}}', () => window.onediff.selectedNames())"
     return f"window.confirm({asked}) ? {value} : ''"
 
 
 def read_list(text: Any, kind: type) -> list[Any]:
-    """The values of one type in a list that a page has sent as JSON; [] for anything else."""
+    """The values of this type in a list that a page has sent as JSON; other values are left out. [] for any other text.
+    """
     try:
         values = json.loads(text)
     except (TypeError, ValueError):
@@ -267,12 +278,12 @@ def read_list(text: Any, kind: type) -> list[Any]:
 
 
 def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusively: Exclusively) -> None:
-    """Build the page inside the open gradio context."""
+    """Build the Cache page inside the open gradio context. The arguments are those of Panel."""
     panel = Panel(runtime, warmup, queue, exclusively)
     with gr.Column(elem_id="onediff_cache"):
         waiting = gr.State(None)
-        keys = nothing_seen()
-        clicks = nothing_seen()
+        keys = browser_input()
+        clicks = browser_input()
         look = a_button("", "look", elem_classes=HIDDEN)
         totals = live_html("cache_totals")
         gr.HTML("<h2>Pre-warm sizes</h2>")
@@ -311,8 +322,8 @@ def build_cache_tab(runtime: Runtime, warmup: WarmUp, queue: JobQueue, exclusive
         event(panel.view, **shown)
 
     def on(event: Callable[..., Any], handler: Callable[..., Answer], *own: Any, first: str = "") -> None:
-        """Run a handler at an event, then show the new state. own: components whose values the handler takes. first:
-        JavaScript that gives the first value instead."""
+        """Run a handler at an event, then show the new state. own: components whose values the handler takes. first: a
+        JavaScript expression for the handler's first value, in place of the first component's."""
         values = [*own, waiting]
         script = f"(...values) => [{first}, ...values.slice(1, {len(values)})]"
         done = event(handler, inputs=values, outputs=[message, below, waiting], queue=False, **QUIET,

@@ -49,8 +49,8 @@ STATE_NAMES = {"cold": "not checked yet", "proved": "checked"}
 STATES = {
     "cold": "seen, but not yet compared with the WebUI's output",
     "proved": "agrees with the WebUI's output; runs without CUDA graphs",
-    "ready": "the next call replays a graph",
-    "failed": "the WebUI alone computes it",
+    "ready": "checked, and the next step replays a CUDA graph, which is the fastest way",
+    "failed": "OneDiff's output did not agree, or could not be computed: the WebUI alone computes this size",
     "on disk": "used on this machine before the WebUI was started",
     "queued": "waits in the pre-warm queue",
     "warming": "is being pre-warmed now",
@@ -72,7 +72,7 @@ TOTALS = {
     "Graph memory": "GPU memory of all graphs, and its limit",
     "Low-bit weights": "GPU memory of the 8-bit weights",
     "Disk": "size of the cache folder: sizes used, and choices tuned for this machine",
-    "Served by a graph": "share of the network's calls since the start that replayed a graph",
+    "Served by a graph": "share of the network's calls since the start that replayed a CUDA graph, the fastest way",
     "Queue": "sizes that are being pre-warmed, or wait for it; see Jobs",
     "Calls": "calls of the network since the start",
 }
@@ -86,10 +86,10 @@ def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
 def selected(
     rows: Iterable[ResolutionRow], model: str | None, sort: tuple[str, bool] = ("", False),
 ) -> list[ResolutionRow]:
-    """The rows of a model, or of all models (None, "" or ALL_MODELS), sorted.
+    """The rows of a model, or of all models (None, "" or ALL_MODELS), as a new sorted list.
 
-    sort: a column, and whether the largest comes first. Without a column, sizes that were never used come first (they
-        are in the pre-warm queue), then the most recently used ones.
+    sort: a column, and whether the largest comes first. With "" or an unknown column, sizes that were never used come
+        first (they are in the pre-warm queue), then the most recently used ones.
     """
     shown = [row for row in rows if model in (None, "", ALL_MODELS, row.model)]
     column, descending = sort
@@ -101,7 +101,7 @@ def selected(
 
 
 def has_gpu(totals: Totals) -> bool:
-    """Whether this machine has GPU memory for graphs."""
+    """Whether CUDA graphs have GPU memory on this machine, or a limit for it; False without a GPU."""
     return bool(totals.budget or totals.vram)
 
 
@@ -114,10 +114,11 @@ def resolutions_html(
     rows: list[ResolutionRow], has_gpu: bool = True, sort: tuple[str, bool] = ("", False),
     jobs: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
-    """The table with at most MOST_ROWS rows; below each, its shapes are folded.
+    """The table with at most MOST_ROWS rows, each with its shapes folded below it; a hint for users if there is no row.
 
     rows: in the order of the table. sort: how they are sorted (see selected), which the heading shows. jobs: ids of
-    pending jobs by the keys of their rows, for a Cancel button in the row. has_gpu: without one, no column is of VRAM.
+    pending jobs by the keys of their rows, for a Cancel button in the row. has_gpu: if False, the column VRAM is left
+    out.
     """
     if not rows:
         return '<p class="onediff-reason">Nothing yet. Generate an image, or pre-warm a size: click one above.</p>'
@@ -135,12 +136,13 @@ def resolutions_html(
 
 
 def columns_shown(columns: Sequence[str], has_gpu: bool) -> list[str]:
-    """The columns, without VRAM on a machine that has none."""
+    """The columns, without VRAM on a machine without a GPU."""
     return [column for column in columns if has_gpu or column != VRAM]
 
 
 def sorting_head(column: str, sort: tuple[str, bool]) -> str:
-    """A heading that sorts the table when it is clicked (javascript/onediff.js)."""
+    """The heading of a column: a button by which users sort the table (javascript/onediff.js does that). If `sort`
+    names this column, the heading shows its direction. sort: see selected."""
     is_sorted = sort[0] == column
     order = ("descending" if sort[1] else "ascending") if is_sorted else "none"
     mark = {"descending": " ▼", "ascending": " ▲"}.get(order, "")
@@ -151,20 +153,20 @@ def sorting_head(column: str, sort: tuple[str, bool]) -> str:
 
 
 def number_class(column: str) -> str:
-    """The attribute that aligns a column of numbers to the right; "" for other columns."""
+    """The HTML attribute that aligns a column of numbers to the right; "" for other columns."""
     return ' class="onediff-number"' if column in NUMBERS else ""
 
 
 def row_html(cells: Mapping[str, str], columns: Iterable[str]) -> str:
-    """The cells of a row in the order of the columns. cells: markup by column."""
+    """The cells of a row in the order of the columns; columns without a cell are skipped. cells: markup by column."""
     return "".join(f"<td{number_class(column)}>{cells[column]}</td>" for column in columns if column in cells)
 
 
 def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates: Mapping[Size, float]) -> str:
     """Rows of buttons: the user's own sizes, then those usual for each kind of model.
 
-    yours: why each of the user's sizes is offered, by size. estimates: the seconds that pre-warming takes, for sizes
-    where that is known.
+    yours: why each of the user's sizes is offered, by size ("512x512"). usual: sizes by kind of model. estimates: the
+    seconds that pre-warming takes, for sizes where that is known.
     """
     much = {str(size): took for size, took in estimates.items() if took >= MUCH_SECONDS}
     rows = [("yours", "Yours", yours)]
@@ -179,7 +181,8 @@ def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates:
 
 def size_html(kind: str, size: str, why: str, much: float) -> str:
     """A button that pre-warms a size (javascript/onediff.js). kind: the row of buttons, for the button's id. why: why
-    the size is offered, for its tooltip. much: the seconds that pre-warming takes if they are many, otherwise 0."""
+    the size is offered, for its tooltip; "" for none. much: the seconds that pre-warming takes, shown as a warning; 0
+    for no warning."""
     slow = f"about {minutes(much)} or more on this machine" if much else ""
     title = ", ".join(filter(None, (why, slow)))
     mark = f" <small>{minutes(much)}</small>" if much else ""
@@ -190,14 +193,15 @@ def size_html(kind: str, size: str, why: str, much: float) -> str:
 
 
 def legend_html() -> str:
-    """The meanings of the table's words, folded."""
+    """The legend below the table, folded: the meanings of its states and columns."""
     meanings = {STATE_NAMES.get(state, state): meaning for state, meaning in STATES.items()} | MEANINGS
     words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in meanings.items())
     return f'<details class="onediff-legend"><summary>Legend</summary><dl>{words}</dl></details>'
 
 
 def resolution_html(row: ResolutionRow, columns: Sequence[str], job: int = 0) -> str:
-    """A row with its shapes. job: the id of the job that makes it ready, for a button that cancels it; 0 for none."""
+    """A row, and below it the reason why it is not faster and its shapes. job: the id of the job that pre-warms it, for
+    a Cancel button; 0 for none."""
     name = html.escape(f"{row.resolution} of {row.model}")
     cancel = f" {small_button('job', job, 'Cancel', f'Cancel: {name}')}" if job else ""
     cells = {
@@ -230,7 +234,7 @@ def resolution_html(row: ResolutionRow, columns: Sequence[str], job: int = 0) ->
 
 
 def choice_html(attributes: str) -> str:
-    """A checkbox inside a label, which makes the clickable area larger."""
+    """A checkbox inside a label, which makes the clickable area larger. attributes: markup for the input element."""
     return f'<label class="onediff-choice"><input type="checkbox" {attributes}></label>'
 
 
@@ -260,7 +264,8 @@ def shape_html(shape: ShapeRow, columns: Sequence[str]) -> str:
 
 
 def state_html(state: str) -> str:
-    """A state in its colour, with its meaning as a tooltip. state: one of STATES, or "warming 33 %"."""
+    """A state in its colour, with its meaning as a tooltip. state: one of STATES, or "warming" with the share that is
+    done: "warming 33 %"."""
     kind = state if state in STATES else state.split(" ")[0]
     meaning = html.escape(STATES.get(kind, ""))
     name = html.escape(kind.replace(" ", "-"))
@@ -269,8 +274,8 @@ def state_html(state: str) -> str:
 
 
 def times_html(row: Any) -> dict[str, str]:
-    """The cells from Step to VRAM of a ResolutionRow or ShapeRow. The speed is missing until both sides have been timed
-    often enough."""
+    """The cells from Step to VRAM of a ResolutionRow or ShapeRow, as markup by column; NOTHING for what is not known.
+    The speed is not known until OneDiff and the WebUI have been timed often enough."""
     frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
     return {
         "Step": milliseconds(row.step_ms), WEBUI_STEP: milliseconds(row.host_ms), "Speed": times(row.ratio),
@@ -279,10 +284,10 @@ def times_html(row: Any) -> dict[str, str]:
 
 
 def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], folder: Path | None) -> str:
-    """HTML of the head of the page: memory and disk space in use, the number of queued sizes, counts of resolutions and
-    calls, the share of calls by graphs, and what Low-bit and weights in main memory do.
+    """The totals at the head of the page, as markup: memory and disk space in use, the number of queued sizes, counts
+    of resolutions and calls, the share of calls by graphs, and the size and errors of 8-bit weights.
 
-    jobs: those that pre-warm. folder: the cache folder.
+    rows: of all models. jobs: those that pre-warm. folder: the cache folder; None if it is not opened.
     """
     states = Counter(row.state for row in rows)
     kinds = ", ".join(
@@ -315,8 +320,11 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
 
 
 def error_html(measured: LowBitErrors) -> str:
-    """The error of Low-bit over a whole step, as measured with a checkpoint. GET status has it for each class of
-    layers."""
+    """A sentence with the error of Low-bit over a whole step, as measured with a checkpoint, and its limit. The API's
+    status has it for each class of layers."""
     budget = f"{measured.budget:.1e}"
-    error = f"no layer within {budget}" if measured.error is None else f"error {measured.error:.1e} of {budget}"
+    if measured.error is None:
+        error = f"no layer uses 8 bits, because none keeps the error within {budget}"
+    else:
+        error = f"error {measured.error:.1e}, limit {budget}"
     return f'<p class="onediff-reason">Low-bit on this {html.escape(measured.model)} checkpoint: {error}</p>'

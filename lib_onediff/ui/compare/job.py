@@ -42,7 +42,7 @@ Request = dict[str, Any]
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two settings that are compared, and its name for people."""
+    """One of the two settings that are compared. name: for users, for example "Fast + backend eager"."""
 
     name: str
     settings: Settings
@@ -59,7 +59,7 @@ class GeneratedImage:
 
 @dataclass(frozen=True)
 class Pair:
-    """The left and the right image of one seed, and how they differ."""
+    """The left and the right image of one seed (in this order), and how they differ."""
 
     seed: int
     images: tuple[GeneratedImage, GeneratedImage]
@@ -67,11 +67,11 @@ class Pair:
 
 
 def side_of(choice: Any, changes: Any, current: Callable[[], Settings], tab_settings: Settings) -> Side:
-    """A side by what the user has chosen for it.
+    """A side of a comparison, made from what the user has chosen for it.
 
-    choice: one of CHOICES. changes: extra options, such as "backend eager; low_bit int8", or an image's infotext.
-    current: returns the settings of the txt2img tab's next image, or raises ValueError. tab_settings: those of the
-    settings tab. Raises ValueError with a sentence for the user.
+    choice: one of CHOICES. changes: extra options, such as "backend eager; low_bit int8", or an image's infotext; empty
+    or None for none. current: returns the settings of the txt2img tab's next image, or raises ValueError; only called
+    for CURRENT. tab_settings: those of the settings tab. Raises ValueError with a sentence for the user.
     """
     written = str(changes or "").strip()
     changed = read_changes(written)
@@ -84,8 +84,9 @@ def side_of(choice: Any, changes: Any, current: Callable[[], Settings], tab_sett
 
 
 def fields_of(txt2img: Any) -> dict[str, Any]:
-    """The fields of the txt2img tab, by the ends of their ids. txt2img: JSON of window.onediff.compare(). Raises
-    ValueError with a sentence for the user."""
+    """The values of the txt2img tab's fields, by the end of the field's id ("width" for txt2img_width), and those of
+    ACCORDION. txt2img: the JSON object of window.onediff.compare(), in javascript/onediff.js. Raises ValueError with a
+    sentence for the user if it cannot be read."""
     try:
         return dict(json.loads(txt2img))
     except (TypeError, ValueError):
@@ -94,14 +95,15 @@ def fields_of(txt2img: Any) -> dict[str, Any]:
 
 def arguments_of_run(txt2img: Any) -> tuple[Any, ...]:
     """The script arguments that the txt2img tab's accordion would give to the next image; defaults for controls that
-    the page does not have. txt2img, errors: see fields_of."""
+    the page does not have. txt2img and ValueError: see fields_of."""
     fields = fields_of(txt2img)
     return tuple(fields.get(name, default) for name, default in zip(ACCORDION, AS_AT_FIRST, strict=True))
 
 
 def request_of(txt2img: Any) -> Request:
-    """The arguments of the txt2img tab's next image; a random seed is drawn here. txt2img: see fields_of. Raises
-    ValueError with a sentence for the user."""
+    """The Request for the image that the txt2img tab would make next. If its seed is -1, a random one is drawn here, so
+    that both sides use the same. txt2img: see fields_of. Raises ValueError with a sentence for the user if a field is
+    wrong."""
     fields = fields_of(txt2img)
     seed = whole_number(fields.get("seed", -1), "The seed", -1, LARGEST_SEED - MOST_IMAGES)
     size = Size(whole_number(fields.get("width"), "The width"), whole_number(fields.get("height"), "The height"))
@@ -116,7 +118,7 @@ def request_of(txt2img: Any) -> Request:
 
 
 class TextToImage:
-    """Makes images by the WebUI's txt2img, one by one. make() must run inside the adapter's exclusively().
+    """Makes images by the WebUI's txt2img, one by one, with our script alone.
 
     make_script: the class of our script. status: runtime.status.
     """
@@ -126,7 +128,8 @@ class TextToImage:
         self._status = status
 
     def make(self, request: Request, settings: Settings) -> GeneratedImage | None:
-        """Make an image with these settings; None if the user interrupts it. Raises what the WebUI raises."""
+        """Make an image with these settings; None if the user interrupts or skips it. Call it inside the adapter's
+        exclusively(), so that no other image is made meanwhile. Raises what the WebUI raises."""
         from modules import processing, scripts, shared
 
         script = self._make_script()
@@ -162,12 +165,12 @@ class TextToImage:
 
     @staticmethod
     def share_of_image() -> float:
-        """The share of the current image's steps that are done, from 0 to 1; 0 if unknown."""
+        """The share of the steps of the image in progress that are done, from 0 to 1; 0 if unknown."""
         step, steps = step_of_host()
         return step / max(1, steps)
 
     def interrupt(self) -> None:
-        """Interrupt the current image if it is one of a comparison."""
+        """Interrupt the image in progress if a comparison is making it; do nothing to other images."""
         from modules import shared
 
         if shared.state.job == JOB:
@@ -179,8 +182,9 @@ class Comparison(Job):
     """The job of a comparison. Each of its images waits its turn in the WebUI's queue.
 
     first: the request with the first seed; the others have the seeds that follow. images: the number of seeds. pairs:
-    the seeds that are finished. early: the first image that each side (0: left, 1: right) made to warm up, which the
-    page shows until there is a pair. made, wanted: numbers of images, those to warm up included.
+    those of the finished seeds. early: the first warm-up image of each side (0: left, 1: right), which the page shows
+    until there is a pair. made, wanted: how many images are made, and how many it will take in all; both count warm-up
+    images, and wanted grows if a side needs more of them.
     """
 
     sides: tuple[Side, ...] = ()
@@ -225,8 +229,8 @@ class Comparisons:
         return [job for job in self._queue.jobs() if isinstance(job, Comparison)]
 
     def _make_all(self, job: Comparison) -> str:
-        """The work of a comparison's job: makes all images, and fills job.pairs. Returns "", because there is nothing
-        to remark."""
+        """The work of a comparison's job: makes all images, and fills job.pairs. Returns the job's remark for users,
+        which is empty. Raises Stopped if the user cancels it."""
         for side in range(2):
             self._warm_up(job, side)
         for number in range(job.images):
@@ -241,8 +245,9 @@ class Comparisons:
         return ""
 
     def _warm_up(self, job: Comparison, side: int) -> None:
-        """Repeat a side's first image until its record counts nothing that happens once (first uses), at most
-        MOST_WARM_UPS times. These images are not timed. side: 0 for the left, 1 for the right."""
+        """Make a side's first image at least once, and repeat it until its record counts no checks, captures or
+        compilations (first_uses), at most MOST_WARM_UPS times. These images are not compared. side: 0 for the left, 1
+        for the right."""
         for number in range(MOST_WARM_UPS):
             if number:
                 job.wanted += 1
@@ -254,8 +259,8 @@ class Comparisons:
                 return
 
     def _make(self, job: Comparison, image: Request, side: int) -> GeneratedImage:
-        """Make an image with a side's settings, and count it as progress. Raises Stopped if the comparison was
-        cancelled or the image interrupted."""
+        """Wait for the job's turn, make an image with a side's settings, and count it as the job's progress. Raises
+        Stopped if the comparison was cancelled or the image interrupted."""
         settings = job.sides[side].settings
         before = job.seconds
 

@@ -24,7 +24,7 @@ MEANINGS = {
 
 
 def request_html(title: str, first: Request) -> str:
-    """A sentence with the title, the size, the sampler, the first seed and the prompt of a comparison."""
+    """A paragraph with the title, the size, the sampler, the first seed and the prompt of a comparison, as markup."""
     prompt = f"“{first['prompt']}”" if first["prompt"] else "no prompt"
     asked = (
         f"{title}: {first['width']}x{first['height']}, {first['steps']} steps of {first['sampler_name']}, "
@@ -34,7 +34,8 @@ def request_html(title: str, first: Request) -> str:
 
 
 def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
-    """The verdict over all seeds, the table of the sides, and the table of the seeds. pairs: at least one."""
+    """Markup with the verdict over all seeds, the table of the sides, and the table of the seeds. Rows without any
+    value are left out. pairs: at least one. sides: the left, then the right."""
     facts = [facts_of(side, pairs, number) for number, side in enumerate(sides)]
     rows = []
     for name in facts[0]:
@@ -50,7 +51,7 @@ def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
 
 
 def verdict(pairs: Sequence[Pair]) -> str:
-    """How much the images differ, in one or two sentences, by the seed with the lowest PSNR."""
+    """How much the images of the seed with the lowest PSNR differ, in one or two sentences. pairs: at least one."""
     worst = min(pairs, key=lambda pair: pair.comparison.psnr)
     words = worst.comparison.sentence()
     return words if len(pairs) == 1 or worst.comparison.largest == 0 else f"Seed {worst.seed} differs most. {words}"
@@ -58,7 +59,8 @@ def verdict(pairs: Sequence[Pair]) -> str:
 
 def speed_of_right(pairs: Sequence[Pair]) -> str:
     """How much faster the right side is than the left, for example "1.6x faster": the median, over the seeds, of the
-    left image's seconds divided by the right image's. "" for fewer than ENOUGH seeds."""
+    left image's seconds divided by the right image's. If it is faster for some seeds and slower for others, "no
+    measurable difference"; "" for fewer than ENOUGH seeds."""
     ratios = []
     for pair in pairs:
         left, right = pair.images
@@ -71,7 +73,8 @@ def speed_of_right(pairs: Sequence[Pair]) -> str:
 
 def facts_of(side: Side, pairs: Sequence[Pair], number: int) -> dict[str, str]:
     """One side's column in the table of the sides: a text for each row, by the row's name; "" for a row without a
-    value. number: 0 for the left side, 1 for the right."""
+    value. Times are means over all seeds; the step, the route and its reason are those of the last seed. number: 0 for
+    the left side, 1 for the right."""
     status = pairs[-1].images[number].status
     on = side.settings.enabled
     mean = f"{seconds(statistics.fmean(pair.images[number].seconds for pair in pairs))} an image"

@@ -9,7 +9,7 @@ import gradio as gr
 
 from ...core.jobs import JobQueue
 from ...core.settings import Settings
-from ..accordion import EXTRA_OPTIONS, a_text_of_changes
+from ..accordion import EXTRA_OPTIONS, extra_options_box
 from ..amounts import whole_number
 from ..events import (
     ACTIONS,
@@ -19,11 +19,11 @@ from ..events import (
     UNCHANGED,
     a_button,
     a_list,
+    browser_input,
     forget_when_changed,
     in_the_browser,
     kept_out_of_defaults,
     live_html,
-    nothing_seen,
 )
 from ..jobs import do, jobs_html, read_clicks
 from ..markup import sentence
@@ -59,7 +59,8 @@ READ_CLICKS = "(...values) => [window.onediff.clicks(), ...values.slice(1, 2)]"
 
 
 class ComparePanel:
-    """The handlers of the page. Results are kept in the list of jobs, so every page shows them, also after a reload.
+    """The handlers of the page. Results are kept in the list of jobs, so every open page shows them, also after a
+    reload.
 
     comparisons: queues comparisons. queue: the list of jobs.
     tab_settings: returns the settings tab's settings. settings_of_run: returns those of an image by its script
@@ -78,8 +79,8 @@ class ComparePanel:
     def begin(
         self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, txt2img: Any
     ) -> tuple[str, str, str]:
-        """Queue a comparison. Returns three messages as markup: below the left side, below the right side, and above
-        the button. If a side is wrong, nothing is queued.
+        """Queue a comparison. Returns three messages as markup, "" where there is nothing to say: below the left side,
+        below the right side, and above the button. If anything is wrong, the message tells it and nothing is queued.
 
         left, right: each one of CHOICES. left_changes, right_changes: their extra options. images: the number of seeds.
             txt2img: see fields_of.
@@ -106,7 +107,8 @@ class ComparePanel:
         return "", "", self._queue(sides, images, txt2img)
 
     def _queue(self, sides: Sequence[Side], images: Any, txt2img: Any) -> str:
-        """Queue a comparison of these sides, and return a message as markup."""
+        """Queue a comparison of these sides. Returns a message as markup: why it is not queued, or a remark; "" for
+        none."""
         try:
             count = whole_number(images, "The number of images", 1, MOST_IMAGES)
             before = {job.id for job in self.comparisons.comparisons() if job.pending}
@@ -121,12 +123,12 @@ class ComparePanel:
         return sentence(ALIKE) if left == right else ""
 
     def look(self, clicks: Any, seen: str) -> tuple[Any, ...]:
-        """Do what was clicked in the list of jobs. Returns what the page shows: the list, the numbers and the images of
-        the comparison that was clicked, or else of the newest with an image, and a text that identifies these images
-        (`seen`).
+        """Carry out the clicks in the list of jobs, and return new values for the page: the list of jobs, the numbers
+        and the images of the comparison that was clicked (otherwise of the newest one with an image), and a text that
+        identifies these images.
 
-        clicks: see read_clicks. seen: that text of the previous call: if it is the same, numbers and images are not
-            sent again.
+        clicks: see read_clicks. seen: the identifying text of the previous call. If it is still the same, or no
+            comparison has an image, the last three values are UNCHANGED.
         """
         clicked = read_clicks(clicks)
         do(clicked, self.queue)
@@ -148,7 +150,7 @@ class ComparePanel:
 
 
 def build_compare_page(panel: ComparePanel) -> None:
-    """Add the components of the comparison to the gradio page that is being built."""
+    """Add the components of the Compare page to the open gradio context, and connect them with the panel."""
     with gr.Column(elem_id=ELEM_ID):
         gr.HTML("<h2>Two settings, the same seed</h2>")
         # javascript/onediff.js writes the txt2img tab's size, steps, sampler, seed and prompt there.
@@ -160,7 +162,7 @@ def build_compare_page(panel: ComparePanel) -> None:
                 name = f"compare_{label.lower()}"
                 with gr.Column(min_width=280):
                     sides.append(a_list(label, CHOICES, chosen, name))
-                    sides.append(kept_out_of_defaults(a_text_of_changes(name, f"{label}: {EXTRA_OPTIONS.lower()}")))
+                    sides.append(kept_out_of_defaults(extra_options_box(name, f"{label}: {EXTRA_OPTIONS.lower()}")))
                     messages.append(live_html(f"{name}_told"))
         with gr.Row(elem_classes=[*CONTROLS, "onediff-filter"]):
             # Without bounds, because gradio's own message for a value beyond them does not name the field.
@@ -179,14 +181,14 @@ def build_compare_page(panel: ComparePanel) -> None:
             show_label=False, elem_id="onediff_compare_gallery", elem_classes=HIDDEN, **LOSSLESS,
         )
         look = a_button("", "compare_look", elem_classes=HIDDEN)
-    clicks = nothing_seen()
+    clicks = browser_input()
     seen = gr.State("")
     shown: dict[str, Any] = {
         "inputs": [clicks, seen], "outputs": [jobs, numbers, gallery, seen], "queue": False, **QUIET,
         **in_the_browser(READ_CLICKS),
     }
     compare.click(
-        panel.begin, inputs=[*sides, images, nothing_seen()], outputs=messages, queue=False, **QUIET,
+        panel.begin, inputs=[*sides, images, browser_input()], outputs=messages, queue=False, **QUIET,
         **in_the_browser(READ_TXT2IMG),
     ).then(panel.look, **shown)
     look.click(panel.look, **shown)

@@ -72,8 +72,8 @@ class SeedImages:
 
 
 def images_of(job: Comparison) -> list[SeedImages]:
-    """The images of a comparison, seed by seed: the measured ones; until there is a pair of these, the images of the
-    first seed that were made to warm up."""
+    """The images of a comparison, seed by seed, in the order of the pairs. Until there is a pair, only the first seed's
+    warm-up images, which may be of one side alone."""
     pairs = list(job.pairs)
     if not pairs:
         return [images_of_seed(job.first["seed"], dict(job.early))]
@@ -83,7 +83,8 @@ def images_of(job: Comparison) -> list[SeedImages]:
 def images_of_seed(
     seed: int, made: dict[int, GeneratedImage], measured: ImageComparison | None = None
 ) -> SeedImages:
-    """The images of one seed, with the difference map once both sides are there. made: by side, 0 or 1."""
+    """The SeedImages of one seed, with the difference map if both sides are made. made: images by side (0: left,
+    1: right). measured: see SeedImages."""
     images = {SIDE_NAMES[side]: image.image.convert("RGB") for side, image in made.items()}
     if len(images) < len(SIDE_NAMES):
         return SeedImages(seed, images)
@@ -92,8 +93,8 @@ def images_of_seed(
 
 
 def difference_of(left: Any, right: Any) -> tuple[Any, str]:
-    """The absolute difference of two PIL images, multiplied by the largest power of two that clips no pixel (at most
-    MOST_GAIN), and its caption."""
+    """The absolute difference of two RGB PIL images of one size, multiplied by the largest power of two that clips no
+    pixel (at most MOST_GAIN), and its caption for users."""
     from PIL import ImageChops
 
     difference = ImageChops.difference(left, right)
@@ -111,8 +112,8 @@ def gallery_of(job: Comparison, seeds: Sequence[SeedImages]) -> list[tuple[Any, 
 
 
 def name_of(job: Comparison, images: SeedImages, side: str) -> str:
-    """The name of an image. No two images since the server's start share one, so a page whose gallery is not up to date
-    shows no image in place of another."""
+    """The name of one image of a seed, for example "7 measured 42 left". side: a key of SeedImages.images. The name is
+    unique since the server's start, so a page with an old gallery never shows one image in place of another."""
     return f"{job.id} {'warm-up' if images.measured is None else 'measured'} {images.seed} {side}"
 
 
