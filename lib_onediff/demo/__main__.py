@@ -22,7 +22,8 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def stay_offline_and_quiet(cache: str) -> None:
-    """Set the environment variables that libraries read when they are imported. cache: gradio's folder."""
+    """Keep libraries from contacting other servers and from printing warnings and progress bars. Sets environment
+    variables that they read when they are imported, so call it before. cache: the folder for gradio's files."""
     os.environ.update(
         HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_OFFLINE="1", DIFFUSERS_VERBOSITY="error",
         TRANSFORMERS_VERBOSITY="error", GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=cache,
@@ -35,7 +36,8 @@ def stay_offline_and_quiet(cache: str) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the demo until it is stopped. Returns the exit code: 0, or 1 after a sentence about the problem."""
+    """Run the demo until it is stopped. Returns the exit code: 0, or 1 after printing why it cannot run. words: the
+    command line's arguments; None for the process's own."""
     arguments = parse_arguments(words)
     # Images and uploads lie here. mkdtemp makes the folder readable for this user alone.
     cache = tempfile.mkdtemp(prefix="onediff-page-")
@@ -60,11 +62,11 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, listener: socket.socket, cache: str) -> None:
-    """Load the model and serve the page until Ctrl-C or SIGTERM. Apart from main(), because it imports libraries that
-    read the environment variables of stay_offline_and_quiet().
+    """Load the model and serve the page until Ctrl-C or SIGTERM.
 
-    listener: the socket to serve at. cache: gradio's folder for images and uploads. Raises Refusal with a sentence if
-    the model cannot be loaded.
+    Imports torch, diffusers and gradio only after stay_offline_and_quiet() has set what they read. listener: the socket
+    to serve at. cache: gradio's folder for images and uploads. Raises Refusal with a sentence if the model cannot be
+    loaded.
     """
     stay_offline_and_quiet(cache)
     from .models import load_model
@@ -88,8 +90,8 @@ def run(arguments: argparse.Namespace, listener: socket.socket, cache: str) -> N
 
 
 def require_account(arguments: argparse.Namespace) -> None:
-    """Make up an account, set it as --gradio-auth and print it, unless the arguments have one. Called if other machines
-    can reach the address."""
+    """Make up an account, set it as arguments.gradio_auth and print it; do nothing if the user has given accounts.
+    Called only if other machines can reach the demo."""
     if not arguments.gradio_auth:
         password = secrets.token_urlsafe(12)
         arguments.gradio_auth = f"onediff:{password}"
@@ -98,8 +100,8 @@ def require_account(arguments: argparse.Namespace) -> None:
 
 
 def leave(code: int) -> NoReturn:
-    """End the process after its atexit functions have run, without waiting for its threads and without torch's
-    shutdown, which takes seconds."""
+    """Run the process's atexit functions, then end it with this exit code without waiting for its threads or for
+    torch's shutdown, which takes seconds."""
     # One of the atexit functions writes what the history (store.history) has not written yet.
     atexit._run_exitfuncs()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""The demo's options, the model and the address that they name.
+"""The demo's command line: its options, and checks of the model's path and of the address to listen on.
 
 install.py reads them before it installs anything, so nothing here needs more than the standard library.
 """
@@ -53,7 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    """The options in words; None reads the process's own. Ends the process after --help or a wrong option."""
+    """The demo's options, parsed from the command line's words; None for the process's own words. Ends the process
+    after --help, and with exit code 2 after a message on a wrong option."""
     arguments = make_parser().parse_args(words)
     # A WebUI has this option, and OneDiff's script adds its API only with it.
     arguments.api = True
@@ -61,14 +62,15 @@ def parse_arguments(words: list[str] | None) -> argparse.Namespace:
 
 
 def accounts(text: str) -> str:
-    """The text itself, if it lists accounts as "user:password,user:password". Raises ArgumentTypeError otherwise."""
+    """Check the value of --gradio-auth. Returns the text unchanged if it lists accounts as
+    "user:password,user:password"; raises ArgumentTypeError otherwise."""
     if not all(user and colon for user, colon, _ in (account.partition(":") for account in text.split(","))):
         raise argparse.ArgumentTypeError("give accounts as user:password,user:password")
     return text
 
 
 def absolute(text: str) -> str:
-    """The absolute path: install.py starts the demo in another folder than the user's."""
+    """The path as an absolute one, with ~ expanded: install.py starts the demo in another folder than the user's."""
     return str(Path(text).expanduser().absolute())
 
 
@@ -84,9 +86,11 @@ def model_location(model: str) -> Path:
 
 
 def words_for_the_demo(words: list[str]) -> list[str]:
-    """The words with absolute paths, for a demo that starts in another folder.
+    """The command line's words for a demo that install.py starts in another folder: the user's words, followed by the
+    same paths as absolute ones, which override them.
 
-    Ends the process as parse_arguments does. Raises Refusal if the model does not exist or the address is not usable.
+    Checks everything now, before an installation of minutes: ends the process as parse_arguments does, and raises
+    Refusal if the model does not exist or the address cannot be used.
     """
     arguments = parse_arguments(words)
     listen(arguments.host, arguments.port).close()
@@ -98,10 +102,11 @@ def words_for_the_demo(words: list[str]) -> list[str]:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """A socket that listens on a host and port; without a port, on the first free one from FIRST_PORT.
+    """A new socket that listens on a host and port; if port is None, on the first free one from FIRST_PORT. The caller
+    closes it.
 
-    The demo opens it before it loads the model, so that a port in use is reported at once. Raises Refusal if the host
-    is not an address of this machine, or if no port can be used.
+    The demo opens it before it loads the model, so that a port in use is reported at once. Raises Refusal with a
+    sentence if the host is not an address of this machine, or if no port can be used.
     """
     ports = range(FIRST_PORT, FIRST_PORT + PORTS_TO_TRY) if port is None else range(port, port + 1)
     try:
@@ -123,7 +128,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The address to open in a browser on this machine."""
+    """The URL of the listener, for a browser on this machine."""
     address, port = listener.getsockname()[:2]
     if address in ("0.0.0.0", "::"):
         address = "localhost"
@@ -131,5 +136,5 @@ def url_of(listener: socket.socket) -> str:
 
 
 def is_loopback(listener: socket.socket) -> bool:
-    """Whether only this machine can reach the listener."""
+    """Whether the listener has a loopback address, so that only this machine can reach it."""
     return ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_loopback

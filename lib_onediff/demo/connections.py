@@ -35,7 +35,8 @@ NOISY = ("uvicorn.error", "asyncio", "python_multipart.multipart")
 
 
 def most_connections() -> int:
-    """The number of connections that the process has file descriptors for, at most MOST_CONNECTIONS."""
+    """The number of connections to allow: as many as the process's limit of file descriptors leaves room for, from
+    FEWEST_CONNECTIONS to MOST_CONNECTIONS."""
     try:
         import resource
     except ImportError:
@@ -48,12 +49,12 @@ def most_connections() -> int:
 
 
 class Connection(H11Protocol):
-    """uvicorn's HTTP connection. It is closed if a request arrives too slowly.
+    """uvicorn's HTTP connection, which closes itself if a request arrives too slowly.
 
-    If there are too many connections, one is closed: the one with the lowest stage(); of several, one from the address
-    that has the most connections; of these, the oldest.
+    If a new connection exceeds `most`, another one is closed: the one with the lowest stage(); of several, one from the
+    address that has the most connections; of these, the one whose stage began first.
 
-    most: the number of connections that may be open.
+    most: the number of connections that may be open; serve() sets it.
     """
 
     most = MOST_CONNECTIONS
@@ -66,7 +67,7 @@ class Connection(H11Protocol):
         self._counted = 0
         self._received = 0
         self._timer: asyncio.TimerHandle | None = None
-        self._look()
+        self._renew_time_limit()
         self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -76,16 +77,17 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
         super().data_received(data)
-        self._look()
+        self._renew_time_limit()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._requests += 1
-        self._look()
+        self._renew_time_limit()
 
-    def _look(self) -> None:
-        """Start the time limit for what the connection waits for now (a request's head, or the next part of its body),
-        if that has changed since the last call."""
+    def _renew_time_limit(self) -> None:
+        """Start the time limit for what the connection now waits for (a request's head, or the next part of its body),
+        and stop the earlier one; do nothing if it still waits for the same. Called whenever data may have changed that.
+        """
         phase = self.conn.their_state, self._requests
         if phase == self._phase:
             return
@@ -98,12 +100,13 @@ class Connection(H11Protocol):
             self._wait_for_part()
 
     def _wait_for_part(self) -> None:
-        """Start the time limit for the next part of a request's body."""
+        """Start the time limit for the next part (BYTES_OF_PART) of a request's body."""
         self._counted = self._received
         self._timer = self.loop.call_later(SECONDS_FOR_PART, self._end_of_part)
 
     def _end_of_part(self) -> None:
-        """Close the connection if less than a part has arrived in its time; otherwise wait for the next part."""
+        """Called when the time for a part is over: close the connection if less than a part has arrived; otherwise wait
+        for the next part."""
         # While the application does not read, the client cannot send.
         if self.flow.read_paused or self._received - self._counted >= BYTES_OF_PART:
             self._wait_for_part()
@@ -117,7 +120,7 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _make_room(self) -> None:
-        """Close one of the other connections if there are too many; see the class for the choice."""
+        """Close one of the other connections if there are more than `most`; the class tells which."""
         present = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
         if len(present) <= self.most:
             return
@@ -133,7 +136,7 @@ class Connection(H11Protocol):
         return self.client[0] if self.client else ""
 
     def stage(self, now: float) -> int:
-        """What the connection is doing. now: time.monotonic().
+        """What the connection is doing; a connection with a lower number is closed first. now: time.monotonic().
 
         0: waiting for a request. 1: waiting for the body of one. 2: either, but for less than SECONDS_ON_THE_WAY.
         3: answering a request.
@@ -145,7 +148,8 @@ class Connection(H11Protocol):
 
 
 class FewLines(logging.Filter):
-    """A log filter that passes MOST_LINES lines a minute, so that a client that sends nonsense cannot fill the disk."""
+    """A log filter that lets through MOST_LINES lines a minute, so that a client that sends nonsense cannot fill the
+    disk. The last of them gets a remark that more are left out."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,8 +20,8 @@ LATENT_PIXEL = 8
 
 
 class FlowPipeline(DiffusionPipeline):
-    """Called as diffusers' pipelines are. The transformer gets the scheduler's timesteps as they are: noise levels from
-    1 to 0.
+    """emoji-dit's pipeline; it is called like diffusers' own pipelines. The transformer gets the scheduler's timesteps
+    unscaled: noise levels from 1 to 0.
 
     default_side: the width and height in pixels that the transformer was trained for.
     """
@@ -48,11 +48,13 @@ class FlowPipeline(DiffusionPipeline):
         num_inference_steps: int, guidance_scale: float, generator: Sequence[torch.Generator] = (),
         latents: Tensor | None = None, output_type: str = "pt", callback_on_step_end: Callable[..., Any] | None = None,
     ) -> Any:
-        """An object whose attribute images has (prompts, 3, height, width) from 0 to 1; with output_type "latent", the
-        latents.
+        """Makes an image for each prompt. Returns an object whose attribute `images` is a tensor (prompts, 3, height,
+        width) from 0 to 1; with output_type "latent", the latents.
 
-        width, height: in pixels. generator: one for each image, on the CPU, which draws its noise. latents: the noise
-        itself, (prompts, channels, height / 8, width / 8), instead of generators.
+        negative_prompt: empty ones if None; used if guidance_scale is above 1. width, height: in pixels, multiples of
+        side_step. generator: one for each image, on the CPU, which draws its noise. latents: the noise itself,
+        (prompts, channels, height / 8, width / 8), instead of generators. callback_on_step_end: called with (pipeline,
+        step index, noise level, {}); its result is ignored.
         """
         device = self._execution_device
         transformer = self.transformer
@@ -83,8 +85,8 @@ class FlowPipeline(DiffusionPipeline):
     def velocity(self, latents: Tensor, share: Tensor, context: Tensor, guidance_scale: float) -> Tensor:
         """The velocity that the transformer predicts, (batch, channels, height, width) in float32.
 
-        share: the noise level, from 0 to 1. context: see context(). If it has negative prompts too, the prediction is
-        guided by guidance_scale.
+        latents: of this shape. share: the noise level, from 0 to 1. context: see context(). If it has negative prompts
+        too (twice as many rows as latents), the prediction is guided by guidance_scale.
         """
         is_guided = len(context) > len(latents)
         rows = torch.cat([latents, latents]) if is_guided else latents
@@ -99,7 +101,8 @@ class FlowPipeline(DiffusionPipeline):
         return negative + guidance_scale * (positive - negative)
 
     def context(self, prompts: list[str], negative: list[str]) -> Tensor:
-        """The text encoder's output, (prompts, tokens, width): of the negative prompts, if any, then of the prompts."""
+        """The text encoder's output, (rows, tokens, width) in the transformer's dtype: a row for each negative prompt
+        ([] for none), then one for each prompt. Always MOST_TOKENS tokens; longer prompts are cut."""
         tokens = self.tokenizer(
             negative + prompts, padding="max_length", truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
         )
@@ -108,7 +111,7 @@ class FlowPipeline(DiffusionPipeline):
         return context
 
     def decode(self, latents: Tensor) -> Tensor:
-        """The images of latents, (batch, 3, height, width) from 0 to 1."""
+        """The images of latents, (batch, 3, height, width) in float32 from 0 to 1."""
         vae = self.vae
         images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor).sample
         return (images.float() / 2 + 0.5).clamp(0, 1)

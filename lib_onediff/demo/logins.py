@@ -17,7 +17,8 @@ from typing import Any
 from fastapi import HTTPException
 from starlette.types import Receive, Scope, Send
 
-# The number of wrong passwords without a wait, and the seconds to wait after the next one, which double with each.
+# So many wrong passwords cost no wait. After the next one the client waits FIRST_WAIT seconds, and twice as long after
+# each further one, up to LONGEST_WAIT.
 FREE_FAILURES = 5
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 30.0
@@ -29,13 +30,14 @@ IPV6_NETWORK = 64
 LONGEST_PASSWORD = 1000
 WAIT = "Too many wrong passwords from this address: try again in {} s."
 
+# The address of the client whose request is being answered; KnowsClient sets it.
 client: ContextVar[str] = ContextVar("client", default="")
 
 
 @dataclass
 class Failures:
-    """The wrong passwords for one account from one address. until: the time from which another may be tried. last: the
-    time of the last one. Times are those of time.monotonic()."""
+    """The wrong passwords for one account from one client. count: their number. until: the moment from which another
+    may be tried. last: the moment of the last one. Moments are those of the clock of Logins."""
 
     count: int = 0
     until: float = 0.0
@@ -43,21 +45,22 @@ class Failures:
 
 
 class Logins:
-    """Checks names and passwords for gradio. While an address must wait, the login is answered with status 429.
+    """Checks names and passwords for gradio (`auth`). While a client must wait, its login is answered with status 429.
 
-    Wrong passwords are counted for each pair of account and address, so guessing does not lock out the owner elsewhere.
-    All unknown names count as one account.
+    Wrong passwords are counted for each pair of account and client (network_of), so guessing does not lock out the
+    owner elsewhere. All unknown names count as one account.
     """
 
     def __init__(self, accounts: Mapping[str, str], now: Callable[[], float] = time.monotonic) -> None:
-        """accounts: passwords by name. now: the clock, in seconds."""
+        """accounts: passwords by name. now: a monotonic clock, in seconds."""
         self._accounts = {name: digest(password) for name, password in accounts.items()}
         self._now = now
         self._failures: OrderedDict[tuple[str, str], Failures] = OrderedDict()
 
     async def check(self, name: str, password: str) -> bool:
-        """Whether the account exists and has this password. Raises HTTPException with status 429 if the address must
-        wait. A coroutine, so that gradio calls it in the event loop's thread, where two calls cannot interleave."""
+        """Whether the account exists and has this password; a wrong one is counted, a right one resets the count.
+        Raises HTTPException with status 429 if the client must wait. A coroutine, so that gradio calls it in the event
+        loop's thread, where two calls cannot interleave."""
         now = self._now()
         key = (network_of(client.get()), name if name in self._accounts else "")
         failures = self._failures.get(key, Failures())
@@ -82,7 +85,8 @@ class Logins:
 
 
 class KnowsClient:
-    """ASGI middleware that keeps the client's address in the context variable `client`, for Logins."""
+    """ASGI middleware that writes the address of each request's client to the context variable `client`, for Logins;
+    "" if the server does not know it."""
 
     def __init__(self, app: Any) -> None:
         self.app = app
@@ -98,12 +102,14 @@ def accounts_in(text: str) -> dict[str, str]:
 
 
 def digest(password: str) -> bytes:
-    """The SHA-256 of a password, so that all comparisons take equally long."""
+    """The SHA-256 of a password. Digests are compared instead of passwords, because they all have one length: the
+    duration of a comparison does not reveal a password's."""
     return hashlib.sha256(password.encode("utf-8", "surrogatepass")).digest()
 
 
 def network_of(address: str) -> str:
-    """The network of an IPv6 address, else the address itself: what Logins counts as one client."""
+    """What Logins counts as one client: for an IPv6 address its network of IPV6_NETWORK bits, for any other text the
+    text itself."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(address.partition("%")[0])
         if found.version == 6 and found.ipv4_mapped is None:

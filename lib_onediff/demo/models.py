@@ -65,7 +65,7 @@ class LoadedModel:
 
     @property
     def unet(self) -> Any:
-        """The network that predicts: a UNet2DConditionModel, or a transformer."""
+        """The denoising network: a UNet2DConditionModel, or a transformer (see is_unet)."""
         return self.pipeline.unet if self.is_unet else self.pipeline.transformer
 
     @property
@@ -89,7 +89,8 @@ class LoadedModel:
 
     @cached_property
     def text_pipeline(self) -> Any:
-        """A text-to-image pipeline with the model's parts. Raises Refusal if the model also needs a mask."""
+        """A second, text-to-image pipeline that shares the model's networks and can have another scheduler; `pipeline`
+        may be for another task. Raises Refusal, for users, if the model also needs a mask."""
         import diffusers
 
         if not self.is_unet:
@@ -99,8 +100,10 @@ class LoadedModel:
         return diffusers.AutoPipelineForText2Image.from_pipe(self.pipeline)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """The images of latents, (batch, 3, height, width) from 0 to 1 in float32 on the CPU, decoded one by one. A VAE
-        with force_upcast, such as SDXL's, overflows in float16 and is converted to float32."""
+        """The images of latents, (batch, 3, height, width) from 0 to 1 in float32 on the CPU, decoded one by one.
+
+        Converts a VAE with force_upcast, such as SDXL's, to float32 for good, because it overflows in float16.
+        """
         vae = self.pipeline.vae
         if vae.config.force_upcast:
             vae.to(torch.float32)
@@ -115,8 +118,8 @@ class LoadedModel:
 
 
 def load_model(path: str | None) -> LoadedModel:
-    """The model of a file or folder, on DEVICE in DTYPE. path: "emoji-dit" for the transformer that ships with OneDiff;
-    None for emoji-sd. Raises Refusal, for users, if it cannot be loaded."""
+    """Loads the model of a file or folder onto DEVICE in DTYPE. path: "emoji-dit" for the transformer that ships with
+    OneDiff; None for emoji-sd. Raises Refusal, for users, if it cannot be loaded."""
     from diffusers.utils.logging import disable_progress_bar
 
     if path == EMOJI_DIT.name:
@@ -147,7 +150,8 @@ def load_model(path: str | None) -> LoadedModel:
 
 
 def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
-    """A diffusers pipeline of a single checkpoint file. Raises Refusal, for users, for any other file."""
+    """The diffusers pipeline of a single checkpoint file of Stable Diffusion 1.x, 2.x or XL, on the CPU. Raises
+    Refusal, for users, for any other file; diffusers raises many exceptions for a damaged one."""
     import diffusers
 
     shapes = read_shapes(path)
@@ -177,7 +181,7 @@ def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
 
 def family_of(path: Path, shapes: Shapes) -> str:
     """The family of a checkpoint: "sd1", "sd2" or "sdxl". Raises Refusal, for users, unless it has a UNet, a VAE and a
-    text encoder."""
+    text encoder. shapes: of its tensors, by name; path: for the message."""
     family = next((family for sign, family in FAMILY_SIGNS.items() if sign in shapes), None)
     missing = {"UNet": UNET_SIGN not in shapes, "VAE": VAE_SIGN not in shapes, "text encoder": family is None}
     if family is None or any(missing.values()):
@@ -189,8 +193,8 @@ def family_of(path: Path, shapes: Shapes) -> str:
 
 
 def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
-    """Write the vocabulary files of CLIP's tokenizer into a folder, from a folder beside the checkpoint or from the
-    Hugging Face cache. Raises Refusal if there are none, which tells users where to put them."""
+    """Copy the vocabulary files of CLIP's tokenizer into `folder`, from a folder beside the checkpoint or from the
+    Hugging Face cache. If there are none, raises Refusal, which tells users where to put them."""
     parent = checkpoint.resolve().parent
     for found_in in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *cached_tokenizers()):
         if (found_in / VOCABULARY).exists() and (found_in / MERGES).exists():
@@ -203,7 +207,7 @@ def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
 
 
 def cached_tokenizers() -> Iterator[Path]:
-    """The folders of CLIP's tokenizer in the Hugging Face cache."""
+    """The folders of CLIP's tokenizer in the Hugging Face cache; none if it was never downloaded there."""
     from transformers.utils import cached_file
 
     for name in CACHED:

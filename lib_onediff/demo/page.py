@@ -54,7 +54,7 @@ MONOSPACE_FONTS = ("ui-monospace", "Consolas", "Liberation Mono", "monospace")
 
 
 def appearance() -> dict[str, Any]:
-    """The theme, styles and scripts of the page, as arguments of gr.mount_gradio_app."""
+    """The theme, styles and scripts of the page, as keyword arguments of gr.mount_gradio_app."""
     theme = gr.themes.Default(
         primary_hue="orange", secondary_hue="orange", neutral_hue="slate", radius_size="md", font=FONTS,
         font_mono=MONOSPACE_FONTS,
@@ -62,13 +62,14 @@ def appearance() -> dict[str, Any]:
     # In the head, because gradio rewrites the rules of its argument css; a WebUI serves the extension's style.css as it
     # is.
     extension = Path(paths.script_path)
-    scripts_of_page = "".join(f"<script>{read(file)}</script>" for file in sorted(extension.glob("javascript/*.js")))
-    head = f"<style>{read(extension / 'style.css')}</style>{scripts_of_page}"
-    return {"theme": theme, "css": read(Path(__file__).with_name("page.css")), "head": head}
+    scripts_of_page = "".join(f"<script>{text_of(file)}</script>" for file in sorted(extension.glob("javascript/*.js")))
+    head = f"<style>{text_of(extension / 'style.css')}</style>{scripts_of_page}"
+    return {"theme": theme, "css": text_of(Path(__file__).with_name("page.css")), "head": head}
 
 
 def build_page() -> gr.Blocks:
-    """The page, with the components of all scripts."""
+    """Build the demo's page: its own tabs, and those that scripts add. The model and the scripts must be loaded, and
+    the options added."""
     script_callbacks.call_all("before_ui")
     # The tabs are built outside of the page's context, as in a WebUI, and rendered inside of it.
     tabs = [tab for tabs in script_callbacks.call_all("ui_tabs") for tab in tabs or ()]
@@ -86,8 +87,8 @@ def build_page() -> gr.Blocks:
     return page
 
 
-def read(file: Path) -> str:
-    """The text of a file; "" if there is none."""
+def text_of(file: Path) -> str:
+    """The text of a file; "" if there is no such file."""
     return file.read_text(encoding="utf-8") if file.is_file() else ""
 
 
@@ -139,7 +140,8 @@ def build_generation_tab(runner: Any) -> None:
 
 
 def build_prompts() -> tuple[Inputs, list[Any]]:
-    """Build the prompts' text boxes, and a button for each of EXAMPLES. Returns (text boxes by field, buttons)."""
+    """Build the prompts' text boxes, and a button for each of EXAMPLES, inside the open gradio context. Returns (text
+    boxes by field, buttons in the order of EXAMPLES)."""
     def textbox(label: str, value: str, lines: int, elem_id: str) -> gr.Textbox:
         return gr.Textbox(value, label=label, show_label=False, lines=lines, placeholder=label,
                           elem_id=f"txt2img_{elem_id}", elem_classes="prompt")
@@ -152,7 +154,8 @@ def build_prompts() -> tuple[Inputs, list[Any]]:
 
 
 def build_parameters() -> Inputs:
-    """Build the components for the other parameters of a generation."""
+    """Build the components for the other parameters of a generation inside the open gradio context, and return them by
+    field."""
     def slider(label: str, elem_id: str, least: int, most: int, value: int, step: float = 1) -> gr.Slider:
         # gradio refuses requests with values beyond these bounds.
         return gr.Slider(
@@ -185,11 +188,11 @@ def build_parameters() -> Inputs:
 
 
 def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple[Any, ...]]]:
-    """A handler for the Generate button, which yields values for (progress line, gallery, infotext, the hidden text box
-    whose change tells scripts of new images).
+    """A new handler for the Generate button. It makes the images in a thread, and yields values for (progress line,
+    gallery, infotext, the hidden text box whose change tells scripts of new images) until they are made.
 
-    names: the fields of the first values that it gets; the other values are arguments of the scripts. runner: the
-    ScriptRunner with these scripts.
+    names: the fields of StableDiffusionProcessingTxt2Img whose values the handler gets first; its other values are the
+    arguments of the scripts. runner: the ScriptRunner with these scripts.
     """
 
     def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
@@ -223,13 +226,13 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
 
 
 def page_of(request: gr.Request) -> str:
-    """The prefix of the names of a page's tasks, by which stop_image finds them."""
+    """The prefix of the names of all tasks that one open page starts. By it, stop_image finds the tasks of its page."""
     return f"{request.session_hash}/"
 
 
 def stop_image(request: gr.Request) -> None:
-    """The handler of the Interrupt button: stop the image in progress. If only images of this page are waiting, and
-    another page's is in progress, those of this page are withdrawn instead."""
+    """The handler of the Interrupt button: stop the image in progress. But if this page's images still wait while
+    another page's image is in progress, withdraw those that wait instead."""
     own = page_of(request)
     waiting = [task for task in list(progress.pending_tasks) if task.startswith(own)]
     if not waiting or progress.current_task.startswith(own):
@@ -240,8 +243,11 @@ def stop_image(request: gr.Request) -> None:
 
 
 def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> Processed:
-    """The images of a generation, made when it is its turn. p: its parameters; closed afterwards. script_args: the
-    values of the scripts' components. task: a unique name for progress_bar(). Raises Refusal, for users, for any error.
+    """Wait for this generation's turn, and make its images.
+
+    p: its parameters; closed afterwards. script_args: the values of the scripts' components, after a 0 in the first
+    place. task: its unique name, for progress_bar() and stop_image(). Raises Refusal, for users, for any error, and if
+    the task was withdrawn.
     """
     progress.add_task_to_queue(task)
     try:
@@ -266,12 +272,12 @@ def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> 
 
 
 def progress_bar(task: str) -> str:
-    """The progress line of a task as HTML: what it waits for, or which step is computed."""
+    """The progress line of a task as HTML: what it waits for, or which of its steps is being computed."""
     share = shared.state.share_done()
     state = shared.state
     if task in progress.pending_tasks:
         # While OneDiff pre-warms sizes, the WebUI's state has no job.
-        others = {TXT2IMG: "for another image", "": "for OneDiff: see the jobs in its tab"}
+        others = {TXT2IMG: "for another image", "": "for a job of OneDiff: see the list of jobs in the OneDiff tab"}
         return bar_html(0, f"waiting {others.get(state.job, f'for {state.job}')}")
     batch = f"Batch {state.job_no + 1} out of {state.job_count}" if state.job_count > 1 else ""
     steps = f"step {state.sampling_step} of {state.sampling_steps}" if state.sampling_steps else ""
@@ -279,7 +285,7 @@ def progress_bar(task: str) -> str:
 
 
 def bar_html(share: float, text: str) -> str:
-    """A progress line as HTML. share: the part that is done, from 0 to 1."""
+    """A progress line as HTML. share: the part that is done, from 0 to 1. text: shown on the line; escaped here."""
     return (
         f"<div class='progressDiv' role='progressbar' aria-valuenow='{share * 100:.0f}'>"
         f"<div class='progress' style='width: {share * 100:.1f}%'></div><span>{html.escape(text)}</span></div>"
@@ -287,7 +293,8 @@ def bar_html(share: float, text: str) -> str:
 
 
 def infotext_html(processed: Processed, seconds: float) -> str:
-    """The infotext of the first image, comments, and the time taken, as HTML for the place under the images."""
+    """The HTML under the images: the infotext of the first one (or that there is none), the comments, and the duration.
+    """
     lines = "<br>".join(html.escape(line) for line in processed.infotexts[0].split("\n"))
     comments = "".join(f"<p class='comment'>{html.escape(line)}</p>" for line in processed.comments.split("\n") if line)
     if not processed.images:
@@ -299,8 +306,8 @@ def infotext_html(processed: Processed, seconds: float) -> str:
 
 
 def build_settings_tab(page: gr.Blocks) -> None:
-    """Build the settings tab inside the open gradio context. page: each time it is loaded, it shows the current values.
-    """
+    """Build the settings tab inside the open gradio context. page: the whole page; each time it is loaded, the tab
+    shows the current values."""
     with gr.Row():
         apply = gr.Button("Apply settings", variant="primary", elem_id="settings_submit", scale=0, min_width=200)
     result = gr.HTML(elem_id="settings_result")
@@ -317,7 +324,7 @@ def build_settings_tab(page: gr.Blocks) -> None:
 
 
 def option_component(key: str, info: OptionInfo) -> Any:
-    """The component of an option."""
+    """A new component for an option, with its current value. key: the option's name."""
     return info.component(
         value=getattr(shared.opts, key), label=info.label, info=html.unescape(TAGS.sub("", info.explanation)),
         elem_id=f"setting_{key}", **info.component_args,
@@ -325,7 +332,8 @@ def option_component(key: str, info: OptionInfo) -> Any:
 
 
 def apply_settings(values: dict[str, Any]) -> str:
-    """Set and save options, given by name, and return a sentence about it as HTML."""
+    """Set options, given by name, and save them. Returns sentences as HTML: how many changed, and why they could not be
+    saved if so."""
     # The option's onchange tells users why it does not accept a value.
     changed, _, trouble = shared.opts.set_and_save(values, shared.config_filename)
     count = {0: "No setting", 1: "1 setting"}.get(len(changed), f"{len(changed)} settings")

@@ -39,7 +39,7 @@ FOREIGN_ELEMENTS = re.compile(
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn's server, which does not log every open page when it ends."""
+    """uvicorn's server without the log lines on every open page when it ends."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
@@ -47,9 +47,11 @@ class QuietServer(uvicorn.Server):
 
 
 def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machine: bool = False) -> FastAPI:
-    """The demo as one ASGI app: page, API and login. Call it inside of modules_importable().
+    """The demo as one ASGI app: page, API and login. Sets the folders, options and model in demo.modules, and loads the
+    scripts. Call it once, inside of modules_importable() and after fetch_nothing().
 
-    arguments: of the command line. only_this_machine: whether only programs on this machine can connect.
+    arguments: see command_line.make_parser. only_this_machine: whether only programs on this machine can connect, so
+        that foreign host names are refused.
     """
     paths.data_path = str(Path(arguments.data_dir).expanduser().resolve())
     shared.config_filename = os.path.join(paths.data_path, "config.json")
@@ -78,7 +80,8 @@ def make_app(arguments: argparse.Namespace, model: LoadedModel, only_this_machin
 
 
 def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origins:
-    """The gate's Origins for the demo: which host names its own pages may have; see Origins.strict_host."""
+    """The host names under which browsers may open the demo, for the gate (api.gate). arguments, only_this_machine: see
+    make_app. If other machines can connect and --allowed-hosts is not given, every name is allowed."""
     # If others can reach the demo, their names for it are only known if --allowed-hosts has them.
     strict = only_this_machine or bool(arguments.allowed_hosts)
     names = [arguments.host, *(arguments.allowed_hosts or "").split(",")]
@@ -86,7 +89,8 @@ def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origi
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
-    """Answer requests until interrupted, then unload the scripts."""
+    """Answer requests at the listener until Ctrl-C, then call the scripts' callbacks for unloading. Raises
+    KeyboardInterrupt as uvicorn does."""
     # ws="none": neither gradio nor the API uses web sockets.
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=SECONDS_FOR_ANSWERS, ws="none",
@@ -105,7 +109,7 @@ def serve(app: FastAPI, listener: socket.socket) -> None:
 
 
 class OwnResourcesOnly(jinja2.FileSystemLoader):
-    """Loads gradio's page template without its references to other servers (fonts, scripts): a jinja2 loader."""
+    """A jinja2 loader that removes references to other servers (fonts, scripts) from gradio's page template."""
 
     def get_source(self, environment: jinja2.Environment, template: str) -> tuple:
         source, *more = super().get_source(environment, template)
@@ -113,13 +117,13 @@ class OwnResourcesOnly(jinja2.FileSystemLoader):
 
 
 def refuse(url: Any) -> NoReturn:
-    """Raise httpx.ConnectError. fetch_nothing puts this in the place of gradio's requests to a URL."""
+    """Raise httpx.ConnectError, whatever the URL. fetch_nothing puts this in the place of gradio's requests."""
     raise httpx.ConnectError("This server downloads nothing from addresses.")
 
 
 def fetch_nothing() -> None:
-    """Change gradio in this process: its page has no references to other servers, and it does not download URLs that a
-    request gives in place of files."""
+    """Change gradio in this process so that its page has no references to other servers, and so that it never downloads
+    a URL that a request gives in place of a file. Call it before make_app."""
     routes.templates.env.loader = OwnResourcesOnly(routes.STATIC_TEMPLATE_LIB)
     processing_utils.sync_client = httpx.Client(transport=httpx.MockTransport(refuse))
     processing_utils.async_ssrf_protected_get = refuse

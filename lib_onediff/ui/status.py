@@ -66,8 +66,7 @@ def current_status(webui: Any) -> dict[str, Any]:
 
 
 def summary_html(status: dict[str, Any]) -> str:
-    """The status in the accordion's title, as markup around a text such as "0.9 s/image (WebUI 1.6 s), 29 ms/step
-    (WebUI 57 ms), 1.7x faster, graph". Values that are not known are left out.
+    """The status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.7x faster, graph".
 
     On a phone, style.css hides the step.
     """
@@ -131,8 +130,7 @@ def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
 
 
 def largest_beside_steps(status: dict[str, Any]) -> str:
-    """The longest part besides the steps, if it took at least the share MUCH of the image's time: ", 13 s of it VAE";
-    otherwise ""."""
+    """The longest part besides the steps, if it took much of the time: ", 13 s of it VAE"; otherwise ""."""
     found = next(iter(spent_beside_steps(status).items()), None)
     if found is None or found[1] < MUCH * status["image"]["seconds"]:
         return ""

@@ -17,8 +17,8 @@ TOP_NAME = "modules"
 
 @contextmanager
 def modules_importable() -> Iterator[None]:
-    """A context in which `import modules.shared` etc. give these modules. Raises RuntimeError inside of a real WebUI,
-    which has its own."""
+    """A context in which `import modules.shared` and the like import these modules. Raises RuntimeError if the process
+    already has another package of this name, as in a real WebUI."""
     if TOP_NAME in sys.modules:
         raise RuntimeError("another WebUI's modules are loaded in this process")
     added = {TOP_NAME: sys.modules[__name__]}

@@ -6,7 +6,7 @@ from collections import deque
 
 
 class TurnLock:
-    """A fair lock: the thread that has waited longest gets it."""
+    """A lock for `with`, which goes to the thread that has waited longest. It is not reentrant."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -14,7 +14,7 @@ class TurnLock:
         self._waiting: deque[threading.Event] = deque()
 
     def locked(self) -> bool:
-        """Whether a thread holds it."""
+        """Whether any thread holds the lock."""
         return self._is_held
 
     def __enter__(self) -> None:

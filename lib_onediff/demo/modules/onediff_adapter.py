@@ -26,7 +26,7 @@ NUMBERS_OF_A_LABEL = 6
 
 
 def release() -> str:
-    """The name and the release of this WebUI, for messages."""
+    """The demo's name for messages, in place of a WebUI's name and release."""
     return "OneDiff's own WebUI"
 
 
@@ -103,7 +103,8 @@ class Standalone(WebUI):
 
 
 def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[str, Any]:
-    """The arguments with which a pipeline calls a UNet for this call. noise: draws a random tensor of a shape."""
+    """The keyword arguments with which a diffusers pipeline would make this call of a UNet. noise: returns a random
+    tensor, given its sizes."""
     context, *labels = call.prompt
     conditions = None
     for label in labels:
@@ -116,7 +117,8 @@ def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[st
 
 
 def arguments_of_transformer(call: Call, tokens: int) -> dict[str, Any]:
-    """The arguments with which demo.flow_pipeline calls a transformer for this call. tokens: the prompt's length."""
+    """The keyword arguments with which FlowPipeline would make this call of its transformer. tokens: the prompt's
+    length, to which the call's context is cut."""
     [context] = call.prompt
     return {
         "hidden_states": call.latent, "timestep": call.timestep, "encoder_hidden_states": context[:, :tokens],

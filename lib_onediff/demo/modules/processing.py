@@ -65,9 +65,10 @@ class StableDiffusionProcessingTxt2Img:
         self.comments[text] = 1
 
     def sample(self) -> Tensor:
-        """The latents of a batch, (batch, channels, height / 8, width / 8), computed by the model's pipeline.
+        """The latents of one batch, (batch, channels, height / 8, width / 8), computed by the model's pipeline; one
+        image for each of self.seeds, which the caller sets. Sets pipeline and sampler, and calls the scripts' hook.
 
-        Noise is drawn on the CPU for each image by itself, so a seed gives the same image on every device and in any
+        Noise is drawn on the CPU for each image by itself, so that a seed has the same noise on every device and in any
         batch.
         """
         count = len(self.seeds)
@@ -93,8 +94,8 @@ class StableDiffusionProcessingTxt2Img:
 
 @dataclass(frozen=True)
 class Processed:
-    """The result of a generation. infotexts: one for each image; [""] without images. comments: a line for each remark.
-    """
+    """The result of a generation. infotexts: one for each image; [""] without images. comments: remarks for users, a
+    line for each."""
 
     images: list[Image.Image]
     infotexts: list[str]
@@ -102,8 +103,8 @@ class Processed:
 
 
 def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-    """A callback of diffusers' pipelines after each step: notes the step in shared.state, and stops the sampling if the
-    user has interrupted it."""
+    """A callback that diffusers' pipelines call after each step: writes the step to shared.state, and makes the
+    pipeline skip the remaining steps if the user has interrupted it. Returns `tensors` unchanged."""
     state = shared.state
     state.sampling_step = step + 1
     state.sampling_steps = pipeline.num_timesteps
@@ -113,7 +114,8 @@ def note_step(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) 
 
 
 def check_numbers(network: str, values: Tensor) -> None:
-    """Raise Refusal, for users, if the output of a network has NaN or infinity. network: its name."""
+    """Raise Refusal, for users, if a network's output (values) has NaN or infinity. network: its name in the message.
+    """
     if not torch.isfinite(values).all():
         raise Refusal(
             f"The {network} produced numbers that are not finite (NaN or infinity), so there is no image. "
@@ -122,8 +124,9 @@ def check_numbers(network: str, values: Tensor) -> None:
 
 
 def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
-    """Make the images of p. The caller must hold call_queue.queue_lock. If p has no model, the loaded one is used.
-    Raises Refusal, for users, for wrong parameters and for images that are not finite."""
+    """Make all images of p, batch after batch, and call the scripts' hooks. The caller must hold call_queue.queue_lock.
+    If the user interrupts it, the images that are made so far are returned. If p has no model, the loaded one is used.
+    Raises Refusal, for users, for wrong parameters and for images with NaN or infinity."""
     p.sd_model = p.sd_model or shared.sd_model
     for name, side in (("width", p.width), ("height", p.height)):
         if side % p.sd_model.side_step:
@@ -191,7 +194,7 @@ FLOW_SAMPLERS: dict[str, tuple[str, dict[str, Any]]] = {"Euler": ("FlowMatchEule
 
 
 def samplers_of(base: Any) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The samplers for a model. base: the scheduler that it came with."""
+    """The samplers that a model can use, as SAMPLERS or FLOW_SAMPLERS. base: the scheduler that the model came with."""
     return FLOW_SAMPLERS if type(base).__name__.startswith("FlowMatch") else SAMPLERS
 
 
@@ -216,7 +219,7 @@ def make_scheduler(name: str, base: Any, seeds: list[int]) -> Any:
 
 
 def create_infotext(p: StableDiffusionProcessingTxt2Img, seed: int) -> str:
-    """The infotext of one image of the batch. seed: of this image."""
+    """The infotext of one of p's images: prompts and parameters, as A1111 writes them. seed: the image's own."""
     parameters = {
         "Steps": p.steps, "Sampler": p.sampler_name, "Schedule type": p.scheduler, "CFG scale": p.cfg_scale,
         "Seed": seed, "Size": f"{p.width}x{p.height}", "Model": p.sd_model.name, **p.extra_generation_params,
@@ -227,15 +230,17 @@ def create_infotext(p: StableDiffusionProcessingTxt2Img, seed: int) -> str:
 
 
 def quote(text: Any) -> Any:
-    """A value for infotext: quoted as JSON if it has a comma, a colon or a line break."""
+    """A value in the form for infotext: as JSON if its text has a comma, a colon or a line break, otherwise unchanged.
+    """
     if any(mark in str(text) for mark in ",\n:"):
         return json.dumps(text, ensure_ascii=False)
     return text
 
 
 def parse_generation_parameters(infotext: str) -> dict[str, Any]:
-    """The parameters in an infotext, by name: "Prompt", "Negative prompt", and the named values of its last line. A
-    size such as "Size: 512x768" becomes "Size-1" and "Size-2". Raises Refusal, for users, if the text is too long."""
+    """The parameters in an infotext, by name: "Prompt", "Negative prompt", and the named values of its last line, as
+    texts. A last line with fewer than three of these belongs to the prompt. A size such as "Size: 512x768" becomes
+    "Size-1" and "Size-2". Raises Refusal, for users, if the text is too long."""
     if len(infotext) > LONGEST_INFOTEXT:
         raise Refusal(f"This text is too long to be read: infotext has {LONGEST_INFOTEXT} characters at most.")
     *lines, last = infotext.strip().split("\n")
@@ -255,7 +260,8 @@ def parse_generation_parameters(infotext: str) -> dict[str, Any]:
 
 
 def named_values(line: str) -> list[tuple[str, str]]:
-    """(name, value) for each "name: value" in a line, separated by commas. A comma in quotes belongs to the value."""
+    """(name, value) for each "name: value" in a line, separated by commas; other parts are left out. A comma in quotes
+    belongs to the value, which keeps its quotes."""
     found = []
     for part in parts_between_commas(line):
         name, colon, value = part.partition(":")
@@ -283,8 +289,9 @@ def parts_between_commas(line: str) -> Iterator[str]:
 def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
     """Make a button fill components from the infotext in the component `text`.
 
-    fields: pairs of a component and its source: the name of an infotext parameter, or a function of all parameters. If
-    its result is None, the component stays as it is.
+    fields: pairs of a component and its source: the name of an infotext parameter, or a function that takes all
+    parameters and returns the value. A component without a value (None), or with a wrong one, stays as it is; the page
+    shows a warning for wrong ones.
     """
     def paste(infotext: str) -> list[Any]:
         try:
@@ -312,8 +319,8 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
 
 
 def as_in(component: Any, value: Any) -> Any:
-    """A value converted to the type of a component's value. Raises Refusal, for users, if the component does not accept
-    it."""
+    """A value from infotext in the form for a component: a float for a slider or number field, otherwise unchanged.
+    Raises Refusal, for users, if it is none of a list's choices, no number or out of bounds."""
     if isinstance(component, gr.Dropdown) and not component.allow_custom_value:
         known = [choice for _, choice in component.choices]
         if value not in known:

@@ -11,8 +11,8 @@ callback_map: dict[str, list[Callable[..., Any]]] = {}
 
 
 def call_all(moment: str, *arguments: Any) -> list[Any]:
-    """Call every callback that is registered for an event. Returns the results, without those of callbacks that raised
-    an exception."""
+    """Call every callback that is registered for an event, in the order of registration. Returns their results, without
+    those of callbacks that raised an exception. moment: the event's name, such as "model_loaded"."""
     results = []
     for callback in list(callback_map.get(moment, ())):
         try:
@@ -23,7 +23,7 @@ def call_all(moment: str, *arguments: Any) -> list[Any]:
 
 
 def register(moment: str, callback: Callable[..., Any]) -> None:
-    """Register a callback for an event."""
+    """Register a callback for an event. moment: see call_all."""
     callback_map.setdefault(moment, []).append(callback)
 
 

@@ -38,7 +38,11 @@ class Script:
 
 
 class ScriptRunner:
-    """The scripts of the txt2img tab. inputs: the components whose values are the script arguments, in their order."""
+    """The scripts of the txt2img tab.
+
+    inputs: the components whose values are the script arguments, in their order; the first is None, since argument 0
+        belongs to no script. infotext_fields: the scripts' pairs of a component and its function of an infotext.
+    """
 
     def __init__(self, classes: Iterable[type[Any]] = ()) -> None:
         self.alwayson_scripts: list[Any] = [script_class() for script_class in classes]
@@ -48,7 +52,7 @@ class ScriptRunner:
 
     def setup_ui(self) -> None:
         """Create the components of all scripts inside the open gradio context, assign each script its range of the
-        script arguments (args_from, args_to), and collect their inputs and infotext_fields."""
+        script arguments (args_from to args_to), and fill inputs and infotext_fields."""
         import gradio as gr
 
         for script in self.alwayson_scripts:
@@ -61,7 +65,8 @@ class ScriptRunner:
             script.args_to = len(self.inputs)
 
     def in_generation(self, hook: str, p: Any, *objects: Any) -> None:
-        """Call a hook of every script. objects: the hook's further arguments, before the script's own arguments."""
+        """Call a hook of every script for the generation p, with `objects` and the script's own part of p.script_args.
+        Scripts without this hook are skipped, and exceptions are logged."""
         for script in self.alwayson_scripts:
             call_hook(script, hook, p, *objects, *p.script_args[script.args_from : script.args_to])
 
@@ -72,7 +77,7 @@ class ScriptRunner:
 
 
 def call_hook(script: Any, hook: str, *arguments: Any) -> None:
-    """Call a hook of a script, if it has it. Exceptions are logged."""
+    """Call a script's method with the name `hook`, if the script has one. Exceptions are logged."""
     if hasattr(script, hook):
         try:
             getattr(script, hook)(*arguments)
@@ -86,7 +91,8 @@ scripts_txt2img = ScriptRunner()
 
 
 def load_scripts() -> None:
-    """Load the extension's scripts into scripts_txt2img. A script that raises an exception is logged and left out."""
+    """Run the files of the extension's folder "scripts", and make scripts_txt2img anew of the Script classes in them.
+    Callbacks of an earlier load are forgotten. A file that raises an exception is logged and left out."""
     global scripts_txt2img
     script_callbacks.callback_map.clear()
     if paths.script_path not in sys.path:
@@ -103,7 +109,8 @@ def load_scripts() -> None:
 
 
 def load_module(path: str) -> ModuleType:
-    """Run a script and return its module, which is named after the file. Raises what the script raises."""
+    """Run a Python file as a new module and return it; it is not entered in sys.modules. Raises what the file raises.
+    """
     spec = importlib.util.spec_from_file_location(Path(path).name, path)
     assert spec is not None and spec.loader is not None, "scripts are .py files"
     module = importlib.util.module_from_spec(spec)

@@ -10,6 +10,6 @@ model_data: Any = SimpleNamespace(sd_model=None)
 
 
 def use_model(sd_model: Any) -> None:
-    """Set the loaded model and call the scripts' callbacks for it."""
+    """Make this the loaded model (a LoadedModel), and call the scripts' callbacks for a loaded model."""
     model_data.sd_model = shared.sd_model = sd_model
     script_callbacks.call_all("model_loaded", sd_model)

@@ -59,8 +59,8 @@ class Options:
         self.data.setdefault(key, info.default)
 
     def set(self, key: str, value: Any) -> bool:
-        """Set a value and call the setting's onchange, which may set it back. Returns whether the setting has the new
-        value now, and had another one."""
+        """Set a value and call the setting's onchange, which may set it back. Returns whether the setting has changed
+        to this value; False also if it had it before. Raises KeyError for an unknown setting."""
         info = self.data_labels[key]
         if getattr(self, key) == value:
             return False
@@ -69,8 +69,9 @@ class Options:
         return bool(getattr(self, key) == value)
 
     def set_and_save(self, values: dict[str, Any], filename: str) -> tuple[list[str], list[str], str]:
-        """Set values by name and save all as JSON. Returns the labels of the settings that changed, a sentence for each
-        that did not accept its value, and why they could not be saved ("" if they were)."""
+        """Set values, given by name, and save all settings to a file as JSON. Returns (the labels of the settings that
+        changed, a sentence for each setting that did not accept its value, a sentence on why the file could not be
+        written or "")."""
         changed = []
         refused = []
         trouble = ""
@@ -88,7 +89,7 @@ class Options:
         return changed, refused, trouble
 
     def save(self, filename: str) -> None:
-        """Write all values to a file as JSON, atomically. Raises OSError."""
+        """Write all values to a file as JSON, atomically; its folder is made if it does not exist. Raises OSError."""
         path = Path(filename)
         path.parent.mkdir(parents=True, exist_ok=True)
         # The name has the process's id, because another process may use the same folder.
@@ -97,8 +98,8 @@ class Options:
         os.replace(unfinished, path)
 
     def load(self, filename: str) -> None:
-        """Read values from a file that save() has written. A damaged file is renamed, and logged. Call it before
-        settings are added."""
+        """Read values from a file that save() has written; none if there is no file. A damaged file is renamed to
+        .damaged, which is logged. Call it before settings are added."""
         path = Path(filename)
         try:
             if path.exists() and not path.is_file():
@@ -132,19 +133,19 @@ class State:
     sampling_steps: int = 0
 
     def begin(self, job: str) -> None:
-        """Start a job with a new state."""
+        """Start a job: its name is set, and everything else is as at first."""
         vars(self).update(vars(State(job)))
 
     def end(self) -> None:
-        """End the job. Only `interrupted` keeps its value."""
+        """End the job: everything is as at first, except `interrupted`, which callers read afterwards."""
         vars(self).update(vars(State(interrupted=self.interrupted)))
 
     def interrupt(self) -> None:
-        """Stop the generation after the current step."""
+        """Ask the generation in progress to stop after its current step."""
         self.interrupted = True
 
     def share_done(self) -> float:
-        """The part of the job that is done, from 0 to 1."""
+        """The share of the job's steps that are done, over all its batches, from 0 to 1."""
         batch = self.sampling_step / max(1, self.sampling_steps)
         return min(1.0, (self.job_no + batch) / max(1, self.job_count))
 
