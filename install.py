@@ -57,12 +57,13 @@ class CannotInstall(Exception):
 
 
 def written(release: tuple[int, ...]) -> str:
-    """The version (3, 10) as "3.10"."""
+    """A version such as (3, 10) as text: "3.10"."""
     return ".".join(map(str, release))
 
 
 def requirements_of(extra: str) -> tuple[list[str], list[str]]:
-    """The requirements of an extra, for pip: those to install as usual, and those to install without dependencies."""
+    """The requirements of an extra of pyproject.toml ("demo", "test"), for pip: (those to install as usual, those to
+    install without dependencies)."""
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     usual = read_strings(text, "project", "dependencies")
     for requirement in read_strings(text, "project.optional-dependencies", extra):
@@ -72,12 +73,12 @@ def requirements_of(extra: str) -> tuple[list[str], list[str]]:
 
 
 def tested(which: str) -> list[str]:
-    """The requirements for the "oldest" or the "newest" versions that are tested."""
+    """The requirements that limit packages to the "oldest" or the "newest" versions that are tested."""
     return read_strings((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), "tool.onediff.tested", which)
 
 
 def within_tested(requirement: str) -> str:
-    """The requirement, limited to the newest version that is tested."""
+    """The requirement with the upper bound of the newest version that is tested; unchanged for other packages."""
     name = re.match(r"[\w-]+", requirement)[0]
     bounds = [bound.removeprefix(name) for bound in tested("newest") if re.match(r"[\w-]+", bound)[0] == name]
     return ",".join([requirement, *bounds])
@@ -92,7 +93,8 @@ def read_strings(toml: str, table: str, key: str) -> list[str]:
 
 
 def prepare_venv(extra: str) -> None:
-    """Install the extra's requirements into .venv, if they are missing. Raises CannotInstall with a sentence."""
+    """Install the extra's requirements into .venv, which is made if it does not work; do nothing if exactly these were
+    installed before. Prints what it does. Raises CannotInstall with a sentence."""
     usual, without_dependencies = requirements_of(extra)
     usual = [within_tested(requirement) for requirement in usual]
     wanted = usual + without_dependencies
@@ -111,13 +113,15 @@ def prepare_venv(extra: str) -> None:
 
 
 def what_it_installs(extra: str, wanted: list[str]) -> str:
-    """A sentence with what is still to be installed for the extra's requirements."""
+    """A sentence for the user on what pip will now install. wanted: the extra's requirements, also those that are
+    installed already."""
     folders = [str(path) for path in (*VENV.glob("lib/python*/site-packages"), VENV / "Lib" / "site-packages")]
     installed = {plain_name(found.metadata["Name"] or "") for found in distributions(path=folders)}
     missing = [re.match(r"[\w-]+", wish)[0] for wish in wanted if is_for_this_system(wish)]
     missing = [name for name in missing if plain_name(name) not in installed]
     if "torch" in missing:
-        return f"Installing the packages for --{extra} into .venv: minutes, and up to {venv_bytes() / 2**30:.0f} GB."
+        size = f"{venv_bytes() / 2**30:.0f} GB"
+        return f"Installing the packages for --{extra} into .venv. This takes minutes, and up to {size} of disk space."
     if not missing:
         return f"Bringing the packages for --{extra} in .venv up to date."
     return f"Installing what --{extra} needs and .venv lacks: {', '.join(missing)}."
@@ -129,13 +133,14 @@ def plain_name(name: str) -> str:
 
 
 def is_for_this_system(requirement: str) -> bool:
-    """Whether the requirement is for no other operating system than this one."""
+    """Whether pip installs the requirement on this operating system: it has no platform_system marker, or one that
+    names this system."""
     marker = requirement.partition(";")[2]
     return "platform_system" not in marker or platform.system() in marker
 
 
 def read_stamps() -> dict[str, list[str]]:
-    """The requirements that were installed, by extra."""
+    """The requirements that were installed completely, by extra; {} if none were, or if their file is damaged."""
     try:
         stamps = json.loads(STAMPS.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -153,7 +158,8 @@ def has_pip() -> bool:
 
 @contextlib.contextmanager
 def sole_installer():
-    """A context that holds the lock file. Raises CannotInstall if another process holds it."""
+    """A context that holds the lock file, so that only one process installs into .venv. Raises CannotInstall at once if
+    another process holds it."""
     VENV.mkdir(exist_ok=True)
     with open(LOCK, "a") as lock:
         try:
@@ -178,7 +184,7 @@ def venv_bytes() -> int:
 
 
 def is_cpu_build() -> bool:
-    """Whether .venv has the CPU build of torch, or pip's constraints name it."""
+    """Whether .venv has the CPU build of torch, or will get it because pip's constraints name it."""
     if any(VENV.glob("lib/python*/site-packages/torch-*+cpu.dist-info")):
         return True
     for file in os.environ.get("PIP_CONSTRAINT", "").split():
@@ -189,7 +195,7 @@ def is_cpu_build() -> bool:
 
 
 def refuse_full_disk() -> None:
-    """Raise CannotInstall if the disk has too little room for a complete .venv."""
+    """Raise CannotInstall if the disk has too little room for what .venv still lacks."""
     there = sum(path.lstat().st_size for path in VENV.rglob("*"))
     free = shutil.disk_usage(VENV).free
     missing = venv_bytes() - there
@@ -207,7 +213,8 @@ def empty_venv() -> None:
 
 
 def make_venv() -> None:
-    """Make a new virtual environment with pip. Raises CannotInstall if this Python cannot make one."""
+    """Delete what is in .venv, and make a new virtual environment with pip there. Raises CannotInstall if this Python
+    cannot make one."""
     python = f"python{written(sys.version_info[:2])}"
     if find_spec("venv") is None or find_spec("ensurepip") is None:
         way = f"On Debian and Ubuntu: apt install {python}-venv" if os.name != "nt" else "Use an installed Python."
@@ -220,7 +227,7 @@ def make_venv() -> None:
 
 
 def own_environment() -> dict[str, str]:
-    """The environment variables, without those that would make .venv's Python or pip use other folders."""
+    """A copy of the environment variables, without those that would make .venv's Python or pip use other folders."""
     misleading = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
     return {**{name: value for name, value in os.environ.items() if name not in misleading}, "PIP_USER": "0"}
 
@@ -234,11 +241,12 @@ def run_pip(requirements: list[str], *options: str) -> None:
 
 
 def run_long(command: list[str], shows_output: bool) -> tuple[int, str]:
-    """Run a command that may take minutes. Returns its exit code, and the text that it did not show.
+    """Run a command that may take minutes. Returns (its exit code, the text that the user did not see).
 
-    shows_output: whether its output goes to ours, so that only its errors are returned. On a terminal, a line counts
-    the seconds while the command shows nothing. Not on Windows: programs cannot be given a terminal of ours there, and
-    pip draws its progress bars on a terminal alone.
+    shows_output: whether the user sees the command's output, so that only its errors are returned; otherwise both are.
+    On a terminal, a line counts the seconds while the command shows nothing. Not on Windows: programs cannot be given a
+    terminal of ours there, and pip draws its progress bars on a terminal alone. If the user presses Ctrl-C, the command
+    is stopped and KeyboardInterrupt raised.
     """
     is_live = os.name != "nt" and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     hidden, its_errors = os.pipe()
@@ -268,7 +276,8 @@ def run_long(command: list[str], shows_output: bool) -> tuple[int, str]:
 
 
 class LiveLine:
-    """The last line of a terminal: it counts the seconds for which nothing was written."""
+    """A line at the end of a terminal's text that counts the seconds since a command has last written something. All of
+    the command's output must go through write()."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -286,7 +295,7 @@ class LiveLine:
             self._is_at_start = text.endswith(b"\n")
 
     def tick(self) -> None:
-        """Show the seconds, if the command has written nothing for a while."""
+        """Show the seconds if the command has written nothing for SILENT_SECONDS. Call it about once a second."""
         silent = int(time.monotonic() - self._last)
         if self._is_at_start and silent >= SILENT_SECONDS:
             put(f"\r    still working ({silent // 60}:{silent % 60:02})\x1b[K".encode())
@@ -306,9 +315,10 @@ def put(data: bytes) -> None:
 
 
 def read_to_end(hidden: int, shown: "int | None", line: "LiveLine | None") -> str:
-    """Read a command's output until it ends. Returns the text from the file descriptor hidden.
+    """Read a command's output until it ends. Returns the text of what the user does not see.
 
-    shown: a file descriptor whose output goes to the line's terminal. line: None if there is no terminal.
+    hidden: the file descriptor of that output. shown: the one of output that is passed on to the terminal through
+    `line`; None if there is none. line: None without a terminal.
     """
     text = b""
     files = {hidden, shown} - {None}
@@ -340,7 +350,8 @@ def read_some(file: int) -> bytes:
 
 
 def why_failed(output: str) -> str | None:
-    """The reason for a failure of pip or venv, as a sentence for the user, by its output; None if it is unknown."""
+    """Why pip or venv has failed, as a sentence for the user that tells what to do. output: the text that it printed.
+    None for an unknown reason. A full disk is found even if the output does not tell it."""
     missing = re.search(r"No matching distribution found for ([^\s(]+)", output)
     unbuilt = re.search(r"(?:Failed building wheel for|Failed to build) '?([\w.-]+)", output)
     wheels = "set PIP_FIND_LINKS to a folder of wheels, then run the same command again."
@@ -360,10 +371,10 @@ def why_failed(output: str) -> str | None:
 
 
 def demo_command(arguments: list[str]) -> list[str]:
-    """The command that starts the demo.
+    """The command that starts the demo with these arguments.
 
-    Ends the process now, before an installation of minutes, after --help or with a sentence about a wrong option, a
-    missing model or an address that cannot be used.
+    Checks them now, before an installation of minutes: ends the process after --help, and with exit code 2 after a
+    sentence about a wrong option, a missing model or an address that cannot be used.
     """
     # Needed where Python leaves a script's folder off the path, as Windows' embeddable one does.
     sys.path.insert(0, str(REPOSITORY))
@@ -379,7 +390,8 @@ def demo_command(arguments: list[str]) -> list[str]:
 
 
 def hand_over(command: list[str]) -> int:
-    """Replace this process by the command, run in OneDiff's folder, so that it gets Ctrl-C and sets the exit code."""
+    """Replace this process by the command, run in OneDiff's folder, so that the command gets Ctrl-C and its exit code
+    is ours. Only returns on Windows, which cannot replace a process: the exit code of the command, run as a child."""
     os.chdir(REPOSITORY)
     sys.stdout.flush()
     if os.name != "nt":
@@ -391,7 +403,8 @@ def hand_over(command: list[str]) -> int:
 
 
 def install_and_run(extra: str, command: list[str]) -> int:
-    """Prepare .venv for the extra, then run the command. Returns its exit code, or prints why it cannot run."""
+    """Prepare .venv for the extra, then run the command (see hand_over). If that fails, prints why and returns 1; 130
+    after Ctrl-C."""
     try:
         prepare_venv(extra)
     except CannotInstall as reason:
@@ -410,7 +423,8 @@ def install_and_run(extra: str, command: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command line's command. Returns the exit code."""
+    """Do what the command line asks for (see the module). arguments: without the program's name. Returns the exit code:
+    0 without arguments, 2 for unknown ones."""
     if not arguments:
         return 0
     if arguments[0] == "--demo":

@@ -24,7 +24,7 @@ CACHE_FOLDER = Path("cache", "onediff")
 SECONDS_FOR_THE_LAST_CALL = 5
 
 show_on_console()
-# Every function that the WebUI calls runs in it.
+# Every function that the WebUI calls runs in the guard, which logs our faults and lets the WebUI go on.
 guard = runtime.guard
 guard.forget()
 webui = this_webui()
@@ -35,7 +35,8 @@ warmup = WarmUp(webui, runtime, jobs)
 
 @guard.hook("following the settings")
 def follow_settings() -> None:
-    """Set the hooks, or remove them if the setting `enabled` is off."""
+    """Called after every change of the settings: set the hooks, or remove them and end the jobs if the setting
+    `enabled` is off."""
     if runtime.settings.enabled:
         webui.serve()
     else:
@@ -46,8 +47,8 @@ def follow_settings() -> None:
 
 @guard.hook("looking at a loaded checkpoint")
 def model_loaded(sd_model: Any) -> None:
-    """Serve the checkpoint that the WebUI has loaded. Even if that fails, the process then counts as ready for images
-    (WarmUp.why_not_ready): the WebUI makes them alone."""
+    """Called when the WebUI has loaded a checkpoint: serve it if OneDiff is on. Even if that fails, the process counts
+    as ready for images (WarmUp.why_not_ready): the WebUI makes them alone."""
     try:
         if runtime.settings.enabled:
             prepare(sd_model)
@@ -56,7 +57,8 @@ def model_loaded(sd_model: Any) -> None:
 
 
 def prepare(sd_model: Any) -> None:
-    """Serve a checkpoint, and queue the sizes to pre-warm for it."""
+    """Serve a checkpoint, and queue the sizes to pre-warm for it: those of the setting `prewarm`, and the most used
+    ones."""
     webui.model_loaded(sd_model)
     wanted = parse_prewarm(runtime.settings.prewarm)
     warmup.add(wanted.sizes, "settings")
@@ -72,7 +74,7 @@ def before_step(params: Any) -> None:
 
 
 def stop() -> None:
-    """Remove the hooks and the axes, and end the jobs: the WebUI unloads the script."""
+    """Called when the WebUI unloads the script: remove the hooks and the X/Y/Z plot's axes, and end the jobs."""
     last = (lambda: xyz.remove_axes(scripts.scripts_data), lambda: jobs.stop(seconds=SECONDS_FOR_THE_LAST_CALL))
     for step in (webui.stop, *last):
         guard.attempt("unloading the script", step)
@@ -85,23 +87,24 @@ def current_status() -> dict[str, Any]:
 
 @guard.hook("the status line", otherwise=status.UNREADABLE)
 def status_lines() -> tuple[str, str]:
-    """The status in the accordion's title and the one inside it, as markup."""
+    """The status in the accordion's title and the one inside it, as markup; status.UNREADABLE if our code fails."""
     now = current_status()
     return status.summary_html(now), status.status_html(now)
 
 
 def is_cut_short() -> bool:
-    """Whether the user has stopped the image in progress."""
+    """Whether the user has interrupted or skipped the image in progress."""
     return bool(shared.state.interrupted or shared.state.skipped)
 
 
 def standing_settings() -> Settings:
-    """The settings of the settings tab, including the overrides of the generation in progress."""
+    """The settings of the settings tab; while a generation overrides options (override_settings), with its values."""
     return settings_tab.settings_from(shared.opts)
 
 
 def settings_of_run(*arguments: Any) -> Settings:
-    """The settings of a run with these script arguments. Raises ValueError with a sentence."""
+    """The settings of a run, given the values of our script arguments (see run_settings.settings_of_run). Raises
+    ValueError with a sentence for users."""
     return run_settings.settings_of_run(arguments, standing_settings())
 
 
@@ -122,10 +125,12 @@ class OneDiffScript(scripts.Script):
         return scripts.AlwaysVisible
 
     def tab(self) -> str:
+        """The tab to which this object belongs."""
         return "img2img" if self.is_img2img else "txt2img"
 
     @guard.hook("building the accordion", otherwise=[])
     def ui(self, is_img2img: bool) -> list[Any]:
+        """Build the accordion. Returns the components whose values are the script arguments; [] if our code fails."""
         arguments, self.built = accordion.build_accordion(self.tab(), status_lines, settings_of_run)
         self.infotext_fields = list(zip(arguments, paste_functions, strict=True))
         self.paste_field_names = list(paste_functions)
@@ -137,8 +142,9 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the settings of this generation", in_generation=True)
     def process(self, p: Any, *arguments: Any) -> None:
-        """Begin a generation: its settings are those of the settings tab, the accordion (arguments) and the X/Y/Z
-        plot's cell. With wrong values, OneDiff is off for this generation, and the user is told why."""
+        """Begin the generation p: its settings are those of the settings tab, changed by the accordion or API
+        (arguments), then by the X/Y/Z plot's cell. With a wrong value, OneDiff is off for this generation, and a note
+        below the images says why."""
         guard.resume()
         if not runtime.settings.enabled:
             if refusal := run_settings.refusal_while_off(arguments):
@@ -156,7 +162,7 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the beginning of a sampling", in_generation=True)
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """Announce a sampling to the adapter: the first pass, or hires fix at another size."""
+        """Announce a sampling to the adapter, before it begins: the first pass, or hires fix at another size."""
         if runtime.settings.enabled:
             generation = runtime.generations.innermost
             if generation is not None:
@@ -165,7 +171,8 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the infotext")
     def postprocess_batch(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """Called when the images of a batch are done, before their infotexts are written."""
+        """Called when the images of a batch are done, before their infotexts are written: write the options that had an
+        effect into the infotext."""
         generation = runtime.generations.innermost
         if generation is not None:
             generation.note_batch(p, is_cut_short())
@@ -174,7 +181,8 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the end of a generation")
     def postprocess(self, p: Any, processed: Any, *args: Any) -> None:
-        """End the generation: keep its numbers as the last image's, and write uses and times to the history."""
+        """End the generation p: its numbers are the last image's from now on, and the history gets the uses and
+        durations."""
         run_settings.end_image(p, checkpoint_name(), not is_cut_short())
         if runtime.settings.enabled:
             webui.after_run(p)
@@ -189,6 +197,7 @@ def add_axes() -> None:
 
 @guard.hook("adding options to the settings tab")
 def add_options() -> None:
+    """Add our options to the settings tab, when the WebUI collects those of all extensions."""
     settings_tab.add_options(shared.opts, shared.OptionInfo, follow_settings)
 
 
@@ -203,8 +212,9 @@ def tabs() -> list[tuple[Any, str, str]]:
 
 @guard.hook("protecting the page and adding routes to the API")
 def start(page: Any, app: Any) -> None:
-    """Called once the page is ready. The protection against other sites' pages and the API are added now, so that the
-    page does not wait for their imports."""
+    """Called once the page (gradio's Blocks; None with --nowebui) and the server (app, FastAPI) are ready: protect our
+    handlers against pages of other sites, and add the API's routes. Not earlier, so that the page does not wait for
+    their imports."""
     from lib_onediff.api import auth, routes
 
     auth.refuse_foreign_pages(page, shared.cmd_opts)
@@ -213,8 +223,8 @@ def start(page: Any, app: Any) -> None:
 
 @guard.hook("opening the cache")
 def open_cache() -> None:
-    """Open the history in the folder of ONEDIFF_CACHE, by default one in the WebUI's data folder. A problem with the
-    folder is shown to the user."""
+    """Open the history in the folder of the environment variable ONEDIFF_CACHE, by default CACHE_FOLDER in the WebUI's
+    data folder. A problem with the folder is logged for the user."""
     runtime.open_cache(chosen_folder() or webui.data_folder() / CACHE_FOLDER)
     settings_tab.tell_of_trouble()
 

@@ -22,7 +22,8 @@ def why_not_loaded() -> str | None:
         log.debug("OneDiff could not be loaded", exc_info=True)
         installed = f"torch {metadata.version('torch')}, gradio {gr.__version__}"
         lines = str(error).splitlines() or [type(error).__name__]
-        return f"OneDiff could not be loaded and changes nothing: {lines[0]} ({installed}; OneDiff needs torch 2.1.2)."
+        found = f"{installed}; OneDiff needs torch 2.1.2 or newer"
+        return f"OneDiff could not be loaded, so images are made without it: {lines[0]} ({found})."
     return None
 
 
@@ -31,6 +32,8 @@ if reason is not None:
     log.warning(reason)
 
     class OneDiffNotLoaded(scripts.Script):
+        """Shows the reason in an accordion, in the place of OneDiff's own."""
+
         def title(self) -> str:
             return "OneDiff"
 

@@ -13,10 +13,10 @@ from .contract import WebUI, offers
 
 log = logging.getLogger("onediff")
 
-# The kinds of hosts: a Python module that identifies the kind, and the module and class of its adapter. The adapter's
-# module has a function `release`, which returns the host's name and version. The class raises Refusal if the release
-# lacks something. The first kind whose module is present counts; reForge also has A1111's module, so it comes before
-# A1111. The demo contains its own adapter.
+# The kinds of WebUIs: a Python module that only this kind has, and the module and class of its adapter. The adapter's
+# module has a function `release`, which returns the WebUI's name and version. The class raises Refusal if the release
+# lacks something. The first kind whose Python module can be imported counts; reForge also has A1111's module, so it
+# comes before A1111. The demo contains its own adapter.
 HOSTS = {
     "backend.nn.unet": (".forge.adapter", "Forge"),
     "ldm_patched.ldm.modules.diffusionmodules.openaimodel": (".ldm_patched", "LdmPatched"),
@@ -26,9 +26,9 @@ HOSTS = {
 
 
 def this_webui() -> WebUI:
-    """The adapter of the WebUI that OneDiff runs in. It is the same object until the process ends, also after a reload
-    of scripts. If our code fails while it recognises the WebUI, a WebUI that does nothing, with the fault as its
-    `unmet`."""
+    """The adapter of the WebUI that OneDiff runs in, never None. It is the same object until the process ends, also
+    after a reload of scripts. If our code fails while it recognises the WebUI, the adapter does nothing and has the
+    fault as its `unmet` (the reason for users)."""
     if runtime.webui is None:
         runtime.webui = runtime.guard.attempt("recognising the WebUI", adapter_of_host)
     if runtime.webui is None:
@@ -37,11 +37,11 @@ def this_webui() -> WebUI:
 
 
 def adapter_of_host() -> WebUI:
-    """A new adapter for the WebUI in this process. The kind of WebUI is the first one in HOSTS whose Python module is
-    there; the name of its folder does not count.
+    """A new adapter for the WebUI in this process. Its kind is the first one in HOSTS whose Python module can be
+    imported; the name of its folder does not count.
 
-    For a WebUI of no known kind, or of a release that lacks something, returns a WebUI that does nothing; its `unmet`
-    is the reason, which is also logged.
+    For a WebUI of no known kind, or of a release that lacks something, the adapter does nothing; its `unmet` is the
+    reason, which is also logged.
     """
     module_path, name = next((adapter for mark, adapter in HOSTS.items() if offers(mark)), ("", ""))
     if not module_path:

@@ -23,7 +23,8 @@ PROJECTIONS = ("to_q", "to_k", "to_v", "to_out")
 SELF_NORM = ".norm1"
 # The package of every WebUI's own code.
 WEBUIS = "modules"
-# The changed modules: by the path of their block, then by their name in it ("" for the block itself).
+# The blocks and attentions that extensions have changed, by the path of their block, then by their name in it ("" for
+# the block itself).
 Changed = dict[str, dict[str, Any]]
 
 
@@ -44,7 +45,8 @@ class BlockModule(NamedTuple):
 
 
 def block_modules_of(unet: nn.Module) -> list[BlockModule]:
-    """All modules of a UNet that extensions may change."""
+    """All modules of a UNet that extensions may change, as BlockModules: its transformer blocks, their attentions, and
+    the projections of both."""
     blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
     return [
         BlockModule(path, name, weakref.ref(called), weakref.ref(module)) for path, block in blocks
@@ -54,7 +56,7 @@ def block_modules_of(unet: nn.Module) -> list[BlockModule]:
 
 
 def with_projections(module: Any) -> list[Any]:
-    """A block or attention, and those of its direct children that are named in PROJECTIONS."""
+    """A block or attention, followed by those of its direct children that are named in PROJECTIONS."""
     return list(filter(None, (module, *(getattr(module, name, None) for name in PROJECTIONS))))
 
 
@@ -63,19 +65,19 @@ class ChangedModules:
     changed."""
 
     def __init__(self, inert: Callable[[nn.Module, Any], bool] = lambda unet, module: False) -> None:
-        """inert: inert(unet, module) returns whether the forward set on a module's instance has no effect now; such a
-        module does not count as changed. By default, every such forward has an effect."""
+        """inert: inert(unet, module) returns whether the forward set on a module's instance now computes the same as
+        the module's class (HostTraits.inert); such a module does not count as changed. By default, every one counts."""
         self._inert = inert
         self._watched: weakref.WeakKeyDictionary[nn.Module, list[BlockModule]] = weakref.WeakKeyDictionary()
 
     def look_again(self, unet: nn.Module) -> None:
-        """Search the UNet for its blocks and attentions again at the next call. Called before each sampling, because an
-        extension may have replaced modules."""
+        """Forget the UNet's list of blocks and attentions, so that the next call makes it anew. Called before each
+        sampling, because an extension may have replaced modules."""
         self._watched.pop(unet, None)
 
     def at_call(self, unet: nn.Module) -> Changed:
-        """The modules of a UNet that are changed now; empty if none is. Where a projection is changed, the attention
-        with it is listed."""
+        """The blocks and attentions of a UNet that are changed now; {} if none is. If a projection is changed, its
+        attention or block is listed."""
         watched = self._watched.get(unet, [])
         modules = [one.module() for one in watched]
         if unet not in self._watched or None in modules:
@@ -91,34 +93,37 @@ class ChangedModules:
         return changed
 
     def _is_foreign(self, unet: nn.Module, module: Any) -> bool:
-        """Whether a module with a forward on its instance, or of a derived class, runs code of an extension now."""
+        """Whether a module now runs code of an extension. Only called for a module with a forward on its instance, or
+        of a class derived from the block's."""
         if all(own_method(module, method) is None for method in METHODS):
             return is_derived_block(module.__class__)
         return not self._inert(unet, module)
 
 
 def words_for(changed: Changed) -> tuple[str, ...]:
-    """Words such as "attn1 by IP-Adapter in 16 blocks", for users and for Points.structure."""
+    """The changes in words such as "attn1 by IP-Adapter in 16 blocks", sorted; equal changes are counted together. For
+    users, and for Points.structure."""
     found = [(name or "block", module) for names in changed.values() for name, module in names.items()]
     kinds = Counter(f"{name} by {author(foreign_functions(module)[0])}" for name, module in found)
     return tuple(sorted(f"{kind} in {count} blocks" for kind, count in kinds.items()))
 
 
 def functions_of(changed: Changed) -> list[Any]:
-    """The extensions' functions in all changed modules."""
+    """The extensions' functions in all changed modules, as foreign_functions finds them."""
     modules = (module for names in changed.values() for module in names.values())
     return [function for module in modules for function in foreign_functions(module)]
 
 
 def foreign_functions(module: Any) -> list[Any]:
-    """The extensions' functions that run in place of the code of a module and its projections: those set on instances;
-    without any, the _forward of the module's derived class."""
+    """The extensions' functions that run in place of the code of a changed module and its projections, at least one:
+    those set on instances; without any, the _forward of the module's derived class."""
     own = [own_method(part, method) for part in with_projections(module) for method in METHODS]
     return list(filter(None, own)) or [type(module)._forward]
 
 
 def foreign_forward(unet: nn.Module) -> str | None:
-    """The author of the forward that is set on this UNet's instance; None if there is none."""
+    """The author of the forward that an extension has set on this UNet's instance, in words for users; None if there is
+    none, or if it is the class's own forward."""
     forward = unet.__dict__.get("forward")
     if forward is None or getattr(forward, "__func__", None) is type(unet).forward:
         return None
@@ -126,24 +131,24 @@ def foreign_forward(unet: nn.Module) -> str | None:
 
 
 def forward_above(unet: nn.Module, ours: Collection[Any]) -> str | None:
-    """The author of the function that runs instead of our hook when this UNet is called: one on the instance, or one
-    set on the class above our hook. None if our hook runs. ours: the functions of our hooks."""
+    """The author of the function that runs in place of our hook when this UNet is called, in words for users: one on
+    the instance, or one set on the class after our hook. None if our hook runs. ours: the functions of our hooks."""
     owner = foreign_forward(unet)
     of_class = type(unet).forward
     return author(of_class) if owner is None and of_class not in ours else owner
 
 
 def replaced_method(holder: Any, method: str) -> str | None:
-    """The author of the function that has replaced a method of one of the WebUI's objects, on the object or in its
-    class; None if it is the WebUI's own."""
+    """The author of the function that an extension has put in place of a method of one of the WebUI's objects (holder),
+    on the object or in its class, in words for users. None if the method is the WebUI's own, or does not exist."""
     function = vars(holder).get(method) or getattr(type(holder), method, None)
     own = (package(type(holder).__module__), WEBUIS, package(__name__))
     return None if function is None or package(origin(function)) in own else author(function)
 
 
 def is_brought(unet: nn.Module, path: str) -> bool:
-    """Whether the adapter passes the forward that is set on the module at this path with each call, as a patch: it is a
-    transformer block, an attention, or an attention's projection. See HostTraits.brought."""
+    """Whether ChangedModules finds a forward that is set on the module at this path, so that the adapter passes it with
+    each call: the module is a transformer block, an attention, or an attention's projection. See HostTraits.brought."""
     module = unet.get_submodule(path)
     above, _, name = path.rpartition(".")
     of_attention = name in PROJECTIONS and is_attention(unet.get_submodule(above))

@@ -33,7 +33,7 @@ def test_the_page_shows_why_onediff_cannot_be_imported(monkeypatch: pytest.Monke
     monkeypatch.delattr("lib_onediff.ui.xyz", raising=False)
     monkeypatch.setitem(sys.modules, "lib_onediff.ui.xyz", None)
     script = loaded()
-    assert "OneDiff could not be loaded and changes nothing" in script.reason and "torch" in script.reason
+    assert "OneDiff could not be loaded, so images are made without it" in script.reason and "torch" in script.reason
     page = script.OneDiffNotLoaded()
     assert page.title() == "OneDiff" and page.show(False) is script.scripts.AlwaysVisible
     with gradio.Blocks() as blocks:

@@ -310,7 +310,8 @@ def test_only_missing_packages_are_announced(installed, monkeypatch):
     checkout, _ = installed
     monkeypatch.setattr(install, "VENV", checkout / ".venv")
     first = install.what_it_installs("demo", ["tiny_torch>=2", "torch>=2"])
-    assert re.fullmatch(r"Installing the packages for --demo into .venv: minutes, and up to [37] GB\.", first)
+    said = r"Installing the packages for --demo into \.venv\. This takes minutes, and up to [37] GB of disk space\."
+    assert re.fullmatch(said, first)
     lacking = install.what_it_installs("test", ["Tiny-Torch>=2", "ruff>=1", "wine; platform_system == 'Other'"])
     assert lacking == "Installing what --test needs and .venv lacks: ruff."
     newer = install.what_it_installs("test", ["tiny-torch>=3"])

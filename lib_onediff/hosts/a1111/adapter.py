@@ -45,14 +45,15 @@ NEEDS = (
     Need("modules.call_queue", "queue_lock"), Need("modules.devices", "autocast"),
     Need("modules.lowvram", "module_in_gpu"), Need("modules.lowvram", "send_everything_to_cpu"),
 )
-# Reasons why the prompt's rows of a call are unknown.
-NO_STEP = "the WebUI's denoiser does not make this call"
+# Reasons for users why the prompt's rows of a call are unknown.
+NO_STEP = "this step does not come from the WebUI's own sampling loop"
 SEVERAL_PROMPTS = "AND joins several prompts"
-OTHER_PROMPTS = "an extension calls with other prompts than the WebUI's denoiser"
+OTHER_PROMPTS = "an extension uses other prompts than the WebUI at this step"
 
 
 def release() -> str:
-    """The WebUI's name and version for users, such as "A1111 v1.10.1", from git or the changelog."""
+    """The WebUI's name and version for users, such as "A1111 v1.10.1", from git or the changelog; "A1111" if it cannot
+    be told."""
     launch: Any = sys.modules.get("modules.launch_utils")
     tag = launch.git_tag() if hasattr(launch, "git_tag") else ""
     return f"A1111 {tag}".strip()
@@ -66,7 +67,8 @@ class A1111(WebUI):
     checkpoint_paths = ("model", "first_stage_model", "apply_model")
 
     def __init__(self, release: str) -> None:
-        """Raises Refusal if this release lacks something that OneDiff needs."""
+        """release: see release(). Raises Refusal, with the reason for users, if this release lacks something that
+        OneDiff needs. Nothing is patched yet."""
         check_needs(release, NEEDS)
         super().__init__(release)
         modules = [importlib.import_module(name) for name in UNET_MODULES]
@@ -118,13 +120,13 @@ class A1111(WebUI):
         self._unet = weakref.ref(unet)
 
     def before_step(self, params: Any) -> None:
-        """Keep a weak reference to the step's params: their text_cond and text_uncond tell which rows of a call are
-        prompts and which negative prompts."""
+        """Called by the WebUI before each step of a sampling. params: its CFGDenoiserParams, of which a weak reference
+        is kept: text_cond and text_uncond tell later which rows of a call are prompts and which negative prompts."""
         self._step = weakref.ref(params)
 
     def _why_bypassed(self) -> str:
-        """Why the calls of a sampling did not reach our forward; see UNetHooks. Names the extension that calls the UNet
-        itself, if it can be found."""
+        """Why no call of a sampling reached our forward, for users; BYPASSED if no extension can be named. UNetHooks
+        calls this after such a sampling."""
         checkpoint = self.checkpoint()
         unet = self.unet_of(checkpoint)
         if unet is None:
@@ -139,8 +141,9 @@ class A1111(WebUI):
         self, original: Callable[..., Tensor], unet: nn.Module, x: Tensor, timesteps: Any = None, context: Any = None,
         *args: Any, **kwargs: Any,
     ) -> Tensor:
-        """Replaces UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs). original: the forward
-        that it has replaced."""
+        """Replaces UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs): returns the UNet's
+        output, computed by OneDiff or by the original with the same arguments. original: the forward that is replaced;
+        unet: its self."""
 
         def host() -> Tensor:
             return original(unet, x, timesteps, context, *args, **kwargs)
@@ -154,14 +157,14 @@ class A1111(WebUI):
         def read() -> Call:
             tensors = (x, timesteps, context) if y is None else (x, timesteps, context, y)
             if not all(isinstance(one, Tensor) for one in tensors):
-                raise Refusal("the latent, the timestep, the prompt or y is not a tensor")
+                raise Refusal("the UNet is called with an input that is not a tensor")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
                 raise Refusal(f"the UNet is called with arguments that OneDiff does not know ({names})")
             self._unets.refuse_derived(unet)
             self._check_state(unet)
             if owner is not None:
-                raise Refusal(f"{owner} calls the UNet from a forward of its own")
+                raise Refusal(f"{owner} runs the UNet itself")
             patches = patches_of(self._changed.at_call(unet), replaced_concatenation())
             return UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
 
@@ -173,8 +176,8 @@ class A1111(WebUI):
         return serve_call(unet, read, host, prompt_rows, self._host_traits)
 
     def _stage(self, original: Callable[..., Tensor], stage: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Replaces the forward of TimestepEmbedSequential, the class of a UNet's stages. Runs the original; if that
-        runs out of GPU memory, after OneDiff has freed its own.
+        """Replaces the forward of TimestepEmbedSequential, the class of a UNet's stages. Returns what the original
+        returns; if that runs out of GPU memory, OneDiff frees its own memory and runs it once more.
 
         Extensions such as sd-webui-controlnet set a forward on the UNet's instance that calls the stages itself, so
         that the UNet's hook never runs. The call of the first stage is then counted as a UNet call of the host, with
@@ -188,7 +191,8 @@ class A1111(WebUI):
         return runtime.pressure.run_host(lambda: original(stage, *args, **kwargs))
 
     def _check_state(self, unet: nn.Module) -> None:
-        """Raise Refusal if the WebUI's present state does not allow us to serve this UNet. Takes microseconds."""
+        """Raise Refusal, with the reason for users, if the WebUI's present state does not allow us to serve this UNet.
+        With --lowvram, also moves the network that is on the GPU to main memory. Takes microseconds otherwise."""
         from modules import lowvram, sd_hijack_unet, sd_unet, shared
 
         if self.unmet is not None:
@@ -199,7 +203,7 @@ class A1111(WebUI):
             raise Refusal("a hypernetwork changes the attention")
         functions = getattr(sys.modules[type(unet).__module__], "th", None)
         if functions is not sd_hijack_unet.th:
-            raise Refusal(f"the UNet's torch functions were replaced by {author(functions)}")
+            raise Refusal(f"{author(functions)} replaces PyTorch's functions in the UNet")
         refuse_global_hooks()
         if shared.cmd_opts.lowvram and lowvram.module_in_gpu is not None:
             # Move the network, or block, that is on the GPU to main memory, as the first layer's own hook would.
@@ -236,7 +240,7 @@ class A1111(WebUI):
             sd_samplers_common.decode_first_stage(self.checkpoint(), latent)
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        """See WebUI. (batch, tokens) of each kind of call that CFGDenoiser may make."""
+        """See WebUI: (batch, tokens) of each kind of call that CFGDenoiser may make with the present options."""
         from modules import shared
 
         # CFGDenoiser.forward calls with the prompt and the negative prompt together (both), unless an option is off.
@@ -257,12 +261,14 @@ def upcasts_attention() -> bool:
 
 
 def rows_of_prompts(step: Any, context: Tensor) -> slice:
-    """The prompts' rows of a call, by its context (batch, tokens, width). Raises Refusal if they are unknown. step: the
-    CFGDenoiserParams of the WebUI's present step; None outside of a step.
+    """Which rows of a call's batch are those of the prompts; the others are those of the negative prompts. Raises
+    Refusal, with the reason for users, if that is not certain. step: the CFGDenoiserParams of the WebUI's present step;
+    None outside of a step. context: the call's, (batch, tokens, width).
 
     CFGDenoiser puts the prompts' rows first and the negative prompts' last, one of each for an image unless AND joins
     several prompts. After its callback with `step`, it may still skip the negative prompt (NGMS), make a call for each,
-    or use three rows for an image (edit models). So the call's context is compared with the prompts.
+    or use three rows for an image (edit models). So the call's context is compared with the prompts, which waits for
+    the GPU.
     """
     if step is None:
         raise Refusal(NO_STEP)
@@ -276,14 +282,15 @@ def rows_of_prompts(step: Any, context: Tensor) -> slice:
         raise Refusal(SEVERAL_PROMPTS if batch != images else APART)
     if batch != 2 * images:
         raise Refusal(APART if batch == images else OTHER_ROWS)
-    # This waits for the GPU, as reading the timestep did before.
+    # This waits for the GPU, as reading the timestep has done before.
     if not begins_with(context[:images], prompt) or not begins_with(context[images:], negative):
         raise Refusal(OTHER_PROMPTS)
     return half_of(batch, is_first=True)
 
 
 def begins_with(context: Tensor, prompt: Tensor) -> bool:
-    """Whether these rows of a context are a prompt's. Only tokens up to the shorter length are compared: the WebUI may
-    have padded or cut the prompt to the length of the other one."""
+    """Whether the context has the prompt's values. Both are (rows, tokens, width) with equally many rows. Only tokens
+    up to the shorter length are compared, because the WebUI may have padded or cut a prompt to the length of the
+    negative one."""
     tokens = min(context.shape[1], prompt.shape[1])
     return torch.equal(context[:, :tokens], prompt[:, :tokens].to(context.device, context.dtype))

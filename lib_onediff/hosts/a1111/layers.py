@@ -39,8 +39,8 @@ def lora_extension() -> Any:
 
 
 def loaded_loras(on_the_fly: bool) -> Sequence[Any]:
-    """The loaded LoRAs, if the WebUI now applies them in this way; otherwise none. on_the_fly: True for computing them
-    beside each layer (option lora_functional), False for merging them."""
+    """The WebUI's loaded LoRAs (its Network objects), if it now applies them in this way; otherwise an empty sequence.
+    on_the_fly: True for computing them beside each layer (option lora_functional), False for merging them."""
     from modules import shared
 
     is_now = bool(getattr(shared.opts, "lora_functional", False))
@@ -48,15 +48,15 @@ def loaded_loras(on_the_fly: bool) -> Sequence[Any]:
 
 
 def wanted_loras() -> MergedLoras:
-    """The LoRAs that merge_wanted_loras merges, in the form that the WebUI notes at a layer (network_current_names); ()
-    if LoRAs are computed on the fly. Used as HostTraits.wanted_lora."""
+    """The LoRAs that should be merged now, as the WebUI would note them at a layer (network_current_names): name and
+    strengths of each. () if none is loaded, or if LoRAs are computed on the fly. Used as HostTraits.wanted_lora."""
     merged = loaded_loras(on_the_fly=False)
     return tuple((net.name, net.te_multiplier, net.unet_multiplier, net.dyn_dim) for net in merged)
 
 
 def merge_wanted_loras(layers: Iterable[nn.Module]) -> None:
-    """Merge the wanted LoRAs into every one of these layers that does not have them yet, and remove others, as the
-    WebUI's forward of each layer would. Used as HostTraits.sync_lora."""
+    """Merge wanted_loras() into the weights of those layers that do not have them yet, and remove others, in place, as
+    the WebUI's forward of each layer would. Used as HostTraits.sync_lora, before each call."""
     extension = lora_extension()
     wanted = wanted_loras()
     for layer in () if extension is None else layers:
@@ -71,7 +71,8 @@ def merge_wanted_loras(layers: Iterable[nn.Module]) -> None:
 
 
 def check_layers() -> None:
-    """Raise Refusal if the WebUI, or an extension, now changes what all layers compute."""
+    """Raise Refusal, with the reason for users, if the WebUI or an extension now computes every layer in another way.
+    """
     # The WebUI's manual cast sets this attribute on the classes of torch's layers while it is on.
     if hasattr(nn.Linear, "org_forward"):
         raise Refusal(
@@ -89,7 +90,8 @@ class LorasOnTheFly:
     """The weights.scan.FunctionReader for LoRAs that the WebUI computes beside each layer."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        """See FunctionReader. A change of the option or of the list of LoRAs is not announced."""
+        """See FunctionReader. True whenever the WebUI's LoRA extension is enabled: it does not announce a change of its
+        option or list of LoRAs."""
         return lora_extension() is not None
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
@@ -113,14 +115,16 @@ class LorasOnTheFly:
 
 
 def modules_of(layer: nn.Module, wanted: Iterable[Any]) -> list[Any]:
-    """The modules with which these LoRAs (wanted) change a layer, one for each LoRA that has the layer."""
+    """The modules of these LoRAs (wanted: from loaded_loras) for one layer of the UNet, one for each LoRA that changes
+    the layer; [] if none does."""
     name = layer.__dict__.get("network_layer_name")
     return [net.modules[name] for net in wanted if name in net.modules]
 
 
 def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
-    """The LoRA of a layer, as the forward of the extension's module for it computes it; that forward ignores other
-    entries of the LoRA's file, and so do we. Raises Refusal if it is not a plain LoRA."""
+    """What a LoRA adds to a layer's weight, as two factors and a scale. module: the LoRA's module for this layer
+    (modules_of). Its forward ignores other entries of the LoRA's file, and so do we. Raises Refusal if it is not a
+    plain LoRA."""
     weight = layer.weight
     if type(module).__name__ == PLAIN_LORA and weight.dim() > 1:
         up = module.up_model.weight
@@ -131,13 +135,14 @@ def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
             scale = module.multiplier() * module.calc_scale()
             return LowRankUpdate(up.flatten(1), down.view(len(down), *weight.shape[1:]), scale)
     raise Refusal(
-        f"{module.network.name} is not a plain LoRA, and is applied by the old method (Settings, Compatibility)"
+        f"{module.network.name} is not a plain LoRA, which only the WebUI computes with the old LoRA method (Settings, "
+        "Compatibility): switch that option off"
     )
 
 
 def cast_to_computed(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which layers with float8 weights compute now: autocast's. None if no weight is in float8. Used as
-    Casts.to. Call it inside the host's autocast."""
+    """The dtype in which these layers compute now: autocast's if any of them has a float8 weight; None if none has.
+    layers: at least one. dtype: not used; Casts.to, which this is, has it. Call it inside the host's autocast."""
     first: Any = layers[0]
     if not any(layer.weight.dtype in FLOAT8 for layer in layers):
         return None

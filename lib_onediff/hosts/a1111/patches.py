@@ -33,9 +33,10 @@ REFERENCE_HACKS = ("hacked_basic_transformer_inner_forward", "hacked_group_norm_
 
 
 class ModulePatches(PatchPoints):
-    """The changed modules of a UNet at one call, as its patch points.
+    """The changed modules of a UNet at one call, as the PatchPoints of our forward.
 
-    changed: see changed_modules. concatenation: an extension's replacement of torch.cat; None for the host's own.
+    changed: from ChangedModules.at_call. concatenation: an extension's replacement of torch.cat; None for the host's
+    own.
     """
 
     def __init__(self, changed: Changed, concatenation: Concatenation | None = None) -> None:
@@ -85,8 +86,7 @@ class ModulePatches(PatchPoints):
 
 
 def patches_of(changed: Changed, concatenation: Concatenation | None = None) -> ModulePatches | None:
-    """The patches of a call, made of these changed modules and this concatenation (see ModulePatches); None if there
-    are none."""
+    """The ModulePatches of a call with these changed modules and this concatenation; None if there are neither."""
     return ModulePatches(changed, concatenation) if changed or concatenation is not None else None
 
 
@@ -100,8 +100,8 @@ def replaced_concatenation() -> Concatenation | None:
 
 
 def is_the_hosts(function: Any, own_globals: dict[str, Any]) -> bool:
-    """Whether a function is defined in the module with these globals. FreeU's function around such a one counts too
-    while FreeU is switched off."""
+    """Whether a function is the host's own, that is, a method defined in the module with these globals. FreeU's wrapper
+    of such a function counts as the host's own while FreeU is switched off: it then only calls that function."""
     if getattr(getattr(function, "__func__", None), "__globals__", None) is own_globals:
         return True
     if not isinstance(function, functools.partial) or getattr(function.func, "__name__", "") != FREEU:
@@ -112,10 +112,10 @@ def is_the_hosts(function: Any, own_globals: dict[str, Any]) -> bool:
 
 
 def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
-    """Whether the forward set on a module's instance has no effect now; see HostTraits.inert.
+    """Whether the forward set on a module's instance now computes the same as the module's class; see HostTraits.inert.
 
-    HyperTile and ControlNet leave their forwards on modules after use. An IP-Adapter leaves the WebUI's own attention
-    function of the time when it was added (Settings, Optimizations).
+    HyperTile and ControlNet leave their forwards on modules after use, switched off. An IP-Adapter leaves one of the
+    WebUI's own attention functions: the one that was chosen when it was added (Settings, Optimizations).
     """
     state = module.__dict__
     tiles = state.get("__webui_hypertile_params")
@@ -128,5 +128,6 @@ def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
 
 
 def is_the_webuis(module: nn.Module, method: Any) -> bool:
-    """Whether a method set on a module's instance is one that the WebUI sets, or has set, on its class."""
+    """Whether a method set on a module's instance is the WebUI's own: bound to this module, and defined in its class's
+    Python module or in a TRUSTED one."""
     return getattr(method, "__self__", None) is module and origin(method) in (*TRUSTED, type(module).__module__)
