@@ -85,7 +85,8 @@ def within_tested(requirement: str) -> str:
 
 
 def read_strings(toml: str, table: str, key: str) -> list[str]:
-    """The array of strings at a key of a TOML table; [] if there is none."""
+    """The array of strings at a key of a table in a TOML text, such as "project" and "dependencies"; [] if there is
+    none. Strings with escapes are not read."""
     # Python 3.10 has no TOML parser, but a TOML array of plain strings with comments is also a Python list.
     section = re.search(rf"^\[{re.escape(table)}\]\n(.*?)(?=^\[|\Z)", toml, re.MULTILINE | re.DOTALL)
     array = section and re.search(rf'^{re.escape(key)} = (\[(?:"[^"\n]*"|#.*|[,\s])*\])', section[1], re.MULTILINE)
@@ -149,7 +150,7 @@ def read_stamps() -> dict[str, list[str]]:
 
 
 def has_pip() -> bool:
-    """Whether .venv has a Python that starts and a pip."""
+    """Whether .venv has a Python that starts and can import pip."""
     try:
         return subprocess.run([VENV_PYTHON, "-I", "-c", "import pip"], stderr=subprocess.DEVNULL).returncode == 0
     except OSError:
@@ -175,7 +176,7 @@ def sole_installer():
 
 
 def venv_bytes() -> int:
-    """The approximate size of a complete .venv in bytes."""
+    """The approximate size of a .venv with everything installed, in bytes."""
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     # Elsewhere, and in the CPU build for Linux, torch brings no CUDA libraries.
     brings_cuda = sys.platform == "linux" and not is_cpu_build()
@@ -233,7 +234,8 @@ def own_environment() -> dict[str, str]:
 
 
 def run_pip(requirements: list[str], *options: str) -> None:
-    """Install requirements into .venv with pip, which prints its progress. Raises CannotInstall with the reason."""
+    """Install requirements into .venv with pip, which prints its progress. options: further ones of pip install. Raises
+    CannotInstall with the reason."""
     command = [str(VENV_PYTHON), "-m", "pip", "install", "--no-input", "--prefer-binary", *options, *requirements]
     exit_code, errors = run_long(command, shows_output=True)
     if exit_code:
@@ -285,7 +287,7 @@ class LiveLine:
         self._is_there = False
 
     def write(self, data: bytes) -> None:
-        """Write a command's output in place of this line."""
+        """Write the next bytes of a command's output, in place of this line if it is shown."""
         self.erase()
         put(data)
         self._last = time.monotonic()
@@ -302,14 +304,14 @@ class LiveLine:
             self._is_there = True
 
     def erase(self) -> None:
-        """Remove this line."""
+        """Remove this line from the terminal, if it is shown."""
         if self._is_there:
             put(b"\r\x1b[K")
             self._is_there = False
 
 
 def put(data: bytes) -> None:
-    """Write bytes to the terminal now."""
+    """Write bytes to our standard output at once."""
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
@@ -341,7 +343,7 @@ def read_to_end(hidden: int, shown: "int | None", line: "LiveLine | None") -> st
 
 
 def read_some(file: int) -> bytes:
-    """The next bytes of a file descriptor; b"" at its end."""
+    """The next bytes of a file descriptor, waiting for them; b"" at its end."""
     try:
         return os.read(file, 1 << 16)
     except OSError:

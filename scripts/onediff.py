@@ -68,7 +68,7 @@ def prepare(sd_model: Any) -> None:
 
 @guard.hook("the beginning of a step")
 def before_step(params: Any) -> None:
-    """Called before each step of a sampling. params: the WebUI's CFGDenoiserParams."""
+    """Called before each step of a sampling, for the adapter. params: the WebUI's CFGDenoiserParams."""
     if runtime.settings.enabled:
         webui.before_step(params)
 
@@ -119,9 +119,11 @@ class OneDiffScript(scripts.Script):
     built: tuple[Any, ...] = ()
 
     def title(self) -> str:
+        """The script's name, for the WebUI."""
         return "OneDiff"
 
     def show(self, is_img2img: bool) -> Any:
+        """Takes part in every generation, of both tabs."""
         return scripts.AlwaysVisible
 
     def tab(self) -> str:
@@ -138,6 +140,7 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("connecting the accordion")
     def after_component(self, component: Any, **kwargs: Any) -> None:
+        """Called for every component that the WebUI creates: connect the accordion with the one that it needs."""
         accordion.connect(component, self.tab(), self.built, status_lines)
 
     @guard.hook("the settings of this generation", in_generation=True)

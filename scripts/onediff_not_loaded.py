@@ -41,6 +41,7 @@ if reason is not None:
             return scripts.AlwaysVisible
 
         def ui(self, is_img2img: bool) -> list[Any]:
+            """Build the accordion; it has no script arguments."""
             with gr.Accordion("OneDiff", open=True):
                 gr.HTML(f"<p>{html.escape(reason)}</p>")
             return []

@@ -20,7 +20,7 @@ PORTS_TO_TRY = 100
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser of the demo's options."""
+    """A parser of the demo's command line, which install.py --demo takes too."""
     parser = argparse.ArgumentParser(
         prog="install.py --demo", allow_abbrev=False,
         description="A small WebUI with OneDiff in it: txt2img in the browser.",

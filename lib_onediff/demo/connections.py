@@ -60,6 +60,7 @@ class Connection(H11Protocol):
     most = MOST_CONNECTIONS
 
     def connection_made(self, transport: Any) -> None:
+        """Called by asyncio for a new connection: start its time limit, and close another one if there are too many."""
         super().connection_made(transport)
         self._phase: tuple[Any, int] = (None, 0)
         self._since = time.monotonic()
@@ -71,15 +72,18 @@ class Connection(H11Protocol):
         self._make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio when the connection is closed."""
         self._stop_timer()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Called by asyncio when bytes of a request arrive: count them and renew the time limit."""
         self._received += len(data)
         super().data_received(data)
         self._renew_time_limit()
 
     def on_response_complete(self) -> None:
+        """Called by uvicorn when a request is answered: the connection waits for the next one."""
         super().on_response_complete()
         self._requests += 1
         self._renew_time_limit()
@@ -156,6 +160,7 @@ class FewLines(logging.Filter):
         self._times: deque[float] = deque(maxlen=MOST_LINES)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line may be logged. Writes the remark into the record of a minute's last line."""
         now = time.monotonic()
         if len(self._times) == MOST_LINES and now - self._times[0] < SECONDS_OF_LINES:
             return False

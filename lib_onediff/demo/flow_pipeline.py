@@ -118,7 +118,8 @@ class FlowPipeline(DiffusionPipeline):
 
 
 def load_emoji_dit(dtype: torch.dtype) -> FlowPipeline:
-    """The pipeline of emoji-dit, with the text encoder and the VAE of emoji-sd; all weights in dtype, on the CPU."""
+    """Loads emoji-dit from this checkout, with the text encoder and the VAE of emoji-sd. All weights in dtype, on the
+    CPU."""
     parts = load_folder(SHIPPED, dtype)
     transformer = load_network(EMOJI_DIT / "transformer", CosmosTransformer3DModel, dtype)
     config = read_json(EMOJI_DIT / "scheduler" / "scheduler_config.json")

@@ -92,12 +92,14 @@ class KnowsClient:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Note the client, then let the app answer the request."""
         client.set((scope.get("client") or ("",))[0])
         await self.app(scope, receive, send)
 
 
 def accounts_in(text: str) -> dict[str, str]:
-    """The passwords by account name, from a text "name:password,name:password". A password may contain colons."""
+    """The passwords by account name, from a text "name:password,name:password" that command_line.accounts has checked;
+    {} for "". A password may contain colons, but no comma."""
     return dict(account.split(":", 1) for account in text.split(",") if account)
 
 

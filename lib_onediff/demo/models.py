@@ -54,7 +54,7 @@ DTYPE = torch.float16 if torch.cuda.is_available() else torch.float32
 
 @dataclass(eq=False)
 class LoadedModel:
-    """A diffusers pipeline and its name. Scripts see this object as shared.sd_model.
+    """A loaded diffusers pipeline and the model's name. Scripts see this object as shared.sd_model.
 
     about: how to use the model, for users; "" for a model that the user has chosen.
     """

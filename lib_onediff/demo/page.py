@@ -96,7 +96,8 @@ def text_of(file: Path) -> str:
 
 
 def build_generation_tab(runner: Any) -> None:
-    """Build the txt2img tab inside the open gradio context. runner: the ScriptRunner with its scripts."""
+    """Build the txt2img tab inside the open gradio context, with the components of its scripts, and connect its
+    buttons. runner: the ScriptRunner of these scripts."""
     with gr.Row(elem_id="txt2img_toprow", elem_classes="toprow"):
         inputs, examples = build_prompts()
         with gr.Column(scale=1, min_width=160, elem_classes="actions"):
@@ -196,6 +197,7 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
     """
 
     def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
+        """The handler."""
         started = time.perf_counter()
         worker = ThreadPoolExecutor(1)
         task = page_of(request) + secrets.token_hex(8)

@@ -42,6 +42,7 @@ class QuietServer(uvicorn.Server):
     """uvicorn's server without the log lines on every open page when it ends."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn when it ends: silence its log, then close all connections."""
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL + 1)
         await super().shutdown(sockets)
 
@@ -112,6 +113,7 @@ class OwnResourcesOnly(jinja2.FileSystemLoader):
     """A jinja2 loader that removes references to other servers (fonts, scripts) from gradio's page template."""
 
     def get_source(self, environment: jinja2.Environment, template: str) -> tuple:
+        """Called by jinja2: the template's source without FOREIGN_ELEMENTS, its path, and whether it is up to date."""
         source, *more = super().get_source(environment, template)
         return FOREIGN_ELEMENTS.sub("", source), *more
 

@@ -33,7 +33,7 @@ class BlockModule(NamedTuple):
     either.
 
     block: the path of the block.
-    name: of the attention in the block; "" for the block itself.
+    name: the attention's name in the block; "" for the block itself.
     called: a weak reference to the block or attention, which our forward calls as a whole if the module is changed.
     module: a weak reference to the module itself: the same, or a projection of it.
     """
@@ -61,8 +61,8 @@ def with_projections(module: Any) -> list[Any]:
 
 
 class ChangedModules:
-    """Finds the modules of UNets that extensions have changed, at every call. Takes 0.15 ms for SDXL if nothing is
-    changed."""
+    """Finds the modules of UNets that extensions have changed. Each call of a UNet asks it anew (at_call), which takes
+    0.15 ms for SDXL if nothing is changed."""
 
     def __init__(self, inert: Callable[[nn.Module, Any], bool] = lambda unet, module: False) -> None:
         """inert: inert(unet, module) returns whether the forward set on a module's instance now computes the same as

@@ -85,7 +85,8 @@ def as_fact(value: Any) -> str:
 
 
 def machine_facts() -> Facts:
-    """The GPU, the versions, and the current state of PyTorch's switches. Takes milliseconds."""
+    """The facts of the machine: the GPU, the versions, the current state of PyTorch's switches, and environment
+    variables. Takes milliseconds."""
     fingerprint = Fingerprint.of()
     gpu = {"GPU": NOTHING}
     if torch.cuda.is_available():
@@ -136,9 +137,10 @@ def torch_switch(path: str) -> str:
 
 
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
-    """Our settings, the backend and route of the last image, and the choices that were tuned on this machine.
+    """The facts of OneDiff: its settings, the backend and route of the last image, and the choices that were tuned on
+    this machine.
 
-    status: runtime.status(). tuned: the tuned choices by name, of which the report shows the number and a hash.
+    status: runtime.status(). tuned: the tuned choices by name; only their number and a hash become facts.
     """
     digest = hashlib.sha256(json.dumps(dict(tuned), sort_keys=True, default=str).encode()).hexdigest()
     return {

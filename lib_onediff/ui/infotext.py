@@ -83,7 +83,8 @@ def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
 
 
 def names_by_label() -> dict[str, str]:
-    """The names of a run's options by their labels on the page, in lower case and without the part in brackets."""
+    """The names of a run's options, by their labels on the page; the labels are in lower case and without the part in
+    brackets."""
     return {
         option.metadata["label"].partition(" (")[0].lower(): name for name, option in options_of_a_run().items()
     }
@@ -91,8 +92,8 @@ def names_by_label() -> dict[str, str]:
 
 def words_in(text: str) -> dict[str, str]:
     """The values of the options in a text, as words, by the option's name. A preset ("speed Fast") adds all of its
-    options; "on" or "off" alone is the value of SWITCH. Nothing is checked: unknown names (in place of presets, SPEED)
-    and wrong values are returned as they are.
+    options; "on" or "off" alone is the value of SWITCH. Nothing is checked: unknown names and wrong values are returned
+    as they are, an unknown preset as the value of SPEED.
 
     An option may be written by its name or by its label: "DeepCache interval 3". If it is there twice, its last value
     counts.
@@ -158,8 +159,9 @@ def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
 
 
 def parse(text: Any) -> dict[str, Any]:
-    """The values of the options in the entry OneDiff of an infotext, by name, with a preset's options in place of its
-    name; {} if the text has neither "on" nor "off", as for an image that OneDiff did not serve.
+    """The values of the options in an infotext's entry OneDiff (text), by name and with the options' types; a preset's
+    options are in place of its name. {} if the text has neither "on" nor "off", as for an image that OneDiff did not
+    serve.
 
     Unknown options and wrong values are left out, since another version of OneDiff may have written the text;
     problem_of names them.
@@ -203,7 +205,10 @@ def paste_functions(
     """
 
     def pasting(value_of: Callable[[Settings], bool | str]) -> PasteFunction:
+        """A function that sets a component. value_of: returns its value for the settings of the infotext."""
+
         def paste(parameters: dict[str, Any]) -> bool | str | None:
+            """The component's new value, or None. parameters: the infotext as the WebUI has parsed it."""
             found = parse(parameters.get(KEY, ""))
             return value_of(replace(Settings(), **found)) if found else None
 

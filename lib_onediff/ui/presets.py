@@ -68,7 +68,7 @@ PRESETS = {preset.name: preset for preset in (
 
 
 def preset_options() -> dict[str, Field[Any]]:
-    """The options that presets set, by name: all options of a run except NOT_OF_PRESETS."""
+    """The fields of Settings that every preset sets, by name: all options of a run except NOT_OF_PRESETS."""
     return {name: option for name, option in options_of_a_run().items() if name not in NOT_OF_PRESETS}
 
 

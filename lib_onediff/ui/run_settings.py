@@ -77,7 +77,7 @@ def refusal_while_off(arguments: Sequence[Any]) -> str:
 
 
 def tell(p: Any, problem: str) -> None:
-    """Report a problem of the generation p in the log, below its images and in its infotext."""
+    """Report a problem of the generation p (a sentence for users) in the log, below its images and in its infotext."""
     log.warning("%s", problem)
     p.comment(problem)
     p.extra_generation_params[PROBLEM] = problem
@@ -105,7 +105,8 @@ def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | N
 
 
 def inactive_options(settings: Settings, image: ImageRecord) -> Iterator[str]:
-    """The names of options that had no effect on the images of this record. settings: those of the run."""
+    """The names of options that had no effect on the images of this record, whatever their values. settings: those of
+    the run."""
     if PROMPT_ALONE not in image.steps:
         yield "skip_negative_after"
     if not image.cache_options:

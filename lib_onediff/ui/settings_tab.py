@@ -48,11 +48,13 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
     """
 
     def apply() -> None:
+        """Called by the WebUI after a change of any option."""
         # If this raised, the WebUI would undo the change or print a traceback.
         runtime.guard.attempt("reading the settings", read)
         changed()
 
     def read() -> None:
+        """Configure the runtime with the WebUI's values, or give the WebUI the old values back if they are wrong."""
         before = runtime.settings
         try:
             runtime.configure(settings_from(opts))
@@ -72,7 +74,7 @@ def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[]
 
 
 def in_groups() -> list[Field]:
-    """All options in the order of the page."""
+    """All fields of Settings in the order of the page: group by group."""
     return sorted(fields(Settings), key=lambda option: GROUPS.index(option.metadata["group"]))
 
 
@@ -123,7 +125,8 @@ def checked_for_the_browser(chosen: Any) -> str:
 
 
 def problem_of_value(option: Field[Any], value: Any) -> str:
-    """Why a value from the page is wrong for its option, to be shown below its field; "" if it is right."""
+    """Why a value from the page is wrong for its option, as a sentence to be shown below its field; "" if it is right.
+    A number may come as text."""
     kind = type(option.default)
     try:
         if kind in (int, float):
@@ -241,7 +244,7 @@ def stored_settings(opts: Any) -> Settings:
     unknown = sorted(stored.difference(host_key(option.name) for option in fields(Settings)))
     if unknown:
         names = ", ".join(unknown)
-        log.warning("OneDiff has no options of these names, so the WebUI's settings lose them: %s.", names)
+        log.warning("OneDiff no longer has these options, so the WebUI's settings lose them: %s.", names)
         for key in unknown:
             del opts.data[key]
     return settings

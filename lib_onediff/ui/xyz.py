@@ -43,7 +43,7 @@ def add_axes(scripts_data: Iterable[Any], standing: Standing) -> None:
 
 
 def remove_axes(scripts_data: Iterable[Any]) -> None:
-    """Remove the axes that add_axes has added."""
+    """Remove the axes that add_axes has added, in place, also those of an earlier load of the script."""
     for plot in plots(scripts_data):
         plot.axis_options[:] = [axis for axis in plot.axis_options if not axis.label.startswith(PREFIX)]
 
@@ -86,7 +86,7 @@ def an_axis(
         setattr(p, CELL, {**getattr(p, CELL, {}), name: read(value)})
 
     def legend(p: Any, axis: Any, value: Any) -> str:
-        """The label of a row or column."""
+        """Called by the plot for the label of a row or column."""
         return f"{label}: {round(value, DIGITS) if isinstance(value, float) else value}"
 
     return plot.AxisOption(
@@ -96,7 +96,8 @@ def an_axis(
 
 
 def preset_value(name: str) -> str:
-    """The name of a preset as PRESETS has it, or OFF. Raises ValueError with a sentence for an unknown one."""
+    """The value of the presets' axis for a text from the plot: a preset's name as PRESETS has it, or OFF. Raises
+    ValueError with a sentence for an unknown one."""
     return OFF if name == OFF else preset_of(name).name
 
 

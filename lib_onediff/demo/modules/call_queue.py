@@ -18,6 +18,7 @@ class TurnLock:
         return self._is_held
 
     def __enter__(self) -> None:
+        """Wait until it is this thread's turn."""
         turn = threading.Event()
         with self._guard:
             if self._is_held:
@@ -28,6 +29,7 @@ class TurnLock:
         turn.wait()
 
     def __exit__(self, *exception: object) -> None:
+        """Give the lock to the thread that has waited longest, or free it."""
         with self._guard:
             if self._waiting:
                 # The next thread holds it now, so _is_held stays True.

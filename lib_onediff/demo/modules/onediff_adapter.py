@@ -31,23 +31,27 @@ def release() -> str:
 
 
 class Standalone(WebUI):
-    """The adapter; see hosts.contract.WebUI."""
+    """The demo's adapter. hosts.contract.WebUI describes the methods."""
 
     name = "standalone"
     _serving = False
 
     def serve(self) -> None:
+        """Serve the calls of the loaded model, and of those that are loaded later, until stop()."""
         self._serving = True
         self.model_loaded(self.checkpoint())
 
     def network(self, checkpoint: Any) -> Any:
+        """The UNet or transformer of a LoadedModel; None if no model is loaded."""
         return getattr(checkpoint, "unet", None)
 
     def unet_of(self, checkpoint: Any) -> Any:
+        """The network of a LoadedModel if OneDiff serves its class; otherwise None."""
         unet = self.network(checkpoint)
         return unet if diffusers_host.is_served(unet) else None
 
     def stop(self) -> None:
+        """Undo serve(): give the loaded model its own forwards back."""
         self._serving = False
         unet = self.unet_of(self.checkpoint())
         if unet is not None:
@@ -57,10 +61,13 @@ class Standalone(WebUI):
         runtime.guard.attempt("restoring the UNets' weights", runtime.release_all)
 
     def hooks(self) -> int:
+        """1 while the loaded model's network has our forward, otherwise 0; for the status."""
         unet = self.unet_of(self.checkpoint())
         return int(unet is not None and attached(unet) is not None)
 
     def model_loaded(self, sd_model: Any) -> None:
+        """Called when a LoadedModel is loaded, and before each sampling. While OneDiff serves, its network and VAE get
+        our forwards."""
         unet = self.unet_of(sd_model)
         if unet is not None and self._serving:
             diffusers_host.attach(unet)
@@ -69,6 +76,7 @@ class Standalone(WebUI):
                 diffusers_decoder.attach(half)
 
     def before_sampling(self, p: Any) -> None:
+        """Called before each sampling of the generation p: tell the runtime that a sampling of its network begins."""
         self.model_loaded(self.checkpoint())
         unet = self.unet_of(self.checkpoint())
         generation = weakref.ref(p)
@@ -82,6 +90,8 @@ class Standalone(WebUI):
             diffusers_host.note_pipeline(unet, lambda: getattr(generation(), "pipeline", None))
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
+        """Make one call of the network with random inputs, so that OneDiff makes the shape ready. Arguments and errors:
+        see WebUI.warm. torch's random state stays as it is."""
         unet = self.unet_of(self.checkpoint())
         if unet is None:
             raise Refusal(self.why_not_served() or "no model is loaded yet")
@@ -94,6 +104,7 @@ class Standalone(WebUI):
             unet(**arguments)
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
+        """Decode a random latent, so that OneDiff makes the VAE's shape ready. width, height: in pixels."""
         model = self.checkpoint()
         vae = model.pipeline.vae
         with random_state_kept(), torch.no_grad():

@@ -61,7 +61,7 @@ class StableDiffusionProcessingTxt2Img:
     sampler: Any = field(default=None, init=False)
 
     def comment(self, text: str) -> None:
-        """Add a remark that is shown under the images."""
+        """Add a remark for the user that is shown under the images; the same one only once."""
         self.comments[text] = 1
 
     def sample(self) -> Tensor:
@@ -88,7 +88,7 @@ class StableDiffusionProcessingTxt2Img:
         ).images
 
     def close(self) -> None:
-        """Drop the references to the pipeline and the scheduler."""
+        """Drop the references to the pipeline and the scheduler, when the generation is done."""
         self.pipeline = self.sampler = None
 
 
@@ -201,8 +201,8 @@ def samplers_of(base: Any) -> dict[str, tuple[str, dict[str, Any]]]:
 def make_scheduler(name: str, base: Any, seeds: list[int]) -> Any:
     """A new diffusers scheduler for a sampler, with the model's training schedule and prediction type.
 
-    name: of the sampler. base: the scheduler that the model came with. seeds: one for each image of the batch. Raises
-    Refusal, for users, if there is no such sampler for this model.
+    name: the sampler's, as in SAMPLERS. base: the scheduler that the model came with. seeds: one for each image of the
+    batch. Raises Refusal, for users, if there is no such sampler for this model.
     """
     import diffusers
 
@@ -294,6 +294,7 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
     shows a warning for wrong ones.
     """
     def paste(infotext: str) -> list[Any]:
+        """The new values of the components, in the order of `fields`."""
         try:
             parameters = parse_generation_parameters(infotext or "")
         except Refusal as refusal:

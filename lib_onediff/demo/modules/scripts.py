@@ -45,6 +45,7 @@ class ScriptRunner:
     """
 
     def __init__(self, classes: Iterable[type[Any]] = ()) -> None:
+        """classes: of the scripts; one object of each is made."""
         self.alwayson_scripts: list[Any] = [script_class() for script_class in classes]
         self.infotext_fields: list[Any] = []
         # Position 0 of the arguments is the selectable script, of which there is none.
@@ -71,7 +72,7 @@ class ScriptRunner:
             call_hook(script, hook, p, *objects, *p.script_args[script.args_from : script.args_to])
 
     def after_component(self, component: Any) -> None:
-        """Call the hook after_component of every script, for a component that was just created."""
+        """Call the hook after_component of every script, for a component of the page that was just created."""
         for script in self.alwayson_scripts:
             call_hook(script, "after_component", component)
 

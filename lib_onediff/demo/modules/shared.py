@@ -38,8 +38,11 @@ class OptionInfo:
 
 
 class Options:
-    """The values of all settings, as attributes. data_labels: their OptionInfo, by name. data: the values that were
-    set, which are saved."""
+    """The values of all settings, as attributes: opts.NAME.
+
+    data_labels: their OptionInfo, by name. data: their values by name, which are saved; also values of the file that
+        belong to no setting.
+    """
 
     def __init__(self) -> None:
         self.data_labels: dict[str, OptionInfo] = {}
@@ -47,6 +50,7 @@ class Options:
         self._lock = threading.Lock()
 
     def __getattr__(self, key: str) -> Any:
+        """The value of a setting, or its default. Raises AttributeError for an unknown one."""
         if key in self.data:
             return self.data[key]
         if key in self.data_labels:
@@ -54,7 +58,7 @@ class Options:
         raise AttributeError(key)
 
     def add_option(self, key: str, info: OptionInfo) -> None:
-        """Add a setting. It keeps a value that was loaded before."""
+        """Add a setting, with its default value unless a value was loaded from the file before."""
         self.data_labels[key] = info
         self.data.setdefault(key, info.default)
 

@@ -60,7 +60,7 @@ def release() -> str:
 
 
 class A1111(WebUI):
-    """The adapter of AUTOMATIC1111's WebUI; see contract.WebUI."""
+    """The adapter of AUTOMATIC1111's WebUI. contract.WebUI describes all attributes and methods."""
 
     name = "a1111"
     # Checkpoints of SD3 and others have these too; network_classes decides.
@@ -92,21 +92,23 @@ class A1111(WebUI):
         self._step: Callable[[], Any] = no_object
 
     def loads_at_start(self) -> bool:
-        """See WebUI."""
+        """Whether the WebUI loads a checkpoint when it starts, rather than with the first image: unless the user has
+        set --skip-load-model-at-start."""
         from modules import shared
 
         return not getattr(shared.cmd_opts, "skip_load_model_at_start", False)
 
     def network(self, checkpoint: Any) -> Any:
-        """See WebUI."""
+        """The UNet of a checkpoint, or the network in its place, of any class; None if it has none."""
         return getattr(getattr(checkpoint, "model", None), "diffusion_model", None)
 
     def host_traits(self, unet: Any) -> HostTraits:
-        """See WebUI. The same for all networks."""
+        """How this WebUI treats the modules and weights of a network: the same for all networks."""
         return self._host_traits
 
     def before_sampling(self, p: Any) -> None:
-        """See WebUI."""
+        """Called before each sampling of the generation p: adopt its UNet, tell the runtime and our hooks that a
+        sampling begins, and look for changed modules anew."""
         self._vae.begin_run(getattr(getattr(p.sd_model, "first_stage_model", None), "decoder", None))
         unet = self.adopt(p.sd_model)
         self._unets.begin_sampling(p, unet)
@@ -146,6 +148,7 @@ class A1111(WebUI):
         unet: its self."""
 
         def host() -> Tensor:
+            """The host's own output."""
             return original(unet, x, timesteps, context, *args, **kwargs)
 
         owner = foreign_forward(unet)
@@ -155,6 +158,7 @@ class A1111(WebUI):
             return runtime.pressure.run_host(host)
 
         def read() -> Call:
+            """These arguments as a UNetCall. Raises Refusal, with the reason for users, if OneDiff cannot serve it."""
             tensors = (x, timesteps, context) if y is None else (x, timesteps, context, y)
             if not all(isinstance(one, Tensor) for one in tensors):
                 raise Refusal("the UNet is called with an input that is not a tensor")
@@ -169,6 +173,7 @@ class A1111(WebUI):
             return UNetCall(x, timesteps, context, y, upcast_attention=upcasts_attention(), patches=patches)
 
         def prompt_rows() -> PromptRows:
+            """The prompts' rows, and a function that lets the host compute these alone; Refusal if they are unknown."""
             rows = rows_of_prompts(self._step(), context)
             label = None if y is None else y[rows]
             return PromptRows(rows, lambda: original(unet, x[rows], timesteps[rows], context[rows], y=label))
@@ -213,7 +218,8 @@ class A1111(WebUI):
     # --- calls between images -------------------------------------------------------------------------------------
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        """See WebUI. Calls the checkpoint's apply_model."""
+        """Make one UNet call with random inputs through the checkpoint's apply_model, so that OneDiff makes the shape
+        ready. Arguments and errors: see WebUI.warm. torch's random state stays as it is."""
         from modules import devices
 
         autocast = devices.without_autocast if devices.unet_needs_upcast else devices.autocast
@@ -230,17 +236,18 @@ class A1111(WebUI):
             self.checkpoint().apply_model(latent, call.timestep, {**prompt, "c_concat": [masked]})
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        """See WebUI. Decodes one image, whatever `images` is, because the WebUI decodes one after the other."""
+        """Decode a random latent, so that OneDiff makes the VAE's shape ready. One, however many `images` there are,
+        because the WebUI decodes one after the other. width, height: in pixels."""
         from modules import devices, sd_samplers_common
 
         with random_state_kept(), torch.no_grad():
-            # The WebUI decodes one image after the other, however many there are.
             shape = 1, 4, height // LATENT_PIXEL, width // LATENT_PIXEL
             latent = torch.randn(shape, dtype=devices.dtype_vae, device=devices.device)
             sd_samplers_common.decode_first_stage(self.checkpoint(), latent)
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
-        """See WebUI: (batch, tokens) of each kind of call that CFGDenoiser may make with the present options."""
+        """(batch, tokens) of each kind of UNet call that CFGDenoiser may make in a step with the present options, the
+        usual one first. images: how many at once. tokens: the prompt's context length."""
         from modules import shared
 
         # CFGDenoiser.forward calls with the prompt and the negative prompt together (both), unless an option is off.

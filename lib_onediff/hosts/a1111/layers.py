@@ -90,12 +90,13 @@ class LorasOnTheFly:
     """The weights.scan.FunctionReader for LoRAs that the WebUI computes beside each layer."""
 
     def could_apply(self, layers: Sequence[nn.Module]) -> bool:
-        """See FunctionReader. True whenever the WebUI's LoRA extension is enabled: it does not announce a change of its
-        option or list of LoRAs."""
+        """Whether each call must look for LoRAs: whenever the WebUI's LoRA extension is enabled, because it does not
+        announce a change of its option or list of LoRAs."""
         return lora_extension() is not None
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
-        """See FunctionReader."""
+        """What the LoRAs of these layers consist of now (objects, strengths, tensors), with the indices of the layers
+        that have any. Each call compares it with the last call's; empty if no LoRA is computed on the fly."""
         parts = Parts()
         wanted = loaded_loras(on_the_fly=True)
         for index, layer in enumerate(layers) if wanted else ():
@@ -109,7 +110,8 @@ class LorasOnTheFly:
         return parts
 
     def of(self, layer: nn.Module) -> WeightFunctions:
-        """See FunctionReader. Raises Refusal for a LoRA that is not a plain one."""
+        """The LoRAs of one of the layers that parts() found, as low-rank updates. Raises Refusal, with the reason for
+        users, for a LoRA that is not a plain one."""
         wanted = loaded_loras(on_the_fly=True)
         return WeightFunctions(tuple(low_rank_update(layer, module) for module in modules_of(layer, wanted)))
 

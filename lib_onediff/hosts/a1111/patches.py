@@ -51,32 +51,37 @@ class ModulePatches(PatchPoints):
             self.functions = [*self.functions, concatenation]
 
     def has_function(self, point: str, *arguments: Any) -> bool:
-        """See Points."""
+        """Whether our forward will call an extension's function at this point: torch.cat's replacement, or a changed
+        module of the present block (see begin_block). point, arguments: the method's name, and its arguments."""
         if point == "concatenate":
             return self._concatenation is not None
         return point == "whole_block" and "" in self._here or point == "whole_attention" and arguments[0] in self._here
 
     def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
-        """See PatchPoints."""
+        """Hidden states and skip, (batch, channels, height, width), concatenated by the extension's torch.cat; None if
+        there is none, and our forward concatenates them. index: not used."""
         if self._concatenation is None:
             return None
         joined = self._concatenation([hidden_states.contiguous(), skip.contiguous()], dim=1)
         return joined.to(hidden_states.dtype).detach()
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """See PatchPoints."""
+        """Called at the beginning of each transformer block, for the two methods below. Returns whether the block or
+        one of its attentions is changed; if not, the forward does not call them for this block."""
         self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
         return bool(self._here)
 
     def whole_block(self, block: TransformerBlock, tokens: Tensor, context: Tensor) -> Tensor | None:
-        """See PatchPoints. Calls a changed block."""
+        """The output of the present block for these tokens, (batch, tokens, width), computed by the extension's block;
+        None if the block itself is not changed."""
         module = self._here.get("")
         return None if module is None else module(tokens.contiguous(), context=context).to(tokens.dtype)
 
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
-        """See PatchPoints. Calls a changed attention."""
+        """The output of an attention of the present block, (batch, tokens, width), computed by the extension's
+        attention; None if this one is not changed. attention: SELF_ATTENTION or CROSS_ATTENTION. normed: its input."""
         module = self._here.get(attention)
         if module is None:
             return None
@@ -91,8 +96,8 @@ def patches_of(changed: Changed, concatenation: Concatenation | None = None) -> 
 
 
 def replaced_concatenation() -> Concatenation | None:
-    """An extension's replacement of torch.cat in the modules of A1111's UNets. None if it is the WebUI's own, or has no
-    effect now. Takes microseconds."""
+    """An extension's replacement of torch.cat in the Python modules of A1111's UNets. None if there is none, or if it
+    has no effect now. Takes microseconds."""
     from modules import sd_hijack_unet
 
     present: Concatenation = sd_hijack_unet.th.cat

@@ -122,7 +122,7 @@ class Panel:
         return " ".join(said)
 
     def cancel_all(self, waiting: Chore | None) -> Answer:
-        """Cancel all pre-warming, running and waiting."""
+        """Cancel all pre-warming, running and waiting; the message has the number of sizes."""
         sizes = self.warmup.stop()
         message = f"{counted(sizes, 'size')} cancelled." if sizes else "Nothing is being pre-warmed."
         return sentence(message), "", waiting
@@ -157,6 +157,7 @@ class Panel:
             by_model.setdefault(row.model, set()).add(row.resolution)
 
         def free() -> int:
+            """Purge the rows, and return the bytes of GPU memory that became free."""
             freed = sum(self.runtime.purge(resolutions, model) for model, resolutions in by_model.items())
             # A row shows the VAE's shapes of its resolution too: they are purged unless another model's row has them.
             gone = {row.resolution for row in affected}
@@ -166,7 +167,8 @@ class Panel:
         return self._purge(len(affected), free, waiting)
 
     def purge_all(self, confirmed: Any, waiting: Chore | None) -> Answer:
-        """Purge all sizes of all models. confirmed: "" if the user has not confirmed; then nothing is purged."""
+        """Purge all sizes of all models. confirmed: a text, "" if the user has not confirmed; then nothing is purged.
+        """
         return self._purge(len(self.runtime.rows()) if confirmed else 0, self.runtime.purge, waiting)
 
     def purge_disk(self, confirmed: Any, waiting: Chore | None) -> Answer:
@@ -176,6 +178,7 @@ class Panel:
             return "", sentence(NOTHING_PURGED), waiting
 
         def delete() -> str:
+            """Delete the files, and return a sentence for users."""
             freed = f"{memory(self.runtime.purge_disk())} of disk freed."
             return f"{freed} {NEWER_STAYS}" if self.runtime.history.is_shared_with_newer else freed
 

@@ -79,7 +79,8 @@ TOTALS = {
 
 
 def models_of(rows: Iterable[ResolutionRow]) -> list[str]:
-    """The choices of the filter: "All models", then each model's name. Rows of the VAE alone add no model."""
+    """The choices of the list that filters the table by model: ALL_MODELS, then each model's name, sorted. Rows that
+    only have shapes of a VAE add no model."""
     return [ALL_MODELS, *sorted({row.model for row in rows if row.model and not (row.shapes and row.is_decode)})]
 
 
@@ -239,8 +240,8 @@ def choice_html(attributes: str) -> str:
 
 
 def prewarm_html(row: ResolutionRow) -> str:
-    """How long the last pre-warming took, and below it how much longer the first image would have taken without it;
-    NOTHING if the row was never pre-warmed."""
+    """Markup with the duration of the last pre-warming, and below it (if known) how much longer the first image would
+    have taken without it; NOTHING if the row was never pre-warmed."""
     if row.prewarm_s is None:
         return NOTHING
     saved = "" if row.saved_s is None else f"<small>saved {seconds(row.saved_s)}</small>"
@@ -248,7 +249,7 @@ def prewarm_html(row: ResolutionRow) -> str:
 
 
 def shape_html(shape: ShapeRow, columns: Sequence[str]) -> str:
-    """A row of a shape, and below it the reason for its state, if it has one."""
+    """A shape's row of the table below a resolution, as markup, and below it the reason for its state, if any."""
     error = NOTHING if shape.relative_error is None else f"{shape.relative_error:.1e}"
     cells = {
         "Batch": f"{shape.batch}{shape.label and ' ' + shape.label}", "Tokens": str(shape.tokens or "VAE"),

@@ -50,7 +50,8 @@ class Side:
 
 @dataclass(frozen=True)
 class GeneratedImage:
-    """A PIL image, the seconds that the whole txt2img took, and runtime.status() right after it."""
+    """One image of a comparison. image: a PIL image. seconds: the duration of the whole txt2img. status:
+    runtime.status() right after it."""
 
     image: Any
     seconds: float
@@ -197,9 +198,10 @@ class Comparison(Job):
 
 
 class Comparisons:
-    """Queues comparisons and makes their images.
+    """Queues comparisons as jobs, and makes their images when it is the job's turn.
 
-    maker: makes one image. exclusively: the adapter's WebUI.exclusively. queue: the list of jobs.
+    maker: makes one image. exclusively: the adapter's WebUI.exclusively, which runs a function while no other image is
+        being made. queue: the list of jobs.
     """
 
     def __init__(self, maker: TextToImage, exclusively: Exclusively, queue: JobQueue) -> None:
@@ -265,11 +267,13 @@ class Comparisons:
         before = job.seconds
 
         def make() -> GeneratedImage | None:
+            """Make the image while it is the job's turn; None if the job was cancelled or the image interrupted."""
             if job.state != RUNNING:
                 return None
             began = time.perf_counter()
 
             def refresh() -> None:
+                """Called whenever the job is shown: bring its progress up to date."""
                 steps = job.first["steps"] * (job.made + self._maker.share_of_image())
                 self._queue.advance(
                     job, done=int(steps), share=steps / job.total, seconds=before + time.perf_counter() - began,

@@ -17,8 +17,8 @@ COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "ΔE", "Left", "Right")
 MEANINGS = {
     "PSNR": "peak signal-to-noise ratio: above 48 dB no difference is seen",
     "SSIM": "structural similarity: 1 is the same image",
-    "Largest": "the largest difference of a pixel's channel, of 255",
-    "ΔE": "mean distance in CIELAB; people notice 2.3",
+    "Largest": "the largest difference of a red, green or blue value, of 255",
+    "ΔE": "mean difference of the colours in CIELAB; people notice about 2.3",
     "Left": "how long the left image took", "Right": "how long the right image took",
 }
 
@@ -87,7 +87,7 @@ def facts_of(side: Side, pairs: Sequence[Pair], number: int) -> dict[str, str]:
 
 
 def cells_of(pair: Pair) -> Sequence[str]:
-    """A row of the table of the seeds, in the order of COLUMNS."""
+    """The texts of one seed's row in the table of the seeds, in the order of COLUMNS."""
     found = pair.comparison
     times = [seconds(image.seconds) for image in pair.images]
     return (

@@ -28,7 +28,7 @@ VIEWS = {
 
 
 def viewer_html() -> str:
-    """The viewer's markup, without images. It is hidden until the script has filled it in.
+    """The viewer's markup, without images. It is hidden until javascript/onediff_viewer.js has filled it in.
 
     The range input over the picture is the slider for keyboards and screen readers. Mouse and touch go to the frame: a
     touch on a range input works on its thumb alone in some browsers.
@@ -59,10 +59,10 @@ def viewer_html() -> str:
 
 @dataclass(frozen=True)
 class SeedImages:
-    """The PIL images of one seed, by "left", "right" and "difference"; without those that are not made yet.
+    """The images of one seed.
 
-    difference: the caption of the difference map. measured: how left and right differ; None for images that were made
-    to warm up.
+    images: PIL images by "left", "right" and "difference" (the difference map); without those that are not made yet.
+    difference: the caption of the difference map. measured: how left and right differ; None for warm-up images.
     """
 
     seed: int
@@ -107,7 +107,7 @@ def difference_of(left: Any, right: Any) -> tuple[Any, str]:
 
 
 def gallery_of(job: Comparison, seeds: Sequence[SeedImages]) -> list[tuple[Any, str]]:
-    """The value of the hidden gallery: each image with its name as caption."""
+    """The value of the hidden gallery: each image with its name (name_of) as caption."""
     return [(image, name_of(job, each, side)) for each in seeds for side, image in each.images.items()]
 
 
@@ -119,7 +119,7 @@ def name_of(job: Comparison, images: SeedImages, side: str) -> str:
 
 def viewer_data(job: Comparison, seeds: Sequence[SeedImages]) -> str:
     """Hidden markup with JSON for javascript/onediff_viewer.js: the names of the sides, the images' width and height in
-    pixels, and for each seed its numbers and the names of its images."""
+    pixels, and for each seed its numbers and the names of its images (name_of)."""
     told = {
         "sides": {name: f"{name.capitalize()}: {side.name}" for name, side in zip(SIDE_NAMES, job.sides, strict=True)},
         "size": [job.first["width"], job.first["height"]],
