@@ -86,8 +86,8 @@ def model_location(model: str) -> Path:
 
 
 def words_for_the_demo(words: list[str]) -> list[str]:
-    """The command line's words for a demo that install.py starts in another folder: the user's words, followed by the
-    same paths as absolute ones, which override them.
+    """The command line's words for a demo that install.py starts in another folder: the user's words, followed by
+    the options of paths once more with absolute paths, which then count.
 
     Checks everything now, before an installation of minutes: ends the process as parse_arguments does, and raises
     Refusal if the model does not exist or the address cannot be used.

@@ -197,7 +197,7 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
     """
 
     def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
-        """The handler."""
+        """The handler; gradio passes the request besides the values."""
         started = time.perf_counter()
         worker = ThreadPoolExecutor(1)
         task = page_of(request) + secrets.token_hex(8)

@@ -13,7 +13,7 @@ from .contract import WebUI, offers
 
 log = logging.getLogger("onediff")
 
-# The kinds of WebUIs: a Python module that only this kind has, and the module and class of its adapter. The adapter's
+# The kinds of WebUIs: a Python module by which it is recognised, and the module and class of its adapter. The adapter's
 # module has a function `release`, which returns the WebUI's name and version. The class raises Refusal if the release
 # lacks something. The first kind whose Python module can be imported counts; reForge also has A1111's module, so it
 # comes before A1111. The demo contains its own adapter.
