@@ -72,9 +72,9 @@ TOTALS = {
     "Graph memory": "GPU memory of all graphs, and its limit",
     "Low-bit weights": "GPU memory of the 8-bit weights",
     "Disk": "size of the cache folder: sizes used, and choices tuned for this machine",
-    "Served by a graph": "share of the network's calls since the start that replayed a CUDA graph, the fastest way",
+    "Served by a graph": "share of the calls of the UNet or transformer that replayed a CUDA graph, the fastest way",
     "Queue": "sizes that are being pre-warmed, or wait for it; see Jobs",
-    "Calls": "calls of the network since the start",
+    "Calls": "calls of the UNet or transformer since the WebUI was started, by how they were computed",
 }
 
 
