@@ -139,9 +139,9 @@ class BoundUNet:
         return self._binding
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The function `host`, which runs the host's forward of a call, with the host's approximations switched off
-        while it runs, such as products in eight bits. Our output is compared with its result. The same function for a
-        host without approximations. See HostTraits.yardstick."""
+        """A function that runs `host`, the host's forward of a call, while the host's approximations are switched off,
+        such as products in eight bits: our output is compared with its result. `host` itself for a host without
+        approximations. See HostTraits.yardstick."""
         yardstick = self.host_traits.yardstick
         return host if yardstick is None else yardstick(host, self.module, self.binding.decoded_layers())
 
@@ -174,7 +174,7 @@ class BoundUNet:
 
     @property
     def bytes(self) -> int:
-        """Bytes that drop_applied would free on the device that computes: copies of weights to which the host's
+        """The bytes that drop_applied would free on the device that computes: copies of weights to which the host's
         functions were applied, and buffers for streamed weights. Graphs and 8-bit weights are not included."""
         return self.on_the_fly.bytes + (0 if self.streaming is None else self.streaming.bytes)
 

@@ -118,7 +118,7 @@ def is_power_of_four(number: int) -> bool:
 
 
 def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """The exact product of int8 matrices (rows, in) and (out, in): (rows, out) in int32 or float32."""
+    """The exact product of int8 matrices (rows, in) and (out, in): (rows, out) in int32."""
     if not has_int_mm(rows.device):
         return float_product(rows, weight)
     if not rows.is_cuda:

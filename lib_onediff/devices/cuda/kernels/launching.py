@@ -86,7 +86,7 @@ def why_not(device: torch.device) -> str | None:
     if version < archive.OLDEST_DRIVER:
         return (
             f"OneDiff's kernels need NVIDIA's driver {archive.OLDEST_DRIVER_NAME} or newer, for CUDA "
-            f"{written(archive.OLDEST_DRIVER)}, and this one is for CUDA {written(version)}"
+            f"{written(archive.OLDEST_DRIVER)}, and this one is for CUDA {written(version)}: update the driver"
         )
     return None
 

@@ -126,7 +126,7 @@ class NativeOperators:
 
     def _with_loras(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
         """x @ weight^T + bias plus the products of the layer's LoRAs, for an x in eight bits: (rows, out) in the
-        layer's dtype. The LoRAs read x.plain."""
+        layer's dtype. The LoRAs read x.plain; without it, they are merged into the 8-bit weight already."""
         dtype, low_rank = layer.weight.dtype, layer.low_rank
         # Without x.plain, the LoRAs are merged into the 8-bit weight already.
         if low_rank is None or x.plain is None:
@@ -323,9 +323,9 @@ class NativeOperators:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
-        """Softmax attention over (batch, heads, tokens, head width). Uses our own kernel for few keys without a mask,
-        as in cross-attentions, if it was measured to be faster; otherwise the attention given to the constructor.
-        upcast, mask: see Operators.attention."""
+        """Softmax attention over (batch, heads, tokens, head width). Uses our own kernel for at most FEW_KEYS keys in
+        half precision without a mask, as in cross-attentions, unless the launch config to use is LIBRARY; otherwise the
+        attention given to the constructor. upcast, mask: see Operators.attention."""
         width = query.shape[3]
         few = key.shape[2] <= FEW_KEYS and query.dtype in native_tokens.ATTENTION_DTYPES and not upcast
         is_plain = mask is None and key.shape[1] == query.shape[1] and width in native_tokens.ATTENTION_WIDTHS
@@ -423,7 +423,7 @@ class NativeOperators:
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """Write image + update + bias to output; image and bias may be None. The output's statistics are measured in
-        the same pass and kept for the group norm that follows."""
+        the same pass and kept for the group norm that follows, except for images so small that it does not use them."""
         config = self._config(configs.ADDITION, output)
         # If a norm at this size has written eight bits, the next one may too, and needs the bounds.
         bounded = self._exact_norms < MOST_NORMS_AT_A_SIZE

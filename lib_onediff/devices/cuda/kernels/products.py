@@ -85,8 +85,8 @@ def joint_loras(low_rank: LowRank, out: int) -> tuple[Tensor, Tensor]:
 def down_product(tokens: Tensor, down: Tensor, config: LaunchConfig) -> Tensor:
     """tokens (rows, in) times the down matrices of LoRAs (ranks, in): (rows, ranks).
 
-    Both are contiguous and in half precision; in and ranks are multiples of 16. config: see configs.DOWN_PRODUCT.
-    Raises what a launch raises.
+    Both are contiguous and in half precision. config: see configs.DOWN_PRODUCT; LIBRARY is torch's product, and for the
+    others in and ranks must be multiples of 16. Raises what a launch raises.
     """
     if config == configs.LIBRARY:
         return functional.linear(tokens, down)

@@ -57,8 +57,9 @@ class Rule(IntEnum):
 
 
 def rule_of(weight: QuantizedWeight, device: torch.device) -> Rule:
-    """The rule for the input of a layer with this weight. If the weight is rotated in groups of another size than
-    GROUP, the rule does not include the rotation: the caller must rotate the rows first."""
+    """The rule for the input of a layer with this weight: Rule.OURS if Low-bit has quantized the weight, or if it is in
+    float8; otherwise that of the hosts. If the weight is rotated in groups of another size than GROUP, the rule does
+    not include the rotation: the caller must rotate the rows first."""
     is_ours = not weight.stored or weight.values.dtype.is_floating_point
     return Rule.OURS if is_ours else hosts_rule(weight.rotation, device)
 
