@@ -92,7 +92,7 @@ class Queue:
         self._making = 0
         self.ending = False
 
-    async def ask(self, request: Request) -> tuple[bytes, Request]:
+    async def answer(self, request: Request) -> tuple[bytes, Request]:
         """Wait for the image of a request. Returns the image, and the request with the seed that was used.
 
         Raises HTTPException with a sentence for the client: 422 for a value outside of its limits, 429 if the queue is

@@ -136,8 +136,8 @@ def front() -> Front:
 
 async def image(request: Request) -> Response:
     """POST /image: the image of a request as a PNG, with its seed in the header X-OneDiff-Seed. Raises HTTPException as
-    Queue.ask does."""
-    png, request = await front().queue.ask(request)
+    Queue.answer does."""
+    png, request = await front().queue.answer(request)
     return Response(png, media_type="image/png", headers={"X-OneDiff-Seed": str(request.seed)})
 
 

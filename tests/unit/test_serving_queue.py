@@ -101,14 +101,14 @@ async def test_a_full_queue_refuses_and_who_hangs_up_leaves_it() -> None:
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(waiting=3), lanes=1)
     # The first request is in progress and does not wait any more.
-    asked = [asyncio.create_task(queue.ask(request(seed))) for seed in range(4)]
+    asked = [asyncio.create_task(queue.answer(request(seed))) for seed in range(4)]
     await turns()
     (late,) = await answers(queue, [request(4)])
     assert late.status_code == 429
     asked[1].cancel()
     asked[0].cancel()
     await turns()
-    asked.append(asyncio.create_task(queue.ask(request(5))))
+    asked.append(asyncio.create_task(queue.answer(request(5))))
     replicas.go.set()
     assert [(await task)[0] for task in asked[2:]] == [b"2", b"3", b"5"] and 1 not in replicas.made
 
