@@ -91,8 +91,7 @@ class LeafReader:
     def refuse_unclaimed(self) -> None:
         """Raise Refusal if the network has parameters that were neither claimed nor marked as unused, such as an
         adapter's: our forward would ignore them. A layout reader calls this last. The Refusal has their number and one
-        of their names.
-        """
+        of their names."""
         if self._unclaimed:
             example = min(self._unclaimed)
             raise Refusal(f"{len(self._unclaimed)} parameters that OneDiff does not know, such as {example}")

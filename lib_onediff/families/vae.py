@@ -89,8 +89,8 @@ class DecoderLayout(Layout):
 
 
 def is_ldm(half: nn.Module) -> bool:
-    """Whether a module (half of a VAE) is to be read by read_ldm: a decoder or encoder of the ldm family, by the name of
-    its class."""
+    """Whether a module (half of a VAE) is to be read by read_ldm: a decoder or encoder of the ldm family, by the name
+    of its class."""
     return type(half).__name__ in HALVES and hasattr(half, "mid")
 
 

@@ -155,9 +155,8 @@ async def ready(response: Response) -> dict[str, Any]:
 
 
 def http(config: Config) -> FastAPI:
-    """The HTTP application of a Front: POST /image and GET /ready. It refuses foreign origins and Host names
-    (api.gate).
-    """
+    """The HTTP application of a Front: POST /image and GET /ready. It refuses foreign origins and Host names, as
+    api.gate does for the demo."""
     names = {host_name(name.strip()) for name in config.allowed_hosts.split(",")} - {""}
     origins = Origins(strict_host="*" not in names, names=names)
     # There are no logins, so the gate gets no function that identifies a user.

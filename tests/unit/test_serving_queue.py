@@ -64,7 +64,7 @@ async def turns() -> None:
 
 async def answers(queue: Queue, requests: list[Request]) -> list[Any]:
     """Of each its image, or how it was refused."""
-    asked = await asyncio.gather(*map(queue.ask, requests), return_exceptions=True)
+    asked = await asyncio.gather(*map(queue.answer, requests), return_exceptions=True)
     return [answer if isinstance(answer, BaseException) else answer[0] for answer in asked]
 
 
