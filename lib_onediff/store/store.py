@@ -274,8 +274,8 @@ def is_ours(connection: sqlite3.Connection) -> bool:
 
 
 def schema_of(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]:
-    """(type, name, SQL text) of our tables in a database, and of all indices and triggers on them; empty if the database
-    has none of these."""
+    """(type, name, SQL text) of our tables in a database, and of all indices and triggers on them; empty if the
+    database has none of these."""
     return frozenset((kind, name, " ".join(sql.split())) for kind, name, sql in connection.execute(SCHEMA_OF))
 
 
