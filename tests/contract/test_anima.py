@@ -40,7 +40,7 @@ def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
         with pytest.raises(Refusal, match=reason):
             family.refuse_call(layout, replace(call, **change))
     given = HostCall(call.latent, call.timestep, call.context, call.timestep, None, {}, {})
-    with pytest.raises(Refusal, match="no label"):
+    with pytest.raises(Refusal, match="class labels"):
         transformer_call(AnimaCall, host.unet, given, False, ())
 
 

@@ -105,7 +105,7 @@ CHANGES: dict[str, Callable[[Krea2Host, pytest.MonkeyPatch], object]] = {
 }
 ARGUMENTS: dict[str, Any] = {
     "ref_latents": [random(1, Krea2Host.channels, 1, 8, 8, seed=9)], "attention_mask": torch.ones(2, 20),
-    "no label": random(2, 8),
+    "class labels": random(2, 8),
 }
 
 
