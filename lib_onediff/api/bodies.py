@@ -84,6 +84,7 @@ class SentenceRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler of the route, whose exceptions become answers. Called by FastAPI for each new route."""
         handle = super().get_route_handler()
 
         async def handle_with_sentences(request: Request) -> Response:

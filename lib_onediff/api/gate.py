@@ -143,6 +143,7 @@ class Gate:
         self.page_policy = page_policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one connection, as an ASGI server calls it; see the class."""
         if scope["type"] == "websocket":
             # No route uses web sockets, and any site's page may open one.
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})

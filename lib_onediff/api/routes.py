@@ -32,7 +32,7 @@ PREFIX = "/onediff/v1"
 TAG = "OneDiff"
 SOURCE = "API"
 MOST_PENDING = 500
-FULL = f"At most {MOST_PENDING} sizes wait in the queue; try again when it is shorter."
+FULL = f"At most {MOST_PENDING} sizes may wait in the queue, so none of these was added; try again when it is shorter."
 NOT_KNOWN = "OneDiff cannot tell whether this process is ready: see the WebUI's console."
 NO_RESOLUTION = f"OneDiff does not know this resolution; GET {PREFIX}/shapes lists all."
 WHAT_TO_PURGE = (
@@ -100,6 +100,7 @@ class WrongMethod:
         self._allowed = ", ".join(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request with 405, and name the allowed methods."""
         sentence = f"This path takes {self._allowed}, not {scope['method']}."
         await bodies.refusal(405, sentence, {"Allow": self._allowed})(scope, receive, send)
 
@@ -126,7 +127,8 @@ class Routes:
         """The last UNet call, its route and the reason for it, and whether everything that should be ready is ready.
 
         `ready` is for load balancers. It is false until the checkpoint that the WebUI loads by itself is loaded, and
-        while sizes of the settings or of users are queued or pre-warmed. A size that fails does not delay it.
+        while sizes of the settings or of users are queued or pre-warmed; `ready_reason` then has a sentence. A size
+        that fails does not delay it. If the rest of the status cannot be read, the answer has only these two.
         """
         part: Any = partial(self._runtime.guard.attempt, "the status")
         waits_for = part(self._warmup.why_not_ready, NOT_KNOWN)
@@ -144,7 +146,7 @@ class Routes:
         the totals of all models.
 
         Sizes in the pre-warm queue are "queued" or "warming 33 %"; those that only earlier processes used are "on
-        disk".
+        disk". An unknown model has no rows.
         """
         rows = rows_with_jobs(self._runtime.rows(), self._warmup.jobs(), self._warmup.model)
         chosen = [asdict(row) for row in rows if model in (None, row.model)]
@@ -153,7 +155,8 @@ class Routes:
     def prewarm(self, body: bodies.PrewarmBody) -> Response:
         """Queue sizes. They are pre-warmed one after the other, between images and never during one.
 
-        Answers at once with a job for each size. A size that runs or waits already keeps its job.
+        Answers at once with a job for each size. A size that runs or waits already keeps its job. Without an answer
+        202, no size was queued.
         """
         try:
             sizes = parse_sizes(body.sizes)
@@ -167,12 +170,13 @@ class Routes:
         return json_answer({"jobs": list(map(job_values, jobs))}, 202)
 
     def jobs(self) -> Response:
-        """Images, comparisons and sizes to pre-warm: finished, running and waiting ones, in their order. Finished
-        images leave the list."""
+        """The jobs: images, comparisons and sizes to pre-warm, first the finished, then the running and waiting ones,
+        in their order. Finished images leave the list."""
         return json_answer({"jobs": list(map(job_values, self._queue.jobs()))})
 
     def clear(self) -> Response:
-        """Remove finished jobs from the list. The images of a comparison are deleted with it."""
+        """Remove finished jobs from the list, and answer how many (`cleared`). The images of a comparison are deleted
+        with it."""
         return json_answer({"cleared": self._queue.clear()})
 
     def job(self, id: int = JobId) -> Response:
@@ -181,7 +185,7 @@ class Routes:
 
     def cancel(self, id: int = JobId) -> Response:
         """Remove a job from the queue, or end it after its current UNet call or step. What is ready by then stays
-        ready."""
+        ready. Answers with the job as it is then; 409 if it had ended before."""
         job = self._job(id)
         if not self._queue.cancel(id):
             raise HTTPException(409, f"Job {id} has already ended ({self._job(id).state}).")
@@ -204,6 +208,8 @@ class Routes:
         model is named. Files of a newer version of OneDiff in the same folder stay. Waits at most `wait` seconds for an
         image in progress; after that, the answer is 409 and nothing is purged. The pre-warm queue goes on, so first
         cancel sizes that should not come back.
+
+        Answers with the bytes that became free in GPU memory (`vram`) and on the disk (`disk`), and the resolutions.
         """
         if sum((body.all, body.disk, bool(body.resolutions or body.model))) != 1:
             raise HTTPException(422, WHAT_TO_PURGE)
@@ -224,8 +230,8 @@ class Routes:
         return json_answer({"vram": vram, "disk": disk, "purged": purged})
 
     def pin(self, body: bodies.PinBody) -> Response:
-        """Keep a resolution's graphs when another model needs memory, or no longer keep them. Restarts do not change
-        this."""
+        """Pin a resolution, so that its graphs stay when another model needs memory, or unpin it. Restarts do not
+        change this. Answers with the request's values; 404 for a resolution that OneDiff does not know."""
         if not self._runtime.pin(body.resolution, body.model, body.pinned):
             raise HTTPException(404, NO_RESOLUTION)
         return json_answer(dict(body))
@@ -234,7 +240,8 @@ class Routes:
         """Free all GPU memory of graphs and of torch's caches. Sizes that were ready are captured again when they are
         used.
 
-        Waits at most `wait` seconds for an image in progress; after that, the answer is 409 and nothing is released.
+        Answers with the bytes that became free (`vram`). Waits at most `wait` seconds for an image in progress; after
+        that, the answer is 409 and nothing is released.
         """
         return json_answer({"vram": self._between_images(self._runtime.release_memory, body.wait)})
 
