@@ -95,12 +95,12 @@ class LoraReader:
         has_bias = bool(biases) and within.bias is not None
         return WeightFunctions(tuple(updates), bias=partial(with_biases, biases) if has_bias else None)
 
-    def use_scale(self, unet: Any, scale: Any, whole: bool) -> None:
+    def use_scale(self, unet: Any, scale: Any, are_attentions_ours: bool) -> None:
         """Set `scale` for the present call. Raises Refusal if only diffusers can apply this scale to the UNet's LoRAs.
 
         scale: what the pipeline passes; anything but a number other than 0 is refused.
-        whole: whether our forward computes all attentions. If it does not, attention modules of the host run too, and
-            would not apply the scale.
+        are_attentions_ours: whether our forward computes all attentions. If not, attention modules of the host run too,
+            and would not apply the scale.
         """
         if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
             # After a scale of 0, diffusers cannot restore the adapters' weights.
@@ -110,14 +110,14 @@ class LoraReader:
             early = [unet.conv_in, *unet.time_embedding.children()]
             if unet.config.addition_embed_type is not None:
                 early += unet.add_embedding.children()
-            if any(is_lora(type(layer)) for layer in (early if whole else unet.modules())):
+            if any(is_lora(type(layer)) for layer in (early if are_attentions_ours else unet.modules())):
                 raise Refusal("the pipeline sets a LoRA scale, which only diffusers can apply to some of these LoRAs")
         self.scale = float(scale)
 
 
 def with_biases(biases: Sequence[tuple[Tensor, float]], bias: Tensor) -> Tensor:
-    """A layer's bias plus the biases of its LoRAs, as a new tensor. biases: those of the LoRAs, each with the factor by
-    which it is multiplied."""
+    """A layer's bias plus the biases of its LoRAs, as a new tensor. biases: those of the LoRAs, at least one, each with
+    the factor by which it is multiplied."""
     return sum((scale * part.to(bias) for part, scale in biases), start=bias)
 
 

@@ -132,8 +132,11 @@ def guidance_scale_of(pipe: Any) -> float | None:
 
 
 def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = None) -> Sampling:
-    """A Sampling that reads its timesteps from a diffusers scheduler at the network's first call; only then must the
-    scheduler have set them. scheduler: returns the scheduler; None if it is gone. guidance_scale: None if unknown."""
+    """A Sampling that reads its timesteps from a diffusers scheduler at the network's first call in it; the scheduler
+    need not have set them before.
+
+    scheduler: returns the scheduler; None if it is gone. guidance_scale: the CFG scale; None if unknown.
+    """
     clock = Clock(scheduler)
     return Sampling(
         times=clock.times, read=clock.read, guidance_scale=guidance_scale,

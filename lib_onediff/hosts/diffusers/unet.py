@@ -235,7 +235,7 @@ class DiffusersForward(ModuleForward):
                 f"the diffusers pipeline passes cross_attention_kwargs that OneDiff does not support ({names})"
             )
         if scale != 1.0 or self.loras.scale != 1.0:
-            self.loras.use_scale(unet, scale, whole=additions.patches is None)
+            self.loras.use_scale(unet, scale, are_attentions_ours=additions.patches is None)
         residuals = (
             down_block_additional_residuals, mid_block_additional_residual, down_intrablock_additional_residuals,
         )

@@ -57,6 +57,7 @@ def read_image_prompts(
 
     functions: those in the options that replace cross attentions, at least one, by their key in the options (see
         queries_at).
+    The other arguments are those of image_prompts_of.
     """
     if not all(source_digest(kind.__call__) in KNOWN for kind in set(map(type, functions.values()))):
         raise Refusal("they are not IP-Adapters that OneDiff knows")
