@@ -209,7 +209,7 @@ def run(
         patch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", -1.0)
         # Whole steps are INTERVAL steps apart.
         patch.setattr(schedules, "TABLES", {})
-        patch.setattr(schedules, "early", lambda total, interval: frozenset(range(0, total, interval)))
+        patch.setattr(schedules, "authors_whole_steps", lambda total, interval: frozenset(range(0, total, interval)))
         schedules.schedule_for.cache_clear()
         try:
             with NETWORKS[network]() as (pair, cut):

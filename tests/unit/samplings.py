@@ -50,7 +50,7 @@ def equal_distances(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def at_equal_distances(total: int, interval: int) -> frozenset[int]:
         return frozenset(range(0, total, interval))
 
-    monkeypatch.setattr(schedules, "early", at_equal_distances)
+    monkeypatch.setattr(schedules, "authors_whole_steps", at_equal_distances)
     schedules.schedule_for.cache_clear()
     yield
     schedules.schedule_for.cache_clear()

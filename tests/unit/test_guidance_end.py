@@ -34,7 +34,7 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
 @pytest.mark.parametrize(("change", "known", "why"), [
     (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), {}, "different steps"),
     # Users may call the UNet of a pipeline themselves.
-    (lambda call: replace(call, latent=torch.randn_like(call.latent)), {}, "the same latents"),
+    (lambda call: replace(call, latent=torch.randn_like(call.latent)), {}, "different latents"),
     (lambda call: replace(call, patches=PatchPoints()), {}, "other extensions"),
     (lambda call: call, {"why_not": "the sampler's churn moves its steps"}, "the sampler's churn moves its steps"),
     (lambda call: call, {"times": STEPS[:9]}, "fewer than 10 steps"),
