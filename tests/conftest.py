@@ -15,6 +15,8 @@ MOST_WORKERS = 6
 MANY_TESTS = 2000
 # A run of more tests than this prints failures when they happen, because it ends long after the first of them.
 TESTS_OF_A_LONG_RUN = 50
+# The files that --pictures runs.
+PICTURES = ("test_screenshots.py", "test_feature_pictures.py")
 # A busy machine takes many times as long as an idle one, whose slowest test takes two minutes.
 SECONDS_OF_A_HUNG_TEST = float(os.environ.get("ONEDIFF_TEST_HUNG_SECONDS", 3600))
 
@@ -141,7 +143,7 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[Any]:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort the tests into the order in which workers take them. Without an NVIDIA GPU, skip those that need one."""
     if config.getoption("--pictures"):
-        items[:] = [item for item in items if item.path.name == "test_screenshots.py"]
+        items[:] = [item for item in items if item.path.name in PICTURES]
     if find_spec("xdist") is not None:
         from sharing import turn
 

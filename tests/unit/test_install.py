@@ -60,6 +60,12 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.fixture(autouse=True)
+def without_constraints(monkeypatch):
+    """.ci/run may constrain torch to its CPU build, which install.py reads."""
+    monkeypatch.delenv("PIP_CONSTRAINT", raising=False)
+
+
 def run_install(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a folder's install.py as a user would, from that folder's parent."""
     command = [sys.executable, folder / "install.py", *arguments]

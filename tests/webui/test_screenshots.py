@@ -1,7 +1,5 @@
-"""Draws the screenshots in .readme, with `install.py --test --pictures` alone.
-
-They show the demo, so emoji-sd on a CPU.
-"""
+"""Draws the screenshots in .readme, with `install.py --test --pictures` alone: those of the demo, so emoji-sd on a CPU,
+or with `--webui URL` those of that WebUI."""
 from __future__ import annotations
 
 import base64
@@ -49,6 +47,24 @@ def draw(page: Any, selector: str, name: str, last: str = "") -> None:
         "height": height + 2 * MARGIN, "scale": 1,
     }})
     (FOLDER / f"{name}.png").write_bytes(base64.b64decode(drawn["data"]))
+
+
+def test_screenshot_of_a_webui(request: pytest.FixtureRequest, browser: Any, webui: WebUI) -> None:
+    """With --webui, draws txt2img of that WebUI. The machine needs a font with emoji."""
+    if not request.config.getoption("--pictures") or webui.is_standalone:
+        pytest.skip("drawn with --pictures and --webui")
+    browser.size_page(WIDTH, 4000)
+    page = open_page(browser, f"{webui.url}/?__theme=light", width=256, height=256, steps=20)
+    page.open_accordion("onediff_txt2img_accordion")
+    enabled = "#onediff_txt2img_enabled input"
+    page.find(enabled).click()
+    make_picture(page)
+    page.find(enabled).click()
+    for seed in (21, 22):
+        page.type("#txt2img_seed input[type=number]", seed)
+        make_picture(page, seed=seed)
+    draw(page, "#txt2img_settings", "webui")
+    browser.forget_size()
 
 
 def test_screenshots(page: Any) -> None:

@@ -1,0 +1,150 @@
+"""Draws a picture of each feature of speed-and-quality.md that a CPU shows, with `install.py --test --pictures` alone:
+the same seeds with several settings, in the demo, beside the seconds an image and the PSNR."""
+from __future__ import annotations
+
+import statistics
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+from webui_client import WebUI
+from webui_process import HostProcess
+
+FOLDER = Path(__file__).parents[2] / ".readme"
+PROMPTS = (
+    "a red apple on a white background", "a rocket on a blue background", "an owl on a yellow background",
+    "a cat on a green background",
+)
+REQUEST = {"seed": 7, "steps": 30, "width": 256, "height": 256, "sampler_name": "Euler", "cfg_scale": 7}
+SETTINGS = "Euler, 30 steps, CFG 7, 256x256, seed 7, on two CPU cores"
+SIDE = 168
+LABEL_WIDTH = 230
+GAP = 6
+ALONE = "Without OneDiff"
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A picture: a row of images without OneDiff, and one for each setting.
+
+    name: of the file. model: the demo's argument. rows: the label of each row, and the script's arguments.
+    """
+    name: str
+    model: str
+    rows: dict[str, list[object]]
+
+
+FEATURES = (
+    Feature("presets", "", {
+        "Exact": [True, "Exact"], "Balanced": [True, "Balanced"], "Fast": [True, "Fast"],
+        "Draft": [True, "Draft"],
+    }),
+    Feature("deepcache", "", {
+        "Interval 2, depth 1": [{"deepcache_interval": 2, "deepcache_depth": 1}],
+        "Interval 3, depth 3": [{"deepcache_interval": 3, "deepcache_depth": 3}],
+        "Interval 3, depth 1": [{"deepcache_interval": 3, "deepcache_depth": 1}],
+        "Interval 5, depth 1": [{"deepcache_interval": 5, "deepcache_depth": 1}],
+    }),
+    Feature("extrapolated", "", {
+        "Interval 2, depth 0": [{"deepcache_interval": 2, "deepcache_depth": 0}],
+        "Interval 3, depth 0": [{"deepcache_interval": 3, "deepcache_depth": 0}],
+    }),
+    Feature("transformers", "emoji-dit", {
+        "Interval 2": [{"transformer_interval": 2}],
+        "Interval 3": [{"transformer_interval": 3}],
+    }),
+    Feature("vae", "", {
+        "VAE precision bf16": [{"vae_precision": "bf16"}],
+    }),
+    Feature("negative", "", {
+        "Skip after 75 %": [{"skip_negative_after": 75}],
+        "Skip after 50 %": [{"skip_negative_after": 50}],
+    }),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The images of one setting, one for each prompt, and the median of their seconds."""
+    images: list[Image.Image]
+    seconds: float
+
+    def psnr(self, other: Row) -> float:
+        """The median of the images' PSNR against another row's, in decibels; infinite for equal images."""
+        return statistics.median(psnr(own, its) for own, its in zip(self.images, other.images, strict=True))
+
+
+def psnr(first: Image.Image, second: Image.Image) -> float:
+    difference = numpy.asarray(first, dtype=numpy.float64) - numpy.asarray(second, dtype=numpy.float64)
+    error = float((difference**2).mean())
+    return 10 * numpy.log10(255**2 / error) if error else numpy.inf
+
+
+def made(webui: WebUI, arguments: list[object]) -> Row:
+    """A row of images, after one image that is not timed."""
+    scripts = {"OneDiff": {"args": arguments}}
+    images = []
+    seconds = []
+    for prompt in (PROMPTS[0], *PROMPTS):
+        began = time.perf_counter()
+        images.append(webui.txt2img(**REQUEST, prompt=prompt, alwayson_scripts=scripts).image.convert("RGB"))
+        seconds.append(time.perf_counter() - began)
+    return Row(images[1:], statistics.median(seconds[1:]))
+
+
+def drawn(rows: dict[str, Row]) -> Image.Image:
+    """The rows below each other, each with its label, and the prompts and settings at the bottom."""
+    large = ImageFont.load_default(17)
+    small = ImageFont.load_default(14)
+    width = LABEL_WIDTH + len(PROMPTS) * (SIDE + GAP)
+    height = len(rows) * (SIDE + GAP) + 40 + 18
+    picture = Image.new("RGB", (width, height), "white")
+    draw = ImageDraw.Draw(picture)
+    alone = rows[ALONE]
+    for index, (label, row) in enumerate(rows.items()):
+        top = index * (SIDE + GAP)
+        draw.text((8, top + 50), label, "black", large)
+        facts = f"{row.seconds:.1f} s an image"
+        if row is not alone:
+            facts += f", {alone.seconds / row.seconds:.1f}x"
+        draw.text((8, top + 78), facts, "black", small)
+        if row is not alone:
+            distance = row.psnr(alone)
+            draw.text((8, top + 98), "identical" if distance == numpy.inf else f"{distance:.1f} dB", "black", small)
+        for column, image in enumerate(row.images):
+            picture.paste(image.resize((SIDE, SIDE)), (LABEL_WIDTH + column * (SIDE + GAP), top))
+    bottom = len(rows) * (SIDE + GAP)
+    for column, prompt in enumerate(PROMPTS):
+        first, second = prompt.split(" on ")
+        left = LABEL_WIDTH + column * (SIDE + GAP)
+        draw.text((left, bottom + 2), first, "black", small)
+        draw.text((left, bottom + 19), f"on {second}", "black", small)
+    draw.text((8, bottom + 39), SETTINGS, "black", small)
+    return picture
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
+def test_picture_of_a_feature(
+    feature: Feature, request: pytest.FixtureRequest, tmp_path: Path, standalone: WebUI,
+) -> None:
+    if not request.config.getoption("--pictures"):
+        pytest.skip("drawn with --pictures")
+    other = None
+    webui = standalone
+    if feature.model:
+        other = HostProcess("--port", "0", "--data-dir", str(tmp_path), "--model", feature.model)
+        webui = WebUI(other.url())
+    try:
+        rows = {ALONE: made(webui, [False])}
+        for label, arguments in feature.rows.items():
+            rows[label] = made(webui, arguments)
+    finally:
+        if other is not None:
+            other.stop()
+    path = FOLDER / f"{feature.name}.png"
+    # 256 colours: a quarter of the size, and the same to look at.
+    drawn(rows).quantize(256).save(path, optimize=True)
+    assert path.stat().st_size > 10_000
