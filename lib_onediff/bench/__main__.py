@@ -90,6 +90,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="all but step: steps of an image (default: 20, quality and schedules "
                         "30)")
     parser.add_argument("--images", type=int, default=200, help="quality, schedules: number of images")
+    parser.add_argument("--guidance", type=float, default=images.GUIDANCE, help="quality, schedules: the CFG scale "
+                        f"(default: {images.GUIDANCE:g}, for which these models were trained)")
     parser.add_argument("--whole", type=int, nargs="+", help="schedules: how many steps to compute completely; one "
                         "search for each number (default: the numbers of intervals 2 to 5)")
     options = parser.parse_args(arguments)

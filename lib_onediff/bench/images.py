@@ -169,6 +169,7 @@ JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
 HOST32 = "host, fp32"
 ANOTHER = "another prompt's image"
 SIDE = 256
+# The CFG scale for which emoji-sd and emoji-dit were trained.
 GUIDANCE = 4.0
 REDUCTION = 8
 IMAGES_AT_ONCE = 8
@@ -183,10 +184,12 @@ def held_out(count: int) -> list[Row]:
     return [{**known[number % len(known)], "seed": number // len(known)} for number in range(count)]
 
 
-def draw(pipe: Any, wanted: list[Row], steps: int, at_once: int = IMAGES_AT_ONCE) -> Tensor:
+def draw(
+    pipe: Any, wanted: list[Row], steps: int, guidance: float = GUIDANCE, at_once: int = IMAGES_AT_ONCE,
+) -> Tensor:
     """The images of these prompts, (n, 3, SIDE, SIDE) of float32 from 0 to 1. wanted: see held_out. steps: sampling
-    steps of an image. at_once: the number of images of a call. The last call is filled up, so that all have the same
-    shape."""
+    steps of an image. guidance: the CFG scale. at_once: the number of images of a call. The last call is filled up, so
+    that all have the same shape."""
     parts = []
     at_once = min(at_once, len(wanted))
     network: Any = network_of(pipe)
@@ -196,23 +199,23 @@ def draw(pipe: Any, wanted: list[Row], steps: int, at_once: int = IMAGES_AT_ONCE
         generators = [torch.Generator("cpu").manual_seed(each["seed"]) for each in part]
         noise = [torch.randn(shape, generator=one, dtype=torch.float32, device="cpu") for one in generators]
         images = pipe(
-            [each["prompt"] for each in part], num_inference_steps=steps, guidance_scale=GUIDANCE, height=SIDE,
+            [each["prompt"] for each in part], num_inference_steps=steps, guidance_scale=guidance, height=SIDE,
             width=SIDE, output_type="pt", latents=torch.stack(noise).to(pipe.device, network.dtype),
         ).images
         parts.append(images.float().clamp(0, 1))
     return torch.cat(parts)[: len(wanted)]
 
 
-def draw_prompts(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
+def draw_prompts(pipe: Any, wanted: list[Row], steps: int, guidance: float = GUIDANCE) -> Tensor:
     """The images of draw() as in a file: (n, 3, SIDE, SIDE) of uint8 on the CPU."""
-    return (draw(pipe, wanted, steps) * 255).round().to(torch.uint8).cpu()
+    return (draw(pipe, wanted, steps, guidance) * 255).round().to(torch.uint8).cpu()
 
 
-def draw_ready(pipe: Any, wanted: list[Row], steps: int) -> Tensor:
+def draw_ready(pipe: Any, wanted: list[Row], steps: int, guidance: float) -> Tensor:
     """The images of draw_prompts(), made after a first batch in which OneDiff measures, checks and captures."""
     with runtime.warming_up():
-        draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps)
-    return draw_prompts(pipe, wanted, steps)
+        draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps, guidance)
+    return draw_prompts(pipe, wanted, steps, guidance)
 
 
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
@@ -220,18 +223,18 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     itself, another prompt's images (the scale for the rest), diffusers in --dtype (unless that is float32), OneDiff,
     and OneDiff with each --set. Raises Refusal if the model cannot be loaded."""
     model = (options.model or [SHIPPED.name])[0]
-    steps = options.steps
     wanted = held_out(options.images)
-    exact = draw_prompts(load_model(model, torch.float32, device), wanted, steps)
+    sampling = options.steps, options.guidance
+    exact = draw_prompts(load_model(model, torch.float32, device), wanted, *sampling)
     judge = partial(judged, load_judge(JUDGE, device), exact=exact, wanted=wanted)
     yield {"options": HOST32, **judge(exact)}
     yield {"options": ANOTHER, **judge(exact.roll(1, 0))}
     pipe = load_model(model, DTYPES[options.dtype], device)
     if DTYPES[options.dtype] is not torch.float32:
-        yield {"options": f"{HOST}, {options.dtype}", **judge(draw_prompts(pipe, wanted, steps))}
+        yield {"options": f"{HOST}, {options.dtype}", **judge(draw_prompts(pipe, wanted, *sampling))}
     # This model is too small to be faster in eight bits. Its images show their effect if every layer uses them.
     with runtime.devices.lossy.low_bit.every_layer_quantized():
-        for row, images in by_onediff(pipe, options.set, partial(draw_ready, pipe, wanted, steps)):
+        for row, images in by_onediff(pipe, options.set, partial(draw_ready, pipe, wanted, *sampling)):
             yield {**row, **judge(images)}
 
 

@@ -28,7 +28,7 @@ from .steps import DTYPES, Row
 
 # Factors on the slope of the line that extrapolates the deep feature; see Schedule. The best one depends on the number
 # of whole steps.
-SLOPES = (0.0, 0.5, 1.0)
+SLOPES = (0.0, 0.25, 0.5, 0.75, 1.0)
 INTERVALS = (2, 3, 4, 5)
 # DeepCache at these settings; only its schedule is replaced. More layers in the cached steps were no nearer in the same
 # time.
@@ -166,7 +166,7 @@ def schedules(options: argparse.Namespace, device: torch.device) -> Iterator[Row
         with trial.in_place():
             compile_pipe(pipe, **OPTIONS)
             # All at once: every trial is one sampling.
-            draw_cases = partial(draw, pipe, steps=steps, at_once=options.images)
+            draw_cases = partial(draw, pipe, steps=steps, guidance=options.guidance, at_once=options.images)
             with runtime.warming_up():
                 draw_cases(cases(options.images))
             for slope in SLOPES:

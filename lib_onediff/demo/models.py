@@ -46,6 +46,8 @@ ABOUT_SHIPPED = (
     "Start with --model FILE_OR_FOLDER for your own."
 )
 ABOUT_TRANSFORMER = f"{ABOUT_SHIPPED} It is a transformer: 32 steps and a CFG scale of 4 suit it."
+TRANSFORMER_STEPS = 32
+SHIPPED_CFG_SCALE = 4.0
 LATENT_CHANNELS = 4
 LATENT_PIXEL = 8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -57,11 +59,15 @@ class LoadedModel:
     """A loaded diffusers pipeline and the model's name. Scripts see this object as shared.sd_model.
 
     about: how to use the model, for users; "" for a model that the user has chosen.
+    steps, cfg_scale: the page's values at the start. The models that ship with OneDiff were trained for a lower CFG
+        scale than Stable Diffusion.
     """
 
     pipeline: Any
     name: str
     about: str = ""
+    steps: int = 20
+    cfg_scale: float = 7.0
 
     @property
     def unet(self) -> Any:
@@ -126,7 +132,8 @@ def load_model(path: str | None) -> LoadedModel:
         from .flow_pipeline import load_emoji_dit
 
         disable_progress_bar()
-        return LoadedModel(load_emoji_dit(DTYPE).to(DEVICE), EMOJI_DIT.name, ABOUT_TRANSFORMER)
+        pipeline = load_emoji_dit(DTYPE).to(DEVICE)
+        return LoadedModel(pipeline, EMOJI_DIT.name, ABOUT_TRANSFORMER, TRANSFORMER_STEPS, SHIPPED_CFG_SCALE)
     location = SHIPPED if path is None else model_location(path)
     is_folder = location.is_dir()
     disable_progress_bar()
@@ -143,7 +150,9 @@ def load_model(path: str | None) -> LoadedModel:
     if pipeline.text_encoder is None:
         raise Refusal(f"The model {location.name} is a refiner: it needs an image, which this page does not take.")
     name = location.resolve().name if is_folder else location.stem
-    return LoadedModel(pipeline, one_line(name), ABOUT_SHIPPED if path is None else "")
+    if path is None:
+        return LoadedModel(pipeline, one_line(name), ABOUT_SHIPPED, cfg_scale=SHIPPED_CFG_SCALE)
+    return LoadedModel(pipeline, one_line(name))
 
 
 # --- a single file ----------------------------------------------------------------------------------------------------

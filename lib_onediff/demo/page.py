@@ -157,7 +157,7 @@ def build_prompts() -> tuple[Inputs, list[Any]]:
 def build_parameters() -> Inputs:
     """Build the components for the other parameters of a generation inside the open gradio context, and return them by
     field."""
-    def slider(label: str, elem_id: str, least: int, most: int, value: int, step: float = 1) -> gr.Slider:
+    def slider(label: str, elem_id: str, least: int, most: int, value: float, step: float = 1) -> gr.Slider:
         # gradio refuses requests with values beyond these bounds.
         return gr.Slider(
             least, most, value, step=step, precision=1 if step < 1 else 0, label=label, elem_id=f"txt2img_{elem_id}",
@@ -172,7 +172,7 @@ def build_parameters() -> Inputs:
         inputs["sampler_name"] = gr.Dropdown(
             names, value=names[0], label="Sampling method", elem_id="txt2img_sampling", min_width=180
         )
-        inputs["steps"] = slider("Sampling steps", "steps", 1, 150, 20)
+        inputs["steps"] = slider("Sampling steps", "steps", 1, 150, model.steps)
     with gr.Row():
         inputs["width"] = slider("Width", "width", 64, LARGEST_SIDE, side, model.side_step)
         inputs["height"] = slider("Height", "height", 64, LARGEST_SIDE, side, model.side_step)
@@ -180,7 +180,7 @@ def build_parameters() -> Inputs:
         inputs["n_iter"] = slider("Batch count", "batch_count", 1, 100, 1)
         inputs["batch_size"] = slider("Batch size", "batch_size", 1, 8, 1)
     with gr.Row():
-        inputs["cfg_scale"] = slider("CFG scale", "cfg_scale", 1, 30, 7, 0.5)
+        inputs["cfg_scale"] = slider("CFG scale", "cfg_scale", 1, 30, model.cfg_scale, 0.5)
         inputs["seed"] = gr.Number(
             value=-1, precision=0, minimum=-1, maximum=2**53 - 1, label="Seed", info="-1: a new one each time",
             elem_id="txt2img_seed", min_width=180,
