@@ -181,9 +181,9 @@ def test_half_of_the_steps_skip_the_negative_prompt(host: Host, images: int) -> 
 
 @family
 @pytest.mark.parametrize(("marks", "options", "reason"), [
-    ([1, 0, 0], {}, "several prompts, areas"), ([0], {}, "separate calls"), ([1], {}, "separate calls"),
+    ([1, 0, 0], {}, "several prompts, areas"), ([0], {}, "one after the other"), ([1], {}, "one after the other"),
     ([1, 0], {"sigmas": None}, "does not say"), ([1, 0], {"cond_or_uncond": None}, "does not say"),
-    ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "neither prompt nor negative"),
+    ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "neither the prompt nor"),
 ])
 def test_skipping_is_inactive_if_the_options_do_not_tell_the_prompts_rows(
     host: Host, marks: list[int], options: dict[str, Any], reason: str
@@ -196,8 +196,8 @@ def test_skipping_is_inactive_if_the_options_do_not_tell_the_prompts_rows(
 
 @a1111
 @pytest.mark.parametrize(("conds", "negatives", "batch", "reason"), [
-    (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "separate calls"), (1, 1, 3, "neither prompt nor negative"),
-    (1, 1, 2, "other prompts"), (0, 0, 2, "does not make this call"),
+    (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "one after the other"), (1, 1, 3, "neither the prompt nor"),
+    (1, 1, 2, "other prompts"), (0, 0, 2, "own sampling loop"),
 ])
 def test_skipping_is_inactive_if_a1111s_rows_are_not_two_for_each_image(
     host: Host, conds: int, negatives: int, batch: int, reason: str
