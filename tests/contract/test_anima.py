@@ -103,7 +103,7 @@ BY_NAME: dict[str, Callable[[AnimaHost, pytest.MonkeyPatch], object]] = {
     "_fn": lambda host, patch: doubled(patch, host.code, "_fn"),
     "apply_rope_split_half": lambda host, patch: doubled(patch, host.code.ck, "apply_rope_split_half"),
     "torch_attention_op": lambda host, patch: wrapped(patch, host.code.Attention, "torch_attention_op"),
-    "blocks.0.self_attn has a torch_attention_op": lambda host, patch: set_on_instances(patch, host),
+    "blocks.0.self_attn.torch_attention_op was replaced by": lambda host, patch: set_on_instances(patch, host),
     "unpatchify": lambda host, patch: wrapped(patch, host.code.Anima, "unpatchify"),
     "prepare_embedded_sequence": lambda host, patch: wrapped(patch, host.code.Anima, "prepare_embedded_sequence"),
     "Block.forward": lambda host, patch: wrapped(patch, host.code.Block, "forward"),
