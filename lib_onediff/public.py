@@ -121,13 +121,14 @@ def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Itera
     and every step computes the whole UNet.
     """
     must_be_network(unet, "sampling")
+    network = unwrapped(unet)
     times = None if timesteps is None else [float(time) for time in timesteps]
-    runtime.guard.attempt("beginning a sampling", lambda: keep_replaced(unwrapped(unet)))
-    runtime.begin_sampling(unet, Sampling(times=lambda: times), of_all=False)
+    runtime.guard.attempt("beginning a sampling", lambda: keep_replaced(network))
+    runtime.begin_sampling(network, Sampling(times=lambda: times), of_all=False)
     try:
         yield
     finally:
-        runtime.end_sampling(unet)
+        runtime.end_sampling(network)
 
 
 def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:

@@ -15,7 +15,10 @@ from typing import NamedTuple
 
 # The Family.schedule of transformers.
 TRANSFORMER = "transformer"
-# The slope of networks without a searched schedule; see Schedule.
+# The slope of networks without a searched schedule (see Schedule), by interval; SLOPE at all others. On emoji-sd, 0.75
+# is 0.8 to 2.3 dB closer than 0.5 at interval 2 with CFG scales of 4 and 7 and 20 to 50 steps, except 0.6 dB less close
+# with 20 steps at CFG scale 7. At interval 3 and CFG scale 7, it is 1.3 dB less close.
+SLOPE_BY_INTERVAL = {2: 0.75}
 SLOPE = 0.5
 # The exponent of the DeepCache authors' non-uniform schedule. POWER_STEP: see authors_whole_steps().
 POWER = 1.4
@@ -84,7 +87,7 @@ def schedule_for(kind: str, total: int, interval: int) -> Schedule:
     step to the next, as set by the user; 1 or less makes every step whole.
     """
     found = nearest_searched(kind, total, interval)
-    slope = SLOPE if found is None else found.slope
+    slope = SLOPE_BY_INTERVAL.get(interval, SLOPE) if found is None else found.slope
     count = whole_step_count(total, interval)
     if interval <= 1 or count >= total:
         return Schedule(tuple(range(total)), total, slope)

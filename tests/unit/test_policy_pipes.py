@@ -125,10 +125,12 @@ def test_in_other_kinds_of_pipelines_the_rows_are_unknown() -> None:
     )
 
 
-def test_without_a_pipeline_the_rows_are_unknown() -> None:
+@pytest.mark.parametrize("wrapped", [False, True], ids=["module", "torch.compile"])
+def test_without_a_pipeline_the_rows_are_unknown(wrapped: bool) -> None:
+    """A sampling can be announced with the result of torch.compile too."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), skip_negative_after=50)
     call = replace(a_call(unet), timestep=torch.full((2,), 500.0))
-    with lib_onediff.sampling(unet, range(999, 0, -50)):
+    with lib_onediff.sampling(torch.compile(unet) if wrapped else unet, range(999, 0, -50)):
         served(unet, call)
     assert told()[1] == f"Skipping the negative prompt is inactive: {NO_PIPELINE}"
     served(unet, call)
