@@ -14,21 +14,18 @@ class Refusal(Exception):
 def unsupported_inputs(detail: str) -> Refusal:
     """A Refusal of a call because of its inputs, such as their shapes. A WebUI alone does not make such calls, so users
     are told where to look. detail: which input is unusual, in one line without a period."""
-    return Refusal(
-        "an extension or a script calls the model in a way that OneDiff does not support, so the WebUI computes it: "
-        f"{detail}"
-    )
+    return Refusal(f"an extension or a script calls the model in a way that OneDiff does not support: {detail}")
 
 
 def unsupported_model(detail: str) -> Refusal:
     """A Refusal of a network because of its layers. detail: which layer is unusual, in one line without a period."""
-    return Refusal(f"the model is built in a way that OneDiff does not support, so the WebUI computes it: {detail}")
+    return Refusal(f"the model is built in a way that OneDiff does not support: {detail}")
 
 
 def unsupported_lora(detail: str) -> Refusal:
     """A Refusal of a network because of LoRAs or other adapters in it. detail: what is unusual about them, in one line
     without a period."""
-    return Refusal(f"a LoRA is used in a way that OneDiff does not support, so the WebUI computes the model: {detail}")
+    return Refusal(f"a LoRA is used in a way that OneDiff does not support: {detail}")
 
 
 class NotKept(Exception):
