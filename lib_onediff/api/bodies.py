@@ -77,7 +77,9 @@ class ReleaseBody(Body):
 
 class SentenceRoute(APIRoute):
     """A FastAPI route (its route class) that answers every error with {"detail": one sentence}, the same in every
-    WebUI: also faults of ours, with 500, which are logged.
+    WebUI: HTTPException with its own status, sentence and headers, a body that does not fit its model with 422, and
+    NotKept (the disk has refused a change) with 507 and its sentence. Any other exception is a fault of ours, which is
+    logged; the answer is 500, and does not quote it.
 
     The WebUIs' own error handlers fail for values that are not valid JSON (NaN, half a surrogate pair) and drop
     headers.

@@ -45,10 +45,11 @@ NOTHING_RUNS = "sandbox; default-src 'none'; img-src 'self'"
 class Origins:
     """The origins (scheme://host:port) whose pages may send requests. The server's own is always among them.
 
-    allowed: other origins; "*" allows every origin. pattern: a regular expression for further ones.
-    strict_host: accept a request only if its Host header has an IP address, localhost or one of `names`. A page under
-        another name then belongs to another site, whose name was redirected to this server after the page had loaded
-        (DNS rebinding). False: every host name is accepted.
+    allowed: other origins; "*" allows every origin. pattern: a regular expression that all of a further origin matches.
+    strict_host: know no other name of this server than an IP address, localhost and `names`. A page under another name
+        then belongs to another site, whose name was redirected to this server after the page had loaded (DNS
+        rebinding). False: every host name is known. knows() decides that, and is_own() uses it; is_foreign() alone does
+        not refuse a request for its Host header.
     names: host names of this server, without ports and in lower case.
     """
 
@@ -110,7 +111,8 @@ def is_fixed(name: str) -> bool:
 
 
 def origins_of(cmd_opts: Any) -> Origins:
-    """The Origins for a WebUI's command line, cmd_opts: those of --cors-allow-origins and its regex are allowed.
+    """The Origins for a WebUI's command line, cmd_opts: allowed are those of --cors-allow-origins, which commas
+    separate, and those that match --cors-allow-origins-regex.
 
     strict_host is on only if the WebUI has an option --listen, and no option of OPEN_TO_OTHERS is set: then only this
     machine reaches it. Otherwise its users may call it by names that we do not know.

@@ -62,11 +62,15 @@ def main(words: list[str] | None = None) -> int:
 
 
 def run(arguments: argparse.Namespace, listener: socket.socket, cache: str) -> None:
-    """Load the model and serve the page until Ctrl-C or SIGTERM.
+    """Load the model and serve the page. Returns after Ctrl-C or SIGTERM. Until the page is served, these signals go to
+    the handlers that the process has already.
 
-    Imports torch, diffusers and gradio only after stay_offline_and_quiet() has set what they read. listener: the socket
-    to serve at. cache: gradio's folder for images and uploads. Raises Refusal with a sentence if the model cannot be
-    loaded.
+    Calls stay_offline_and_quiet() before it imports torch, diffusers and gradio, which read what that sets. If other
+    machines can reach the listener, calls require_account(). Replaces the handlers of SIGINT and SIGTERM and leaves
+    them so; only for the main thread.
+
+    arguments: the command line's; gets an account in gradio_auth. listener: the socket to serve at. cache: gradio's
+    folder for images and uploads. Raises Refusal with a sentence if the model cannot be loaded.
     """
     stay_offline_and_quiet(cache)
     from .models import load_model
@@ -90,8 +94,8 @@ def run(arguments: argparse.Namespace, listener: socket.socket, cache: str) -> N
 
 
 def require_account(arguments: argparse.Namespace) -> None:
-    """Make up an account, set it as arguments.gradio_auth and print it; do nothing if the user has given accounts.
-    Called only if other machines can reach the demo."""
+    """Make up an account, set arguments.gradio_auth to it ("name:password", as in --gradio-auth) and print it; do
+    nothing if the user has given accounts. Called only if other machines can reach the demo."""
     if not arguments.gradio_auth:
         password = secrets.token_urlsafe(12)
         arguments.gradio_auth = f"onediff:{password}"

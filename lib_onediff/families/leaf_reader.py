@@ -22,8 +22,9 @@ PADDING_MODES = {"zeros": False, "circular": True}
 
 class HostLayers:
     """The hosts' own layer classes, such as Forge's Linear, that LeafReader accepts in place of torch's layer of the
-    same name. They compute the same, from parameters of the same names, but may cast to float32 and back. Each host's
-    package registers its classes with take() when it is imported."""
+    same name. They compute the same, from parameters of the same names, but may cast to float32 and back. Only a Linear
+    and an RMSNorm need not be derived from torch's class. Each host's package registers its classes with take() when it
+    is imported."""
 
     def __init__(self) -> None:
         self._classes: set[tuple[str, str]] = set()
@@ -66,8 +67,9 @@ class LeafReader:
     def kind(self, module: object) -> str:
         """The name of a module's class, such as "ResBlock", by which layout readers tell modules apart.
 
-        For a class that is neither torch's nor from the network's package: the full name with the Python module, which
-        equals no name that a reader expects. An extension may define a class of the same name.
+        For a class that is neither torch's nor from the network's package, or only claims to be (is_genuine): the full
+        name with the Python module, which equals no name that a reader expects. An extension may define a class of the
+        same name.
         """
         kind = type(module)
         known = package(kind.__module__) in self._packages and is_genuine(kind)
@@ -122,7 +124,8 @@ class LeafReader:
 
     def linear(self, module: Any) -> Linear:
         """The description of an nn.Linear, of a host's linear layer, or of a 1x1 nn.Conv2d, which is a linear layer
-        over the channels. Claims weight and bias. Raises Refusal for any other module."""
+        over the channels. Claims weight and bias. Raises Refusal for any other module, and for what _claim() and
+        _within() refuse."""
         layer = self._within(module)
         if isinstance(layer, nn.Conv2d):
             pointwise = self.convolution(module)
@@ -136,8 +139,10 @@ class LeafReader:
         return Linear(self.path(module), in_features, out_features)
 
     def convolution(self, module: Any) -> Convolution:
-        """The description of an nn.Conv2d. Claims weight and bias. Raises Refusal unless it is square, undilated and in
-        one group, and is padded by a number of pixels with zeros or with the opposite edges (PADDING_MODES)."""
+        """The description of an nn.Conv2d, or of a host's class derived from it; it does not say whether there is a
+        bias. Claims weight and bias. Raises Refusal unless it is square, undilated and in one group, and is
+        padded by a number of pixels with zeros or with the opposite edges (PADDING_MODES); also for what _claim() and
+        _within() refuse."""
         layer = self._within(module)
         if not isinstance(layer, nn.Conv2d):
             raise self.unknown(layer, "expected a 2D convolution")
@@ -232,7 +237,8 @@ class LeafReader:
         """Claim a layer's weight and bias, so that refuse_unclaimed() accepts them, and the matrices of a LoRA around
         the layer. Any other parameter of the module stays unclaimed.
 
-        Raises Refusal if the layer has modules inside, no weight or a scaled one, or a forward that is not torch's.
+        Raises Refusal if the layer has modules inside, no weight that is a parameter, a scaled weight, or a forward
+        that is neither torch's nor a host's (HOST_LAYERS), and for what _within() refuses.
         """
         layer = self._within(module)
         if next(layer.children(), None) is not None:
@@ -278,8 +284,9 @@ class LeafReader:
         return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}{reason}")
 
     def _foreign_at(self, path: str) -> tuple[str, type] | None:
-        """The outermost module on this path whose class is neither torch's nor from the network's package: its own
-        path, and its class. None if there is none. path: a dotted name within the network."""
+        """The outermost module on this path whose class comes from another package than torch and the network's: its
+        own path, and its class. None if there is none. Unlike kind(), it believes the package that a class names (see
+        is_genuine). path: a dotted name within the network."""
         kinds = {known: type(module) for module, known in self._paths.items()}
         names = path.split(".")
         for length in range(1, len(names) + 1):

@@ -27,8 +27,9 @@ HOSTS = {
 
 def this_webui() -> WebUI:
     """The adapter of the WebUI that OneDiff runs in, never None. It is the same object until the process ends, also
-    after a reload of scripts. If our code fails while it recognises the WebUI, the adapter does nothing and has the
-    fault as its `unmet` (the reason for users)."""
+    after a reload of scripts. If our code fails while it recognises the WebUI, the adapter does nothing; its `unmet`
+    (the reason for users) has all faults of this process so far, joined by "; ".
+    """
     if runtime.webui is None:
         runtime.webui = runtime.guard.attempt("recognising the WebUI", adapter_of_host)
     if runtime.webui is None:

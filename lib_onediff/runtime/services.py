@@ -73,8 +73,8 @@ class Services:
         )
 
     def _kept_shapes(self) -> Callable[[Entry], bool]:
-        """A function that returns whether an entry must stay in the table when others are removed to keep it small: the
-        shape has a graph now, or its resolution is pinned."""
+        """A function that returns whether an entry must stay in the table when others are removed to keep it small: at
+        the time of this call, the shape had a graph or its resolution was pinned."""
         pins = self.history.pins()
         graphs: set[ShapeKey] = set()
         for network in self.networks.values():
@@ -89,7 +89,8 @@ class Services:
 
     def time_ms(self, call: Call) -> TimeMs:
         """A timer with which backends choose between kernels: timer(work) captures work() as a graph on the call's
-        device, and returns the milliseconds that a replay takes. The call's dtype is that of the products in work()."""
+        device, and returns the milliseconds that a replay takes. work() must compute its matrix products in the call's
+        dtype: their workspaces are allocated before the capture."""
         return partial(self.holdings.made.time_ms, call.latent.device, call.latent.dtype)
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:

@@ -80,9 +80,11 @@ class Binding:
 
     def bind(self, channels_last: bool = False, device: torch.device | None = None) -> int:
         """Move weights to where our forward needs them: the members of every fused layer on the device into one
-        storage, and the convolutions' weights into channels-last order or torch's usual one. Parameters that are there
-        already stay. Also sets device and away, and reads anew which weights are in few bits.
+        storage, and the weights of convolutions larger than 1x1 into the memory format that it reads. Parameters that
+        are there already stay. Also sets device and away, and reads anew which weights are in few bits.
 
+        channels_last: lay these convolutions' weights out channels-last. False: put those that an earlier bind() has
+            laid out back into torch's usual format; others stay as the host has them.
         device: the device that computes from now on; None: that of the first layer, where all weights must be.
 
         Returns the bytes that were copied. Parameters get another storage (Parameter.data), and no storage of the
@@ -99,10 +101,7 @@ class Binding:
         ))
         if self.away and device is None:
             raise Refusal("a part of the weights is in main memory")
-        if channels_last:
-            copied = sum(self._set_memory_format(path, torch.channels_last) for path in self._convolution_paths)
-        else:
-            copied = self.restore_memory_formats()
+        copied = self._lay_out_channels_last() if channels_last else self.restore_memory_formats()
         for fusion in self.fusions:
             if fusion.name not in self.away:
                 copied += sum(fuse(parts) for parts in self.parts(fusion.name) if parts)
@@ -122,6 +121,17 @@ class Binding:
                     ):
                         parameter.data = copy_of(parameter)
 
+    def _lay_out_channels_last(self) -> int:
+        """Lay the weights of the convolutions larger than 1x1 out channels-last, and note which were not so before, for
+        restore_memory_formats. Returns the bytes copied."""
+        copied = 0
+        for path in self._convolution_paths:
+            size = self._set_memory_format(path, torch.channels_last)
+            if size:
+                self._channels_last.add(path)
+            copied += size
+        return copied
+
     def restore_memory_formats(self) -> int:
         """Put the convolutions' weights that we have laid out channels-last back into torch's usual memory format.
         Weights that are channels-last by the host's choice stay. Returns the bytes copied."""
@@ -130,9 +140,8 @@ class Binding:
         return copied
 
     def _set_memory_format(self, path: str, memory_format: torch.memory_format) -> int:
-        """Lay the weight of the convolution at this path out in a memory format, and note the path for
-        restore_memory_formats. Returns the bytes copied. Does nothing and returns 0 if the weight has this format
-        already, is in few bits, or was unloaded."""
+        """Lay the weight of the convolution at this path out in a memory format. Returns the bytes copied. Does nothing
+        and returns 0 if the weight has this format already, is in few bits, or was unloaded."""
         if path in self.layers.formats or not self.layers.is_alive(path):
             return 0
         weight, _ = self.layers.weight_and_bias(path)
@@ -140,7 +149,6 @@ class Binding:
             return 0
         with torch.no_grad(), torch.inference_mode(weight.is_inference()):
             weight.data = in_memory_format(weight, memory_format)
-        self._channels_last.add(path)
         return weight.numel() * weight.element_size()
 
     def look_for_stored(self) -> None:
@@ -227,7 +235,7 @@ class Binding:
 
     def parts(self, name: str) -> tuple[list[Tensor], list[Tensor]]:
         """(weights, biases) of the layers of the group of this name, in order: the host's own tensors. Layers without a
-        bias are left out of the biases."""
+        bias are left out of the biases. KeyError for a name that is not in groups, such as those in apart."""
         weights: list[Tensor] = []
         biases: list[Tensor] = []
         for path in self.groups[name]:
@@ -250,7 +258,7 @@ class Binding:
     def weights_on(self, device: torch.device, name: str) -> LayerWeights:
         """The weight and bias of the group of this name on a device: views of the host's parameters if these are there,
         in one storage, otherwise copies, joined. On the meta device, they have shapes and no values. The bias is None
-        if no layer of the group has one."""
+        if no layer of the group has one. KeyError for a name that is not in groups, such as those in apart."""
         found: list[Any] = []
         for parts in self.parts(name):
             there = joined(parts) if parts and all(part.device == device for part in parts) else None

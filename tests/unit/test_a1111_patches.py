@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from torch.nn import functional
 from lib_onediff.core.origins import author
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.unet.call import UNetCall
+from lib_onediff.hosts.a1111.adapter import release
 from lib_onediff.hosts.a1111.patches import does_nothing_now, patches_of
 from lib_onediff.hosts.changed_modules import ChangedModules, is_brought
 from lib_onediff.runtime.runtime import runtime
@@ -238,3 +240,16 @@ def test_reasons_name_the_extension_that_users_have_installed(path: str, name: s
     exec("def function(): pass", space)
     assert author(types.MethodType(space["function"], object())) == name
     assert author(functools.partial(space["function"])) == name
+
+
+@pytest.mark.parametrize("tag, expected", [
+    ("v1.10.1", "A1111 v1.10.1"), ("1.10.1", "A1111 1.10.1"), ("<none>", "A1111"), (None, "A1111"),
+])
+def test_the_release_has_no_version_if_the_webui_finds_none(
+    monkeypatch: pytest.MonkeyPatch, tag: str | None, expected: str
+) -> None:
+    launch = types.ModuleType("modules.launch_utils")
+    if tag is not None:
+        monkeypatch.setattr(launch, "git_tag", lambda: tag, raising=False)
+    monkeypatch.setitem(sys.modules, launch.__name__, launch)
+    assert release() == expected

@@ -248,3 +248,19 @@ def test_weights_keep_their_bits_whatever_stands_in_the_place_of_torchs_function
         with Louder() if name == "a mode" else nullcontext():
             binding.unbind()
     assert same(before, values(unet))
+
+
+def test_only_what_a_binding_laid_out_channels_last_is_put_back() -> None:
+    unet = diffusers_unet(**SD1)
+    convolutions = [one for one in unet.parameters() if one.dim() == 4 and one.shape[-1] > 1]
+    theirs = convolutions[::2]
+    ours = convolutions[1::2]
+    for weight in theirs:
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+    binding = Binding(unet, FAMILIES.read(unet))
+    binding.bind(channels_last=True)
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in convolutions)
+    binding.bind(channels_last=False)
+    assert all(one.is_contiguous(memory_format=torch.channels_last) for one in theirs)
+    assert all(one.is_contiguous() for one in ours)
+    assert binding.restore_memory_formats() == 0

@@ -63,8 +63,8 @@ class PatchPoints(Points):
         return hidden_states
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        """Called with the hidden states and the skip before the output stage of this index concatenates them. Returns
-        both, as they are to be concatenated."""
+        """Called with the hidden states and the skip before concatenate(), for every output stage. index: of the stage.
+        The two may differ in height and width. Returns both, as they are to be concatenated."""
         return hidden_states, skip
 
     def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
@@ -74,8 +74,9 @@ class PatchPoints(Points):
         return None
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """Called at the beginning of a transformer block; place and block identify it for the points within it, which
-        do not get them. Returns whether functions are set within it. If True, the forward calls these points
+        """Called at the beginning of a transformer block. A host's class may keep the place and the block for the
+        points within the block: none of these gets the place, and only whole_block and whole_attention get the block.
+        Returns whether functions are set within the block. If True, the forward calls these points
         (whole_block to between_attentions); if False, it calls none of them for this block, and computes the block with
         fused operators."""
         return False

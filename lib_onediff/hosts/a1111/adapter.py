@@ -45,6 +45,8 @@ NEEDS = (
     Need("modules.call_queue", "queue_lock"), Need("modules.devices", "autocast"),
     Need("modules.lowvram", "module_in_gpu"), Need("modules.lowvram", "send_everything_to_cpu"),
 )
+# What git_tag of the WebUI returns if it finds no version.
+NO_TAG = "<none>"
 # Reasons for users why the prompt's rows of a call are unknown.
 NO_STEP = "this step does not come from the WebUI's own sampling loop"
 SEVERAL_PROMPTS = "AND joins several prompts"
@@ -52,11 +54,11 @@ OTHER_PROMPTS = "an extension uses other prompts than the WebUI at this step"
 
 
 def release() -> str:
-    """The WebUI's name and version for users, such as "A1111 v1.10.1", from git or the changelog; "A1111" if it cannot
-    be told."""
+    """The WebUI's name and version for users: "A1111 v1.10.1" from git, or "A1111 1.10.1" from the changelog. "A1111"
+    alone if neither has a version, or the WebUI has no git_tag()."""
     launch: Any = sys.modules.get("modules.launch_utils")
-    tag = launch.git_tag() if hasattr(launch, "git_tag") else ""
-    return f"A1111 {tag}".strip()
+    tag = launch.git_tag() if hasattr(launch, "git_tag") else NO_TAG
+    return "A1111" if tag == NO_TAG else f"A1111 {tag}"
 
 
 class A1111(WebUI):
@@ -247,7 +249,8 @@ class A1111(WebUI):
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         """(batch, tokens) of each kind of UNet call that CFGDenoiser may make in a step with the present options, the
-        usual one first. images: how many at once. tokens: the prompt's context length."""
+        usual one first: (2 * images, tokens), or (images, tokens) with "Batch cond/uncond" off. images: how many at
+        once. tokens: the prompt's context length."""
         from modules import shared
 
         # CFGDenoiser.forward calls with the prompt and the negative prompt together (both), unless an option is off.

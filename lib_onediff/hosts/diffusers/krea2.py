@@ -42,7 +42,8 @@ class Krea2Calls:
         hidden_states: the packed latent, (batch, image tokens, channels * 4).
         encoder_hidden_states: the prompt, (batch, prompt tokens, text layers, width).
         position_ids: (tokens of prompt and image, 3).
-        others: refused unless None.
+        encoder_attention_mask: which of the prompt's tokens count; passed on as it is. None: all.
+        attention_kwargs: refused unless in UNSCALED. others: refused unless None.
         """
         passed = [name for name, value in others.items() if value is not None]
         if (attention_kwargs or {}) not in UNSCALED:

@@ -48,8 +48,8 @@ class DecoderForward(ModuleForward):
 
     @classmethod
     def declined(cls, module: Any, reason: str) -> None:
-        """Count this decode or encode as one that the host computed, with the reason for the user. See ModuleForward.
-        """
+        """Count this decode or encode as one that the host computes, with the reason for the user. The guard calls this
+        if it does not call serve(), or serve() has failed. See ModuleForward."""
         runtime.vae.note_host(reason)
 
 

@@ -71,7 +71,8 @@ class Decoded(NamedTuple):
 
     image: in the host's dtype; for an encode, the latent's mean and log variance.
     entry: of the shape with the backend and dtype that computed it.
-    reason: why a faster backend, or the one in the settings, did not compute it, for users; "" if none was skipped.
+    reason: why a faster backend, or the one in the settings, did not compute it, for users. "" if none was skipped, and
+        if in_type() was to use the reference backend alone.
     is_finite: whether it has neither NaN nor infinite values.
     """
 
@@ -104,8 +105,8 @@ class Decode:
         """The image, computed in a dtype by the fastest backend that does not fail, and cast to the latent's dtype. It
         is not compared with the host's; see checked(). It may have NaN; see Decoded.is_finite.
 
-        uncompared: there will be no host image to compare with, so only the reference backend is used. Raises Refusal
-        if no backend can decode, and torch.cuda.OutOfMemoryError.
+        uncompared: there will be no host image to compare with, so only the reference backend is used, without a
+            reason. Raises Refusal if no backend can decode, and torch.cuda.OutOfMemoryError.
         """
         services = self.services
         found = services.devices.launched(

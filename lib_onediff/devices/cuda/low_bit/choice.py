@@ -77,17 +77,16 @@ class LowBit:
         self._results: dict[str, tuple[object, Any]] = {}
         # Products that could not be timed in this process. They are computed in the model's dtype.
         self._not_timed: set[tuple[Product, torch.dtype, Kind, int]] = set()
-        # Increased whenever measurements change, so that earlier choices are not reused.
+        # Increased when measurements or quantizes_every_layer change; among the inputs of results that depend on these.
         self._changes = 0
 
     # --- the machine ----------------------------------------------------------------------------------------------
 
     def why_not(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a device supports none of the option's formats for a model of this dtype, in one sentence for the user;
-        None if it supports one. option: "fp8", "int8" or "auto", as Settings.low_bit."""
+        None if it supports one. Of several formats, the sentence is about the last one, INT8: it has the lowest
+        requirements. option: "fp8", "int8" or "auto", as Settings.low_bit."""
         wanted = KINDS_OF[option]
-        # If the option has several formats, the user reads the reason of the last one, INT8: its requirements are the
-        # lowest.
         return None if self.kinds(wanted, device, dtype) else self._lack(wanted[-1], device, dtype)
 
     def kinds(self, wanted: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
@@ -128,6 +127,9 @@ class LowBit:
 
         With lossy.only, no layer is left out, except convolutions. Even the keys and values of cross-attentions are
         stored in eight bits; their weights are decoded, and multiplied in the model's dtype.
+
+        The call's device must support a format of lossy.low_bit for the call's dtype (why_not() is None). The runtime's
+        BackendChoice looks for that before it chooses a lossy route.
         """
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
@@ -189,8 +191,11 @@ class LowBit:
         return self._once(name, (inputs, self._changes), lambda: low_bit_products(*inputs))
 
     def _once(self, name: str, inputs: object, find: Callable[[], Found]) -> Found:
-        """The result of find(). It is kept under `name`, with the inputs that it depends on, and returned without
-        another find() while `inputs` are equal to those. Choices are needed at every call, and take too long to find.
+        """The result of find(). It is kept under `name`, and returned without another find() while `inputs` are equal
+        to those at that time. Choices are needed at every call, and take too long to find.
+
+        inputs: everything that the result depends on. Nothing else drops it, so _changes must be among them if find()
+            reads measurements or quantizes_every_layer.
         """
         known = self._results.get(name)
         if known is None or known[0] != inputs:
@@ -235,10 +240,10 @@ class LowBit:
         return value[0], value[1]
 
     def note(self, product: Product, dtype: torch.dtype, kind: Kind, plain: float, rounded: float) -> None:
-        """Store the measured milliseconds of a product in the model's dtype (plain) and in this format (rounded), and
-        drop all choices, which are then made again with them."""
+        """Store the measured milliseconds of a product in the model's dtype (plain) and in this format (rounded).
+        Choices that depend on measurements are made again at the next call."""
         self.tuning_cache.set(times_name(product, dtype, kind), [plain, rounded])
-        self._forget_results()
+        self._forget_choices()
 
     def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
         """Measure which of this call's products are faster in eight bits, if unknown. Returns whether any was measured,
@@ -290,26 +295,26 @@ class LowBit:
         self.note(product, dtype, kind, plain, rounded)
 
     def forget(self) -> None:
-        """Drop all choices, and the memory of which products could not be timed. Times in the tuning cache stay, and
-        the next choices use them."""
+        """Try again to time the products that could not be timed, and make the choices that depend on measurements
+        again at the next call. Times in the tuning cache stay, and the next choices use them."""
         self._not_timed = set()
-        self._forget_results()
+        self._forget_choices()
 
     @contextlib.contextmanager
     def every_layer_quantized(self) -> Iterator[None]:
-        """A context in which quantizes_every_layer is True, for tests and measurements of errors. Drops all choices at
-        its begin and end."""
+        """A context in which quantizes_every_layer is True, for tests and measurements of errors. At its beginning and
+        at its end, the choices that depend on it are made again."""
         self.quantizes_every_layer = True
-        self._forget_results()
+        self._forget_choices()
         try:
             yield
         finally:
             self.quantizes_every_layer = False
-            self._forget_results()
+            self._forget_choices()
 
-    def _forget_results(self) -> None:
-        """Drop all choices, so that the next call makes them again: measurements or quantizes_every_layer have changed.
-        """
+    def _forget_choices(self) -> None:
+        """Let the next call find again what depends on measurements or quantizes_every_layer, which have changed: drops
+        the results of best(), and increases _changes. Results of _once without _changes among their inputs stay."""
         self._known.cache_clear()
         self._changes += 1
 
