@@ -44,7 +44,7 @@ def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
         transformer_call(AnimaCall, host.unet, given, False, ())
 
 
-def test_norms_that_multiply_by_one_plus_weight(host: AnimaHost) -> None:
+def test_norms_that_multiply_by_one_plus_weight_are_served(host: AnimaHost) -> None:
     theirs = host.output()
     for module in host.unet.modules():
         if type(module).__name__ == "RMSNorm":

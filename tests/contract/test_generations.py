@@ -227,7 +227,7 @@ def test_control_residuals_are_served(host: Host) -> None:
     assert calls == OURS and close(made, expected)
 
 
-def test_a_forward_on_the_instance_that_calls_the_classs(host: Host) -> None:
+def test_a_forward_on_the_instance_that_calls_the_classs_is_served_but_on_a1111(host: Host) -> None:
     unet = host.unet
     expected = host.generate()
     host.start()

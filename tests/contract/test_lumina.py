@@ -75,7 +75,7 @@ def with_joint_lora(host: ZImageHost, online: bool) -> None:
 
 
 @pytest.mark.parametrize("online", [True, False])
-def test_a_lora_on_rows_of_a_joint_projection(host: ZImageHost, online: bool) -> None:
+def test_a_lora_on_rows_of_a_joint_projection_is_served(host: ZImageHost, online: bool) -> None:
     plain = host.generate()
     with_joint_lora(host, online)
     expected = host.generate()

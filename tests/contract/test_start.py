@@ -47,7 +47,7 @@ with modules_importable():
 @pytest.mark.parametrize(("name", "itself"), [
     ("a1111", True), ("forge", False), ("neo", False), ("reforge", True), ("classic", False),
 ])
-def test_which_webui_loads_a_checkpoint_when_it_starts(
+def test_each_webui_loads_a_checkpoint_at_the_start_or_with_the_first_image(
     name: str, itself: bool, fresh_runtime: None, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:
     with running(name) as host:

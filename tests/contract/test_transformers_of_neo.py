@@ -126,7 +126,7 @@ def test_a_prompt_with_a_dimension_too_many_fails_as_in_the_host(host: Transform
     assert "(2, 2, 10" in runtime.status()["reason"]
 
 
-def test_a_unet_after_a_transformer_and_back(host: TransformerHost) -> None:
+def test_unets_and_transformers_are_served_in_turn(host: TransformerHost) -> None:
     expected = {}
     for host.is_transformer in (False, True):
         host.checkpoint = host.make()

@@ -53,7 +53,7 @@ def test_pages_under_local_names_of_this_machine_are_allowed() -> None:
     ("[evil.example]", "evil.example", False), (":7860", "", False), ("127.0.0.1@evil", "127.0.0.1@evil", False),
     ("2130706433", "2130706433", False),
 ])
-def test_names_that_no_name_server_leads_here(host: str, name: str, fixed: bool) -> None:
+def test_a_strict_host_knows_only_addresses_and_localhost(host: str, name: str, fixed: bool) -> None:
     assert host_name(host) == name
     assert Origins(strict_host=True).knows(host) is fixed
     assert Origins().knows(host) is bool(name)
@@ -75,12 +75,14 @@ def test_a_webui_of_this_machine_knows_its_names(flags: dict[str, Any], strict: 
     ({"host": "sd.lan", "origin": "http://sd.lan.evil:8080"}, False),
     ({"host": "sd", "origin": "http://sd.lan"}, False),
 ])
-def test_proxies_without_tls(headers: dict[str, str], own: bool) -> None:
+def test_without_sec_fetch_site_the_host_or_forwarded_host_tells_ones_own_page(
+    headers: dict[str, str], own: bool
+) -> None:
     assert Origins().is_foreign(headers) is not own
     assert Origins(strict_host=True).is_foreign(headers)
 
 
-def test_sites_that_the_command_line_allows() -> None:
+def test_sites_that_the_command_line_allows_are_not_foreign() -> None:
     for flags in ({"cors_allow_origins": "http://other.example,https://friend.example"}, {"cors_allow_origins": "*"},
                   {"cors_allow_origins_regex": r"https://.*\.example"}):
         origins = origins_of(SimpleNamespace(listen=False, **flags))

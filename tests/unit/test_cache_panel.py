@@ -63,7 +63,7 @@ def test_a_click_on_a_size_queues_it(seen: Seen) -> None:
     assert "is not a size" in seen.panel.view('{"sizes": ["x"], "asked": "undefinedxundefined"}', "", None)[7]
 
 
-def test_the_most_used_sizes(seen: Seen) -> None:
+def test_most_used_sizes_of_an_unused_model_are_none_and_the_reason_is_shown(seen: Seen) -> None:
     seen.do(seen.panel.prewarm, "most used 2")
     assert "No size has been used with this model yet" in seen.text("told") and seen.warmup.jobs() == []
     seen.do(seen.panel.prewarm, "most used 2, 72x64")

@@ -14,7 +14,7 @@ from lib_onediff.ui.cache import table as cache_table
 from lib_onediff.ui.jobs import jobs_html
 
 
-def test_totals() -> None:
+def test_the_line_of_totals_counts_resolutions_by_state_and_calls_by_route() -> None:
     rows = [ROW, replace(ROW, state="proved"), replace(ROW, state="failed", bytes=0)]
     jobs = [Job(PREWARM, "64x64", state="done"), Job(PREWARM, "64x64")]
     line = text_of(cache_table.totals_html(TOTALS, rows, jobs, Path("/cache/<onediff>")))
@@ -87,7 +87,8 @@ def test_sizes_of_the_user_come_first_and_what_takes_minutes_says_so() -> None:
     assert 'title="about 4 min or more on this machine"' in markup
 
 
-def test_only_so_many_rows_are_shown() -> None:
+def test_the_table_shows_no_more_than_most_rows_and_counts_the_others() -> None:
+    """Each row has two bodies: its own, and the one of its shapes."""
     rows = [replace(ROW, resolution=f"{64 + 8 * number}x64") for number in range(cache_table.MOST_ROWS + 3)]
     markup = cache_table.resolutions_html(rows)
     assert markup.count("<tbody>") == 2 * cache_table.MOST_ROWS and "3 more: choose a model" in markup

@@ -80,7 +80,8 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_a_copy_computes_its_own_weights(duplicate: Callable[[Any], Any]) -> None:
+def test_the_host_computes_a_copy_with_its_own_weights_until_it_is_compiled(duplicate: Callable[[Any], Any]) -> None:
+    """The original stays compiled."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     assert is_ours(unet)
     twin = with_other_weights(duplicate(unet))
@@ -105,7 +106,7 @@ def test_the_host_serves_a_copy_with_compiled_regions() -> None:
         assert torch.equal(twin(**diffusers_arguments(call)).sample, expected) and calls() == before
 
 
-def test_a_copy_of_a_vaes_decoder_computes_its_own_weights() -> None:
+def test_the_host_computes_a_copy_of_a_vaes_decoder_with_its_own_weights() -> None:
     vae = tiny_vae()
     pipe = type("Pipe", (), {})()
     pipe.unet = diffusers_unet()

@@ -182,7 +182,9 @@ def test_a_comparison_that_fails_has_the_first_line_of_the_error_as_reason() -> 
     ([(7.95, 1.0)], ""), ([(2, 1), (2.2, 1), (2.4, 1)], "2.2x faster"), ([(1, 2), (1, 2), (1, 2)], "2.0x slower"),
     ([(5.6, 1), (0.84, 1), (1.2, 1)], "no measurable difference"),
 ])
-def test_the_speed_of_the_right_side_in_words(seconds: list[tuple[float, float]], says: str) -> None:
+def test_the_speed_of_the_right_side_is_given_in_words_from_three_pairs_on(
+    seconds: list[tuple[float, float]], says: str
+) -> None:
     assert speed_of_right([a_pair(each) for each in seconds]) == says
 
 

@@ -32,7 +32,10 @@ def test_everything_of_this_machine_is_read_back() -> None:
     assert parse(f"Hello,\nhere it is:\n{quoted}\n") == facts
 
 
-def test_switches_and_variables_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_has_torchs_switches_and_only_the_listed_environment_variables(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another variable may have a secret."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("HOME_OF_A_SECRET", "hunter2")
     matmul = torch.backends.cuda.matmul

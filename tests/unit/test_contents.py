@@ -36,7 +36,7 @@ def test_spans_on_several_devices_keep_their_order(devices: tuple[str, ...]) -> 
         assert contents.begin()() and not contents.begin()()
 
 
-def test_of_a_part_every_row_is_read() -> None:
+def test_a_change_in_any_row_of_a_part_is_found() -> None:
     matrix = torch.randn(512, 1024)
     contents = Contents([MemorySpan.of(matrix)], PART)
     for row in (0, 255, 511):
@@ -49,7 +49,7 @@ def test_of_a_part_every_row_is_read() -> None:
     (torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last), True), (torch.ones(1, 6).expand(4, 6), False),
     (torch.tensor(1.0), True), (torch.ones(4, 9)[:, :6], False),
 ], ids=str)
-def test_which_tensors_are_all_that_their_memory_holds(tensor: torch.Tensor, dense: bool) -> None:
+def test_a_tensor_is_dense_if_it_fills_its_memory_in_any_order(tensor: torch.Tensor, dense: bool) -> None:
     assert is_dense(tensor) is dense
 
 

@@ -135,7 +135,7 @@ def test_an_ip_adapter_with_a_scale_of_0_in_some_attentions(processor: str) -> N
     assert relative_error(output, expected) < CLOSE and added(f"in {count} attentions")
 
 
-def test_two_images_with_masks_and_scales_of_their_own() -> None:
+def test_two_image_prompts_with_masks_and_scales_of_their_own_give_diffusers_output() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain", scale=[0.3, 0.9])
     masks = torch.zeros(1, 2, 64, 64)
@@ -207,7 +207,7 @@ def test_a_processor_that_is_not_diffusers_is_called(name: str) -> None:
 
 
 @pytest.mark.parametrize("guidance", ["PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"])
-def test_perturbed_attention_guidance(guidance: str) -> None:
+def test_perturbed_attention_guidance_gives_diffusers_output(guidance: str) -> None:
     from diffusers.models import attention_processor
 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))

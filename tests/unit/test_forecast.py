@@ -95,7 +95,7 @@ SAMPLINGS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("more", "why"), SAMPLINGS, ids=[why for _, why in SAMPLINGS])
-def test_samplings_in_which_the_forecast_is_inactive(more: dict[str, Any], why: str) -> None:
+def test_an_inactive_forecast_computes_every_step_and_gives_the_reason(more: dict[str, Any], why: str) -> None:
     ours = Samplings("forecast")
     ours.begin(**more)
     assert ours.sample(more.get("times", STEPS)) == [WHOLE] * len(more.get("times", STEPS))
@@ -106,7 +106,7 @@ def test_samplings_in_which_the_forecast_is_inactive(more: dict[str, Any], why: 
     (lambda call: replace(call, timestep=call.timestep - torch.arange(2)), "at different steps"),
     (lambda call: replace(call, patches=PatchPoints()), "other extensions"),
 ])
-def test_calls_for_which_the_forecast_is_inactive(change: Callable[[UNetCall], UNetCall], why: str) -> None:
+def test_calls_that_cannot_be_forecast_are_computed_whole(change: Callable[[UNetCall], UNetCall], why: str) -> None:
     ours = Samplings("forecast")
     ours.begin()
     found = [ours.run(change(ours.call(time)))[0] for time in STEPS]

@@ -139,6 +139,6 @@ def test_edits_in_place_take_effect_at_the_next_call() -> None:
     lambda: {**adapters(), "cond_or_uncond": [1, 0, 0]},
     lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}},
 ], ids=["another source", "another way", "frames", "a mask", "AnimateDiff", "no such batch", "a function"])
-def test_ip_adapters_used_in_other_ways_run_as_functions_of_extensions(options: Any) -> None:
+def test_ip_adapters_that_our_forward_does_not_compute_run_as_functions_of_extensions(options: Any) -> None:
     ours = made(options())
     assert ours.patches is not None and not ours.image_prompts

@@ -60,7 +60,7 @@ def test_a_row_shows_the_memory_that_its_purge_frees(unet: nn.Module, pretended:
     assert held() == 0 and not pretended.devices()
 
 
-def test_many_sizes_within_a_budget(unet: nn.Module, pretended: PretendedGraphs) -> None:
+def test_graphs_of_many_sizes_stay_within_the_budget(unet: nn.Module, pretended: PretendedGraphs) -> None:
     make_ready(unet, LARGE)
     largest = entry("128x128").needs
     runtime.purge()

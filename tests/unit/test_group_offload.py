@@ -27,7 +27,9 @@ def offload(unet: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_hooks_run_only_if_the_host_computes(pretended: PretendedGraphs, kind: str, is_first: bool) -> None:
+def test_offloading_hooks_run_only_if_the_host_computes(pretended: PretendedGraphs, kind: str, is_first: bool) -> None:
+    """diffusers' group offloading, of each kind, set before (is_first) or after the UNet is compiled. Calls are served
+    also after a LoRA has removed the hooks and added them again, and uncompiling gives the UNet back."""
     unet = diffusers_unet(**SMALL_XL)
     moved = list[Any]()
     call = a_call(unet)

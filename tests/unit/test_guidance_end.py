@@ -39,7 +39,7 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
     (lambda call: call, {"why_not": "the sampler's churn moves its steps"}, "the sampler's churn moves its steps"),
     (lambda call: call, {"times": STEPS[:9]}, "fewer than 10 steps"),
 ])
-def test_calls_and_samplings_that_compute_the_negative_prompt(
+def test_calls_and_samplings_for_which_skipping_is_refused_compute_the_negative_prompt(
     change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
 ) -> None:
     ours = Samplings("guidance")

@@ -46,7 +46,8 @@ def assert_same(found: QuantizedTokens, rows: Tensor, rule: Rule, moved: float =
 
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 768, 1280], scale=[1.0, 1e-4, 300.0])
-def test_plain_rows(rule: Rule, dtype: torch.dtype, width: int, scale: float) -> None:
+def test_rows_are_quantized_as_the_host_does(rule: Rule, dtype: torch.dtype, width: int, scale: float) -> None:
+    """By the host's rule for the inputs of layers with INT8 weights, as hosts_rows computes it in torch."""
     rows = random(3, 5, width, dtype=dtype) * scale
     rows[0, 1] = 0
     assert_same(rounding.rounded(rows, INT8, rule=rule), rows, rule)
@@ -64,7 +65,7 @@ def test_rows_are_quantized_as_by_torchs_operators(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_gelu(rule: Rule) -> None:
+def test_a_gelus_output_is_quantized_as_the_host_does(rule: Rule) -> None:
     rows = random(5, 768)
     written = native_tokens.gelu(rows.clone())
     assert_same(rounding.rounded(rows, INT8, gelu=True, rule=rule), written, rule)
@@ -80,13 +81,15 @@ def test_a_gelu_is_also_written_in_the_models_dtype(rule: Rule) -> None:
 
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 1280, 2560])
-def test_geglu(rule: Rule, dtype: torch.dtype, width: int) -> None:
+def test_a_geglus_output_is_quantized_as_the_host_does(rule: Rule, dtype: torch.dtype, width: int) -> None:
     hidden = random(2, 5, 2 * width, dtype=dtype)
     assert_same(rounding.geglu(hidden, INT8, rule), native_tokens.geglu(hidden), rule)
 
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 1280, 768], whole=[True, False])
-def test_a_layer_norm(rule: Rule, dtype: torch.dtype, width: int, whole: bool) -> None:
+def test_a_layer_norms_output_is_quantized_as_the_host_does(
+    rule: Rule, dtype: torch.dtype, width: int, whole: bool
+) -> None:
     tokens, weight, bias = random(1, 5, width, dtype=dtype), random(width, dtype=dtype), random(width, dtype=dtype)
     residual = Residual(tokens.clone(), random(width, dtype=torch.float32), bias) if whole else Residual(tokens.clone())
     summed, found = rounding.layer_norm(residual, weight, bias, 1e-5, INT8, rule=rule)
@@ -99,7 +102,7 @@ def test_a_layer_norm(rule: Rule, dtype: torch.dtype, width: int, whole: bool) -
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_an_adaptive_norm(rule: Rule) -> None:
+def test_an_adaptive_norms_output_is_quantized_as_the_host_does(rule: Rule) -> None:
     tokens, update = random(2, 7, 512, dtype=torch.float32), random(2, 7, 512)
     shift, factor, gate = random(2, 3 * 512).chunk(3, dim=1)
     given: Callable[[], Residual] = lambda: Residual(tokens.clone(), update=update, gate=gate)  # noqa: E731

@@ -53,7 +53,9 @@ def test_infotext_needs_no_quotes() -> None:
     ("on;;; ;backend", {"enabled": True}),
     ("on\x00; low_bit_only on", {}),
 ])
-def test_texts_of_other_versions_and_of_users(text: str, expected: dict[str, Any]) -> None:
+def test_parse_keeps_the_valid_settings_of_texts_by_other_versions_and_users(
+    text: str, expected: dict[str, Any]
+) -> None:
     assert infotext.parse(text) == expected
     Settings.from_mapping(infotext.parse(text))
 

@@ -55,7 +55,7 @@ def test_a_product_is_the_exact_one_rounded_once(
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_rows_of_zeros_and_rows_a_thousand_times_as_large(config: LaunchConfig) -> None:
+def test_rows_of_zeros_and_rows_a_thousand_times_as_large_are_multiplied_right(config: LaunchConfig) -> None:
     rows = torch.randn(40, 64, device=DEVICE)
     rows[3] = 0
     rows[5] = rows[5] * 1000
@@ -108,7 +108,7 @@ DOWN_TYPES = [torch.float16, torch.bfloat16] if DEVICE.type == "cuda" else [torc
 
 
 @grid(shape=[(33, 80, 48), (64, 64, 16), (7, 48, 96)], dtype=DOWN_TYPES, config=DOWN_CONFIGS)
-def test_the_product_with_the_down_matrices_of_loras(
+def test_the_product_with_the_down_matrices_of_loras_is_rounded_once(
     shape: tuple[int, int, int], dtype: torch.dtype, config: LaunchConfig
 ) -> None:
     rows, width, ranks = shape

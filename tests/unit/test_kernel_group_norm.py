@@ -83,7 +83,9 @@ def test_every_launch_config_gives_the_same(config: dict[str, tuple[int, int]]) 
 
 
 @grid(channels=[(64, 32, 4), (32, 64, 4), (80, 48, 4), (16, 128, 6), (7, 65, 4)], at_once=WAYS)
-def test_two_images_side_by_side_whose_border_is_inside_a_group(channels: tuple[int, int, int], at_once: Way) -> None:
+def test_two_concatenated_images_are_normed_right_if_their_border_is_inside_a_group(
+    channels: tuple[int, int, int], at_once: Way
+) -> None:
     first, second, groups = channels
     assert first % ((first + second) // groups), "the border must not be between two groups"
     images = random_image(2, first, 4, 9), random_image(2, second, 4, 9, mean=3.0)
@@ -111,7 +113,7 @@ def test_a_mean_of_a_thousand_deviations_adds_no_error_but_its_own_rounding(mean
 
 
 @grid(size=[(45, 60), (32, 65), (41, 50)], mean=[0.0, 100.0])  # 84.4, 65 and 64.1 strips
-def test_more_strips_than_are_joined_at_once(
+def test_more_strips_than_are_joined_at_once_give_the_right_norm(
     size: tuple[int, int], mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = 32

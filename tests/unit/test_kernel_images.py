@@ -29,7 +29,7 @@ def sum_of(image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchCo
 
 
 @grid(shape=SHAPES, biased=[True, False])
-def test_additions(shape: tuple[int, ...], biased: bool) -> None:
+def test_an_addition_is_exact_and_writes_to_no_input_unless_in_place(shape: tuple[int, ...], biased: bool) -> None:
     image = random_image(*shape)
     update = random_image(*shape)
     bias = torch.randn(shape[1], device=DEVICE) if biased else None
@@ -106,7 +106,9 @@ def residual_with_biases(tokens: Tensor, has_deferred_bias: bool, has_bias: bool
     biases=[(False, False), (False, True), (True, True), (True, False)],
     biased=[True, False],
 )
-def test_layer_norm_of_a_residual(shape: tuple[int, ...], biases: tuple[bool, bool], biased: bool) -> None:
+def test_a_residuals_layer_norm_is_exact_and_defers_the_bias(
+    shape: tuple[int, ...], biases: tuple[bool, bool], biased: bool
+) -> None:
     tokens = random(*shape)
     residual, total = residual_with_biases(tokens, *biases)
     weight = 1 + 0.3 * random(shape[-1])
@@ -164,7 +166,7 @@ def test_a_mean_of_500_deviations_adds_no_error_but_its_own_rounding(mean: float
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 640), (1, 3, 2560), (5, 96), (2, 10), (1, 2, 2 * 513), (1, 2)], ids=str)
-def test_geglu_of_every_width(shape: tuple[int, ...]) -> None:
+def test_geglu_is_exact_at_every_width(shape: tuple[int, ...]) -> None:
     tokens = 3 * random(*shape)
     output = geglu(tokens)
     assert output.shape == (*shape[:-1], shape[-1] // 2)

@@ -65,7 +65,9 @@ def merged(layer: LayerWeights) -> LayerWeights:
 
 
 @grid(members=[(), MEMBERS], biased=[True, False])
-def test_linear(ops: Operators, members: tuple[int, ...], biased: bool) -> None:
+def test_a_linear_layer_with_loras_equals_one_with_merged_weights(
+    ops: Operators, members: tuple[int, ...], biased: bool
+) -> None:
     layer = with_loras(sum(MEMBERS), (64,), biased, members)
     x = random(2, 33, 64)
     tokens = random(2, 33, sum(MEMBERS))
@@ -76,7 +78,9 @@ def test_linear(ops: Operators, members: tuple[int, ...], biased: bool) -> None:
 
 
 @grid(biased=[True, False], joined=[True, False], form=[torch.contiguous_format, torch.channels_last])
-def test_pointwise(ops: Operators, biased: bool, joined: bool, form: torch.memory_format) -> None:
+def test_a_pointwise_convolution_with_loras_equals_one_with_merged_weights(
+    ops: Operators, biased: bool, joined: bool, form: torch.memory_format
+) -> None:
     layer = with_loras(48, (64, 1, 1), biased)
     image = random(2, 64, 8, 8).to(memory_format=form)
     given = ops.concatenate(image[:, :32], image[:, 32:]) if joined else image
@@ -85,7 +89,9 @@ def test_pointwise(ops: Operators, biased: bool, joined: bool, form: torch.memor
 
 
 @grid(biased=[True, False], circular=[True, False], stride=[1, 2])
-def test_convolution(ops: Operators, biased: bool, circular: bool, stride: int) -> None:
+def test_a_convolution_with_loras_equals_one_with_merged_weights(
+    ops: Operators, biased: bool, circular: bool, stride: int
+) -> None:
     layer = with_loras(48, (32, 3, 3), biased)
     image = random(2, 32, 8, 8)
     shape = Convolution("", 32, 48, 3, stride, 1, circular)

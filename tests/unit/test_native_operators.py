@@ -99,7 +99,9 @@ def test_a_virtual_concatenation_gives_the_results_of_a_real_one(
 
 
 @grid(kind=list(product([(1, 32), (1, 20), (2, 32)], [False, True])), form=list(FORMATS), biased=[True, False])
-def test_convolution(native: NativeOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool) -> None:
+def test_a_convolution_gives_torchs_result_in_any_memory_format(
+    native: NativeOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool
+) -> None:
     (stride, channels), circular = kind
     shape = Convolution("convolution", 12, channels, 3, stride, 1, circular)
     image = random(2, 12, 7, 6)

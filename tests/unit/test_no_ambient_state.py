@@ -107,7 +107,7 @@ def test_defaults_of_the_caller_change_nothing_after_a_proof_or_before(what: Any
 
 
 @pytest.mark.parametrize("what", DEFAULTS, ids=str)
-def test_nor_do_they_of_a_vae(what: Any, fresh_route: Any) -> None:
+def test_defaults_of_the_caller_change_nothing_in_a_vaes_decode(what: Any, fresh_route: Any) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     before = our_picture(decoder, latent)

@@ -91,14 +91,14 @@ def test_only_oneflow_0_9_is_supported(machine: Path, version: str, can: bool) -
     (CPU, torch.float16, "float16"), (CPU, torch.bfloat16, "bfloat16"), (GPU, torch.bfloat16, "bfloat16"),
     (torch.device("mps"), torch.float16, "mps"), (CPU, torch.float32, None),
 ])
-def test_devices_and_dtypes_that_oneflow_does_not_support(
+def test_devices_and_dtypes_that_oneflow_does_not_support_have_a_reason(
     device: torch.device, dtype: torch.dtype, part: str | None
 ) -> None:
     why = why_not_for(device, dtype)
     assert why is None if part is None else a_sentence(why) and part in why
 
 
-def test_a_oneflow_that_crashes_and_one_that_hangs(machine: Path) -> None:
+def test_a_oneflow_that_crashes_or_hangs_gives_a_reason(machine: Path) -> None:
     install(machine, source="import os; os.abort()")
     why = tried(machine)
     assert a_sentence(why) and "crashed in a test" in why and "oneflow" not in sys.modules

@@ -158,7 +158,9 @@ def is_the_hosts(unet: Any, reason: str, **others: Any) -> None:
 
 
 @pytest.mark.parametrize("change", CASES.values(), ids=CASES)
-def test_every_state_of_loras(change: Callable[[Any], object], request: pytest.FixtureRequest) -> None:
+def test_every_state_of_loras_is_served_and_moves_no_weights(
+    change: Callable[[Any], object], request: pytest.FixtureRequest
+) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     plain = is_ours(unet)
     lay = addresses(unet)

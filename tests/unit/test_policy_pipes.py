@@ -88,7 +88,7 @@ def test_calls_of_the_prompts_rows_equal_the_hosts(
     assert told() == (0, "") and relative_error(found, exact) > 1e-3
 
 
-def test_the_prompts_rows_of_an_ip_adapter(called: list[Called]) -> None:
+def test_an_ip_adapters_images_are_cut_to_the_prompts_rows(called: list[Called]) -> None:
     pipe = compiled("StableDiffusionPipeline", SMALL)
     oracle = diffusers_unet(**SMALL, sample_size=8)
     load_ip_adapters(pipe.unet, "plain")
@@ -190,7 +190,7 @@ CACHES: dict[str, dict[str, Any]] = {
     (9, 7.0, FEW_STEPS), (9, 1.0, FEW_STEPS), (9, None, FEW_STEPS), (10, 7.0, ""), (10, None, ""),
     (10, 1.0, FEW_STEP_MODEL), (15, 0.0, FEW_STEP_MODEL), (15, 2.0, FEW_STEP_MODEL), (15, 2.1, ""), (16, 1.0, ""),
 ])
-def test_the_fewest_steps_by_guidance_scale(total: int, guidance_scale: float | None, reason: str) -> None:
+def test_too_few_steps_are_refused_by_guidance_scale(total: int, guidance_scale: float | None, reason: str) -> None:
     assert Step(0, total, 0.0, False).why_too_few(guidance_scale) == reason
 
 
@@ -205,7 +205,7 @@ def why_whole(pipe: Any, cache: str, steps: int, scale: float) -> str:
 
 
 @pytest.mark.parametrize("cache", CACHES)
-def test_a_pipelines_guidance_scale(cache: str) -> None:
+def test_a_pipelines_guidance_scale_decides_how_few_steps_are_too_few(cache: str) -> None:
     pipe = compiled("StableDiffusionPipeline", SMALL, skip_negative_after=0, **CACHES[cache])
     assert why_whole(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
     assert why_whole(pipe, cache, 12, 5.0) == ""

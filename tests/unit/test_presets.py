@@ -47,7 +47,9 @@ def test_the_most_used_come_first_each_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch, tokens, wanted", [(1, 154, (1, 154)), (3, 308, (3, 77)), (16, 75, (8, 77))])
-def test_images_of_a_batch_and_the_usual_prompt(batch: int, tokens: int, wanted: Any, tmp_path: Path) -> None:
+def test_a_batch_is_preset_with_the_usual_prompt_and_a_size_possible_for_users(
+    batch: int, tokens: int, wanted: Any, tmp_path: Path
+) -> None:
     history = history_of(tmp_path, row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4))
     assert history.most_used("SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
 

@@ -156,7 +156,7 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
     assert card.emptied > emptied and not runtime.services.networks.get(unet).runners
 
 
-def test_the_most_that_is_in_use_at_a_time() -> None:
+def test_the_most_memory_in_use_is_counted_in_torchs_pieces() -> None:
     def events(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
         """(address, bytes); no bytes: the memory is freed."""
         return [

@@ -35,7 +35,7 @@ def verdict(first: Tensor, second: Tensor) -> str:
     return compare(bytes_of(first), bytes_of(second)).verdict
 
 
-def test_the_same_image_in_every_form() -> None:
+def test_the_same_image_is_identical_in_every_form() -> None:
     values = bytes_of(painted())
     image = Image.fromarray(values.numpy())
     forms: list[Any] = [image, image.convert("RGBA"), values.numpy(), values.permute(2, 0, 1)]
@@ -53,7 +53,7 @@ def test_images_that_cannot_be_compared_get_a_sentence(other: Tensor, part: str)
         compare(bytes_of(painted()), other)
 
 
-def test_the_measures_by_their_definitions() -> None:
+def test_psnr_ssim_and_delta_e_follow_their_definitions() -> None:
     black, grey = (torch.full((16, 16, 3), level, dtype=torch.uint8) for level in (0, 1))
     found = compare(black, grey)
     assert found.psnr == pytest.approx(48.1308, abs=1e-4) and found.largest == 1
@@ -104,5 +104,5 @@ def test_colour_changes_that_are_not_paler_have_no_paler_verdict(image: Tensor) 
     (55.0, 0.998, UNSEEN), (38.6, 0.993, FINE_DETAILS), (33.2, 0.979, FINE_DETAILS), (19.6, 0.798, DETAILS),
     (9.5, 0.582, UNLIKE),
 ])
-def test_verdicts_of_measured_images(psnr: float, ssim: float, expected: str) -> None:
+def test_measured_images_get_the_verdict_of_their_psnr_and_ssim(psnr: float, ssim: float, expected: str) -> None:
     assert ImageComparison(psnr, ssim, 200, 5, 0.0, 0.0, False).verdict == expected

@@ -127,16 +127,16 @@ def test_float8_is_decoded(values: torch.dtype, one_scale: bool) -> None:
     assert relative_error(torch_ops.linear(x, layer), expected) < 1e-5
 
 
-@pytest.mark.parametrize("is_scaled", [False, True])
-def test_the_input_is_not_rounded_if_the_layer_has_loras(is_scaled: bool) -> None:
+@pytest.mark.parametrize("lora_is_scaled", [False, True])
+def test_the_input_is_not_rounded_if_the_layer_has_loras(lora_is_scaled: bool) -> None:
     """As in the host, which adds the LoRAs to the decoded weight."""
     down = torch.randn(4, WIDTH) / 20
     up = torch.randn(OUT, 4)
-    scales = (torch.tensor(0.5),) if is_scaled else ()
+    scales = (torch.tensor(0.5),) if lora_is_scaled else ()
     layer = stored(rotation=256)
     x = torch.randn(5000, WIDTH)
     found = torch_ops.linear(x, layer._replace(low_rank=LowRank(down, ((0, up),), scales)))
-    added = x.double() @ down.double().t() @ up.double().t() * (0.5 if is_scaled else 1)
+    added = x.double() @ down.double().t() @ up.double().t() * (0.5 if lora_is_scaled else 1)
     assert relative_error(found, x.double() @ dense(layer.low_bit[0]).t() + layer.bias.double() + added) < 1e-5
 
 

@@ -266,6 +266,7 @@ def test_the_digest_of_the_sources_is_the_same_in_any_process() -> None:
 def test_a_mode_that_every_operator_goes_through_has_a_verdict_of_its_own(
     unet: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """`with torch.device("cpu")` is such a mode. Each of the two verdicts is found once, even if the two alternate."""
     assert route_of(unet) == "plain"
     found = checks(unet, monkeypatch)
     for _ in range(2):

@@ -137,7 +137,7 @@ def test_nothing_stale_is_replayed(
 
 
 @HOSTS
-def test_switched_off_and_on_in_the_middle(
+def test_switching_the_second_gpu_off_and_on_counts_at_the_next_call(
     traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
 ) -> None:
     image = image_of(traits)

@@ -76,6 +76,7 @@ def unet() -> Any:
 
 
 def test_prompts_in_new_tensors_are_replayed_within_a_sampling(unet: Any, found_out: list[UNetCall]) -> None:
+    """Also if the prompts' values differ. A prompt in new tensors is looked at anew only in another sampling."""
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call, copied)

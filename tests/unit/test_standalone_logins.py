@@ -53,7 +53,7 @@ def test_accounts_are_those_of_the_command_line() -> None:
     assert accounts_in("ann:one,bob:two:parts") == ACCOUNTS and accounts_in("") == {}
 
 
-def test_right_and_wrong_passwords(door: Any) -> None:
+def test_right_passwords_are_accepted_and_wrong_ones_are_not(door: Any) -> None:
     assert door("ann", "one") is True and door("bob", "two:parts") is True
     wrong = [("ann", "two"), ("ann", ""), ("", ""), ("eve", ""), ("eve", "one"), ("ann", "one" + "x" * 2000)]
     for name, password in (*wrong, ("bob", "\ud800")):

@@ -521,7 +521,7 @@ def test_impossible_paths_are_refused(path: str) -> None:
 
 
 @pytest.mark.parametrize("length", [2**63, 2**64 - 1, 99_000_000, 33 << 20])
-def test_a_header_of_any_length(tmp_path: Path, length: int) -> None:
+def test_a_file_that_is_not_complete_is_refused_whatever_length_its_header_claims(tmp_path: Path, length: int) -> None:
     file = tmp_path / "model.safetensors"
     with file.open("wb") as opened:
         opened.write(length.to_bytes(8, "little") + b"{" * 100)

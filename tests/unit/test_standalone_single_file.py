@@ -106,7 +106,7 @@ def assert_same_unet(loaded: Any, original: nn.Module) -> None:
     assert torch.linalg.norm(given - expected) / torch.linalg.norm(expected) < 1e-5
 
 
-def test_sd1_checkpoint(tmp_path: Path) -> None:
+def test_an_sd1_checkpoints_unet_vae_and_text_encoder_have_the_files_weights(tmp_path: Path) -> None:
     unet = ldm_unet()
     model = load_model(str(write(tmp_path, sd1_weights(unet))))
     assert model.name == "model"
@@ -131,7 +131,7 @@ def test_sd1_checkpoint(tmp_path: Path) -> None:
     ("sd2", [], "model:\n  params:\n    parameterization: eps\n", "epsilon"),
     ("sd1", [], 'model:\n  params:\n    parameterization: "v"\n', "v_prediction"),
 ])
-def test_a_checkpoints_family_and_prediction_type(
+def test_a_checkpoints_family_and_prediction_type_are_found(
     family: str, marks: list[str], yaml: str, predicts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import diffusers
@@ -198,12 +198,12 @@ def assert_refused(file: Path, *parts: str) -> None:
 @pytest.mark.parametrize("prefix, part", [
     ("first_stage_model.", "VAE"), ("cond_stage_model.", "text encoder"), ("model.diffusion_model.", "UNet"),
 ])
-def test_incomplete_checkpoint(tmp_path: Path, prefix: str, part: str) -> None:
+def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, prefix: str, part: str) -> None:
     kept = {name: value for name, value in sd1_weights().items() if not name.startswith(prefix)}
     assert_refused(write(tmp_path, kept), f"no {part}")
 
 
-def test_checkpoint_without_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "CACHED", ())
     file = write(tmp_path, sd1_weights())
     (tmp_path / "tokenizer" / "merges.txt").unlink()

@@ -119,7 +119,7 @@ def test_tables_of_other_programs_are_left_alone(tmp_path: Path, healthy: Path) 
 
 # The later ones are seeds at which an earlier version failed.
 @pytest.mark.parametrize("seed", [*range(40), 151, 155, 318, 1431])
-def test_bytes_changed_at_random(tmp_path: Path, healthy: Path, seed: int) -> None:
+def test_a_store_with_bytes_changed_at_random_opens_and_records(tmp_path: Path, healthy: Path, seed: int) -> None:
     chance = random.Random(seed)
     content = bytearray(healthy.read_bytes())
     for _ in range(chance.choice((1, 20, 500))):

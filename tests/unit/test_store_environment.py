@@ -57,7 +57,9 @@ def test_a_full_or_read_only_disk_is_reported_and_its_rows_are_written_later(
 
 @pytest.mark.parametrize("kind", ["the folder is a file", "the folder is below a file", "the file is a folder",
                                   "the folder is a dead link", "the name is too long"])
-def test_a_path_that_can_hold_no_store(tmp_path: Path, kind: str, link: Callable[[Path, Path], None]) -> None:
+def test_a_path_that_can_hold_no_store_is_named_as_the_trouble(
+    tmp_path: Path, kind: str, link: Callable[[Path, Path], None]
+) -> None:
     (tmp_path / "file").touch()
     if kind == "the folder is a dead link":
         link(tmp_path / "link", tmp_path / "nowhere" / "at all")

@@ -61,7 +61,8 @@ def assert_as_near(work: Any, *layers: LayerWeights) -> None:
 
 
 @grid(rotation=[0, 64, 256], lora=[False, True], one_scale=[False, True], bias=[True, False])
-def test_a_linear_layer(rotation: int, lora: bool, one_scale: bool, bias: bool) -> None:
+def test_a_linear_layer_is_as_near_as_torchs(rotation: int, lora: bool, one_scale: bool, bias: bool) -> None:
+    """See assert_as_near: compared with the result for the decoded weight in float64."""
     layer = stored(OUT, WIDTH, rotation, bias, one_scale)
     layer = with_lora(layer) if lora else layer
 
@@ -72,7 +73,7 @@ def test_a_linear_layer(rotation: int, lora: bool, one_scale: bool, bias: bool) 
 
 
 @grid(rotation=[0, 16, 256], lora=[False, True], norm=["layer", "adaptive", "rms"])
-def test_the_norm_before_it(rotation: int, lora: bool, norm: str) -> None:
+def test_the_norm_before_a_stored_layer_is_as_near_as_torchs(rotation: int, lora: bool, norm: str) -> None:
     layer = stored(OUT, WIDTH, rotation)
     layer = with_lora(layer) if lora else layer
     found = []
@@ -99,7 +100,9 @@ def test_the_norm_before_it(rotation: int, lora: bool, norm: str) -> None:
 
 
 @grid(rotation=[0, 256], lora=[False, True], gated=[False, True], bias=[False, True], norm=[False, True])
-def test_the_sum_with_the_residual(rotation: int, lora: bool, gated: bool, bias: bool, norm: bool) -> None:
+def test_the_sum_with_the_residual_is_as_near_as_torchs(
+    rotation: int, lora: bool, gated: bool, bias: bool, norm: bool
+) -> None:
     layer = stored(OUT, WIDTH, rotation, bias)
     layer = with_lora(layer) if lora else layer
 
@@ -136,7 +139,7 @@ def test_a_feed_forward(rotation: int, lora: bool, way: str) -> None:
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_1x1_convolution(together: bool, lora: bool) -> None:
+def test_a_1x1_convolution_is_as_near_as_torchs(together: bool, lora: bool) -> None:
     layer = stored(OUT, WIDTH, 256)
     layer = with_lora(layer) if lora else layer
 

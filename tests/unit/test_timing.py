@@ -36,7 +36,7 @@ def an_entry(own: Stopwatch, host: Stopwatch) -> Entry:
     return Entry(KEY, "SD1", own=own, host=host)
 
 
-def test_few_times_are_no_timing() -> None:
+def test_three_times_settle_a_timing_and_fewer_do_not() -> None:
     assert (stopwatch().median_ms, stopwatch().settled_ms) == (None, None)
     assert (stopwatch(5.0, 7.0).median_ms, stopwatch(5.0, 7.0).settled_ms) == (6.0, None)
     assert stopwatch(5.0, 9.0, 6.0).settled_ms == 6.0

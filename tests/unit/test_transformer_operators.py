@@ -215,7 +215,9 @@ def test_heads_are_normed_and_rotated(
 
 
 @grid(ops=[TORCH, NATIVE], activation=list(Activation), gate_first=[False, True], dtype=[torch.float32, torch.float16])
-def test_gated_units(ops: str, activation: Activation, gate_first: bool, dtype: torch.dtype) -> None:
+def test_gated_units_are_exact_whichever_half_is_the_gate(
+    ops: str, activation: Activation, gate_first: bool, dtype: torch.dtype
+) -> None:
     x = random(BATCH, TOKENS, WIDTH, dtype=dtype)
     into = LayerWeights(random(64, WIDTH, dtype=dtype) / 7, None)
     value, gate = functional.linear(x.double(), into.weight.double()).chunk(2, dim=-1)
@@ -240,7 +242,7 @@ def exact_activation(activation: Activation, x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
-def test_which_half_is_the_gate_in_geglu_and_in_swiglu() -> None:
+def test_the_second_half_is_the_gate_in_geglu_and_the_first_in_swiglu() -> None:
     x = random(3, 10)
     first, second = x.chunk(2, dim=-1)
     assert torch.equal(torch_ops.gated(x, GEGLU), first * functional.gelu(second))

@@ -130,7 +130,9 @@ def test_after_an_edit_float16_is_tried_again(in_inference_mode: bool, monkeypat
         assert types[3:] == [torch.float16, torch.float32] and last() == ("ours", OVERFLOWED)
 
 
-def test_later_processes_begin_in_float32(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_processes_decode_an_overflowing_vae_in_float32_until_a_purge(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder, latent = overflowing()
     runtime.history.open(tmp_path)
     runtime.tuning_cache.attach(runtime.history.tuned, runtime.history.tune)
@@ -179,7 +181,9 @@ def test_without_memory_for_float32_the_host_decodes(monkeypatch: pytest.MonkeyP
     assert relative_error(picture.float(), in_float32(decoder, latent)) < 6e-2
 
 
-def test_weights_not_finite_in_any_dtype(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_not_finite_in_any_dtype_leave_the_hosts_image_with_a_reason(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     with torch.no_grad():
@@ -198,7 +202,9 @@ def test_weights_not_finite_in_any_dtype(caplog: pytest.LogCaptureFixture, monke
     assert not [name for name in runtime.history.tuned() if name.startswith("VAE")], "no verdict on float16"
 
 
-def test_a_latent_with_infinite_values(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_latent_that_is_not_finite_is_decoded_once_and_the_unet_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = diffusers_vae().decoder.half()
     latent = a_latent(decoder)
     latent[0, 0, 2, 2] = float("nan")

@@ -40,7 +40,9 @@ ONEFLOW = OneFlow(FAMILIES.output)
     (an_entry(), ONEFLOW.allowed_error(torch.float32), 4e-6, 6e-6),
     (an_entry(torch.float16, lossy=Lossy("fp8")), 0.0, 0.11, 0.13),
 ])
-def test_limits(entry: Entry, allowed: float, passes: float, fails: float) -> None:
+def test_outputs_are_accepted_within_the_limit_of_their_dtype_and_options(
+    entry: Entry, allowed: float, passes: float, fails: float
+) -> None:
     expected = torch.ones(64)
     assert why_it_differs(entry, expected * (1 + passes), lambda: expected, allowed=allowed) is None
     assert "rounding explains" in why_it_differs(entry, expected * (1 + fails), lambda: expected, allowed=allowed)
@@ -160,7 +162,9 @@ class Recalled(History):
     # Functions of other extensions may compute something else each time.
     (True, State.PROVED, True, False, True), (True, State.PROVED, True, True, True),
 ])
-def test_what_is_compared(recalled: bool, state: State, patches: bool, is_warm_up: bool, is_compared: bool) -> None:
+def test_only_first_and_unproved_outputs_are_compared(
+    recalled: bool, state: State, patches: bool, is_warm_up: bool, is_compared: bool
+) -> None:
     entry = an_entry(**(PATCHED if patches else {}))
     calls = []
     entry.state = state

@@ -46,7 +46,7 @@ def while_another_adds(add: Callable[[int], object], walk: Callable[[], object])
         thread.join()
 
 
-def test_entries_that_are_forgotten_while_others_come() -> None:
+def test_entries_can_be_forgotten_while_another_thread_adds_some() -> None:
     table = ShapeTable()
     keys = [dataclasses.replace(KEY, batch=number) for number in range(2000)]
     for key in keys:
@@ -58,7 +58,7 @@ def test_entries_that_are_forgotten_while_others_come() -> None:
     while_another_adds(add, lambda: (table.forget(set(keys[:2])), table.entries()))
 
 
-def test_modules_that_come_while_others_are_looked_at() -> None:
+def test_a_weak_dictionary_can_be_listed_while_another_thread_changes_it() -> None:
     modules = [nn.Identity() for _ in range(1000)]
     known: WeakDictionary[nn.Module, int] = WeakDictionary({module: 0 for module in modules[:500]})
 

@@ -101,7 +101,7 @@ def test_a_size_that_cannot_be_fails_with_its_reason_and_the_next_goes_on(queue:
     assert finished(queue, following).state == "done"
 
 
-def test_cancelling_twenty_in_the_middle(webui: SmallWebUI, queue: WarmUp) -> None:
+def test_cancelling_twenty_sizes_lets_only_the_one_in_progress_end(webui: SmallWebUI, queue: WarmUp) -> None:
     jobs = queue.add([Size(64 + 8 * step, 64) for step in range(20)], "panel")
     while len(webui.calls) < 3 * 6 + 2:
         time.sleep(0.001)

@@ -104,7 +104,7 @@ def test_parameters_made_in_inference_mode_bind_and_run(
     assert all(parameter.is_inference() == create_in_inference_mode for parameter in unet.parameters())
 
 
-def test_parameters_made_in_inference_mode_and_moved_outside_of_it() -> None:
+def test_parameters_made_in_inference_mode_and_moved_outside_of_it_are_served() -> None:
     with torch.inference_mode():
         unet = diffusers_unet(**SDXL)
     call = a_call(unet)
@@ -119,7 +119,7 @@ def test_parameters_made_in_inference_mode_and_moved_outside_of_it() -> None:
         assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_a_lora_merged_into_some_of_the_layers_in_inference_mode() -> None:
+def test_a_unet_with_a_lora_merged_in_inference_mode_is_served() -> None:
     unet = diffusers_unet(**SDXL)
     call = a_call(unet)
     for name, layer in unet.named_modules():

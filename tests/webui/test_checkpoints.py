@@ -57,6 +57,7 @@ def test_refiner_at_half(webui: WebUI, switching: Models, base: str, refiner_rol
 
 
 def test_vae_switch(webui: WebUI, switching: Models) -> None:
+    """Another VAE changes the image, and the first one gives the first image again."""
     vae = switching.need("vae")
     option, none = ("forge_additional_modules", []) if webui.kind == "forge" else ("sd_vae", "None")
     with webui.options(**{option: none}):

@@ -150,6 +150,7 @@ def test_one_runs_the_next_waits_and_nothing_is_lost(compare: Compare, webui: We
 
 
 def test_wrong_sides_get_a_message_and_current_settings_are_the_accordions(compare: Compare) -> None:
+    """The two sides of a comparison. There is also a message, if both are made without OneDiff."""
     page = compare.page
     compare.start(left_changes="low_bit fp8")
     compare.told("Left: 'low_bit fp8' has no effect where OneDiff is off", "compare_left_told")
