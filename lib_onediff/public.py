@@ -53,13 +53,13 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     network = unwrapped(unet)
     attached = attempted(lambda: diffusers.attach(network, chosen))
     refused = attached.outcome is Outcome.REFUSED
-    runtime.leave_alone(network, f"the network keeps its own forward: {attached.reason}" if refused else "")
+    runtime.leave_alone(network, f"the model runs without OneDiff: {attached.reason}" if refused else "")
     if refused:
         return unet
     attached.given()
     read = attempted(lambda: runtime.services.families.read(network))
     if not read.is_ours:
-        log.warning("OneDiff: the network keeps its own forward for now: %s.", read.reason, exc_info=read.fault)
+        log.warning("OneDiff: the model runs without OneDiff for now: %s.", read.reason, exc_info=read.fault)
     return unet
 
 
@@ -237,7 +237,7 @@ def compile_half(half: nn.Module, settings: Settings) -> None:
         diffusers_decoder.attach(half, settings)
         runtime.leave_alone(half, "")
     except (Refusal, ValueError) as reason:
-        runtime.leave_alone(half, f"the VAE keeps its own {type(half).__name__.lower()}: {reason}")
+        runtime.leave_alone(half, f"the VAE's {type(half).__name__.lower()} runs without OneDiff: {reason}")
 
 
 def uncompile_pipe(pipe: Pipe) -> Pipe:

@@ -31,8 +31,11 @@ UNANNOUNCED = "the beginning and end of the sampling are unknown (in your own lo
 UNKNOWN_TIMES = (
     "the timesteps of the sampling are unknown (in your own loop, use lib_onediff.sampling(unet, timesteps=...))"
 )
-FOREIGN_TIMES = "the current step is unknown, because the pipeline gives the network other timesteps than the sampler's"
-UNEQUAL_TIMES = "the images of this batch are at different steps"
+FOREIGN_TIMES = (
+    "the current step is unknown, because an extension or the pipeline gives the model other timesteps than the "
+    "sampler's"
+)
+UNEQUAL_TIMES = "an extension or a script computes the images of a batch at different steps"
 OTHER_SAMPLER = "it works only with the samplers Euler and DDIM, without added noise"
 UNKNOWN_SAMPLER = "the sampler is unknown"
 # The timesteps of the sampling of a warm-up: enough steps for every policy to be active.

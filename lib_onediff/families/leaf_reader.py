@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ..core.leaves import AdaptiveNorm, Convolution, FreeParameter, FusedLinear, GroupNorm, LayerNorm, Linear, RMSNorm
 from ..core.origins import author, is_lora, layer_within, package
-from ..core.refusal import Refusal
+from ..core.refusal import Refusal, unsupported_lora, unsupported_model
 
 # The padding modes of convolutions that our forward computes, each with the value of Convolution.circular.
 PADDING_MODES = {"zeros": False, "circular": True}
@@ -96,7 +96,7 @@ class LeafReader:
         of their names."""
         if self._unclaimed:
             example = min(self._unclaimed)
-            raise Refusal(f"{len(self._unclaimed)} parameters that OneDiff does not know, such as {example}")
+            raise unsupported_model(f"it has unknown parameters ({len(self._unclaimed)}), such as {example}")
 
     def mark_unused(self, module: nn.Module | None) -> None:
         """Accept all parameters of a module, and of modules within it, though our forward does not read them: a call
@@ -230,7 +230,7 @@ class LeafReader:
         """
         members = tuple(self.linear(module) for module in modules)
         if len({member.in_features for member in members}) != 1:
-            raise Refusal(f"{name} takes inputs of different widths")
+            raise unsupported_model(f"the layers of {name} take inputs of different widths")
         return FusedLinear(name, members)
 
     def _claim(self, module: nn.Module) -> None:
@@ -263,7 +263,9 @@ class LeafReader:
         if not type(module).__module__.startswith("peft."):
             return module
         if not (self._reads_loras and is_lora(type(module))):
-            raise self.unknown(module, "of peft's adapters, OneDiff reads only plain LoRAs")
+            kind = type(module)
+            where = self._paths.get(module, "?")
+            raise unsupported_lora(f"{where} is a {kind.__module__}.{kind.__qualname__}, not a plain LoRA")
         return layer_within(module)
 
     def unknown(self, module: Any, why: str = "") -> Refusal:
@@ -280,8 +282,8 @@ class LeafReader:
             owner = author(vars(kind).get("forward", kind))
             return Refusal(f"{owner} has replaced {place} by its own {kind.__qualname__}")
         kind = type(module)
-        reason = f": {why}" if why else ", which OneDiff does not know"
-        return Refusal(f"{where} is a {kind.__module__}.{kind.__qualname__}{reason}")
+        detail = f" ({why})" if why else ""
+        return unsupported_model(f"its part {where} is a {kind.__module__}.{kind.__qualname__}{detail}")
 
     def _foreign_at(self, path: str) -> tuple[str, type] | None:
         """The outermost module on this path whose class comes from another package than torch and the network's: its

@@ -12,7 +12,7 @@ from ..core.family import DecoderFamily, Family, LayoutReader, UsualSizes
 from ..core.layer_weights import Weights
 from ..core.operators import Operators
 from ..core.origins import package
-from ..core.refusal import Refusal
+from ..core.refusal import Refusal, unsupported_model
 from .anima.family import Animas
 from .krea2.family import Krea2s
 from .unet.family import UNets
@@ -110,8 +110,8 @@ def read_by_first(module: nn.Module, what: str, readers: Iterable[LayoutReader])
         if not was_raised_by_torch(error):
             raise
         # A submodule is missing that every network of this class has: it was changed.
-        raise Refusal(f"this {kind.__name__} is built in a way that OneDiff does not know ({error})") from error
-    raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a {what} that OneDiff knows")
+        raise unsupported_model(f"a part of its {kind.__name__} is missing or unusual ({error})") from error
+    raise Refusal(f"OneDiff does not support this kind of {what}: {kind.__module__}.{kind.__qualname__}")
 
 
 def was_raised_by_torch(error: BaseException) -> bool:

@@ -18,7 +18,7 @@ from ..core.family import Layout
 from ..core.layer_weights import LayerWeights, Weights
 from ..core.leaves import Convolution, GroupNorm, Linear
 from ..core.operators import Operators
-from ..core.refusal import Refusal
+from ..core.refusal import unsupported_inputs, unsupported_model
 from .leaf_reader import LeafReader
 from .transformer import TransformerLayers
 from .unet.layout import Downsample, Upsample
@@ -102,9 +102,9 @@ def read_ldm(half: Any) -> DecoderLayout:
     modules: list[Any] = []
     if hasattr(half, "up"):
         if half.give_pre_end:
-            raise Refusal("it is set to return its last features, not an image (give_pre_end)")
+            raise unsupported_model("the VAE's decoder returns its last features, not an image (give_pre_end)")
         if half.tanh_out:
-            raise Refusal("it ends in a tanh")
+            raise unsupported_model("the VAE's decoder ends in a tanh")
         modules += middle
         for index in range(last, -1, -1):
             modules += ldm_level(half.up[index], half.num_res_blocks + 1)
@@ -129,7 +129,7 @@ def ldm_level(level: Any, count: int) -> list[Any]:
     """
     attentions = list(level.attn) or [None] * count
     if not len(level.block) == len(attentions) == count:
-        raise Refusal("one of its resolutions has more or fewer layers than its configuration says")
+        raise unsupported_model("a part of the VAE has more or fewer layers than its configuration says")
     return [*chain(*zip(level.block, attentions, strict=True))]
 
 
@@ -182,7 +182,7 @@ def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
     """The description of a ResnetBlock. Raises Refusal if its shortcut is a 3x3 convolution."""
     changes = block.in_channels != block.out_channels
     if changes and block.use_conv_shortcut:
-        raise Refusal(f"{leaves.path(block)} has a 3x3 convolution in its shortcut")
+        raise unsupported_model(f"{leaves.path(block)} has a 3x3 convolution in its shortcut")
     return residual_block(block, block.nin_shortcut if changes else None, leaves)
 
 
@@ -226,7 +226,7 @@ class Autoencoders:
         for an encoder's layout, `latent` is an image. Called before each decoding or encoding."""
         channels = layout.in_convolution.in_channels
         if latent.dim() != 4 or latent.shape[1] != channels:
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the latent (shape {tuple(latent.shape)}) does not fit this VAE, which takes {channels} channels"
             )
 

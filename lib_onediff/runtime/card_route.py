@@ -324,7 +324,7 @@ class OneCard:
         device.refuse_call(call, self.network.weight_marks)
         if call.patches is not None and lossy != LOSSLESS:
             # Between 8-bit operators, activations are quantized tensors, which functions of extensions cannot take.
-            raise Refusal(f"the backend {device.name}, {lossy} does not support functions of other extensions")
+            raise Refusal(f"the backend {device.name}, {lossy} does not support extensions that run in the model")
         return self._entry(call, device.name, lossy, flags)
 
     def _on_device(
@@ -355,7 +355,7 @@ class OneCard:
         if lossy.low_bit:
             self._route.low_bit.fit(network, lossy, call, self.settings, is_first=is_cold)
         if call.cut is not None and call.cut.reads and call.cut.values != network.bound.epoch.values:
-            raise Refusal("the model's weights have changed since the last full step")
+            raise Refusal("the model's weights have changed since the last full step, so this step is computed in full")
         launch = partial(self._launch, entry)
         streamed = network.streamed(lossy, self.settings)
 

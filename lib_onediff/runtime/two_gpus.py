@@ -46,7 +46,7 @@ def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
     is none or `first` is no GPU. cards: reads the GPUs' memory."""
     all_cards = cards.all()
     if first not in all_cards:
-        raise Refusal(f"this UNet is on the {first.type.upper()}")
+        raise Refusal(f"this UNet is on the {first.type.upper()}, not on a GPU")
     others = [card for card in all_cards if card != first]
     if not others:
         raise Refusal(NO_SECOND)
@@ -338,12 +338,12 @@ def refuse_marked_weights(network: Network) -> None:
     if network.weight_marks:
         raise Refusal(f"the WebUI computes with {' and '.join(network.weight_marks)}")
     if network.bound.streaming is not None:
-        raise Refusal("a part of the weights is in main memory")
+        raise Refusal("a part of the model's weights is in main memory, and two GPUs need all of them on the GPU")
 
 
 def served_of(answer: Answer) -> Served:
     """How one GPU's rows were served. Raises Refusal if a step policy has extrapolated them, so that nothing was
     computed and two GPUs gain nothing."""
     if answer.served is None:
-        raise Refusal("extrapolated steps need no second GPU")
+        raise Refusal("this step is extrapolated, so one GPU suffices")
     return answer.served

@@ -111,7 +111,8 @@ def why_it_differs(
         if not bool(torch.isfinite(expected).all()):
             return HOST_NOT_FINITE
         if output.shape != expected.shape or (same_type and output.dtype != expected.dtype):
-            return f"it is {tuple(output.shape)} in {output.dtype}, not {tuple(expected.shape)} in {expected.dtype}"
+            found = f"{tuple(output.shape)} in {output.dtype}"
+            return f"OneDiff's output is {found}, not {tuple(expected.shape)} in {expected.dtype}"
         entry.relative_error = relative_error(output, expected)
         if times_host and not entry.key.patches and (is_warm_up or entry.host.settled_ms is None):
             # Not with functions of other extensions, which may count their calls.
@@ -123,7 +124,10 @@ def why_it_differs(
     limit = max(allowed, limit_for(entry.relative_error, max(least, allowed), most, spread))
     if entry.relative_error <= limit:
         return None
-    return f"it differs from the model's own forward by {entry.relative_error:.1e} (rounding explains {limit:.0e})"
+    return (
+        f"OneDiff's output differs from the model's own forward by a relative error of {entry.relative_error:.1e} "
+        f"(rounding explains {limit:.0e})"
+    )
 
 
 def time_host(entry: Entry, device: torch.device, host: Callable[[], object], often: bool = False) -> None:
@@ -160,8 +164,8 @@ def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], T
         entry.state = State.PROVED
         return None
     return (
-        f"the cached pass differs from the full one by {entry.relative_error:.1e} (rounding explains "
-        f"{limit:.0e})"
+        f"the cached step differs from the full one by a relative error of {entry.relative_error:.1e} (rounding "
+        f"explains {limit:.0e})"
     )
 
 

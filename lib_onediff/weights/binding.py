@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..core.layer_weights import LayerWeights, Weights
 from ..core.leaves import Convolution, FusedLinear
-from ..core.refusal import Refusal
+from ..core.refusal import Refusal, unsupported_model
 from .exact_copy import copy_of
 from .host_layers import HostLayers
 from .joining import fuse, in_memory_format, in_one, joined, lies_away, mend, shares_storage
@@ -100,7 +100,7 @@ class Binding:
             lies_away(parameter, self.device) for parameter in chain(*self.parts(name))
         ))
         if self.away and device is None:
-            raise Refusal("a part of the weights is in main memory")
+            raise Refusal("a part of the model's weights is in main memory, not on the GPU")
         copied = self._lay_out_channels_last() if channels_last else self.restore_memory_formats()
         for fusion in self.fusions:
             if fusion.name not in self.away:
@@ -321,27 +321,29 @@ class Binding:
                     continue
                 if not isinstance(parameter, nn.Parameter):
                     raise Refusal(
-                        f"other code has replaced a parameter of {path} by another tensor (torch.func.functional_call?)"
+                        f"an extension or a script has replaced a parameter of {path} by another tensor "
+                        "(torch.func.functional_call?)"
                     )
                 kind = type(parameter.data)
                 if kind is not Tensor or parameter.dtype not in known:
                     found = str(parameter.dtype).removeprefix("torch.") if kind is Tensor else kind.__name__
-                    raise Refusal(f"{path} is stored as {found}, which OneDiff does not support")
+                    raise unsupported_model(f"its layer {path} is stored as {found}")
                 self._refuse_elsewhere(path, parameter)
                 if self.cast_to is None and parameter.dtype != stored and path not in self.layers.as_stored:
-                    raise Refusal(f"the weights are of mixed types: {stored}, but {path} is {parameter.dtype}")
+                    mixture = f"{stored}, but {path} is {parameter.dtype}"
+                    raise unsupported_model(f"its weights are of mixed types: {mixture}")
         for fusion in self._every_fusion:
             members = [layer_weights[member.path] for member in fusion.members]
             biases = [layer.bias for layer in members if layer.bias is not None]
             has_one_type = fusion.name in self.apart or len({layer.weight.dtype for layer in members}) == 1
             if not has_one_type or len({bias.dtype for bias in biases}) > 1:
-                raise Refusal(f"the layers of {fusion.name} are stored in several types")
+                raise unsupported_model(f"the layers of {fusion.name} are stored in several types")
             if len({layer.bias is None for layer in members}) > 1:
-                raise Refusal(f"only some layers of {fusion.name} have a bias, which OneDiff does not support")
+                raise unsupported_model(f"only some layers of {fusion.name} have a bias")
 
     def _refuse_elsewhere(self, path: str, parameter: Tensor) -> None:
         """Raise Refusal for a parameter that is neither on the device that computes nor in main memory."""
         if parameter.is_meta:
-            raise Refusal("the weights are not loaded (they are on the meta device)")
+            raise Refusal("the model's weights are not loaded (they are on PyTorch's meta device)")
         if parameter.device not in (self.device, MAIN_MEMORY):
             raise Refusal(f"the model computes on {self.device}, and its layer {path} is on {parameter.device}")

@@ -150,7 +150,10 @@ class BoundUNet:
         Raises Refusal if weights are in main memory and the buffers for their copies were freed (drop_applied); the
         next refresh makes them again."""
         if self.binding.away and self.streaming is None:
-            raise Refusal("a part of the weights is in main memory, and OneDiff has just freed its buffers for copies")
+            raise Refusal(
+                "a part of the model's weights is in main memory; OneDiff has just freed its GPU buffers for them, and "
+                "will make them again"
+            )
         return self.streaming
 
     def units(self, call: Call) -> Units:
@@ -158,7 +161,10 @@ class BoundUNet:
         together (see Family.units). A fused layer whose members cannot be in one tensor is replaced by its members.
         Raises Refusal if the family does not tell the order, which streaming needs."""
         if self._units_of is None:
-            raise Refusal("a part of the weights is in main memory")
+            raise Refusal(
+                "a part of the model's weights is in main memory, and OneDiff cannot copy this kind of model's weights "
+                "to the GPU"
+            )
         apart = self.binding.apart
         units = self._units_of(self.binding.layout, call)
         return [[path for name in unit for path in apart.get(name, [name])] for unit in units]
@@ -412,7 +418,7 @@ class BoundUNet:
         if self._new_ones > MOST_NEW:
             # Each change needs a check against the host, which takes longer than the host alone.
             what = self.replaced[0] if self.replaced else "the model's code was changed"
-            raise Refusal(f"{what}; it is new at every step, so OneDiff cannot reuse its checks")
+            raise Refusal(f"{what}; it is new at every step, and OneDiff would have to check its result each time")
 
     def _read_anew(self) -> None:
         """Read the modules and their code, and make them the baseline. If the network cannot be run, set _refusal to

@@ -15,7 +15,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ..core.layer_weights import RANKS, LowRank, Weights
-from ..core.refusal import Refusal
+from ..core.refusal import Refusal, unsupported_lora
 from ..core.units import MEBIBYTE
 from .binding import BOUND_DTYPES, Binding
 from .contents import Contents, ContentsReader, MemorySpan
@@ -95,7 +95,7 @@ class OnTheFly:
         if are_unedited and self._was_made_of(parts, binding):
             return None
         if any(tensor.is_meta for tensor in parts.tensors):
-            raise Refusal("a LoRA's weights are not loaded (they are on the meta device)")
+            raise unsupported_lora("its weights are not loaded (they are on PyTorch's meta device)")
         paths = binding.layers.paths()
         functions = {} if reader is None else {paths[index]: reader.of(layers[index]) for index in parts.indices}
         casts_norms = self._casts is None or self._casts.norms
@@ -181,7 +181,7 @@ class OnTheFly:
         """`applied`, for a forward that is launched now. None if the host computes with the parameters as they are.
         Raises Refusal if tensors are needed, and drop() has freed them since the last refresh."""
         if self.applied is None and self._is_needed:
-            raise Refusal("OneDiff freed its copies of LoRAs, to make room on the GPU")
+            raise Refusal("OneDiff has freed its copies of LoRAs to make room on the GPU, and will make them again")
         return self.applied
 
     def marks(self, binding: Binding) -> tuple[str, ...]:
@@ -295,8 +295,9 @@ class AppliedFunctions:
         written_over = sum(tensor.nbytes for tensor in self._before.values())
         if needed > left + written_over:
             raise Refusal(
-                f"the WebUI changes weights on the fly, and their changed copies need {needed / MEBIBYTE:.0f} MiB; "
-                f"'Graph memory in MiB' has {max(0, left) / MEBIBYTE:.0f} MiB left"
+                f"the WebUI changes the model's weights at each step (LoRA?), and copies of the changed ones need "
+                f"{needed / MEBIBYTE:.0f} MiB: the setting 'Graph memory in MiB' has only "
+                f"{max(0, left) / MEBIBYTE:.0f} MiB left"
             )
 
     def _fit_updates(self, name: str, group: Mapping[str, WeightFunctions], weights: Weights) -> None:
@@ -361,7 +362,7 @@ class AppliedFunctions:
         Raises Refusal if the product has LoRAs of other dtypes too."""
         updates = [update for one in group.values() for update in one.updates]
         if any(update.down.dtype != dtype or update.up.dtype != dtype for update in updates):
-            raise Refusal(f"LoRAs on the same layer ({name}) are stored in several types")
+            raise unsupported_lora(f"those on the same layer ({name}) are stored in several types")
         all_downs = torch.cat([update.down for update in updates]).to(self._device)
         down = self._place("down", name, all_downs, dtype).copy_(all_downs)
         ups: list[tuple[int, Tensor]] = []
@@ -412,7 +413,7 @@ class AppliedFunctions:
             if change is not None:
                 changed = change(parameter.detach().to(self._device, self.dtype, copy=True))
                 if changed.shape != parameter.shape:
-                    raise Refusal(f"a LoRA that the WebUI applies on the fly changes the size of the layer {path}")
+                    raise unsupported_lora(f"it changes the size of the layer {path} while the model runs")
             found[path] = piece.copy_(changed)
 
     def _place(self, kind: str, name: str, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

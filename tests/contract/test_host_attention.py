@@ -50,5 +50,5 @@ def test_a_wrong_result_of_an_exact_attention_fails_the_comparison(host: Host, m
     adapter = host.start()
     choose(host, adapter, "attention_basic", 1.5, monkeypatch)
     made, calls = calls_of(host.generate)
-    assert calls == {"host": 2} and "it differs from the model's own forward" in runtime.status()["reason"]
+    assert calls == {"host": 2} and "output differs from the model's own forward" in runtime.status()["reason"]
     assert adapter.notes() == []

@@ -85,14 +85,14 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
     (IN_CONFIG, {"extra_pos_embed_type": "learnable"}, "learned positions"),
     (IN_CONFIG, {"use_crossattn_projection": True, "encoder_hidden_states_channels": 48}, "projection of the prompt"),
     (IN_CONFIG, {"img_context_dim_in": 8}, "a second attention"), (IN_CONFIG, {"patch_size": (1, 1, 2)}, "(1, 1, 2)"),
-    (IN_BLOCK, {"attn1.to_out.0": nn.Linear(64, 64)}, "0.bias is a bias"),
+    (IN_BLOCK, {"attn1.to_out.0": nn.Linear(64, 64)}, "has a bias (transformer_blocks.1.attn1.to_out.0.bias)"),
     (IN_BLOCK, {"attn2.processor": type("Other", (code.CosmosAttnProcessor2_0,), {})()}, "its processor is"),
     (IN_BLOCK, {"ff.net.0.approximate": "tanh"}, "tanh"), (IN_BLOCK, {"norm2.norm.eps": 0.1}, "its norms differ"),
     (IN_CALL, {"block_controlnet_hidden_states": []}, "passes block_controlnet"), (IN_CALL, {"fps": 16}, "passes fps"),
     (IN_CALL, {"attention_mask": torch.arange(20).expand(2, -1) < 9}, "passes attention_mask"),
     (IN_CALL, {"timestep": torch.ones(2, 1, 1, 1, 1)}, "not one number"), (IN_CALL, call(frames=2), "one image"),
     (IN_CALL, call(7, 10), "multiples of 2, up to 40"), (IN_CALL, call(6, 42), "multiples of 2, up to 40"),
-    (IN_CALL, {"encoder_hidden_states": (None,)}, "several"), (IN_CALL, {"padding_mask": None}, "not understood"),
+    (IN_CALL, {"encoder_hidden_states": (None,)}, "several"), (IN_CALL, {"padding_mask": None}, "could not compute"),
 ], ids=lambda value: "" if isinstance(value, dict) else value)
 @torch.no_grad()
 def test_unsupported_calls_are_computed_by_the_original_forward(

@@ -78,7 +78,7 @@ def test_a_backend_that_disagrees_with_the_host_is_left_for_the_next(unet: nn.Mo
     weather.gated_by = lambda tokens, unit, consumer: tokens.chunk(2, dim=-1)[0]
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the host's output is there anyway"
-    assert now()[1] == "host" and reason().startswith("it differs from the model's own forward by ")
+    assert now()[1] == "host" and reason().startswith("OneDiff's output differs from the model's own forward by ")
     assert entry_of(NATIVE).state is State.FAILED and entry_of(NATIVE).reason.endswith("(backend native)")
     assert error(unet, call) < CLOSE
     assert now() == ("cudagraph", "plain")

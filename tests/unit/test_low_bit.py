@@ -131,9 +131,9 @@ def test_8_bit_outputs_too_far_from_the_hosts_are_not_used(
     call = half_call(unet)
     output = served(unet, call)
     assert torch.equal(output, diffusers_output(unet, call)), "the first picture is the host's"
-    assert entry_of(option).state is State.FAILED and "it differs" in entry_of(option).reason
+    assert entry_of(option).state is State.FAILED and "output differs" in entry_of(option).reason
     served(unet, call)
-    assert now()[0] == EXACT and "it differs" in reason()
+    assert now()[0] == EXACT and "output differs" in reason()
 
 
 # --- networks and devices without 8-bit products ----------------------------------------------------------------------

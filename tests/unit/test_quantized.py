@@ -162,7 +162,7 @@ def test_every_operator_supports_layers_with_8_bit_weights() -> None:
 @pytest.mark.parametrize(("group", "width", "values", "reason"), [
     (256, 320, torch.int8, "ConvRot groups of 256 do not divide a layer of 320 inputs"),
     (128, 512, torch.int8, "a ConvRot group of 128 is not a power of 4"),
-    (256, 512, torch.float8_e4m3fn, "ConvRot is for INT8, and this layer is float8_e4m3fn"),
+    (256, 512, torch.float8_e4m3fn, "a layer has ConvRot and is stored in float8_e4m3fn, not INT8"),
 ])
 def test_an_invalid_rotation_is_refused(group: int, width: int, values: torch.dtype, reason: str) -> None:
     weight = QuantizedWeight(torch.zeros(OUT, width).to(values), torch.ones(1, 1), group)

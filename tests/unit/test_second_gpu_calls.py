@@ -125,7 +125,9 @@ def test_a_fault_on_the_second_card_is_told_once_and_the_first_goes_on(monkeypat
     assert len(image.runtime.guard.faults) == 1 and not image.runtime.guard.suspended
 
 
-@pytest.mark.parametrize(("cards", "reason"), [(TwoCpus([FIRST]), NO_SECOND), (Card(), "this UNet is on the CPU")])
+@pytest.mark.parametrize(("cards", "reason"), [
+    (TwoCpus([FIRST]), NO_SECOND), (Card(), "this UNet is on the CPU, not on a GPU"),
+])
 def test_a_refused_card_costs_no_second_computation(cards: TwoCpus, reason: str) -> None:
     image = Image.of(cards=cards)
     image.begin()

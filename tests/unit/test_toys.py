@@ -178,7 +178,7 @@ def test_a_network_that_no_family_knows_is_left_to_the_host() -> None:
     runtime = Runtime()
     runtime.adopt(toy)
     assert torch.equal(run(runtime, toy, call), toy(call.latent, call.timestep, call.context))
-    assert "is not a network that OneDiff knows" in runtime.status()["reason"]
+    assert "does not support this kind of network" in runtime.status()["reason"]
 
 
 @pytest.mark.parametrize("whole_batch", [True, False])

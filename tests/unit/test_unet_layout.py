@@ -38,24 +38,24 @@ DIFFUSERS_REFUSALS = [
     ({"act_fn": "gelu"}, "is GELU; OneDiff supports SiLU only"),
     ({"resnet_time_scale_shift": "scale_shift"}, "its time_embedding_norm is scale_shift"),
     ({"mid_block_scale_factor": 2.0}, "mid_block.resnets.0 is .*: its output_scale_factor is 2.0"),
-    ({"dual_cross_attention": True}, "is a .*DualTransformer2DModel, which OneDiff does not know"),
+    ({"dual_cross_attention": True}, "is a .*DualTransformer2DModel"),
     ({"only_cross_attention": True}, "its only_cross_attention is True"),
     ({"encoder_hid_dim": 24, "encoder_hid_dim_type": "text_proj"}, "its prompt passes through a projection"),
     ({"addition_embed_type": "text"}, "its extra embedding is of type text"),
-    ({"attention_type": "gated"}, "parameters that OneDiff does not know"),
+    ({"attention_type": "gated"}, "it has unknown parameters"),
     ({"downsample_padding": 0}, "its padding is 0"),
     ({"down_block_types": ("AttnDownBlock2D", "DownBlock2D", "DownBlock2D", "DownBlock2D"),
       "up_block_types": ("UpBlock2D", "UpBlock2D", "UpBlock2D", "CrossAttnUpBlock2D")}, "AttnDownBlock2D"),
     ({"down_block_types": ("DownBlock2D",) * 4, "up_block_types": ("UpBlock2D",) * 4,
-      "mid_block_type": "UNetMidBlock2D"}, "it has no cross attention"),
+      "mid_block_type": "UNetMidBlock2D"}, "the UNet has no cross attention"),
 ]
 LDM_REFUSALS = [
     ({"num_classes": 5}, "class-conditional"), ({"num_classes": "continuous"}, "class-conditional"),
     ({"use_scale_shift_norm": True}, "is a residual block with use_scale_shift_norm"),
-    ({"resblock_updown": True}, "is a residual block with updown"), ({"n_embed": 8}, "it predicts codebook ids"),
+    ({"resblock_updown": True}, "is a residual block with updown"), ({"n_embed": 8}, "the UNet predicts codebook ids"),
     ({"conv_resample": False}, "its use_conv is False"),
-    ({"disable_self_attentions": [True] * 4}, "is a transformer block that OneDiff does not support"),
-    ({"use_spatial_transformer": False, "context_dim": None}, "AttentionBlock, which OneDiff does not know"),
+    ({"disable_self_attentions": [True] * 4}, "the transformer block .* lacks an attention"),
+    ({"use_spatial_transformer": False, "context_dim": None}, "AttentionBlock"),
 ]
 
 

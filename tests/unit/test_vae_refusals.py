@@ -72,8 +72,10 @@ def of_diffusers() -> Any:
     return diffusers_vae().decoder
 
 
+# The lead of core.refusal.unsupported_inputs.
+CALLED = "an extension or a script calls the model in a way that OneDiff does not support: "
 HOOK = "has set a hook on conv_out"
-PARAMETER = "1 parameters that OneDiff does not know, such as conv_out.adapter"
+PARAMETER = "it has unknown parameters .1., such as conv_out.adapter"
 
 
 @pytest.mark.parametrize(("make", "change", "reason"), [
@@ -82,9 +84,9 @@ PARAMETER = "1 parameters that OneDiff does not know, such as conv_out.adapter"
     (lambda: ldm_decoder(dropout=0.5), dropout_at_work, "drops values"),
     (lambda: ldm_decoder(resamp_with_conv=False), lambda decoder: None, "its with_conv is False"),
     (ldm_decoder, three_by_three, "3x3 convolution in its shortcut"),
-    (ldm_decoder, other_attention, "mid.attn_1 is a .*Sequential, which OneDiff does not know"),
+    (ldm_decoder, other_attention, "mid.attn_1 is a .*Sequential"),
     (of_diffusers, processor, "the attention processor LoudProcessor is set"),
-    (of_diffusers, mixed, "the weights are of mixed types: torch.bfloat16"),
+    (of_diffusers, mixed, "its weights are of mixed types: torch.bfloat16"),
     (of_diffusers, lambda decoder: decoder.double(), "float64"),
 ], ids=name_of)
 def test_a_changed_decoder_is_left_to_the_host(
@@ -151,10 +153,10 @@ def test_a_latent_of_another_dtype_or_shape_is_refused() -> None:
     decoder = diffusers_vae().decoder
     with pytest.raises(RuntimeError):
         our_picture(decoder, a_latent(decoder).half())
-    assert last() == ("host", "the VAE's weights are in float32, but the latent is in float16")
+    assert last() == ("host", f"{CALLED}the latent is in float16, the VAE's weights in float32")
     with pytest.raises(RuntimeError):
         our_picture(decoder, a_latent(decoder)[:, :3])
-    assert last()[1] == "the latent (shape (1, 3, 6, 6)) does not fit this VAE, which takes 4 channels"
+    assert last()[1] == f"{CALLED}the latent (shape (1, 3, 6, 6)) does not fit this VAE, which takes 4 channels"
 
 
 def test_autocast_to_another_dtype_is_refused() -> None:

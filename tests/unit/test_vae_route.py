@@ -46,9 +46,11 @@ def test_only_the_first_decode_at_a_size_runs_the_hosts_too(host: Host) -> None:
 
 
 @pytest.mark.parametrize(("change", "reason"), [
-    (lambda picture: 1.01 * picture, "it differs from the model's own forward by 9.9e-03 (rounding explains 1e-04)"),
-    (lambda picture: picture[:, :, :-1], "it is (1, 3, 12, 12) in torch.float32, not (1, 3, 11, 12)"),
-    (lambda picture: picture.half(), "it is (1, 3, 12, 12) in torch.float32, not (1, 3, 12, 12) in torch.float16"),
+    (lambda picture: 1.01 * picture,
+     "OneDiff's output differs from the model's own forward by a relative error of 9.9e-03 (rounding explains 1e-04)"),
+    (lambda picture: picture[:, :, :-1], "OneDiff's output is (1, 3, 12, 12) in torch.float32, not (1, 3, 11, 12)"),
+    (lambda picture: picture.half(),
+     "OneDiff's output is (1, 3, 12, 12) in torch.float32, not (1, 3, 12, 12) in torch.float16"),
 ], ids=["values", "shape", "type"])
 def test_if_our_first_image_differs_the_hosts_is_returned(change: Any, reason: str) -> None:
     """The host's image is changed: to the check, that is an error in our forward."""

@@ -110,7 +110,7 @@ def test_checks_leave_the_random_numbers_as_they_were() -> None:
         return compute() + OWN.random()
 
     begin_anew()
-    with pytest.raises(Refusal, match="it differs from the model's own forward"):
+    with pytest.raises(Refusal, match="output differs from the model's own forward"):
         prove(an_entry(**PATCHED), torch.zeros(8), History(), host, None, False, (host,))
     assert next_numbers() == expected
 

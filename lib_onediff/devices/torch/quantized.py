@@ -15,7 +15,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from ...core.layer_weights import LayerWeights, QuantizedWeight
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_model
 
 # The largest value of a quantized row, and the smallest scale.
 LARGEST = 127.0
@@ -105,11 +105,12 @@ def check_rotation(weight: QuantizedWeight) -> None:
     if not group:
         return
     if weight.values.dtype != torch.int8:
-        raise Refusal(f"ConvRot is for INT8, and this layer is {str(weight.values.dtype).removeprefix('torch.')}")
+        found = str(weight.values.dtype).removeprefix("torch.")
+        raise unsupported_model(f"a layer has ConvRot and is stored in {found}, not INT8")
     if not is_power_of_four(group):
-        raise Refusal(f"a ConvRot group of {group} is not a power of 4")
+        raise unsupported_model(f"a ConvRot group of {group} is not a power of 4")
     if width % group:
-        raise Refusal(f"ConvRot groups of {group} do not divide a layer of {width} inputs")
+        raise unsupported_model(f"ConvRot groups of {group} do not divide a layer of {width} inputs")
 
 
 def is_power_of_four(number: int) -> bool:

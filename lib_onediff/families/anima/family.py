@@ -11,7 +11,7 @@ from ...core.family import AttentionShapes, UsualSizes
 from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_inputs
 from ..transformer import MEGAPIXEL_SIZES, SCHEDULE, blocks_read, deepest_cut, patch_grid
 from . import forward
 from .call import AnimaCall
@@ -40,16 +40,16 @@ class Animas:
         context = call.context
         if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):
             taken = f"{layout.in_channels} channels, one image"
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the latent (shape {tuple(latent.shape)}) does not fit {layout.model_name}, which takes {taken}"
             )
         if context.dim() != 3 or context.shape[-1] != layout.context_width:
             taken = f"{layout.context_width} values a token"
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the prompt (shape {tuple(context.shape)}) does not fit {layout.model_name}, which takes {taken}"
             )
         if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
-            raise Refusal("the latent, the timestep and the prompt have different batch sizes")
+            raise unsupported_inputs("the latent, the timestep and the prompt have different batch sizes")
 
     def example(
         self, layout: AnimaLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]

@@ -25,7 +25,7 @@ from ...core.leaves import (
     TokenLinear,
     feed_forward_layers,
 )
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_model
 from ..leaf_reader import LeafReader
 from ..rotary import RotaryAxes
 from ..transformer import patch_grid
@@ -143,4 +143,4 @@ def refuse_biases(network: nn.Module) -> None:
     ignore it."""
     found = next((name for name, _ in network.named_parameters() if name.endswith("bias")), None)
     if found is not None:
-        raise Refusal(f"{found} is a bias, and OneDiff computes this network without any")
+        raise unsupported_model(f"one of its layers has a bias ({found})")

@@ -10,7 +10,7 @@ from ...core.family import AttentionShapes, UsualSizes
 from ...core.layer_weights import Weights
 from ...core.leaves import SelfAttention, names_of
 from ...core.operators import Operators
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_inputs
 from ...core.sizes import TOKENS
 from ..transformer import MEGAPIXEL_SIZES, SCHEDULE, blocks_read, deepest_cut
 from . import forward
@@ -38,22 +38,24 @@ class Krea2s:
         height, width = others[-2:]
         if tuple(others) not in ((layout.channels, height, width), (layout.channels, 1, height, width)):
             taken = f"{layout.channels} channels, one image"
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the latent (shape {tuple(latent.shape)}) does not fit {layout.model_name}, which takes {taken}"
             )
         values = layout.text_layers * layout.text_width
         if context.dim() != 3 or context.shape[2] != values:
             taken = f"{values} values a token"
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the prompt (shape {tuple(context.shape)}) does not fit {layout.model_name}, which takes {taken}"
             )
         if context.shape[0] != batch or call.timestep.shape != (batch,):
-            raise Refusal("the latent, the timestep and the prompt have different batch sizes")
+            raise unsupported_inputs("the latent, the timestep and the prompt have different batch sizes")
         if call.mask is not None and (call.mask.shape != context.shape[:2] or call.mask.dtype != torch.bool):
-            raise Refusal(f"the prompt's mask has the shape {tuple(call.mask.shape)} and the type {call.mask.dtype}")
+            raise unsupported_inputs(
+                f"the prompt's mask has the shape {tuple(call.mask.shape)} and the type {call.mask.dtype}"
+            )
         tokens = context.shape[1] + layout.patches_over(height, width)
         if call.positions is not None and call.positions.shape != (1, tokens, len(layout.axes.widths)):
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the positions (shape {tuple(call.positions.shape)}) do not fit a sequence of {tokens} tokens"
             )
 

@@ -10,7 +10,7 @@ from ...core.family import AttentionShapes, UsualSizes
 from ...core.layer_weights import Weights
 from ...core.leaves import descriptions
 from ...core.operators import Operators
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_inputs
 from . import forward
 from .call import UNetCall
 from .layout import TransformerBlock, UNetLayout
@@ -45,23 +45,26 @@ class UNets:
         latent = call.latent
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the latent (shape {tuple(latent.shape)}) does not fit this UNet, which takes {layout.in_channels} "
                 "channels"
             )
         if not latent.numel():
-            raise Refusal("the latent is empty")
+            raise unsupported_inputs("the latent is empty")
         if context.dim() != 3 or context.shape[2] != layout.context_width:
-            taken = f"a width of {layout.context_width}"
-            raise Refusal(f"the prompt (shape {tuple(context.shape)}) does not fit this UNet, which takes {taken}")
+            taken = f"{layout.context_width} values a token"
+            raise unsupported_inputs(
+                f"the prompt (shape {tuple(context.shape)}) does not fit this UNet, which takes {taken}"
+            )
         if context.shape[0] != latent.shape[0] or call.timestep.shape != latent.shape[:1]:
-            raise Refusal("the latent, the timestep and the prompt have different batch sizes")
+            raise unsupported_inputs("the latent, the timestep and the prompt have different batch sizes")
         if (call.y is None) != (layout.label is None):
-            raise Refusal("the pooled prompt is missing" if call.y is None else "this UNet takes no pooled prompt")
+            lack = "the pooled prompt is missing" if call.y is None else "this UNet takes no pooled prompt"
+            raise unsupported_inputs(lack)
         if call.y is not None and tuple(call.y.shape) != (latent.shape[0], layout.y_width):
-            raise Refusal(
-                f"the pooled prompt (shape {tuple(call.y.shape)}) does not fit this UNet, which takes a width of "
-                f"{layout.y_width}"
+            raise unsupported_inputs(
+                f"the pooled prompt (shape {tuple(call.y.shape)}) does not fit this UNet, which takes "
+                f"{layout.y_width} values an image"
             )
         if call.timestep_condition is not None:
             self._refuse_condition(layout, call.timestep_condition, latent.shape[0])
@@ -70,11 +73,12 @@ class UNets:
         """Raise Refusal if this UNet takes no guidance embedding (LCM's), or one of another shape than (batch,
         width)."""
         if layout.time.condition is None:
-            raise Refusal("a guidance embedding is given, but this UNet takes none")
+            raise unsupported_inputs("a guidance embedding is given, but this UNet takes none")
         width = layout.time.condition.in_features
         if tuple(condition.shape) != (batch, width):
-            raise Refusal(
-                f"the guidance embedding (shape {tuple(condition.shape)}) does not have this UNet's width of {width}"
+            raise unsupported_inputs(
+                f"the guidance embedding (shape {tuple(condition.shape)}) does not fit this UNet, which takes {width} "
+                "values an image"
             )
 
     def example(

@@ -26,7 +26,7 @@ from ...core.leaves import (
     feed_forward_layers,
     names_of,
 )
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_model
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class UNetLayout(Layout):
         first layer is a convolution, input and output stages are as many, and there is a cross attention."""
         first = self.input_stages[0][0]
         if not isinstance(first, Convolution):
-            raise Refusal("its first layer is not a convolution")
+            raise unsupported_model("the UNet's first layer is not a convolution")
         if len(self.input_stages) != len(self.output_stages):
-            raise Refusal("its skip connections do not match its output blocks")
+            raise unsupported_model("the UNet's skip connections do not match its output blocks")
         attention = next(descriptions((self.middle_stage, self.input_stages), CrossAttention), None)
         if attention is None:
-            raise Refusal("it has no cross attention")
+            raise unsupported_model("the UNet has no cross attention")
         blocks = descriptions((self.input_stages, self.middle_stage, self.output_stages), ResidualBlock)
         derived = {
             "in_channels": first.in_channels, "out_channels": self.out_convolution.out_channels,

@@ -9,7 +9,7 @@ from torch import nn
 
 from ...core.leaves import CrossAttention, SelfAttention, TimeEmbedding
 from ...core.origins import package
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_model
 from ..leaf_reader import LeafReader, is_genuine
 from .layout import (
     Downsample,
@@ -53,7 +53,7 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     cross = block.attn2
     layers = block.ff.net
     if leaves.kind(layers[0]) != "GEGLU":
-        raise Refusal(f"{path} has a feed-forward layer without GEGLU, which OneDiff does not support")
+        raise unsupported_model(f"the feed-forward layer of {path} is {leaves.kind(layers[0])}, not GEGLU")
     return TransformerBlock(
         self_norm=leaves.layer_norm(block.norm1),
         self_attention=SelfAttention(
@@ -118,9 +118,9 @@ def read_ldm(unet: Any) -> UNetLayout:
 def refuse_ldm_variants(unet: Any) -> None:
     """Raise Refusal if the UNet predicts codebook ids, or has another time embedding than two linear layers."""
     if getattr(unet, "predict_codebook_ids", False):
-        raise Refusal("it predicts codebook ids, not noise")
+        raise unsupported_model("the UNet predicts codebook ids, not noise")
     if not isinstance(unet.time_embed, nn.Sequential) or len(unet.time_embed) != 3:
-        raise Refusal("its time embedding is not two linear layers")
+        raise unsupported_model("the UNet's time embedding is not two linear layers")
 
 
 def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
@@ -131,7 +131,7 @@ def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
     label = unet.label_emb
     layers = list(label[0]) if isinstance(label, nn.Sequential) and isinstance(label[0], nn.Sequential) else []
     if [type(layer).__name__ for layer in layers] != ["Linear", "SiLU", "Linear"]:
-        raise Refusal("its label embedding is not two linear layers (a class-conditional model?)")
+        raise unsupported_model("the UNet's label embedding is not two linear layers (a class-conditional model?)")
     return LabelEmbedding(leaves.linear(layers[0]), leaves.linear(layers[2]))
 
 
@@ -160,7 +160,7 @@ def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
     variants = ("updown", "use_scale_shift_norm", "skip_t_emb", "exchange_temb_dims")
     found = [name for name in variants if getattr(block, name, False)]
     if found:
-        raise Refusal(f"{leaves.path(block)} is a residual block with {found[0]}")
+        raise unsupported_model(f"{leaves.path(block)} is a residual block with {found[0]}")
     identity = isinstance(block.skip_connection, nn.Identity)
     return ResidualBlock(
         in_norm=leaves.group_norm(block.in_layers[0]), in_convolution=leaves.convolution(block.in_layers[2]),
@@ -177,5 +177,7 @@ def ldm_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     if not is_block(type(block)):
         raise leaves.unknown(block)
     if getattr(block, "disable_self_attn", False) or getattr(block, "ff_in", False) or block.attn2 is None:
-        raise Refusal(f"{path} is a transformer block that OneDiff does not support")
+        raise unsupported_model(
+            f"the transformer block {path} lacks an attention, or has an additional feed-forward layer (ff_in)"
+        )
     return read_block(block, leaves)

@@ -11,7 +11,7 @@ from ...core.family import AttentionShapes, UsualSizes
 from ...core.layer_weights import Weights
 from ...core.leaves import names_of
 from ...core.operators import Operators
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_inputs
 from ..transformer import MEGAPIXEL_SIZES, SCHEDULE, blocks_read, deepest_cut
 from . import forward
 from .call import ZImageCall
@@ -37,16 +37,16 @@ class ZImages:
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
             taken = f"{layout.in_channels} channels"
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the latent (shape {tuple(latent.shape)}) does not fit {layout.model_name}, which takes {taken}"
             )
         if context.dim() != 3 or context.shape[-1] != layout.context_width or context.shape[1] % layout.multiple:
             taken = f"{layout.context_width} values a token, and a multiple of {layout.multiple} tokens"
-            raise Refusal(
+            raise unsupported_inputs(
                 f"the prompt (shape {tuple(context.shape)}) does not fit {layout.model_name}, which takes {taken}"
             )
         if not len(latent) == len(context) == len(call.lengths) == len(call.timestep):
-            raise Refusal("the latent, the timestep and the prompt have different batch sizes")
+            raise unsupported_inputs("the latent, the timestep and the prompt have different batch sizes")
 
     def example(
         self, layout: ZImageLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...core.leaves import Linear, SelfAttention, TimeEmbedding
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_model
 from ..leaf_reader import LeafReader
 from ..rotary import RotaryAxes
 from .layout import StreamBlock, ZImageLayout
@@ -102,5 +102,5 @@ def without_bias(layer: Any, leaves: LeafReader) -> Linear:
     """The description of a linear layer that must not have a bias. Raises Refusal if it has one."""
     found = leaves.linear(layer)
     if any(name.endswith("bias") for name, _ in layer.named_parameters()):
-        raise Refusal(f"{found.path} has a bias, which OneDiff does not compute there")
+        raise unsupported_model(f"the layer {found.path} has a bias")
     return found

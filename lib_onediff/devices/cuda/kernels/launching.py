@@ -130,7 +130,8 @@ def aligned(number: int, name: str) -> int:
     read wrong memory. name: the kernel's, for the message."""
     if number % ALIGNED:
         raise Refusal(
-            f"OneDiff's kernel {name} needs addresses and sizes that are multiples of {ALIGNED}, and one is {number}"
+            f"OneDiff's kernel {name} needs sizes and addresses (in bytes) that are multiples of {ALIGNED}, and one is "
+            f"{number}"
         )
     return number
 
