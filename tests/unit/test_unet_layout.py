@@ -37,7 +37,7 @@ DIFFUSERS_REFUSALS = [
     ({"time_embedding_type": "fourier"}, "its time projection or output norm is of a kind"),
     ({"act_fn": "gelu"}, "is GELU; OneDiff supports SiLU only"),
     ({"resnet_time_scale_shift": "scale_shift"}, "its time_embedding_norm is scale_shift"),
-    ({"mid_block_scale_factor": 2.0}, "mid_block.resnets.0 is .*: its output_scale_factor is 2.0"),
+    ({"mid_block_scale_factor": 2.0}, "mid_block.resnets.0 is .*its output_scale_factor is 2.0"),
     ({"dual_cross_attention": True}, "is a .*DualTransformer2DModel"),
     ({"only_cross_attention": True}, "its only_cross_attention is True"),
     ({"encoder_hid_dim": 24, "encoder_hid_dim_type": "text_proj"}, "its prompt passes through a projection"),

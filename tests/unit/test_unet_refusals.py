@@ -69,7 +69,7 @@ def pad_by(unet: Any, mode: str) -> None:
     (hook, "test_unet_refusals has set a hook on mid_block.resnets.0"),
     (own_forward, "mid_block.resnets.0.forward was replaced by test_unet_refusals"),
     (wrapped, f"{ATTENTION}.to_out.0 is a .*AdapterLinear"), (another_class, "LoudLinear"),
-    (lambda unet: pad_by(unet, "reflect"), "conv_in is a .*Conv2d: padding mode reflect"),
+    (lambda unet: pad_by(unet, "reflect"), "conv_in is a .*Conv2d .padding mode reflect"),
     (lambda unet: setattr(unet, "conv_act", nn.GELU()), "the output's activation is GELU"),
 ], ids=["a hook", "a forward", "a wrapped layer", "a layer's own forward", "mirrored edges", "another activation"])
 def test_a_changed_unet_is_left_to_the_host(change: Callable[[Any], object], reason: str) -> None:
@@ -119,7 +119,7 @@ def test_dropout_in_training_mode_and_an_extra_parameter_are_left_to_the_host() 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL, dropout=0.5))
     for change, reason in (
         (lambda: unet.mid_block.register_parameter("strange", nn.Parameter(torch.zeros(3))),
-         "it has unknown parameters .1., such as mid_block.strange"),
+         "it has unknown parameters (1), such as mid_block.strange"),
         (lambda: delattr(unet.mid_block, "strange"), ""),
         (unet.train, "dropout drops values at random"),
     ):
