@@ -504,7 +504,7 @@ class BoundUNet:
             self._unseen = next((reason_of(one) for one in foreign if has_unseen_state(one, tree.hosts)), "")
             self._judged = reached
         if self._unseen:
-            raise Refusal(f"{self._unseen}, and OneDiff cannot find out what its result depends on")
+            raise Refusal(f"{self._unseen}, and OneDiff cannot see on what its result depends")
 
     def _drop_binding(self) -> None:
         """Drop the binding, the notes for comparisons and the copies of weights. Weights that were fused stay so; the
