@@ -156,7 +156,8 @@ class Routes:
         """Queue sizes. They are pre-warmed one after the other, between images and never during one.
 
         Answers at once with a job for each size. A size that runs or waits already keeps its job. Without an answer
-        202, no size was queued.
+        202, no size was queued: 422 for sizes that are not possible, 429 if too many wait already, 409 while OneDiff is
+        switched off.
         """
         try:
             sizes = parse_sizes(body.sizes)
@@ -185,7 +186,7 @@ class Routes:
 
     def cancel(self, id: int = JobId) -> Response:
         """Remove a job from the queue, or end it after its current UNet call or step. What is ready by then stays
-        ready. Answers with the job as it is then; 409 if it had ended before."""
+        ready. Answers with the job as it is then; 404 if there is no such job, 409 if it had ended before."""
         job = self._job(id)
         if not self._queue.cancel(id):
             raise HTTPException(409, f"Job {id} has already ended ({self._job(id).state}).")
@@ -204,10 +205,10 @@ class Routes:
 
         Give one of `{"resolutions": ["512x512"]}`, with `"model"` for one model only; `{"model": "SD1"}` for all of a
         model; `{"disk": true}` for everything on the disk, while graphs in memory stay; `{"all": true}` for everything.
-        An empty body is refused. The VAE's decodes belong to no model: they are purged with their resolution, unless a
-        model is named. Files of a newer version of OneDiff in the same folder stay. Waits at most `wait` seconds for an
-        image in progress; after that, the answer is 409 and nothing is purged. The pre-warm queue goes on, so first
-        cancel sizes that should not come back.
+        Anything else is refused with 422, and resolutions that OneDiff does not know with 404. The VAE's decodes belong
+        to no model: they are purged with their resolution, unless a model is named. Files of a newer version of OneDiff
+        in the same folder stay. Waits at most `wait` seconds for an image in progress; after that, the answer is 409
+        and nothing is purged. The pre-warm queue goes on, so first cancel sizes that should not come back.
 
         Answers with the bytes that became free in GPU memory (`vram`) and on the disk (`disk`), and the resolutions.
         """
@@ -237,8 +238,8 @@ class Routes:
         return json_answer(dict(body))
 
     def release(self, body: bodies.ReleaseBody = Body(bodies.ReleaseBody())) -> Response:  # noqa: B008
-        """Free all GPU memory of graphs and of torch's caches. Sizes that were ready are captured again when they are
-        used.
+        """Free all GPU memory of graphs, weights in 8 bits, copies of weights and torch's caches. They are made again
+        when they are used.
 
         Answers with the bytes that became free (`vram`). Waits at most `wait` seconds for an image in progress; after
         that, the answer is 409 and nothing is released.

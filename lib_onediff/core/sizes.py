@@ -32,7 +32,7 @@ class Size:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        """Check all values."""
+        """Raise ValueError, with a sentence for users, if a value is not possible."""
         for name, pixels in (("width", self.width), ("height", self.height)):
             if pixels % MULTIPLE or not SMALLEST <= pixels <= LARGEST:
                 wanted = f"a multiple of {MULTIPLE} from {SMALLEST} to {LARGEST} pixels"

@@ -283,9 +283,10 @@ class WarmUp:
         return self._queue.in_turn(job, self._webui.exclusively, partial(work, job))
 
     def _decode(self, job: SizeJob) -> str:
-        """Let the VAE decode at the job's size, so that OneDiff checks it before the first image. Does nothing if that
-        was checked already, or the job is cancelled. A failure is only logged, because the first image does the check
-        too. Always returns "": a decode gives a job no reason (see _run)."""
+        """Let the VAE decode at the job's size, so that OneDiff checks it before the first image. Does nothing if a
+        decode of this size was checked already, with whatever result, or the job no longer runs. A failure is only
+        logged, because the first image does the check too. Always returns "": a decode gives a job no reason (see
+        _run)."""
         size = job.size
         known = any(
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD

@@ -370,9 +370,10 @@ class Runtime:
         """Undo the channels-last layout of the convolutions' weights before the host's own forward, and drop the graphs
         captured over it. So an image that the host makes alone is bit-exact.
 
-        Does nothing if we have served an earlier call of this sampling (without an announced sampling: the last call).
-        If we and the host alternate, moving the weights at each call would cost too much. The host then convolves in
-        channels-last order, which may round differently.
+        Does nothing without that layout, and for a call inside of another one's graphs. Nor if we have served an
+        earlier call of this sampling (without an announced sampling: the last call): if we and the host alternate,
+        moving the weights at each call would cost too much. The host then convolves in channels-last order, which may
+        round differently.
         """
         network = self.services.networks.get(unet)
         if network is None or not network.bound.channels_last or self.services.is_between_graphs:

@@ -62,7 +62,8 @@ class HostLayers:
         return list(self._modules)
 
     def module(self, path: str) -> nn.Module:
-        """The layer at a path, without a LoRA layer around it; for a single parameter, the module that has it."""
+        """The layer at a path, without a LoRA layer around it; for a single parameter, the module that has it. Raises
+        Refusal if it was unloaded."""
         module = self._modules[path]()
         if module is None:
             raise Refusal(LAYERS_GONE)
@@ -104,7 +105,8 @@ class HostLayers:
 
     def weight_and_bias(self, path: str) -> tuple[Tensor, Tensor | None]:
         """A layer's weight, and its bias or None. A single parameter is returned as a weight without a bias. A weight
-        in few bits is returned as its stored values, (rows, ...), which are not decoded."""
+        in few bits is returned as its stored values, (rows, ...), which are not decoded. Raises Refusal if the layer or
+        the parameter was unloaded."""
         module = self.module(path)
         if path in self._names:
             single = module._parameters.get(self._names[path])

@@ -394,7 +394,8 @@ class AppliedFunctions:
 
         kind: "weight" or "bias". found: self.weights or self.biases, to which they are added by the product's name and
         the layers' paths. name, group, weights: see _fit_updates. is_cast: whether the host casts these parameters, and
-        the cast copies are to be made here.
+        the cast copies are to be made here. Raises Refusal if a function changes a parameter's shape, and what the
+        functions raise.
         """
         together: Tensor | None = getattr(weights[name], kind)
         changes = [getattr(one, kind) for one in group.values()]

@@ -145,7 +145,8 @@ class UNetLayout(Layout):
 
     def __post_init__(self) -> None:
         """Set in_channels, out_channels, context_width and embeddings from the other fields. Raises Refusal unless the
-        first layer is a convolution, input and output stages are as many, and there is a cross attention."""
+        first layer is a convolution, input and output stages are as many, and an input stage or the middle has a cross
+        attention."""
         first = self.input_stages[0][0]
         if not isinstance(first, Convolution):
             raise unsupported_model("the UNet's first layer is not a convolution")

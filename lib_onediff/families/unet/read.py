@@ -137,7 +137,8 @@ def ldm_label(unet: Any, leaves: LeafReader) -> LabelEmbedding | None:
 
 def read_layer(layer: Any, leaves: LeafReader, resizes_before: bool) -> Layer:
     """The description of one layer of a stage: a residual block, a spatial transformer, a Downsample, an Upsample or a
-    convolution. Raises Refusal for any other. resizes_before: becomes Upsample.resize_before."""
+    convolution. Raises Refusal for any other, and for one that its reader refuses. resizes_before: becomes
+    Upsample.resize_before."""
     kind = leaves.kind(layer)
     if kind == "ResBlock":
         return ldm_residual_block(layer, leaves)

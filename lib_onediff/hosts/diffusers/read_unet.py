@@ -179,13 +179,15 @@ def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) 
 
 
 def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
-    """The layout of a UNet's Downsample2D. Raises Refusal unless it is a convolution with a padding of 1."""
+    """The layout of a UNet's Downsample2D. Raises Refusal unless it is a convolution with a padding of 1, without a
+    norm, that LeafReader.convolution reads."""
     leaves.require(layer, use_conv=True, norm=None, padding=1)
     return Downsample(leaves.convolution(layer.conv))
 
 
 def diffusers_upsample(layer: Any, leaves: LeafReader) -> Upsample:
-    """The layout of an Upsample2D, of a UNet or a VAE. Raises Refusal unless it interpolates, and then convolves."""
+    """The layout of an Upsample2D, of a UNet or a VAE. Raises Refusal unless it interpolates, and then convolves by a
+    layer that LeafReader.convolution reads; it must have neither a norm nor a transposed convolution."""
     leaves.require(layer, use_conv=True, norm=None, use_conv_transpose=False, interpolate=True)
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 

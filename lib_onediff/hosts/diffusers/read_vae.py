@@ -57,8 +57,8 @@ def diffusers_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
 
 
 def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
-    """The layout of a VAE's Downsample2D. Raises Refusal unless it pads the image itself, before a convolution without
-    padding."""
+    """The layout of a VAE's Downsample2D. Raises Refusal unless it pads the image itself, before a convolution that
+    families.vae.downsample reads, and has no norm."""
     leaves.require(layer, use_conv=True, norm=None, padding=0)
     return downsample(layer, leaves)
 

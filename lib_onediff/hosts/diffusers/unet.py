@@ -336,7 +336,8 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
     the sizes in time_ids, concatenated in the wider of their dtypes, as UNet2DConditionModel.get_aug_embed does. None
     for UNets that take no such input.
 
-    added: the pipeline's added_cond_kwargs. Raises Refusal unless they are text_embeds and time_ids.
+    added: the pipeline's added_cond_kwargs. Raises Refusal unless they are text_embeds and time_ids, beside which an
+        IP-Adapter's image_embeds may be.
     """
     if unet.config.addition_embed_type is None:
         return None

@@ -42,7 +42,11 @@ class WiderType:
 
     def serve(self) -> Decoded:
         """Our image in the wanted dtype, compared with the host's own at a shape's first use. If it is not finite, our
-        image in a wider dtype, uncompared; that is remembered for later decodes with the same weights, and logged."""
+        image in a wider dtype, uncompared; that is remembered for later decodes with the same weights, and logged.
+
+        Raises NoTypeHelps if no dtype gives a finite image, or the latent is not finite; and what Decode.in_type and
+        Decode.checked raise.
+        """
         overflows = f"this VAE overflows in {short_name(self.wanted)}"
         if self.wanted != WIDEST and self._is_known:
             return self._wider(self._done, overflows)

@@ -192,7 +192,7 @@ class Panel:
         return self._begin("Purging", lambda: f"{counted(count, 'resolution')} purged, {memory(free())} of VRAM freed.")
 
     def release(self, waiting: Chore | None) -> Answer:
-        """Release the GPU memory that OneDiff holds. Graphs are captured again when they are needed."""
+        """Release the GPU memory that OneDiff holds (Services.release_memory). All is made again when it is needed."""
         return self._begin("Releasing memory", lambda: f"{memory(self.runtime.release_memory())} of VRAM released.")
 
     def _begin(self, name: str, work: Callable[[], str]) -> Answer:
