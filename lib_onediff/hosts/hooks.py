@@ -19,7 +19,7 @@ from ..core.attempt import Attempt
 from ..core.call import Call, PromptRows
 from ..core.guard import Guard
 from ..core.origins import author, origin, package
-from ..core.refusal import Refusal
+from ..core.refusal import unsupported_inputs, unsupported_model
 from ..core.weak_dictionary import WeakDictionary
 from ..runtime.runtime import runtime
 from ..weights.scan import HostTraits, own_method, refuse_replaced
@@ -317,8 +317,8 @@ class ForwardPatches:
         our forward may be of a derived class, whose other methods may compute something else."""
         if not self.are_for(module):
             kind = type(module)
-            raise Refusal(
-                f"{kind.__module__}.{kind.__qualname__} is derived from a class that OneDiff supports, and may compute "
+            raise unsupported_model(
+                f"its class {kind.__module__}.{kind.__qualname__} is derived from a known one, and may compute "
                 "something else"
             )
 
@@ -480,7 +480,7 @@ class VaeHooks(ForwardPatches):
             refuse_replaced(type(decoder), below=original)
             if kwargs:
                 names = ", ".join(sorted(kwargs))
-                raise Refusal(f"the VAE is called with arguments that OneDiff does not know ({names})")
+                raise unsupported_inputs(f"it passes unknown arguments to the VAE ({names})")
             self._check(decoder)
 
         runtime.vae.adopt(decoder, host_traits=self._host_traits)

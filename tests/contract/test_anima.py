@@ -129,7 +129,7 @@ def test_replacing_what_the_host_calls_by_name_is_noticed_after_the_check(host: 
     ("blocks.0.mlp.activation", "blocks.0.mlp.activation", nn.GELU("tanh")),
     ("expected SiLU", "blocks.1.adaln_modulation_mlp.0", nn.GELU()),
     ("not take a padding mask", "x_embedder.proj", nn.Sequential(nn.Identity(), nn.Linear(16, 64, bias=False))),
-    ("frequencies that OneDiff does not support", "pos_embedder.dim_spatial_range", torch.ones(5)),
+    ("its positions have unusual frequencies", "pos_embedder.dim_spatial_range", torch.ones(5)),
     ("such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
 ])
 def test_a_changed_module_is_refused(host: AnimaHost, reason: str, path: str, value: Any) -> None:

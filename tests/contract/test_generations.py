@@ -84,7 +84,7 @@ def test_the_host_serves_networks_of_derived_classes(host: Host) -> None:
         assert calls == BY_HOST and torch.equal(made.latent, expected.latent) and runtime.guard.faults == []
         # OneDiff still serves the encoder.
         assert torch.equal(made.image, expected.image) and close(made, expected)
-        assert "is derived from a class that OneDiff supports" in runtime.status()["reason"]
+        assert "is derived from a known one, and may compute something else" in runtime.status()["reason"]
     finally:
         for network, kind in kinds.items():
             network.__class__ = kind

@@ -120,8 +120,8 @@ def test_in_other_kinds_of_pipelines_the_rows_are_unknown() -> None:
     lib_onediff.compile_pipe(pipe, ignores=("vae",), skip_negative_after=50)
     generate(pipe)
     assert told()[1] == (
-        "Skipping the negative prompt is inactive: in which order OwnPipeline computes prompt and negative prompt is "
-        "unknown"
+        "Skipping the negative prompt is inactive: OneDiff does not know in which order OwnPipeline computes prompt "
+        "and negative prompt"
     )
 
 

@@ -209,5 +209,6 @@ def test_an_adapters_residuals_in_the_older_argument_are_left_to_the_host() -> N
     lib_onediff.compile_unet(scene.unet)
     assert torch.equal(scene.output(down_block_additional_residuals=list(residuals)), expected)
     assert (lib_onediff.status()["route"], lib_onediff.status()["reason"]) == (
-        "host", "a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated"
+        "host", "a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated: update "
+        "the pipeline, to pass down_intrablock_additional_residuals"
     )

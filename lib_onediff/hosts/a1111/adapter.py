@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...core.call import APART, OTHER_ROWS, Call, PromptRows, half_of
 from ...core.key import LATENT_PIXEL
 from ...core.origins import author
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_inputs
 from ...core.sizes import TOKENS
 from ...families.unet.call import UNetCall
 from ...runtime.runtime import runtime
@@ -163,10 +163,10 @@ class A1111(WebUI):
             """These arguments as a UNetCall. Raises Refusal, with the reason for users, if OneDiff cannot serve it."""
             tensors = (x, timesteps, context) if y is None else (x, timesteps, context, y)
             if not all(isinstance(one, Tensor) for one in tensors):
-                raise Refusal("the UNet is called with an input that is not a tensor")
+                raise unsupported_inputs("the latent, the timestep, the prompt or the pooled prompt is not a tensor")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
-                raise Refusal(f"the UNet is called with arguments that OneDiff does not know ({names})")
+                raise unsupported_inputs(f"it passes unknown arguments ({names})")
             self._unets.refuse_derived(unet)
             self._check_state(unet)
             if owner is not None:
@@ -205,7 +205,8 @@ class A1111(WebUI):
         if self.unmet is not None:
             raise Refusal(self.unmet)
         if sd_unet.current_unet is not None:
-            raise Refusal(f"the UNet of {author(sd_unet.current_unet)} is active (Settings, SD Unet)")
+            owner = author(sd_unet.current_unet)
+            raise Refusal(f"the UNet of {owner} is used instead of the checkpoint's (Settings, SD Unet)")
         if shared.loaded_hypernetworks:
             raise Refusal("a hypernetwork changes the attention")
         functions = getattr(sys.modules[type(unet).__module__], "th", None)

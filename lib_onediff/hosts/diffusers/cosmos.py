@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_inputs
 from ...families.anima.call import AnimaCall
 
 
@@ -33,18 +33,18 @@ def cosmos_call(
     if passed:
         raise Refusal(f"the diffusers pipeline passes {', '.join(passed)}, which OneDiff does not support")
     if isinstance(encoder_hidden_states, (tuple, list)):
-        raise Refusal("the prompt's embedding has several parts, which OneDiff does not support")
+        raise unsupported_inputs("the prompt's embedding has several parts")
     if not all(isinstance(one, Tensor) for one in (hidden_states, timestep, encoder_hidden_states)):
-        raise Refusal("the latent, the timestep or the prompt is not a tensor")
+        raise unsupported_inputs("the latent, the timestep or the prompt is not a tensor")
     batch, _, frames, *size = hidden_states.shape
     if timestep.dim() != 1:
-        raise Refusal(f"the timestep (shape {tuple(timestep.shape)}) is not one number for each image")
+        raise unsupported_inputs(f"the timestep (shape {tuple(timestep.shape)}) is not one number for each image")
     patch = network.config.patch_size[-1]
     most = max(network.rope.max_size)
     if any(side % patch or side > patch * most for side in size):
         raise Refusal(
-            f"the latent's height and width ({size[0]} and {size[1]}) must be multiples of {patch}, up to "
-            f"{most * patch}"
+            f"the latent's height and width ({size[0]} and {size[1]}; the image's are 8 times as large) must be "
+            f"multiples of {patch}, up to {most * patch}"
         )
     parts = [hidden_states] if condition_mask is None else [hidden_states, condition_mask]
     if network.config.concat_padding_mask:

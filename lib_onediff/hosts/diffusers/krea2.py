@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...core.call import Call
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_inputs
 from ...families.krea2.call import Krea2Call
 
 # The pipeline packs a latent's patches of this height and width into tokens.
@@ -52,10 +52,12 @@ class Krea2Calls:
             raise Refusal(f"the diffusers pipeline passes {', '.join(passed)}, which OneDiff does not support")
         given = hidden_states, encoder_hidden_states, timestep, position_ids
         if not all(isinstance(one, Tensor) for one in given):
-            raise Refusal("the latent, the timestep, the prompt or the positions are not a tensor")
+            raise unsupported_inputs("the latent, the timestep, the prompt or the positions are not a tensor")
         if hidden_states.dim() != 3 or encoder_hidden_states.dim() != 4 or position_ids.dim() != 2:
             shapes = [tuple(one.shape) for one in given]
-            raise Refusal(f"latent, prompt, timestep and positions have the wrong shapes {', '.join(map(str, shapes))}")
+            raise unsupported_inputs(
+                f"latent, prompt, timestep and positions have the wrong shapes {', '.join(map(str, shapes))}"
+            )
         rows, columns = self._grid_of(position_ids, hidden_states.shape[1])
         return Krea2Call(
             image_of(hidden_states, rows, columns), timestep, encoder_hidden_states.flatten(2), encoder_attention_mask,

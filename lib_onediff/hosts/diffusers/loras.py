@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...core.origins import is_lora, layer_within
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_lora
 from ...weights.scan import LowRankUpdate, Parts, WeightFunctions
 
 # Attributes that must be equal for a convolution and the first factor of its LoRA.
@@ -61,8 +61,8 @@ class LoraReader:
             layer: Any = layers[index]
             if layer._disable_adapters and layer.merged_adapters:
                 raise Refusal(
-                    "a LoRA fused into the weights is disabled, and peft takes it out during this call: call "
-                    "unfuse_lora()"
+                    "a LoRA is fused into the weights (fuse_lora) and also disabled, so peft changes the weights "
+                    "during the call: call pipe.unfuse_lora()"
                 )
             factors = active_factors(layer)
             if factors:
@@ -104,14 +104,17 @@ class LoraReader:
         """
         if not isinstance(scale, Real) or not math.isfinite(scale) or scale == 0:
             # After a scale of 0, diffusers cannot restore the adapters' weights.
-            raise Refusal("the pipeline's LoRA scale is 0 or not a number")
+            raise Refusal("the pipeline's LoRA scale is 0 or not a number: to use no LoRA, call pipe.disable_lora()")
         if scale != 1:
             # Some releases of diffusers set the scale only after they have computed these layers.
             early = [unet.conv_in, *unet.time_embedding.children()]
             if unet.config.addition_embed_type is not None:
                 early += unet.add_embedding.children()
             if any(is_lora(type(layer)) for layer in (early if are_attentions_ours else unet.modules())):
-                raise Refusal("the pipeline sets a LoRA scale, which only diffusers can apply to some of these LoRAs")
+                raise Refusal(
+                    "the pipeline sets a LoRA scale, which only diffusers can apply to some of these LoRAs: set the "
+                    "scale by pipe.set_adapters() instead"
+                )
         self.scale = float(scale)
 
 
@@ -161,7 +164,9 @@ def refuse_unsupported(layer: Any) -> None:
             names = GEOMETRY if within.padding == (0, 0) else (*GEOMETRY, "padding_mode")
             fits = fits and all(getattr(down, name) == getattr(within, name) for name in names)
         if one.dtype != within.weight.dtype and not casts_inputs(layer):
-            raise Refusal(f"peft does not cast the input of the LoRA {name} to its dtype (disable_input_dtype_casting)")
+            raise unsupported_lora(
+                f"peft may not convert the input of {name} to its dtype (disable_input_dtype_casting)"
+            )
         # Our forward cannot add a LoRA's bias to a layer without one; and peft adds a bias in a narrower dtype to the
         # product in that dtype, which rounds both.
         is_narrow = torch.finfo(one.dtype).eps > torch.finfo(within.weight.dtype).eps

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...core.attempt import HostFunction
 from ...core.origins import beneath_ours
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_inputs
 from ...runtime.runtime import runtime
 from ...weights.scan import refuse_replaced
 from ..hooks import Replacement, TablePatch, link_of
@@ -138,7 +138,7 @@ def arguments_by_name(
     names = parameters_of(kind, kind.forward, original)
     given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
     if len(given) != len(args) + len(kwargs) or not given.keys() <= set(names):
-        raise Refusal("the call has arguments that this network does not take")
+        raise unsupported_inputs("it passes arguments that the model does not take")
     return given
 
 

@@ -147,7 +147,7 @@ def additions_of(
     try:
         if kinds:
             if arguments.get(MASKS) is not None:
-                raise Refusal("masks limit them to parts of the image")
+                raise Refusal("masks limit the IP-Adapters to parts of the image")
             adapters = {path: one for path, one in processors.items() if type(one) in kinds}
             prompts = image_prompts(adapters, latent, tokens)
     except Refusal as reason:
@@ -166,10 +166,10 @@ def image_prompts(
     latent: the call's. image_tokens: see UNetPatches.
     """
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
-        raise Refusal("they are not at an image prompt's layers")
+        raise Refusal("an IP-Adapter has no image, or changes layers that are not cross attentions")
     counts = {len(parts) for one in processors.values() for parts in (one.to_k_ip, one.to_v_ip, one.scale)}
     if counts != {len(image_tokens)}:
-        raise Refusal("adapters, images and scales differ in number")
+        raise Refusal("IP-Adapters, their images and their scales differ in number: each needs its own image and scale")
     return tuple(image_prompt(processors, latent, index, tokens) for index, tokens in enumerate(image_tokens))
 
 
@@ -181,7 +181,9 @@ def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens:
     adapter's, (batch, images, tokens, width).
     """
     if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
-        raise Refusal(f"image tokens are {tuple(tokens.shape)} in {tokens.dtype}")
+        raise Refusal(
+            f"an IP-Adapter's image tokens (shape {tuple(tokens.shape)}, {tokens.dtype}) do not fit the latent"
+        )
     tokens = tokens.flatten(1, 2)
     parts: dict[str, tuple[int, int]] = {}
     projected = [tokens[..., :0]]
@@ -191,9 +193,9 @@ def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens:
         values = one.to_v_ip[index]
         scale = one.scale[index]
         if not isinstance(scale, (int, float)):
-            raise Refusal(f"a scale is {scale!r}")
+            raise Refusal(f"an IP-Adapter's scale is {scale!r} instead of a number")
         if type(keys) is not nn.Linear or type(values) is not nn.Linear:
-            raise Refusal(f"{path} has a layer that is not linear")
+            raise Refusal(f"an IP-Adapter has a layer at {path} that is not linear")
         if scale != 0:
             projected += keys(tokens), values(tokens) * scale
             parts[path + QUERY] = width, keys.out_features + values.out_features

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ...core.leaves import TimeEmbedding
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_model
 from ...families.anima.layout import (
     AdaptiveBlock,
     AnimaLayout,
@@ -51,11 +51,11 @@ def read_cosmos(network: Any) -> AnimaLayout:
     rope = network.rope
     for name, what in VARIANTS.items():
         if network.config.get(name):
-            raise Refusal(f"it has {what} ({name})")
+            raise unsupported_model(f"it has {what} ({name})")
     sizes = {tuple(part.patch_size) for part in (network.config, network.patch_embed, rope)}
     (frames, patch, across), *others = sizes
     if others or frames != 1 or patch != across:
-        raise Refusal(f"its patches are {' and '.join(map(str, sizes))} instead of squares of one frame")
+        raise unsupported_model(f"its patches are {' and '.join(map(str, sizes))} instead of squares of one frame")
     places = [norm for block in network.transformer_blocks for norm in (block.norm1, block.norm2, block.norm3)]
     for kind, *modules in (
         ("CosmosPatchEmbed", network.patch_embed), ("CosmosEmbedding", time), ("Timesteps", time.time_proj),

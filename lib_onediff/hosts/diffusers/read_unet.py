@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ...core.leaves import TimeEmbedding
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_model
 from ...families.leaf_reader import HOST_LAYERS, LeafReader, is_class
 from ...families.registry import FAMILIES
 from ...families.unet.layout import (
@@ -119,13 +119,13 @@ def refuse_diffusers_variants(unet: Any, leaves: LeafReader) -> None:
     text_too = getattr(unet, "text_encoder_hid_proj", None) is not None
     if unet.encoder_hid_proj is not None and (text_too or not has_ip_adapter(unet)):
         kind = type(unet.encoder_hid_proj).__name__
-        raise Refusal(f"its prompt passes through a projection that OneDiff does not support ({kind})")
+        raise unsupported_model(f"its prompt passes through a projection of an unknown kind ({kind})")
     if unet.class_embedding is not None or config.center_input_sample or unet.time_embed_act is not None:
-        raise Refusal("it has class labels or prepares its inputs in a way that OneDiff does not support")
+        raise unsupported_model("it has class labels or prepares its inputs in an unusual way")
     if config.addition_embed_type not in (None, "text_time"):
-        raise Refusal(f"its extra embedding is of type {config.addition_embed_type}, which OneDiff does not support")
+        raise unsupported_model(f"its extra embedding is of type {config.addition_embed_type}")
     if leaves.kind(unet.time_proj) != "Timesteps" or not isinstance(unet.conv_norm_out, nn.GroupNorm):
-        raise Refusal("its time projection or output norm is of a kind that OneDiff does not support")
+        raise unsupported_model("its time projection or output norm is of an unknown kind")
     require_silu(unet.conv_act, "the output's activation", leaves)
 
 
@@ -133,7 +133,7 @@ def require_silu(activation: Any, where: str, leaves: LeafReader) -> None:
     """Raise Refusal if an activation is not SiLU. where: the activation in words, which begin the reason for the user.
     """
     if leaves.kind(activation) != "SiLU":
-        raise Refusal(f"{where} is {leaves.kind(activation)}; OneDiff supports SiLU only")
+        raise unsupported_model(f"{where} is {leaves.kind(activation)} instead of SiLU")
 
 
 def diffusers_time(unet: Any, leaves: LeafReader) -> TimeEmbedding:
@@ -230,7 +230,10 @@ def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = Fals
     is_residual: whether it is a VAE's attention, which also has a group norm and adds its output to its input.
     """
     if type(attention.processor).__name__ == FUSED_PROCESSOR:
-        raise Refusal("fuse_qkv_projections() is on: call unfuse_qkv_projections(), OneDiff fuses them without a copy")
+        raise Refusal(
+            "fuse_qkv_projections() is on: call pipe.unfuse_qkv_projections(), because OneDiff fuses these layers by "
+            "itself, without a copy"
+        )
     for name in FUSED_LAYERS:
         leaves.mark_unused(getattr(attention, name, None))
     leaves.require(attention, residual_connection=is_residual, rescale_output_factor=1, scale_qk=True)

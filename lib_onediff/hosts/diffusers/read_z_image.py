@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ...core.leaves import SelfAttention
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_model
 from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
 from ...families.rotary import RotaryAxes
@@ -31,9 +31,10 @@ def read_z_image(network: Any) -> ZImageLayout:
     """The layout of a ZImageTransformer2DModel. Raises Refusal if the module is built in a way that our forward does
     not compute."""
     if network.siglip_embedder is not None:
-        raise Refusal("it also takes images as prompts (omni), which OneDiff does not support")
+        raise unsupported_model("it also takes images as prompts (omni)")
     if list(network.all_x_embedder) != [LAYERS]:
-        raise Refusal(f"its patches are {', '.join(network.all_x_embedder)}, not {LAYERS}")
+        patches = ", ".join(network.all_x_embedder)
+        raise unsupported_model(f"its patches (side-frames) are {patches} instead of {LAYERS}")
     leaves = LeafReader(network, reads_loras=True)
     rope = network.rope_embedder
     widths = tuple(rope.axes_dims)

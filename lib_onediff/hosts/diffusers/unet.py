@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...core.attempt import Attempt, HostFunction
 from ...core.call import APART, Call, PromptRows, half_of
 from ...core.inputs import rows_within
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_inputs, unsupported_model
 from ...core.settings import Settings
 from ...families.unet.call import Control, UNetCall
 from ...runtime.runtime import runtime
@@ -159,7 +159,7 @@ class DiffusersForward(ModuleForward):
         unread: Attempt[Any] | None = None
         try:
             if type(module) is not self.kind:
-                raise Refusal(f"the network's class was changed to {type(module).__qualname__}")
+                raise unsupported_model(f"its class was changed to {type(module).__qualname__}")
             given = arguments_by_name(module, original, args, kwargs)
             return_dict = given.pop("return_dict", True)
             call = self._call_of(module, **given)
@@ -208,7 +208,7 @@ class DiffusersForward(ModuleForward):
         scale and ControlNet residuals that are set now. Raises Refusal if only the host can compute the call. others:
         further arguments, refused unless None or {}."""
         if isinstance(encoder_hidden_states, (tuple, list)):
-            raise Refusal("the prompt's embedding has several parts, which OneDiff does not support")
+            raise unsupported_inputs("the prompt's embedding has several parts")
         for name, value in others.items():
             if value is not None and value != {}:
                 raise Refusal(f"the diffusers pipeline passes {name}, which OneDiff does not support")
@@ -216,7 +216,7 @@ class DiffusersForward(ModuleForward):
         if timestep_cond is not None:
             tensors.append(timestep_cond)
         if not all(isinstance(one, Tensor) for one in tensors):
-            raise Refusal("the latent, the prompt or timestep_cond is not a tensor")
+            raise unsupported_inputs("the latent, the prompt or timestep_cond is not a tensor")
         first: Any = unet.conv_in
         weights = first.weight.device
         if weights != sample.device and not (first._forward_pre_hooks or only_moves(unet)):
@@ -327,7 +327,9 @@ def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
         timestep = timestep[None].to(sample.device)
     batch = sample.shape[0]
     if timestep.shape not in ((1,), (batch,)):
-        raise Refusal(f"the timestep (shape {tuple(timestep.shape)}) is not one number for each of {batch} latents")
+        raise unsupported_inputs(
+            f"the timestep (shape {tuple(timestep.shape)}) is not one number for each of {batch} latents"
+        )
     return timestep.expand(batch)
 
 
@@ -343,9 +345,8 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
         return None
     given = set(added or ()) - {"image_embeds"}
     if added is None or given != {"text_embeds", "time_ids"}:
-        raise Refusal(
-            f"the pipeline passes {', '.join(sorted(added or {})) or 'nothing'} in added_cond_kwargs, not what this "
-            "UNet takes"
+        raise unsupported_inputs(
+            f"added_cond_kwargs has {', '.join(sorted(added or {})) or 'nothing'} instead of text_embeds and time_ids"
         )
     text = added["text_embeds"]
     sizes = added["time_ids"]
@@ -372,7 +373,7 @@ def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
         raise Refusal(NO_PIPELINE)
     kind = type(pipe)
     if kind.__name__ not in TWO_HALVES or kind.__module__.partition(".")[0] != "diffusers":
-        raise Refusal(f"in which order {kind.__name__} computes prompt and negative prompt is unknown")
+        raise Refusal(f"OneDiff does not know in which order {kind.__name__} computes prompt and negative prompt")
     # A pipeline has this attribute from its first image on.
     if not hasattr(pipe, "_guidance_scale") or not getattr(pipe, "do_classifier_free_guidance", False):
         raise Refusal(NO_GUIDANCE)
@@ -394,9 +395,12 @@ def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intr
     them where UNet2DConditionModel.forward does. None if that adds none. Raises Refusal for residuals in a form that
     our forward does not take. down, middle, intrablock: the arguments of that forward; None if not given."""
     if intrablock is None and middle is None and down is not None:
-        raise Refusal("a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated")
+        raise Refusal(
+            "a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated: update the "
+            "pipeline, to pass down_intrablock_additional_residuals"
+        )
     if intrablock is not None and type(intrablock) is not list:
-        raise Refusal("a T2I adapter's residuals are not in a list")
+        raise unsupported_inputs("a T2I adapter's residuals are not in a list")
     adapter, waiting = adapter_slots(unet, intrablock or ())
     after_middle: list[Tensor | None] = []
     if is_for_middle(unet, sample, waiting):

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...core.attempt import HostFunction
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_inputs, unsupported_model
 from ...core.settings import Settings
 from ...runtime.runtime import runtime
 from .module_forward import ModuleForward, arguments_by_name, replace_forward, restore_forward, unwrapped
@@ -36,10 +36,12 @@ class DecoderForward(ModuleForward):
 
         def check() -> None:
             if type(module) is not self.kind:
-                raise Refusal(f"the class of the VAE's decoder or encoder was changed to {type(module).__qualname__}")
+                raise unsupported_model(
+                    f"the class of the VAE's decoder or encoder was changed to {type(module).__qualname__}"
+                )
             given = arguments_by_name(module, original, args, kwargs)
             if not isinstance(given.pop(INPUT, None), Tensor):
-                raise Refusal("the VAE's decoder or encoder is called without a tensor")
+                raise unsupported_inputs("the VAE gets no tensor")
             passed = sorted(name for name, value in given.items() if value is not None)
             if passed:
                 raise Refusal(f"the VAE passes {', '.join(passed)}, which OneDiff does not support")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ...core.call import Call
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_inputs
 from ...families.z_image.call import ZImageCall, joined_prompts
 from .read_z_image import MULTIPLE, PATCH
 
@@ -29,19 +29,23 @@ def z_image_call(
     if passed:
         raise Refusal(f"the diffusers pipeline passes {', '.join(passed)}, which OneDiff does not support")
     if (patch_size, f_patch_size) != (PATCH, 1):
-        raise Refusal(f"the diffusers pipeline passes patches of {f_patch_size} frames and {patch_size} a side")
+        raise unsupported_inputs(
+            f"patches have {f_patch_size} frames and {patch_size} latent pixels a side, instead of 1 and {PATCH}"
+        )
     for inputs in (x, cap_feats):
         if not (isinstance(inputs, list) and inputs and all(isinstance(one, Tensor) for one in inputs)):
-            raise Refusal("the latents or the prompts are not lists of tensors (images as prompts are not supported)")
+            raise unsupported_inputs("the latents or the prompts are not lists of tensors (maybe images as prompts)")
     if len({(one.shape, one.dtype) for one in x}) > 1:
-        raise Refusal("the latents have several sizes")
+        raise unsupported_inputs("the latents of one call have several sizes")
     if any(one.dim() != 2 for one in cap_feats) or len({(one.shape[1], one.dtype) for one in cap_feats}) > 1:
-        raise Refusal("the prompts have several widths or dtypes")
+        raise unsupported_inputs("the prompts of one call have several widths or dtypes")
     size = x[0].shape
     if len(size) != 4 or size[1] != 1 or any(side % PATCH for side in size[2:]):
-        raise Refusal(f"the latents are {tuple(size)} instead of one frame in patches of {PATCH} a side")
+        raise unsupported_inputs(
+            f"the latents (shape {tuple(size)}) are not one frame in patches of {PATCH} latent pixels a side"
+        )
     if not isinstance(t, Tensor) or t.shape != (len(x),) or t.dtype != torch.float32:
-        raise Refusal("the timestep is not one for each image, in float32")
+        raise unsupported_inputs("the timestep is not one float32 number for each image")
     context, lengths, is_ragged = joined_prompts(cap_feats, MULTIPLE)
     refuse_positions(network, (context.shape[1] + 1, size[2] // PATCH - 1, size[3] // PATCH - 1))
     return ZImageCall(torch.stack(x).squeeze(2), 1.0 - t, context, lengths, is_ragged, t)
@@ -55,7 +59,11 @@ def refuse_positions(network: Any, last: tuple[int, int, int]) -> None:
     """
     most = network.rope_embedder.axes_lens
     if any(position >= length for position, length in zip(last, most, strict=True)):
-        raise Refusal(f"the prompt or the image is larger than this model allows (positions along each axis: {most})")
+        tokens, rows, columns = most
+        raise Refusal(
+            f"the prompt or the image is larger than this model allows (about {tokens} tokens, and a latent of "
+            f"{rows * PATCH} x {columns * PATCH}; the image's sides are 8 times as large)"
+        )
 
 
 def tensor_of(sample: list[Tensor], call: Call) -> Tensor:

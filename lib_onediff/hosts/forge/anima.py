@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...core.call import Call
 from ...core.leaves import TimeEmbedding
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_model
 from ...families.anima.call import AnimaCall
 from ...families.anima.layout import AdaptiveBlock, AnimaLayout, read_attentions, refuse_biases, rotary_axes
 from ...families.leaf_reader import LeafReader, is_class
@@ -38,13 +38,13 @@ def read_anima(network: Any) -> AnimaLayout:
     leaves = LeafReader(network)
     width = network.t_embedding_norm.normalized_shape[0]
     if network.patch_temporal != 1:
-        raise Refusal(f"its patches have {network.patch_temporal} frames of a video")
+        raise unsupported_model(f"its patches have {network.patch_temporal} frames of a video")
     embedder = network.t_embedder[1]
     final = network.final_layer
     patches = leaves.linear(network.x_embedder.proj[1])
     area = network.patch_spatial**2
     if patches.in_features != area * (network.in_channels + 1):
-        raise Refusal("it does not take a padding mask")
+        raise unsupported_model("it does not take a padding mask")
     pairs = [getattr(block, f"adaln_modulation_{place}") for block in network.blocks for place in PLACES]
     leaves.expect("SiLU", embedder.activation, *(pair[0] for pair in (*pairs, final.adaln_modulation)))
     layout = AnimaLayout(
@@ -77,7 +77,7 @@ def read_axes(embedder: Any) -> RotaryAxes:
     for rounded in (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2):
         if all(is_range(buffer, rounded) for buffer in (time, space)):
             return rotary_axes(embedder, widths, rounded, torch.float16)
-    raise Refusal("its positions have frequencies that OneDiff does not support")
+    raise unsupported_model("its positions have unusual frequencies")
 
 
 def is_range(buffer: Tensor, rounded: torch.dtype) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...core.call import APART, OTHER_ROWS, Call, half_of
 from ...core.inputs import rows_within
 from ...core.origins import author
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_inputs
 from ...families.unet.call import Control, ImagePrompt, UNetCall
 from ..changed_modules import Changed
 from .patches import OPTIONS, OptionPatches, points_of
@@ -70,7 +70,7 @@ class HostCall(NamedTuple):
         """Raise Refusal unless the latent, the timesteps and the context are tensors, and y is one or None."""
         given = self.x, self.timesteps, self.context
         if not all(isinstance(one, Tensor) for one in (given if self.y is None else (*given, self.y))):
-            raise Refusal("the latent, the timestep, the prompt or the extra embedding (y) is not a tensor")
+            raise unsupported_inputs("the latent, the timestep, the prompt or the pooled prompt is not a tensor")
 
     def run(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
         """The output of the host's own forward (forward) of this network for these arguments. May be called several
@@ -136,7 +136,7 @@ def unet_call(
         raise Refusal(f"another extension changes the UNet for this call: {', '.join(foreign)}")
     unknown = sorted(name for name, value in given.others.items() if value is not None and name in names_read)
     if unknown:
-        raise Refusal(f"the network is called with arguments that OneDiff does not know ({', '.join(unknown)})")
+        raise unsupported_inputs(f"it passes unknown arguments ({', '.join(unknown)})")
     patches: OptionPatches | None = None
     if runs_functions:
         patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})
@@ -158,10 +158,13 @@ def transformer_call(
     The other arguments are those of unet_call.
     """
     if given.context.dim() != PROMPT_DIMENSIONS:
-        raise Refusal(f"the prompt has the shape {tuple(given.context.shape)} instead of (batch, tokens, width)")
+        shape = tuple(given.context.shape)
+        raise unsupported_inputs(f"the prompt has the shape {shape} instead of (batch, tokens, width)")
     call = unet_call(network, given, upcast_attention, names_read, image_prompts, changed)
     if call.y is not None or call.control is not None or call.image_prompts:
-        raise Refusal("OneDiff does not support ControlNets, image prompts or class labels with this model")
+        raise Refusal(
+            "a ControlNet, an image prompt or class labels are used, which OneDiff does not support with this model"
+        )
     return kind(call.latent, call.timestep, call.context, upcast_attention=upcast_attention, patches=call.patches)
 
 
@@ -227,7 +230,7 @@ def control_of(control: Mapping[str, Any] | None) -> Control | None:
     residuals = [residual for part in PARTS for residual in slots[part] if residual is not None]
     other = next((residual for residual in residuals if not isinstance(residual, Tensor)), None)
     if other is not None:
-        raise Refusal(f"a ControlNet passes a {type(other).__name__} where a tensor is expected")
+        raise unsupported_inputs(f"a ControlNet passes a {type(other).__name__} instead of a tensor")
     return Control(slots["input"][::-1], slots["middle"][-1:], slots["output"][::-1]) if residuals else None
 
 

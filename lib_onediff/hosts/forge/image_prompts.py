@@ -60,17 +60,17 @@ def read_image_prompts(
     The other arguments are those of image_prompts_of.
     """
     if not all(source_digest(kind.__call__) in KNOWN for kind in set(map(type, functions.values()))):
-        raise Refusal("they are not IP-Adapters that OneDiff knows")
+        raise Refusal("OneDiff does not know the code of these functions, as it knows that of IP-Adapters")
     # For each part of the batch: 0 for the prompt, 1 for the negative prompt.
     order = tuple(options.get("cond_or_uncond") or ())
     first = next(iter(functions.values()))
     count = len(first.weights)
     rows = latent.shape[0]
     if not order or rows % len(order) or any(len(one.weights) != count for one in functions.values()):
-        raise Refusal("layers have different numbers of rows or adapters")
+        raise Refusal("layers differ in the number of IP-Adapters, or prompt and negative prompt in that of latents")
     places = {key: queries_at(unet, key) for key in functions}
     if options.get("ad_params") is not None or not all(places.values()):
-        raise Refusal("they are not at an image prompt's layers")
+        raise Refusal("AnimateDiff is used, or an IP-Adapter changes layers that are not cross attentions")
     of_rows = [part for part in order for _ in range(rows // len(order))]
     sigmas = options.get("sigmas")
     return tuple(image_prompt(functions, places, index, of_rows, latent, sigmas) for index in range(count))
@@ -99,9 +99,9 @@ def image_prompt(
     # The WebUI's own page sets no other weight type than "original".
     is_plain = first.weight_type[index].startswith("original") and not first.unfold_batch[index]
     if not same or not is_plain or first.masks[index] is not None:
-        raise Refusal("an adapter has settings that OneDiff does not support")
+        raise Refusal("an IP-Adapter has a mask, a weight type or other settings that OneDiff does not support")
     if cond.shape[0] != 1 or uncond.shape != cond.shape:
-        raise Refusal(f"image tokens are {tuple(cond.shape)} and {tuple(uncond.shape)}")
+        raise Refusal(f"an IP-Adapter's image tokens have the shapes {tuple(cond.shape)} and {tuple(uncond.shape)}")
     tokens = torch.cat([cond, uncond])
     projected: list[Tensor] = []
     columns: dict[str, tuple[int, int]] = {}

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ...core.call import Call
 from ...core.leaves import SelfAttention
-from ...core.refusal import Refusal
+from ...core.refusal import unsupported_model
 from ...families.leaf_reader import LeafReader, is_class
 from ...families.registry import FAMILIES
 from ...families.rotary import RotaryAxes
@@ -28,7 +28,7 @@ def read_lumina(network: Any) -> ZImageLayout:
     """The layout of a NextDiT module, which is Z-Image or, without learned padding tokens, Lumina 2. Raises Refusal if
     the module is built in a way that our forward does not compute."""
     if network.clip_text_pooled_proj is not None:
-        raise Refusal("it takes a pooled prompt")
+        raise unsupported_model("it takes a pooled prompt")
     leaves = LeafReader(network)
     embedder = network.rope_embedder
     leaves.expect("EmbedND", embedder)

@@ -210,9 +210,9 @@ def refuse_unsupported(layer: nn.Module, weight: Any) -> None:
     """Raise Refusal for a weight in few bits in one of the known formats that OneDiff does not support: bitsandbytes'
     4 bits, and INT8 of a Forge Neo before 2.26. weight: the layer's, or None; an ordinary one is accepted."""
     if type(weight).__name__ in FOUR_BITS:
-        raise Refusal(f"its weights are stored in {getattr(weight, 'quant_type', 'nf4')} (bitsandbytes), {UNSUPPORTED}")
+        raise Refusal(f"the weights are stored in {getattr(weight, 'quant_type', 'nf4')} (bitsandbytes), {UNSUPPORTED}")
     if vars(layer).get("_is_quantized") and getattr(weight, "dtype", None) == torch.int8:
-        raise Refusal(f"its INT8 weights were loaded by a Forge Neo before 2.26, {UNSUPPORTED}: update the WebUI")
+        raise Refusal(f"the INT8 weights were loaded by a Forge Neo before 2.26, {UNSUPPORTED}: update the WebUI")
 
 
 def is_quantized(parameter: Any) -> bool:
@@ -242,15 +242,15 @@ def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> S
     rounds_to_float8: whether the host rounds the layer's inputs if the weight is in FP8.
     """
     if type(weight).__module__ != QUANTIZED_MODULE:
-        raise Refusal(f"its weights are a {type(weight).__module__}.{QUANTIZED}, {UNSUPPORTED}")
+        raise Refusal(f"the weights are a {type(weight).__module__}.{QUANTIZED}, {UNSUPPORTED}")
     layout, params = read_layout(weight)
     names = SCALES.get(layout)
     if names is None:
         in_file = vars(layer).get("quant_format")
         label = f"{in_file} ({layout})" if isinstance(in_file, str) else layout
-        raise Refusal(f"its weights are stored as {label}, {UNSUPPORTED}")
+        raise Refusal(f"the weights are stored as {label}, {UNSUPPORTED}")
     if getattr(params, "transposed", False):
-        raise Refusal(f"its weights are stored as {layout} and transposed, {UNSUPPORTED}")
+        raise Refusal(f"the weights are stored as {layout} and transposed, {UNSUPPORTED}")
     scales = tuple(getattr(params, name) for name in names)
     if not all(isinstance(scale, Tensor) for scale in scales):
         raise Refusal(f"the checkpoint file seems damaged: a weight stored as {layout} has no scale")
