@@ -262,9 +262,9 @@ def test_invalid_arguments_raise_the_webuis_exception() -> None:
 def test_a_module_tree_that_we_fail_to_read_is_a_fault_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     unet = diffusers_unet()
     given = diffusers_arguments(a_call(unet))
+    monkeypatch.setattr(registry.Families, "read", raises(TypeError("ours")))
     runtime.adopt(unet)
     diffusers_host.attach(unet)
-    monkeypatch.setattr(registry, "read", raises(TypeError("ours")))
     for number in range(3):
         with torch.no_grad():
             assert torch.equal(unet(**given).sample, own_forward(unet)(**given).sample)
