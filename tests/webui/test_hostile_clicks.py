@@ -18,7 +18,7 @@ from webui_page import (
 )
 from webui_panel import Panel
 
-from lib_onediff.ui.amounts import milliseconds
+from lib_onediff.ui.amounts import milliseconds, seconds
 from lib_onediff.ui.presets import AS_IN_SETTINGS, PRESETS
 
 SEEN = "const seen = [...document.querySelectorAll(arguments[0])].filter(at => at.checkVisibility() && !at.disabled);"
@@ -150,7 +150,7 @@ def numbers_agree(page: Any, webui: WebUI) -> None:
     page.wait_for_text("onediff_txt2img_status", "64x64", 30)
     known = webui.status()
     step = milliseconds(known["step_ms"])
-    page.wait_for_text("onediff_txt2img_summary", f"{step}/step", 20)
+    page.wait_for_text("onediff_txt2img_summary", f"{seconds(known['image']['seconds'])}/image", 20)
     page.wait_for_text("onediff_txt2img_status", step, 20)
     panel = Panel(page)
     panel.show()

@@ -107,7 +107,7 @@ def test_closed_it_shows_its_checkbox_and_the_status(page) -> None:
     make_picture(page)
     summary = f"onediff_{TAB}_summary"
     # gradio counts seconds beside it as long as it is asked for.
-    page.wait(lambda: re.fullmatch(r".* ms/step.*graph", page.text(summary)), "the status on one line", 30)
+    page.wait(lambda: re.fullmatch(r".*s/image.*graph", page.text(summary)), "the status on one line", 30)
     box.click()
     assert not preset.is_displayed() and not box.is_selected(), "the checkbox does not open it"
     box.click()
