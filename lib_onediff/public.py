@@ -83,14 +83,16 @@ def compile_pipe(
     A pipe with neither a UNet nor a supported transformer (Flux, SD3) is returned unchanged, VAE included, with a line
     in the log and in status()["left_alone"].
 
-    ignores: names of parts to leave unchanged: "unet" (or "transformer", which means the same) and "vae". settings,
-    options: as for compile_unet. fuse_qkv_projections: has no effect, because the projections always share one GEMM; it
-    exists for code written for the compile_pipe of the original OneDiff.
+    ignores: names of parts to leave unchanged: "unet" and "vae", which are always accepted; for a pipeline with that
+    attribute also "transformer", which means the same as "unet". settings, options: as for compile_unet.
+    fuse_qkv_projections: has no effect, because the projections always share one GEMM; it exists for code written for
+    the compile_pipe of the original OneDiff.
 
     cache_interval=3 is DeepCache: every third step computes the whole UNet, the others only its outer layers, down to
     residual block cache_block_id of down block cache_layer_id (both 0 by default). It is the same as the options
-    deepcache_interval and deepcache_depth, which override it. Raises TypeError for an argument of a wrong type, and
-    ValueError for a wrong value.
+    deepcache_interval and deepcache_depth, which override it. Each of the three arguments replaces deepcache_depth of
+    `settings`, and cache_interval its deepcache_interval. Raises TypeError for an argument of a wrong type, and
+    ValueError for a wrong value; those of the cache arguments are not looked at for a pipe that is left unchanged.
     """
     must_be_pipeline(pipe, "compile_pipe")
     left = ignored_parts(pipe, ignores)
@@ -213,8 +215,8 @@ def deepcache_options(
 
 
 def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:
-    """The option deepcache_depth (the number of input stages that every step computes) for cache_layer_id and
-    cache_block_id.
+    """The option deepcache_depth for cache_layer_id and cache_block_id: the number of input stages that every step
+    computes, of which the first is the convolution before all blocks. The ids 0 and 0 give 2.
 
     The two ids identify the deepest layer that runs at every step: the down block (0: the outermost), and the residual
     block in it, or its downsampler (cache_block_id = layers_per_block). layers_per_block: the number of residual blocks
@@ -225,7 +227,6 @@ def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2
             f"cache_layer_id must be 0 or more and cache_block_id 0 to {layers_per_block} for this UNet, "
             f"not {cache_layer_id} and {cache_block_id}."
         )
-    # The first input stage is the convolution before all blocks.
     return 1 + cache_layer_id * (layers_per_block + 1) + cache_block_id + 1
 
 

@@ -239,7 +239,7 @@ class Routes:
 
     def release(self, body: bodies.ReleaseBody = Body(bodies.ReleaseBody())) -> Response:  # noqa: B008
         """Free all GPU memory of graphs, weights in 8 bits, copies of weights and torch's caches. They are made again
-        when they are used.
+        when they are used. A model's copy on a second GPU stays.
 
         Answers with the bytes that became free (`vram`). Waits at most `wait` seconds for an image in progress; after
         that, the answer is 409 and nothing is released.

@@ -47,8 +47,9 @@ examples:
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
-    """The values of OneDiff's options, by name, from words such as "low_bit=int8". Raises ValueError, with a sentence
-    for users, for an unknown option or value."""
+    """The values of OneDiff's options, by name, from words such as "low_bit=int8". A word without "=" has the value "";
+    of several words for one option, the last counts. Raises ValueError for an unknown option or a wrong value: with a
+    sentence for users, but for a word that is no number with Python's own message."""
     known = {option.name: option for option in fields(Settings)}
     chosen = {}
     for word in words:
@@ -147,8 +148,13 @@ def table(rows: Sequence[Row]) -> str:
 
 @torch.no_grad()
 def main() -> int:
-    """Run the command of sys.argv, and print its rows as a table. Returns the exit code: 1 after a failure, which is
-    printed as one line, or if a row has a note, such as a variant that this machine does not support."""
+    """Run the command of sys.argv, and print its rows as a table; with --share, share() prints its own.
+
+    Returns the exit code: 1 after a failure, or if a row has a note, such as a variant that this machine does not
+    support; else 0.
+
+    A failure is an OSError, a Refusal, a RuntimeError or a ValueError of the command. It is printed as one line, after
+    the table of the rows made until then; other exceptions are passed on. Wrong options end the process: see parse."""
     options = parse()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # On Windows, output that is redirected to a file only supports the letters of one code page.

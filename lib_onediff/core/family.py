@@ -58,8 +58,12 @@ class Layout:
 
     @property
     def kernel_users(self) -> list[Any]:
-        """The descriptions, with their sizes, that decide which kernels a device has to load for this network. By
-        default all leaves; a family returns others if they decide it, such as SwiGLU, which has no parameters."""
+        """The descriptions, with their sizes, that decide which kernels a device has to load for this network: those of
+        norms, norms of heads (NormedHeads), gates (SwiGLU, SigmoidGate) and cross attentions. A device ignores others,
+        such as Linear.
+
+        By default all leaves. A family returns others if descriptions without parameters decide it too, such as SwiGLU.
+        Of layers with equal sizes, one is enough, so one block may stand for all of its kind."""
         return self.leaves()
 
 

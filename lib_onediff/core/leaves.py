@@ -110,7 +110,8 @@ class NormedHeads:
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """A gated linear unit with SiLU over the image's tokens: (..., 2 * width) -> (..., width)."""
+    """A gated linear unit with SiLU over the image's tokens: (..., 2 * width) -> (..., width). The gate is the first
+    half (core.operators.SWIGLU)."""
 
     width: int
 

@@ -23,7 +23,8 @@ Took = float | tuple["torch.cuda.Event", "torch.cuda.Event"]
 ENOUGH = 3
 # The number of latest times that a stopwatch keeps.
 MOST_TIMES = 32
-# The number of verdicts kept for one shape. Each combination of LoRAs is another set of weights, and has its own.
+# The number of verdicts kept for one shape, besides that of the weights in use. Each combination of LoRAs is another
+# set of weights, and has its own.
 MOST_VERDICTS = 64
 # The number of replaced functions named in a reason.
 MOST_NAMED = 3

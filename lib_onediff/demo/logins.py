@@ -17,9 +17,9 @@ from typing import Any
 from fastapi import HTTPException
 from starlette.types import Receive, Scope, Send
 
-# So many wrong passwords cost no wait. After the next one the client waits FIRST_WAIT seconds, and twice as long after
-# each further one, up to LONGEST_WAIT.
-FREE_FAILURES = 5
+# The number of the first wrong password that makes the client wait: FIRST_WAIT seconds, and twice as long after each
+# further one, up to LONGEST_WAIT.
+FIRST_FAILURE_TO_WAIT = 5
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 30.0
 # After this many seconds without a wrong password, the count starts at 0 again. The newest MOST_COUNTS are kept.
@@ -27,6 +27,7 @@ FORGIVEN_AFTER = 600.0
 MOST_COUNTS = 1000
 # The prefix length of an IPv6 network that belongs to one client.
 IPV6_NETWORK = 64
+# In characters. A longer password is always wrong, even if it is the account's: hashing it would take longer.
 LONGEST_PASSWORD = 1000
 WAIT = "Too many wrong passwords from this address: try again in {} s."
 
@@ -59,8 +60,9 @@ class Logins:
 
     async def check(self, name: str, password: str) -> bool:
         """Whether the account exists and has this password; a wrong one is counted, a right one resets the count.
-        Raises HTTPException with status 429 if the client must wait. A coroutine, so that gradio calls it in the event
-        loop's thread, where two calls cannot interleave."""
+        Raises HTTPException with status 429 if the client must wait, also for the right password; such an attempt is
+        not counted. A coroutine, so that gradio calls it in the event loop's thread, where two calls cannot
+        interleave."""
         now = self._now()
         key = (network_of(client.get()), name if name in self._accounts else "")
         failures = self._failures.get(key, Failures())
@@ -75,9 +77,10 @@ class Logins:
         if is_right and len(password) <= LONGEST_PASSWORD:
             self._failures.pop(key, None)
             return True
-        more = failures.count + 1 - FREE_FAILURES
-        wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(more, 10)) if more >= 0 else 0.0
-        self._failures[key] = Failures(failures.count + 1, now + wait, now)
+        count = failures.count + 1
+        further = count - FIRST_FAILURE_TO_WAIT
+        wait = min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** min(further, 10)) if further >= 0 else 0.0
+        self._failures[key] = Failures(count, now + wait, now)
         self._failures.move_to_end(key)
         while len(self._failures) > MOST_COUNTS:
             self._failures.popitem(last=False)
@@ -110,8 +113,11 @@ def digest(password: str) -> bytes:
 
 
 def network_of(address: str) -> str:
-    """What Logins counts as one client: for an IPv6 address its network of IPV6_NETWORK bits, for any other text the
-    text itself."""
+    """The name of the client to which an address belongs, for Logins: of an IPv6 address, its network of IPV6_NETWORK
+    bits, without the zone ("%eth0"); of any other text, the text itself.
+
+    An IPv4-mapped address ("::ffff:192.0.2.1", as a server for both protocols sees IPv4 clients) is its own name too,
+    because all such addresses are in one network of IPV6_NETWORK bits."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(address.partition("%")[0])
         if found.version == 6 and found.ipv4_mapped is None:

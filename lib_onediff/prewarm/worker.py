@@ -225,8 +225,8 @@ class WarmUp:
     # --- whether this process is ready ----------------------------------------------------------------------------
 
     def find_loaded_checkpoint(self) -> None:
-        """Note whether a checkpoint is loaded already. Called when the script starts: after a reload of the scripts,
-        the WebUI does not announce its checkpoint again (checkpoint_loaded)."""
+        """Note whether a checkpoint is loaded at present, also one that OneDiff does not serve. Called when the script
+        starts: after a reload of the scripts, the WebUI does not announce its checkpoint again (checkpoint_loaded)."""
         self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
 
     def checkpoint_loaded(self) -> None:
@@ -285,8 +285,8 @@ class WarmUp:
     def _decode(self, job: SizeJob) -> str:
         """Let the VAE decode at the job's size, so that OneDiff checks it before the first image. Does nothing if a
         decode of this size was checked already, with whatever result, or the job no longer runs. A failure is only
-        logged, because the first image does the check too. Always returns "": a decode gives a job no reason (see
-        _run)."""
+        logged, because the first image does the check too. Its time counts for the job and for estimates in any case.
+        Always returns "": a decode gives a job no reason (see _run)."""
         size = job.size
         known = any(
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD

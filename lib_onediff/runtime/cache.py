@@ -217,8 +217,8 @@ class Cache:
 
     def purge(self, resolutions: Collection[str] | None = None, model: str | None = None) -> int:
         """Forget these resolutions ("512x512") of this model ("SD1"): graphs, verdicts, times, and their data on the
-        disk. None stands for all resolutions, and for all models. Returns the number of bytes of GPU memory that this
-        frees. Waits for a call in progress.
+        disk. None stands for all resolutions, and for all models; if both are None, the tuned choices on the disk go
+        too (History.forget). Returns the number of bytes of GPU memory that this frees. Waits for a call in progress.
 
         If a large graph is dropped, the others of its pool are too, and are captured again later, into less memory.
         Call it while no image is being made (hosts.contract.WebUI.exclusively), because torch cannot free memory
@@ -257,9 +257,9 @@ class Cache:
 
 
 def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
-    """A step policy's counts in an image by their names, and as "reason" why it was inactive at some of the image's
-    calls, for users; "" if it never was. For an image in state UNTOLD, whose calls belong to no generation, the counts
-    of all calls, and the reason at the last one."""
+    """A step policy's counts in an image by their names, 0 if nothing was counted; and as "reason" why it was inactive
+    at some of the image's calls, and at how many of them, for users; "" if it never was. For an image in state UNTOLD,
+    whose calls belong to no generation, the counts of all calls, and the reason at the last one."""
     if image.state == UNTOLD:
         return policy.status.copy()
     nothing = {name: 0 for name, value in policy.status.items() if isinstance(value, int)}

@@ -255,8 +255,8 @@ class Network:
         return self._families.of(layout).schedule
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
-        """Drop the graphs of these shapes. None: drop all, with the memories of step policies, 8-bit weights and copies
-        of weights."""
+        """Drop the graphs of these shapes, and the plans that replay them. None: drop all, with the memories of step
+        policies, 8-bit weights and what BoundUNet.drop_applied frees."""
         kept = {} if keys is None else {key: one for key, one in self.runners.items() if key not in keys}
         self._keep_runners(kept)
         if keys is None:

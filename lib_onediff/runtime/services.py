@@ -100,8 +100,9 @@ class Services:
         return self.order.turn(device)
 
     def release_memory(self) -> int:
-        """Drop all graphs and other GPU memory of OneDiff (GraphCache.free), and return unused memory to the driver.
-        Returns the number of bytes that this frees. Shapes that were checked need no new check.
+        """Drop all graphs and other GPU memory of OneDiff, except networks' copies on a second GPU (GraphCache.free),
+        and return unused memory to the driver. Returns the number of bytes that this frees. Shapes that were checked
+        need no new check.
 
         Called if GPU memory has run out, and by pages and the API while no image is being made (see
         hosts.contract.WebUI.exclusively). Takes the lock.

@@ -58,7 +58,8 @@ class RecordingCompute:
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """A context that sets `raised` to an exception of the code inside, and lets it pass."""
+        """A context that sets `raised` to an Exception of the code inside, and lets it pass. Any other exception, such
+        as a KeyboardInterrupt, is only passed on."""
         try:
             yield
         except Exception as error:

@@ -24,7 +24,8 @@ from ..store.history import History
 from .rounding import limit_for, no_question, rounding_limit
 
 log = logging.getLogger("onediff")
-# The user's image waits for this long, once for every shape on a machine.
+# No further run of the host is timed after so many seconds: the user's image waits for these runs, once for every
+# shape on a machine.
 SECONDS_TO_TIME_THE_HOST = 0.5
 # Why ours cannot be compared with the host's output, in one line for the user.
 HOST_NOT_FINITE = (

@@ -105,12 +105,18 @@ class Store:
 
     def add(self, statement: str, *values: Any) -> None:
         """Add an SQL statement with its parameters for the next commit(). Never waits for the disk. Beyond PENDING
-        statements, the oldest is dropped."""
+        statements, the oldest is dropped. The statement must be valid SQL for the tables of SCHEMA: SQLite's error for
+        an invalid one is taken for damage of the file, and new files are begun in vain."""
         self._pending.append((statement, values))
 
     def commit(self, work: Callable[[sqlite3.Connection], object] | None = None) -> None:
         """Run all added statements, and then work(connection), in one transaction. Raises NotKept if that fails: the
-        statements stay for the next commit, work() does not. A damaged file is set aside, and a new one begun.
+        statements stay for the next commit, work() does not. A damaged file is set aside, and all of it runs again on a
+        new one, up to STORES_TRIED files in all: so work() may run more than once.
+
+        work: must not call commit() or read() of this store, which would wait for this commit for ever. If it raises an
+            OSError, the disk counts as not writable; an invalid statement counts as damage. Other exceptions are passed
+            on, and nothing is written then.
 
         Does nothing if there is nothing to run and the last commit succeeded. Takes about 20 ms, and BUSY_SECONDS the
         first time that another program has locked the file.

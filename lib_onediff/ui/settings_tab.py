@@ -32,7 +32,7 @@ from .events import HIDDEN, QUIET, browser_input, in_the_browser, kept_out_of_de
 from .presets import PRESETS
 
 SECTION = ("onediff", "OneDiff")
-# An option with more values than this gets a number field, because a slider could not reach each of them.
+# An option whose range has more steps than this gets a number field, because a slider could not reach each value.
 MOST_STEPS_OF_A_SLIDER = 1000
 log = logging.getLogger("onediff")
 

@@ -127,13 +127,14 @@ class BoundUNet:
 
     @property
     def has_binding(self) -> bool:
-        """Whether there is a binding to the module's layers."""
+        """Whether there is a binding. It may be out of date: layout_now() makes one and moves no weights, and after a
+        refusal because of the network's code, the one from before stays."""
         return self._binding is not None
 
     @property
     def binding(self) -> Binding:
-        """The binding to the module's present layers. Raises Refusal before the first refresh, and after the layers
-        were replaced."""
+        """The binding to the module's layers, as refresh() or layout_now() has read them last; see has_binding. Raises
+        Refusal before the first of these, after release(), and if the last one could not read the layout."""
         if self._binding is None:
             raise Refusal("OneDiff has not read this model's weights yet")
         return self._binding
@@ -147,8 +148,8 @@ class BoundUNet:
 
     def streaming_now(self) -> Streaming | None:
         """The object that copies weights in main memory to the device that computes; None if all weights are there.
-        Raises Refusal if weights are in main memory and the buffers for their copies were freed (drop_applied); the
-        next refresh makes them again."""
+        Raises Refusal if weights are in main memory and the buffers for their copies were freed (drop_applied,
+        forget_baseline); the next refresh makes them again. Also raises Refusal without a binding."""
         if self.binding.away and self.streaming is None:
             raise Refusal(
                 "a part of the model's weights is in main memory; OneDiff has just freed its GPU buffers for them, and "
@@ -170,8 +171,9 @@ class BoundUNet:
         return [[path for name in unit for path in apart.get(name, [name])] for unit in units]
 
     def drop_applied(self) -> None:
-        """Free GPU memory: the copies of weights to which the host's functions were applied, and the buffers for
-        streamed weights. Graphs that read these become invalid; the next refresh makes them again."""
+        """Free GPU memory: the tensors made from functions and casts that the host applies to its weights (LoRAs beside
+        a layer, and changed or cast copies; OnTheFly.drop), and the buffers for streamed weights. Graphs that read
+        these become invalid; the next refresh makes them again."""
         if self.streaming is not None:
             self.streaming = None
             self.baseline.parameters = None
@@ -180,8 +182,8 @@ class BoundUNet:
 
     @property
     def bytes(self) -> int:
-        """The bytes that drop_applied would free on the device that computes: copies of weights to which the host's
-        functions were applied, and buffers for streamed weights. Graphs and 8-bit weights are not included."""
+        """The bytes that drop_applied would free on the device that computes. Graphs and 8-bit weights are not
+        included."""
         return self.on_the_fly.bytes + (0 if self.streaming is None else self.streaming.bytes)
 
     def retry(self) -> None:
@@ -375,8 +377,9 @@ class BoundUNet:
         log.debug("bound %s: %.0f MiB copied in %.0f ms", self.layout.model_name, copied / 2**20, milliseconds)
 
     def forget_baseline(self) -> None:
-        """Make the next call read and bind everything again, after something has failed with these weights. The
-        binding, the copies of weights and the epoch stay until then."""
+        """Make the next call read and bind everything again, after something has failed with these weights. Drops the
+        notes for comparisons, and the buffers for streamed weights: with weights in main memory, streaming_now() raises
+        Refusal until then. The binding, the tensors of on_the_fly, `replaced` and the epoch stay."""
         self.baseline.tree = None
         self.baseline.parameters = None
         self.baseline.contents = None
@@ -468,9 +471,13 @@ class BoundUNet:
         return Tree(self.module, ignored, traits.placed, self._tokens, self.baseline.tree, traits.synced)
 
     def _read_layout_of(self, tree: Tree) -> None:
-        """Read the layout of the modules of this tree, and make a binding for it. If the layers and the layout are
-        unchanged, the binding and the graphs stay. Raises Refusal, with the reason, if the network cannot be run: then
-        the convolutions are back in the host's memory order, and without a layout there is no binding."""
+        """Judge the network's code, set `replaced`, and read the module's layout. Make a binding for it, unless layers
+        and layout are those of the present one (Binding.follow): then that stays, with the copies of weights.
+
+        tree: of the module as it is now; its code is judged, and nothing else is read from it. The caller has counted
+        the change of structure in the epoch. Raises Refusal, with the reason, if the network cannot be run; the
+        convolutions are then in the host's memory order. A refusal because of the code leaves the binding; one by
+        `read`, which gives no layout, drops it."""
         unet = self.module
         try:
             refuse_foreign_code(unet, self.host_traits)
@@ -507,8 +514,8 @@ class BoundUNet:
             raise Refusal(f"{self._unseen}, and OneDiff cannot see on what its result depends")
 
     def _drop_binding(self) -> None:
-        """Drop the binding, the notes for comparisons and the copies of weights. Weights that were fused stay so; the
-        convolutions go back to the host's memory order."""
+        """Drop the binding, the notes for comparisons, the buffers for streamed weights and the tensors of on_the_fly.
+        Weights that were fused stay so; the convolutions go back to the host's memory order."""
         self.undo_channels_last()
         self._binding = None
         self.baseline.parameters = None
@@ -529,7 +536,8 @@ class BoundUNet:
 
     def release(self) -> None:
         """Undo the binding, when OneDiff stops to serve the network: the module has ordinary parameters with the same
-        values again. Frees all memory that this object takes. A later refresh binds anew."""
+        values again (Binding.unbind). Frees the memory of all tensors of this object: those that drop_applied() frees,
+        the checksums, and main memory pinned for streaming. A later refresh binds anew."""
         self._memory = MainMemory()
         if self._binding is not None:
             self._binding.unbind()

@@ -26,8 +26,8 @@ EMPTY = torch.empty(0, dtype=torch.int64, device="cpu")
 PIECE = 8
 # A partial reading takes every PART-th piece.
 PART = 17
-# Matrices with fewer words are always read in full: a partial reading could miss whole rows of them.
-SMALLEST_PARTLY_READ = 1 << 16
+# Matrices with at most so many words are always read in full: a partial reading could miss whole rows of them.
+LARGEST_READ_IN_FULL = 1 << 16
 
 
 class MemorySpan(NamedTuple):
@@ -81,7 +81,7 @@ class MemorySpan(NamedTuple):
     def stride(self, part: int) -> int:
         """The step of a reading: it takes every such piece of this memory. `part` for a large matrix; 1, all pieces,
         for anything else."""
-        return part if self.is_matrix and self.nbytes > SMALLEST_PARTLY_READ * WORD else 1
+        return part if self.is_matrix and self.nbytes > LARGEST_READ_IN_FULL * WORD else 1
 
 
 # A device's kernel for checksums. (spans of one GPU, part; see Contents) -> a function that launches the kernel and

@@ -17,7 +17,8 @@ class WeightsDigest:
     """Computes a digest of the numbers in some parameters each time that read() is called. Keeps no parameter alive.
 
     Of parameters on the device that computes, all numbers are read. Of those elsewhere (in main memory, while a GPU
-    computes), only 1 number in contents.PART is read, to save time.
+    computes), only 1 number in contents.PART is read, to save time; but all numbers of those with gaps in their memory
+    (contents.is_dense), which are rare.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class WeightsDigest:
 
     def read(self, label: str, parameters: Sequence[Tensor]) -> str:
         """The digest of `label`, any text, and of the parameters' shapes, strides, dtypes and present numbers, as 16
-        hexadecimal digits. Waits for their devices.
+        hexadecimal digits. Waits for their devices. Leaves the parameters unchanged. The object keeps checksums of
+        their numbers from the first call on, which each later call updates.
 
         parameters: the same ones that were given to the constructor, which does not keep them.
         """
@@ -53,9 +55,10 @@ class WeightsDigest:
 
 
 def digest_of_values(label: str, tensors: Iterable[Tensor]) -> str:
-    """The digest of a label, any text, and of the numbers in these tensors, in their order, as 16 hexadecimal digits.
-    The tensors may have several dtypes and devices. Makes one copy to the CPU for each dtype and device, and waits for
-    it."""
+    """The digest of a label, any text, and of the numbers in these tensors, as 16 hexadecimal digits.
+
+    The tensors may have several dtypes and devices. Dtypes count, and so does the order of tensors of the same dtype;
+    shapes and devices do not. Makes one copy to the CPU for each dtype and device, and waits for it."""
     values = [tensor.detach().flatten() for tensor in tensors]
     alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for index, one in enumerate(values):

@@ -27,7 +27,7 @@ from .stored import StoredWeight
 
 # In bytes. Smaller copies spend more time on their launch than on the transfer.
 LEAST_CHUNK = 16 << 20
-# Bytes of the ring, if two units take less.
+# Bytes of the ring; more if twice the largest unit takes more, less if all units together take less.
 RING = 256 << 20
 # The names of each unit's layers, in reading order.
 Units = Sequence[Sequence[str]]

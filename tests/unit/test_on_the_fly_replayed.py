@@ -1,6 +1,7 @@
 """LoRAs on the fly in graphs: another strength is written to the same memory, and every change is noticed."""
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lib_onediff.core.settings import Settings
+from lib_onediff.families.registry import FAMILIES
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
 from lib_onediff.runtime.runtime import runtime
+from lib_onediff.weights.bound import BoundUNet
 from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
@@ -134,3 +137,14 @@ def test_a_change_between_two_replays(
     # Every output is compared with the host's. While the memory is the same, the graph stays.
     assert [run(unet) for _ in range(3)][-1] == "graph"
     assert (len(pretended.captured) == captured) == in_place
+
+
+def test_a_released_binding_keeps_no_tensor_of_a_lora(unet: Any) -> None:
+    unet.get_submodule(FUSED).weight_function = [LowVramPatch(FUSED, {FUSED: [patch(0.5)]})]
+    bound = BoundUNet(unet, FAMILIES.read, HostTraits(trusted={__name__}, functions=LayerFunctions()))
+    bound.refresh(a_call(unet))
+    assert bound.on_the_fly.applied is not None
+    kept = weakref.ref(bound.on_the_fly.applied.low_rank[FUSED].down)
+    assert bound.bytes
+    bound.release()
+    assert not bound.bytes and kept() is None

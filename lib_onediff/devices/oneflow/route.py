@@ -212,8 +212,8 @@ def oneflow_variables(settings: Settings) -> dict[str, str]:
 
 
 def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
-    """The forward of calls like this one, as a function for graph_of: of the weights, then of the tensors of
-    contiguous(call), all of them OneFlow's. It returns a tuple with the output."""
+    """The forward of calls like this one, as a function for graph_of: forward(weights, *tensors), with the tensors of
+    contiguous(call) as separate arguments, all of them OneFlow's. It returns a tuple with the output."""
     # The call's structure without its tensors, so that the graph does not keep them alive.
     nothing: Any = torch.empty(0, dtype=torch.float32, device="cpu")
     like = mapped(call, lambda tensor: nothing)

@@ -361,7 +361,7 @@ def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def bias_or_zeros(norm: LayerWeights) -> Tensor:
-    """A norm's bias; zeros of its width if it has none."""
+    """A norm's bias; if it has none, new zeros of the shape, dtype and device of its weight."""
     return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
 

@@ -89,7 +89,9 @@ class AnimaLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """The descriptions, with sizes, of the layers that decide which kernels a device loads."""
+        """The layers for which a device loads kernels (see Layout.kernel_users): the norm before the last layer, which
+        stands for the equally wide ones in the blocks, and the norms of heads of the first block, which stand for those
+        of all blocks."""
         heads = self.blocks[0].self_attention.heads
         return [self.out_norm, NormedHeads(heads, self.width // heads)]
 

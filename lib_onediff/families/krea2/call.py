@@ -33,13 +33,14 @@ class Krea2Call(Call):
 
     @property
     def prompt(self) -> tuple[Tensor, ...]:
-        """The tensors by which the prompts of two calls differ: the context, and the mask if there is one."""
+        """The tensors by which the prompts of two calls differ: the context, and the mask if there is one. See
+        Call.prompt."""
         return (self.context,) if self.mask is None else (self.context, self.mask)
 
 
 def filled_prompt(context: Tensor) -> tuple[Tensor, Tensor]:
-    """A context padded with zeros to a multiple of MULTIPLE tokens, and its mask, both as in Krea2Call. Every length of
-    context has to be checked and captured for itself; padded, most prompts have the same length.
+    """A context with zeros appended up to a multiple of MULTIPLE tokens, and its mask, both as in Krea2Call. Every
+    length of context has to be checked and captured for itself; padded, most prompts have the same length.
 
     context: (batch, tokens, values), without padding. The mask is always made, also if nothing is padded.
     """

@@ -114,7 +114,10 @@ class Krea2Layout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """The descriptions, with sizes, of the layers that decide which kernels a device loads."""
+        """The layers for which a device loads kernels (see Layout.kernel_users): the gate of the main stream's
+        attentions, and of two blocks the norm, the SwiGLU and the norms of heads. The first block of the main stream
+        stands for all of them, and the first of text.across_tokens for all blocks of `text`, which have equal
+        sizes."""
         users: list[Any] = [SigmoidGate(self.width)]
         for layers in (self.blocks[0].layers, self.text.across_tokens[0]):
             attention = layers.attention
@@ -149,7 +152,9 @@ def gated_layers(
     attention: the linear layers of queries, keys, values and gate; the norms of queries and of keys; the linear layer
         of the output; and the numbers of heads of queries and of keys.
     feed_forward: the linear layers of gate, value and output.
-    weight: the name of the parameter in the host's norms.
+    weight: the name of the parameter in the host's norms, which multiply by 1 + this parameter in float32 (see
+        LeafReader.shifted_norm). That is the caller's part to check: norms that multiply by the parameter itself would
+        be computed wrongly.
 
     Raises Refusal for modules that LeafReader does not know, or if the given number of heads of keys contradicts the
     layers' sizes.

@@ -191,8 +191,8 @@ class UNetLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """The descriptions, with sizes, of the layers that decide which kernels a device loads: all leaves and the
-        cross attentions."""
+        """The layers for which a device loads kernels (see Layout.kernel_users): all leaves and all cross attentions,
+        because blocks differ in their sizes. Leaves that need no kernel are among them."""
         return [*self.leaves(), *self.layers(CrossAttention)]
 
     def units(self, depth: int | None) -> list[tuple[str, ...]]:

@@ -165,8 +165,10 @@ def image_of(layout: ZImageLayout, tokens: Tensor, rows: int, columns: int) -> T
 
 
 def prompt_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCall) -> Tensor:
-    """The prompt's tokens, normed and projected to the network's width, (batch, tokens, width), with the learned token
-    (text_pad) in the place of padding."""
+    """The prompt's tokens, normed and projected to the network's width, (batch, tokens, width).
+
+    In each row of the batch, the tokens from call.lengths on are padding. They are replaced by the learned token
+    text_pad; in a network that has none, they stay as projected."""
     context = call.context.to(layers.weights[layout.text.path].weight.dtype)
     normed = layers.ops.rms_norm(context, layers.weights[layout.text_norm.path], layout.text_norm)
     tokens = layers.linear(normed, layout.text)
@@ -213,8 +215,9 @@ def modulations_of(layers: TransformerLayers, layout: ZImageLayout, embedding: T
     """The modulations of all blocks over the image's tokens: first those of image_refiner, then those of layout.blocks,
     including blocks that a cached pass leaves out.
 
-    embedding: the timestep's, (batch, width). The network computes scale - 1, and gates before a tanh; this returns the
-    scales, and the gates after it."""
+    embedding: the result of embedding_of, (batch, width), before any activation: the SiLU that some networks have
+        before their modulations (layout.activates_time) is applied here.
+    The network computes scale - 1, and gates before a tanh; this returns the scales, and the gates after it."""
     given = layers.ops.silu(embedding) if layout.activates_time else embedding
     together = layers.linear(given, layout.modulations).unflatten(-1, (-1, 4, layout.width))
     scales = together[:, :, 0::2] + 1

@@ -93,7 +93,9 @@ class ZImageLayout(Layout):
 
     @cached_property
     def kernel_users(self) -> list[Any]:
-        """The descriptions, with sizes, of the layers that decide which kernels a device loads."""
+        """The layers for which a device loads kernels (see Layout.kernel_users): the norm before the last layer, and an
+        RMS norm, the norms of heads and the SwiGLU of the first block. That block stands for all, because they have
+        equal sizes."""
         block = self.blocks[0]
         attention = block.attention
         heads = NormedHeads(attention.heads, attention.head_width, interleaved=True)

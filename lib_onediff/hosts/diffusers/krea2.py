@@ -35,8 +35,9 @@ class Krea2Calls:
         position_ids: Tensor, encoder_attention_mask: Tensor | None = None,
         attention_kwargs: dict[str, Any] | None = None, **others: Any,
     ) -> Krea2Call:
-        """Our Call for these arguments of Krea2Transformer2DModel.forward. Raises Refusal for arguments that our
-        forward does not compute.
+        """Our Call for these arguments of Krea2Transformer2DModel.forward. Its latent is unpacked, the prompt's text
+        layers are concatenated in the width of its context, and its positions have a batch of one. Raises Refusal for
+        arguments that our forward does not compute.
 
         network: not used; every call_of takes it.
         hidden_states: the packed latent, (batch, image tokens, channels * 4).

@@ -192,8 +192,9 @@ class GraphCache:
         return max(0, reserved - self._holdings.card.reserved())
 
     def free(self) -> int:
-        """Drop all graphs, 8-bit weights, copies of weights and memories of step policies, and return unused memory to
-        the driver. All are made again when they are needed. Returns the number of bytes that this frees."""
+        """Drop all graphs, 8-bit weights, memories of step policies, and what BoundUNet.drop_applied frees, and return
+        unused memory to the driver. All are made again when they are needed. A network's copy on a second GPU stays:
+        see TwoGpusRoute.forget. Returns the number of bytes that this frees."""
         reserved = self._holdings.card.reserved()
         for network in self._networks.values():
             network.step_memories.clear()
@@ -364,5 +365,5 @@ class MemoryPressure:
                     )
                     graphs.drop(doomed)
             if wanted and now.left(pool.device) < enough:
-                # This frees 8-bit weights and copies of weights too.
+                # This frees 8-bit weights and the tensors of drop_applied too.
                 graphs.free()

@@ -42,7 +42,7 @@ SORTED_BY: Mapping[str, Callable[[ResolutionRow], Any]] = {
 # Why a size is among "Yours", for its tooltip.
 IN_TXT2IMG = "as in the txt2img tab"
 MOST_USED = "used with this model"
-# The page warns of pre-warming that takes longer.
+# The page warns of pre-warming that takes this long or longer.
 MUCH_SECONDS = 60.0
 # The API's names of states that have another name on the page, and the meaning of each state.
 STATE_NAMES = {"cold": "not checked yet", "proved": "checked"}

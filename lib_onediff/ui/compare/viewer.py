@@ -84,7 +84,7 @@ def images_of_seed(
     seed: int, made: dict[int, GeneratedImage], measured: ImageComparison | None = None
 ) -> SeedImages:
     """The SeedImages of one seed, with the difference map if both sides are made. made: images by side (0: left,
-    1: right). measured: see SeedImages."""
+    1: right). measured: see SeedImages; it is left out unless both sides are made."""
     images = {SIDE_NAMES[side]: image.image.convert("RGB") for side, image in made.items()}
     if len(images) < len(SIDE_NAMES):
         return SeedImages(seed, images)
@@ -112,8 +112,9 @@ def gallery_of(job: Comparison, seeds: Sequence[SeedImages]) -> list[tuple[Any, 
 
 
 def name_of(job: Comparison, images: SeedImages, side: str) -> str:
-    """The name of one image of a seed, for example "7 measured 42 left". side: a key of SeedImages.images. The name is
-    unique since the server's start, so a page with an old gallery never shows one image in place of another."""
+    """The name of one image of a seed, for example "7 measured 42 left", or "7 warm-up 42 left" if the images were not
+    compared. side: a key of SeedImages.images. The name is unique since the server's start, so a page with an old
+    gallery never shows one image in place of another."""
     return f"{job.id} {'warm-up' if images.measured is None else 'measured'} {images.seed} {side}"
 
 

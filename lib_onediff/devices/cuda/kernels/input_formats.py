@@ -2,8 +2,9 @@
 
 The format is the model's dtype, float8 or int8 (weights.low_bit.Kind). A consumer whose weight exists in eight bits
 besides the model's dtype gets the format in which its product is the fastest, so that no pass of its own quantizes the
-input. A consumer whose weight exists in eight bits only gets the format of that weight, if our products or the
-library's can multiply it here.
+input. For a consumer whose weight exists in eight bits only, it depends on who made that weight. If Low-bit did, to
+replace a weight in main memory, the input gets its format. If the host stores the weight so, the input gets its format
+if our products or the library's can multiply it here, and the model's dtype otherwise.
 """
 from __future__ import annotations
 
@@ -52,11 +53,13 @@ class InputFormats:
         return self._choose(product, consumer.weight.dtype, kinds_of(consumer))
 
     def of_tokens(self, tokens: Tensor, consumer: LayerWeights, source: str) -> Kind | None:
-        """The format of tokens (..., width) for a linear layer, the consumer. source: see InputFormats."""
+        """The format in which an operator writes tokens for a linear layer, the consumer. tokens: the operator's input
+        or output, (..., any width): only the number of its rows counts. source: see InputFormats."""
         return self.of_rows(tokens.numel() // tokens.shape[-1], consumer, source)
 
     def of_rows(self, rows: int, consumer: LayerWeights, source: str) -> Kind | None:
-        """As of_tokens, given only the number of rows into which the tokens are flattened."""
+        """As of_tokens, given only the number of rows into which the tokens are flattened. Also raises what of_stored
+        raises."""
         if not consumer.low_bit:
             return None
         if consumer.weight.is_meta:
@@ -98,8 +101,12 @@ class InputFormats:
         return INT8 if is_int8 and float8.unmet_requirement(INT8, device, dtype) is None else None
 
     def _of_quantized_only(self, consumer: LayerWeights) -> Kind | None:
-        """of_rows for a weight that exists in eight bits only. None if the input must stay in the model's dtype: LoRAs
-        read it so, or the weight's rotation has groups of a size that our kernels do not rotate."""
+        """of_rows for a weight that exists in eight bits only.
+
+        The weight's format if Low-bit has made it (`stored` is False): such a layer has neither LoRAs beside it nor a
+        rotation. For a weight that the host stores so: that of of_stored, which also raises Refusal; but None, the
+        model's dtype, if LoRAs read the input too, or if the rotation has groups of a size that our kernels do not
+        rotate."""
         weight = consumer.low_bit[0]
         if not weight.stored:
             return kind_of(weight.values)
