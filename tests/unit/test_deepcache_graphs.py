@@ -161,4 +161,4 @@ def test_a_cached_pass_that_differs_from_the_full_one_is_not_used(rig: Rig, monk
     monkeypatch.setattr(compute, "cached_pass", lambda *args: right(*args) * 1.01)
     rig.begin(STEPS[:4])
     assert rig.sample(STEPS[:4]) == [FULL] * 4
-    assert "differs from the full one by 1.0e-02" in rig.reason
+    assert "differs from the full one by a relative error of 1.0e-02" in rig.reason

