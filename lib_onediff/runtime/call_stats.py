@@ -49,9 +49,9 @@ MOST_HOST_IMAGES = 100
 NO_IMAGE = "no image has been made yet"
 # What the console says of a call's route. The reason follows, if there is one.
 SENTENCES = {
-    GRAPH: "OneDiff replays the steps as a CUDA graph",
-    PLAIN: "OneDiff computes the steps without a CUDA graph",
-    HOST: "The WebUI computes the steps itself",
+    GRAPH: "OneDiff: the steps are replayed as a CUDA graph",
+    PLAIN: "OneDiff: the steps run without a CUDA graph",
+    HOST: "OneDiff: the WebUI computes the steps",
 }
 
 

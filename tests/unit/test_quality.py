@@ -45,7 +45,7 @@ def test_the_same_image_is_identical_in_every_form() -> None:
 
 
 @pytest.mark.parametrize("other, part", [
-    (torch.zeros(128, 160), "An image is"), (torch.zeros(128, 160, 3), "of uint8, not"),
+    (torch.zeros(128, 160), "An image must be"), (torch.zeros(128, 160, 3), "of uint8, not"),
     (torch.zeros(128, 152, 3, dtype=torch.uint8), "of the same size"),
 ])
 def test_images_that_cannot_be_compared_get_a_sentence(other: Tensor, part: str) -> None:
