@@ -27,13 +27,15 @@ def panel(opened: Any, webui: WebUI) -> Panel:
 
 @contextlib.contextmanager
 def while_an_image_is_made(webui: WebUI) -> Iterator[None]:
-    """A context in which images are made, so that queued sizes do not begin: a call at a large size would go on for a
-    minute after it is cancelled. One image is over before a slow page has been clicked."""
-    generation = InBackground(webui, {**PICTURE, "steps": 150, "width": 128, "height": 128, "n_iter": 20})
+    """A context in which an image is made, so that queued sizes do not begin: a call at a large size would go on for a
+    minute after it is cancelled."""
+    generation = InBackground(webui, {**PICTURE, "steps": 150, "width": 128, "height": 128})
     generation.wait_for_step(1)
-    yield
-    webui.post("/sdapi/v1/interrupt")
-    generation.pictures()
+    try:
+        yield
+    finally:
+        webui.post("/sdapi/v1/interrupt")
+        generation.pictures()
 
 
 def test_prewarm(panel: Panel, webui: WebUI) -> None:
