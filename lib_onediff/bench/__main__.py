@@ -18,6 +18,7 @@ import torch
 from ..core.refusal import Refusal
 from ..core.settings import Settings, parse_value
 from ..core.sizes import parse_size
+from ..demo import SHIPPED_CFG_SCALE
 from ..runtime.cache import Fingerprint
 from . import images, models, schedules, steps
 from .share import joined, share
@@ -91,8 +92,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="all but step: steps of an image (default: 20, quality and schedules "
                         "30)")
     parser.add_argument("--images", type=int, default=200, help="quality, schedules: number of images")
-    parser.add_argument("--guidance", type=float, default=images.GUIDANCE, help="quality, schedules: the CFG scale "
-                        f"(default: {images.GUIDANCE:g}, for which these models were trained)")
+    parser.add_argument("--guidance", type=float, default=SHIPPED_CFG_SCALE, help="quality, schedules: the CFG scale "
+                        f"(default: {SHIPPED_CFG_SCALE:g}, for which these models were trained)")
     parser.add_argument("--whole", type=int, nargs="+", help="schedules: how many steps to compute completely; one "
                         "search for each number (default: the numbers of intervals 2 to 5)")
     options = parser.parse_args(arguments)

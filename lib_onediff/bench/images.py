@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..core.quality import compare
 from ..core.sizes import Size
-from ..demo import EMOJI_DIT, SHIPPED
+from ..demo import EMOJI_DIT, SHIPPED, SHIPPED_CFG_SCALE
 from ..public import compile_pipe, load_folder, network_of, uncompile_pipe
 from ..runtime.runtime import runtime
 from ..runtime.verify import relative_error
@@ -169,8 +169,6 @@ JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
 HOST32 = "host, fp32"
 ANOTHER = "another prompt's image"
 SIDE = 256
-# The CFG scale for which emoji-sd and emoji-dit were trained.
-GUIDANCE = 4.0
 REDUCTION = 8
 IMAGES_AT_ONCE = 8
 # psnr_lowest_5 is this quantile: a fault shows in the worst images, and a single one may be an accident.
@@ -185,7 +183,7 @@ def held_out(count: int) -> list[Row]:
 
 
 def draw(
-    pipe: Any, wanted: list[Row], steps: int, guidance: float = GUIDANCE, at_once: int = IMAGES_AT_ONCE,
+    pipe: Any, wanted: list[Row], steps: int, guidance: float = SHIPPED_CFG_SCALE, at_once: int = IMAGES_AT_ONCE,
 ) -> Tensor:
     """The images of these prompts, (n, 3, SIDE, SIDE) of float32 from 0 to 1. wanted: see held_out. steps: sampling
     steps of an image. guidance: the CFG scale. at_once: the number of images of a call. The last call is filled up, so
@@ -206,7 +204,7 @@ def draw(
     return torch.cat(parts)[: len(wanted)]
 
 
-def draw_prompts(pipe: Any, wanted: list[Row], steps: int, guidance: float = GUIDANCE) -> Tensor:
+def draw_prompts(pipe: Any, wanted: list[Row], steps: int, guidance: float = SHIPPED_CFG_SCALE) -> Tensor:
     """The images of draw() as in a file: (n, 3, SIDE, SIDE) of uint8 on the CPU."""
     return (draw(pipe, wanted, steps, guidance) * 255).round().to(torch.uint8).cpu()
 

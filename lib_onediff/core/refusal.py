@@ -12,9 +12,10 @@ class Refusal(Exception):
 
 
 def unsupported_inputs(detail: str) -> Refusal:
-    """A Refusal of a call because of its inputs, such as their shapes. A WebUI alone does not make such calls, so users
-    are told where to look. detail: which input is unusual, in one line without a period."""
-    return Refusal(f"an extension or a script calls the model in a way that OneDiff does not support: {detail}")
+    """A Refusal of a call because of its inputs, such as their shapes. Extensions and scripts are the usual cause, so
+    users are told where to look first. detail: which input is unusual, in one line without a period."""
+    lead = "the model gets inputs that OneDiff does not support, perhaps from an extension or a script"
+    return Refusal(f"{lead}: {detail}")
 
 
 def unsupported_model(detail: str) -> Refusal:

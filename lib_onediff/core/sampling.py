@@ -35,7 +35,7 @@ FOREIGN_TIMES = (
     "the current step is unknown, because an extension or the pipeline gives the model other timesteps than the "
     "sampler's"
 )
-UNEQUAL_TIMES = "an extension or a script computes the images of a batch at different steps"
+UNEQUAL_TIMES = "the images of this batch are at different steps (by an extension or a script?)"
 OTHER_SAMPLER = "it works only with the samplers Euler and DDIM, without added noise"
 UNKNOWN_SAMPLER = "the sampler is unknown"
 # The timesteps of the sampling of a warm-up: enough steps for every policy to be active.

@@ -21,7 +21,7 @@ from ..core.refusal import Refusal
 from ..hosts.diffusers.model_files import Shapes, read_shapes, read_text
 from ..hosts.diffusers.model_folder import load_folder
 from ..hosts.diffusers.tokenizer import MERGES, VOCABULARY, write_words
-from . import EMOJI_DIT, SHIPPED
+from . import EMOJI_DIT, SHIPPED, SHIPPED_CFG_SCALE
 from .command_line import model_location
 
 log = logging.getLogger("onediff")
@@ -45,9 +45,8 @@ ABOUT_SHIPPED = (
     "Draws emoji: try “a red apple on a blue background” or “an owl and a rocket”. "
     "Start with --model FILE_OR_FOLDER for your own."
 )
-ABOUT_TRANSFORMER = f"{ABOUT_SHIPPED} It is a transformer: 32 steps and a CFG scale of 4 suit it."
+ABOUT_TRANSFORMER = f"{ABOUT_SHIPPED} It is a transformer."
 TRANSFORMER_STEPS = 32
-SHIPPED_CFG_SCALE = 4.0
 LATENT_CHANNELS = 4
 LATENT_PIXEL = 8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -125,8 +125,8 @@ class WebUI:
             forwards.serve()
 
     def stop(self) -> None:
-        """Undo serve(), and give every network ordinary parameters with the same values, so that nothing of ours is
-        left. Safe to call twice. A failure of ours is logged, and does not keep the rest from being restored."""
+        """Undo serve(), and give every network ordinary parameters with the same values. Safe to call twice. If one of
+        these steps fails, the fault is logged and the other steps are done."""
         for forwards in self.patches:
             runtime.guard.attempt("restoring the WebUI's functions", forwards.stop)
         runtime.guard.attempt("restoring the UNets' weights", runtime.release_all)

@@ -480,7 +480,7 @@ class VaeHooks(ForwardPatches):
             refuse_replaced(type(decoder), below=original)
             if kwargs:
                 names = ", ".join(sorted(kwargs))
-                raise unsupported_inputs(f"it passes unknown arguments to the VAE ({names})")
+                raise unsupported_inputs(f"unknown arguments of the VAE ({names})")
             self._check(decoder)
 
         runtime.vae.adopt(decoder, host_traits=self._host_traits)

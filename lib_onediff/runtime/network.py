@@ -15,7 +15,7 @@ from ..core.key import Lossy, ShapeKey
 from ..core.layer_weights import Source
 from ..core.policy import StepMemory
 from ..core.precision import autocast_dtype
-from ..core.refusal import Refusal, unsupported_inputs
+from ..core.refusal import Refusal
 from ..core.sampling import Sampling
 from ..core.settings import Settings
 from ..core.units import MEBIBYTE
@@ -127,7 +127,7 @@ class Network:
         # If the host casts its weights at each use, autocast casts inputs of any dtype to the same one.
         casts_inputs = binding.cast_to is not None and autocast == binding.cast_to
         if call.latent.dtype != binding.dtype and not casts_inputs:
-            raise unsupported_inputs(f"the latent is in {call.latent.dtype}, the model's weights in {binding.dtype}")
+            raise Refusal(f"the latent is in {call.latent.dtype}, but the model's weights are in {binding.dtype}")
         if autocast not in (None, binding.dtype):
             raise Refusal(f"PyTorch's autocast computes in {autocast}, but the model's weights are in {binding.dtype}")
 

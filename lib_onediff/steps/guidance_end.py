@@ -23,7 +23,7 @@ from ..core.table import Stopwatch
 # Reasons, for users, why the policy does not apply.
 UNKNOWN_ROWS = "it is unknown which part of the batch belongs to the negative prompt"
 SEVERAL_CALLS = "the image has more than one prompt and one negative prompt, or an extension adds calls of its own"
-UNLIKE_HALVES = "an extension or a script computes the prompt and the negative prompt from different latents"
+UNLIKE_HALVES = "prompt and negative prompt are computed from different latents (by an extension or a script?)"
 # The tolerance in comparing the part of the sampling that is done with the setting.
 ROUNDING = 1e-6
 

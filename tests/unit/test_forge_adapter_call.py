@@ -71,7 +71,7 @@ def test_options_that_may_change_the_unet_are_named(options: dict[str, Any], nam
     ({"options": {"of_tomorrow": [function_of("new.py")], "block_modifiers": [function_of("hrfix.py")]}},
      "another extension changes the UNet for this call: of_tomorrow by new.py"),
     ({"options": {"patches": {"attn7_patch": [len]}}}, "another extension changes the UNet for this call: patches"),
-    ({"others": {"num_frames": 2}}, "it passes unknown arguments (num_frames)"),
+    ({"others": {"num_frames": 2}}, "unknown arguments (num_frames)"),
     ({"control": {"input": [], "middle": [0.5], "output": []}},
      "a ControlNet passes a float instead of a tensor"),
     ({"others": {"control_model": object(), "num_frames": None}}, None),

@@ -73,7 +73,7 @@ def of_diffusers() -> Any:
 
 
 # The lead of core.refusal.unsupported_inputs.
-CALLED = "an extension or a script calls the model in a way that OneDiff does not support: "
+CALLED = "the model gets inputs that OneDiff does not support, perhaps from an extension or a script: "
 HOOK = "has set a hook on conv_out"
 PARAMETER = "it has unknown parameters .1., such as conv_out.adapter"
 
@@ -153,7 +153,7 @@ def test_a_latent_of_another_dtype_or_shape_is_refused() -> None:
     decoder = diffusers_vae().decoder
     with pytest.raises(RuntimeError):
         our_picture(decoder, a_latent(decoder).half())
-    assert last() == ("host", f"{CALLED}the latent is in float16, the VAE's weights in float32")
+    assert last() == ("host", "the latent is in float16, but the VAE's weights are in float32")
     with pytest.raises(RuntimeError):
         our_picture(decoder, a_latent(decoder)[:, :3])
     assert last()[1] == f"{CALLED}the latent (shape (1, 3, 6, 6)) does not fit this VAE, which takes 4 channels"

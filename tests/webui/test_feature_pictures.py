@@ -2,24 +2,26 @@
 the same seeds with several settings, in the demo, beside the seconds an image and the PSNR."""
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 from webui_client import WebUI
 from webui_process import HostProcess
+
+from lib_onediff.core.quality import compare
+from lib_onediff.demo import SHIPPED_CFG_SCALE
 
 FOLDER = Path(__file__).parents[2] / ".readme"
 PROMPTS = (
     "a red apple on a white background", "a rocket on a blue background", "an owl on a yellow background",
     "a cat on a green background",
 )
-# The models were trained for this CFG scale.
-REQUEST = {"seed": 7, "width": 256, "height": 256, "sampler_name": "Euler", "cfg_scale": 4}
+REQUEST = {"seed": 7, "width": 256, "height": 256, "sampler_name": "Euler", "cfg_scale": SHIPPED_CFG_SCALE}
 SIDE = 168
 LABEL_WIDTH = 230
 GAP = 6
@@ -41,7 +43,7 @@ class Feature:
     @property
     def settings(self) -> str:
         """The settings of the images, for the bottom of the picture."""
-        return f"{self.model}, Euler, {self.steps} steps, CFG 4, 256x256, seed 7, on two CPU cores"
+        return f"{self.model}, Euler, {self.steps} steps, CFG {SHIPPED_CFG_SCALE:g}, 256x256, seed 7, on two CPU cores"
 
 
 FEATURES = (
@@ -81,13 +83,7 @@ class Row:
 
     def psnr(self, other: Row) -> float:
         """The median of the images' PSNR against another row's, in decibels; infinite for equal images."""
-        return statistics.median(psnr(own, its) for own, its in zip(self.images, other.images, strict=True))
-
-
-def psnr(first: Image.Image, second: Image.Image) -> float:
-    difference = numpy.asarray(first, dtype=numpy.float64) - numpy.asarray(second, dtype=numpy.float64)
-    error = float((difference**2).mean())
-    return 10 * numpy.log10(255**2 / error) if error else numpy.inf
+        return statistics.median(compare(own, its).psnr for own, its in zip(self.images, other.images, strict=True))
 
 
 def made(webui: WebUI, steps: int, arguments: list[object]) -> Row:
@@ -121,7 +117,7 @@ def drawn(rows: dict[str, Row], settings: str) -> Image.Image:
         draw.text((8, top + 78), facts, "black", small)
         if row is not alone:
             distance = row.psnr(alone)
-            draw.text((8, top + 98), "identical" if distance == numpy.inf else f"{distance:.1f} dB", "black", small)
+            draw.text((8, top + 98), "identical" if distance == math.inf else f"{distance:.1f} dB", "black", small)
         for column, image in enumerate(row.images):
             picture.paste(image.resize((SIDE, SIDE)), (LABEL_WIDTH + column * (SIDE + GAP), top))
     bottom = len(rows) * (SIDE + GAP)

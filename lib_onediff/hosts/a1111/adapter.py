@@ -166,7 +166,7 @@ class A1111(WebUI):
                 raise unsupported_inputs("the latent, the timestep, the prompt or the pooled prompt is not a tensor")
             if len(args) > 1 or any(value is not None for name, value in kwargs.items() if name != "y"):
                 names = ", ".join(sorted(kwargs)) or "by position"
-                raise unsupported_inputs(f"it passes unknown arguments ({names})")
+                raise unsupported_inputs(f"unknown arguments ({names})")
             self._unets.refuse_derived(unet)
             self._check_state(unet)
             if owner is not None:

@@ -138,7 +138,7 @@ def arguments_by_name(
     names = parameters_of(kind, kind.forward, original)
     given = {**dict(zip(names, args)), **kwargs}  # noqa: B905
     if len(given) != len(args) + len(kwargs) or not given.keys() <= set(names):
-        raise unsupported_inputs("it passes arguments that the model does not take")
+        raise unsupported_inputs("arguments that the model does not take")
     return given
 
 

@@ -136,7 +136,7 @@ def unet_call(
         raise Refusal(f"another extension changes the UNet for this call: {', '.join(foreign)}")
     unknown = sorted(name for name, value in given.others.items() if value is not None and name in names_read)
     if unknown:
-        raise unsupported_inputs(f"it passes unknown arguments ({', '.join(unknown)})")
+        raise unsupported_inputs(f"unknown arguments ({', '.join(unknown)})")
     patches: OptionPatches | None = None
     if runs_functions:
         patches = OptionPatches(unet, options, names_read, bool(image_prompts), changed or {})

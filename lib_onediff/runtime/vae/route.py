@@ -17,7 +17,7 @@ from ...core.attempt import Attempt, HostFunction, Outcome, attempted
 from ...core.card import on_card
 from ...core.image import HOST, VAE
 from ...core.precision import autocast_dtype
-from ...core.refusal import Refusal, unsupported_inputs
+from ...core.refusal import Refusal
 from ...core.settings import Settings
 from ...core.table import Entry
 from ...core.weak_dictionary import WeakDictionary
@@ -274,11 +274,10 @@ def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
     """Raise Refusal if the latent's device or dtype is not that of the decoder's weights. Then the host would fail too,
     or convert them."""
     if latent.device != binding.device:
-        raise unsupported_inputs(f"the latent is on {latent.device}, the VAE's weights on {binding.device}")
+        raise Refusal(f"the latent is on {latent.device}, but the VAE's weights are on {binding.device}")
     if latent.dtype != binding.dtype:
-        raise unsupported_inputs(
-            f"the latent is in {short_name(latent.dtype)}, the VAE's weights in {short_name(binding.dtype)}"
-        )
+        weights = short_name(binding.dtype)
+        raise Refusal(f"the latent is in {short_name(latent.dtype)}, but the VAE's weights are in {weights}")
 
 
 def refuse_surroundings(latent: Tensor) -> None:
