@@ -92,11 +92,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, help="all but step: steps of an image (default: 20, quality and schedules "
                         "30)")
     parser.add_argument("--images", type=int, default=200, help="quality, schedules: number of images")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="quality: write a picture of the first images of "
+                        "each --set to this file")
     parser.add_argument("--guidance", type=float, default=SHIPPED_CFG_SCALE, help="quality, schedules: the CFG scale "
                         f"(default: {SHIPPED_CFG_SCALE:g}, for which these models were trained)")
     parser.add_argument("--whole", type=int, nargs="+", help="schedules: how many steps to compute completely; one "
                         "search for each number (default: the numbers of intervals 2 to 5)")
     options = parser.parse_args(arguments)
+    if options.picture and options.command != "quality":
+        parser.error("--picture works with quality only")
     options.runs = options.runs or (40 if options.command == "step" else 5)
     options.batch = options.batch or [1 if options.command == "image" else 2]
     options.steps = options.steps or (30 if options.command in ("quality", "schedules") else 20)

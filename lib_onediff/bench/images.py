@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from ..core.quality import compare
@@ -23,6 +24,7 @@ from ..runtime.runtime import runtime
 from ..runtime.verify import relative_error
 from . import models
 from .judge import Judge, load_judge
+from .sheet import SheetRow, sheet
 from .steps import DTYPES, HOST, Options, Row, free_memory, name_of_options, served_by, sizes_of, timed
 
 # Measuring, checking and capturing are done after so many images as a warm-up, and then so many usual ones.
@@ -171,6 +173,8 @@ ANOTHER = "another prompt's image"
 SIDE = 256
 REDUCTION = 8
 IMAGES_AT_ONCE = 8
+# The number of prompts on the sheet of --picture.
+SHOWN = 4
 # psnr_lowest_5 is this quantile: a fault shows in the worst images, and a single one may be an accident.
 LOWEST = 0.05
 
@@ -219,12 +223,14 @@ def draw_ready(pipe: Any, wanted: list[Row], steps: int, guidance: float) -> Ten
 def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The rows of the command `quality`: how far images are from diffusers' own in float32. The rows are float32
     itself, another prompt's images (the scale for the rest), diffusers in --dtype (unless that is float32), OneDiff,
-    and OneDiff with each --set. Raises Refusal if the model cannot be loaded."""
+    and OneDiff with each --set. With --picture, writes a sheet of the first images of each --set below float32's.
+    Raises Refusal if the model cannot be loaded, or the sheet cannot be drawn."""
     model = (options.model or [SHIPPED.name])[0]
     wanted = held_out(options.images)
     sampling = options.steps, options.guidance
     exact = draw_prompts(load_model(model, torch.float32, device), wanted, *sampling)
     judge = partial(judged, load_judge(JUDGE, device), exact=exact, wanted=wanted)
+    shown = [SheetRow("Exact", ["diffusers, float32"], pictures_of(exact))]
     yield {"options": HOST32, **judge(exact)}
     yield {"options": ANOTHER, **judge(exact.roll(1, 0))}
     pipe = load_model(model, DTYPES[options.dtype], device)
@@ -233,7 +239,22 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     # This model is too small to be faster in eight bits. Its images show their effect if every layer uses them.
     with runtime.devices.lossy.low_bit.every_layer_quantized():
         for row, images in by_onediff(pipe, options.set, partial(draw_ready, pipe, wanted, *sampling)):
-            yield {**row, **judge(images)}
+            measured = judge(images)
+            yield {**row, **measured}
+            if row["options"] != ONEDIFF:
+                facts = f"{measured['psnr_db']:.1f} dB", f"lowest 5 %: {measured['psnr_lowest_5']:.1f} dB"
+                shown.append(SheetRow(row["options"], facts, pictures_of(images)))
+    if options.picture:
+        settings = (
+            f"{Path(model).name}, {options.dtype}, Euler, {options.steps} steps, CFG {options.guidance:g}, "
+            f"{SIDE}x{SIDE}; PSNR of {len(wanted)} prompts"
+        )
+        sheet(shown, [each["prompt"] for each in wanted[:SHOWN]], settings).save(options.picture, quality=92)
+
+
+def pictures_of(images: Tensor) -> list[Image.Image]:
+    """The first SHOWN of these images as Pillow's. images: (n, 3, height, width) of uint8 on the CPU."""
+    return [Image.fromarray(each.permute(1, 2, 0).numpy()) for each in images[:SHOWN]]
 
 
 def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Row:

@@ -304,7 +304,7 @@ class LowBitRoute:
                 low_bit.tuning_cache.set(name, choice.found)
         network.low_bit_choice = choice
         if choice is not before and str(choice) != str(before):
-            log.info("Low-bit on this %s checkpoint: %s.", choice.model, choice)
+            log.info("Errors of Low-bit's layers with this %s checkpoint: %s.", choice.model, choice)
         return choice.left_out
 
     def _measured(self, network: Network, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:

@@ -161,10 +161,10 @@ class Choice:
         return replace(self, found={**self._known, TOGETHER.join(group): entry})
 
     def __str__(self) -> str:
-        """Words for the log: "feed-forward in 1.1e-02 (exact), ...; together 1.6e-02 of at most 0.02"."""
-        classes = (f"{one.name} {one.error or 0:.1e}{'' if one.is_used else ' (exact)'}" for one in self.errors)
-        together = "nothing is used" if self.error is None else f"together {self.error:.1e}"
-        return f"{', '.join(classes)}; {together} of at most {self.budget:g}"
+        """Words for the log: "feed-forward in 1.1e-02 (stays exact), ...; in all 1.6e-02, of at most 0.02"."""
+        classes = (f"{one.name} {one.error or 0:.1e}{'' if one.is_used else ' (stays exact)'}" for one in self.errors)
+        together = "no layer uses 8 bits" if self.error is None else f"in all {self.error:.1e}"
+        return f"{', '.join(classes)}; {together}, of at most {self.budget:g}"
 
 
 def is_sound(entry: Any) -> bool:

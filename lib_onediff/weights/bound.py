@@ -136,7 +136,7 @@ class BoundUNet:
         """The binding to the module's layers, as refresh() or layout_now() has read them last; see has_binding. Raises
         Refusal before the first of these, after release(), and if the last one could not read the layout."""
         if self._binding is None:
-            raise Refusal("OneDiff has not read this model's weights yet")
+            raise Refusal("OneDiff has not read this model's weights yet; it does so in the model's next step")
         return self._binding
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:

@@ -35,8 +35,8 @@ class MainMemory:
         except (RuntimeError, MemoryError) as full:
             said = str(full).partition("\n")[0]
             raise Refusal(
-                "a part of the model is in main memory, and OneDiff got no memory there from which the GPU can copy "
-                f"while it computes: {said}"
+                "a part of the model is in main memory (RAM), and OneDiff could not reserve the RAM from which the GPU "
+                f"copies it during a step: {said}"
             ) from None
         start = self._used
         self._used += size

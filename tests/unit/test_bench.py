@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 pytest.importorskip("diffusers")
 
@@ -18,14 +19,17 @@ from samplings import few_steps_suffice  # noqa: F401
 from two_cpus import TwoCpus
 
 from lib_onediff.bench import __main__ as bench
-from lib_onediff.bench import images, models
+from lib_onediff.bench import images, models, sheet
 from lib_onediff.bench.__main__ import parse
 from lib_onediff.bench.steps import Row
+from lib_onediff.core.quality import compare
 from lib_onediff.core.sizes import Size
 from lib_onediff.runtime.runtime import runtime
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[2]
+# The tops of the rows of a sheet with two.
+ROW_TOPS = 0, sheet.SIDE + sheet.GAP
 SMALL = "--model tiny-sd15 --size 64x64 --runs 1 --backend host eager --dtype "
 
 
@@ -105,12 +109,16 @@ def test_images_are_compared_with_the_hosts(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_quality_tells_exact_from_lossy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(images, "SIDE", 64)
-    words = "quality --images 2 --steps 4 --dtype fp32 --set deepcache_interval=3"
+    picture = tmp_path / "sheet.png"
+    words = f"quality --images 2 --steps 4 --dtype fp32 --set deepcache_interval=3 --picture {picture}"
     status, (true, another, exact, lossy) = run(words, monkeypatch, tmp_path)
     assert status == 0 and true["distance"] == 0 and true["ssim"] == 1
     for name in ("distance", "relative_error"):
         assert exact[name] < 1e-2 and exact[name] < lossy[name] < another[name]
     assert exact["psnr_lowest_5"] > 48 and exact["ssim"] > 0.999 and 0 <= exact["recognised"] <= 1
+    with Image.open(picture) as drawn:
+        above, below = (drawn.crop((sheet.LABEL_WIDTH, top, drawn.width, top + sheet.SIDE)) for top in ROW_TOPS)
+    assert 20 < compare(above, below).psnr < 60
 
 
 class WebUI:

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from webui_client import WebUI
 from webui_process import HostProcess
 
+from lib_onediff.bench.sheet import SheetRow, sheet
 from lib_onediff.core.quality import compare
 from lib_onediff.demo import SHIPPED_CFG_SCALE
 
@@ -22,9 +23,6 @@ PROMPTS = (
     "a cat on a green background",
 )
 REQUEST = {"seed": 7, "width": 256, "height": 256, "sampler_name": "Euler", "cfg_scale": SHIPPED_CFG_SCALE}
-SIDE = 168
-LABEL_WIDTH = 230
-GAP = 6
 ALONE = "Without OneDiff"
 
 
@@ -99,35 +97,14 @@ def made(webui: WebUI, steps: int, arguments: list[object]) -> Row:
     return Row(images[1:], statistics.median(seconds[1:]))
 
 
-def drawn(rows: dict[str, Row], settings: str) -> Image.Image:
-    """The rows below each other, each with its label, and the prompts and settings at the bottom."""
-    large = ImageFont.load_default(17)
-    small = ImageFont.load_default(14)
-    width = LABEL_WIDTH + len(PROMPTS) * (SIDE + GAP)
-    height = len(rows) * (SIDE + GAP) + 62
-    picture = Image.new("RGB", (width, height), "white")
-    draw = ImageDraw.Draw(picture)
-    alone = rows[ALONE]
-    for index, (label, row) in enumerate(rows.items()):
-        top = index * (SIDE + GAP)
-        draw.text((8, top + 50), label, "black", large)
-        facts = f"{row.seconds:.1f} s an image"
-        if row is not alone:
-            facts += f", {alone.seconds / row.seconds:.1f}x"
-        draw.text((8, top + 78), facts, "black", small)
-        if row is not alone:
-            distance = row.psnr(alone)
-            draw.text((8, top + 98), "identical" if distance == math.inf else f"{distance:.1f} dB", "black", small)
-        for column, image in enumerate(row.images):
-            picture.paste(image.resize((SIDE, SIDE)), (LABEL_WIDTH + column * (SIDE + GAP), top))
-    bottom = len(rows) * (SIDE + GAP)
-    for column, prompt in enumerate(PROMPTS):
-        first, second = prompt.split(" on ")
-        left = LABEL_WIDTH + column * (SIDE + GAP)
-        draw.text((left, bottom + 2), first, "black", small)
-        draw.text((left, bottom + 19), f"on {second}", "black", small)
-    draw.text((8, bottom + 39), settings, "black", small)
-    return picture
+def facts_of(row: Row, alone: Row) -> list[str]:
+    """The seconds of an image, and for a row with OneDiff the speed and the PSNR compared with images without it."""
+    seconds = f"{row.seconds:.1f} s an image"
+    if row is alone:
+        return [seconds]
+    distance = row.psnr(alone)
+    psnr = "identical" if distance == math.inf else f"{distance:.1f} dB"
+    return [f"{seconds}, {alone.seconds / row.seconds:.1f}x", psnr]
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.name)
@@ -149,5 +126,6 @@ def test_picture_of_a_feature(
         if other is not None:
             other.stop()
     path = FOLDER / f"{feature.name}.jpg"
-    drawn(rows, feature.settings).save(path, quality=92)
+    shown = [SheetRow(label, facts_of(row, rows[ALONE]), row.images) for label, row in rows.items()]
+    sheet(shown, PROMPTS, feature.settings).save(path, quality=92)
     assert path.stat().st_size > 10_000

@@ -132,7 +132,7 @@ def checked_merges(merges: Any, words: dict[str, int], folder: Path) -> list[str
     for merge in merges if isinstance(merges, list) and len(merges) <= MOST_WORDS else [None]:
         pair = merge.split(" ") if isinstance(merge, str) else merge
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(one, str) for one in pair):
-            raise Refusal(f"The merges in {folder.name} are not pairs of words.")
+            raise Refusal(f"The tokenizer in {folder.name} is damaged: its merges are not pairs of words.")
         if not all(one in words for one in (*pair, "".join(pair))):
             raise Refusal(readable(f"The merges in {folder.name} have words that are not in the vocabulary ({pair})."))
         found.append(" ".join(pair))

@@ -281,7 +281,7 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     """
     if not is_served(unet):
         kind = type(unet)
-        raise Refusal(f"{kind.__module__}.{kind.__qualname__} is not a class of diffusers that OneDiff serves")
+        raise Refusal(f"OneDiff does not support networks of the class {kind.__module__}.{kind.__qualname__}")
     replace_forward(unet, DiffusersForward, "this UNet's")
     runtime.adopt(unet, settings, HostTraits(
         functions=attached(unet).loras, inert=lambda unet, module: only_moves(module)
