@@ -218,7 +218,7 @@ class Entry:
     """A shape, and the verdict on it with the weights of the last call. Verdicts with other weights are kept too.
 
     model: the model's name for users.
-    weights: the digest of the weights that `verdict` belongs to (BoundUNet.identity); see switch_to.
+    weights: the digest of the weights that `verdict` belongs to (BoundNetwork.identity); see switch_to.
     replaced: sentences for users on functions of the host that extensions had replaced at the last call.
     needs: the bytes that its graph takes of the memory that all graphs share; measured in calls without a graph, 0
         before.

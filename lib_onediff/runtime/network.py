@@ -20,7 +20,7 @@ from ..core.sampling import Sampling
 from ..core.settings import Settings
 from ..core.units import MEBIBYTE
 from ..families.registry import FAMILIES, Families
-from ..weights.bound import BoundUNet
+from ..weights.bound import BoundNetwork
 from ..weights.low_bit import KINDS_OF, LowBitWeights, Round, WantedKinds
 from ..weights.operands import WithLowBit, merged_operand, source_of
 from ..weights.scan import HostTraits
@@ -52,14 +52,14 @@ class Network:
     """
 
     def __init__(
-        self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits, bound: BoundUNet | None = None,
+        self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits, bound: BoundNetwork | None = None,
         families: Families = FAMILIES,
     ) -> None:
-        """unet: the host's module, of any family. host_traits: its adapter's. bound: by default a BoundUNet of the
-        module; the second GPU's copy has a MirrorUNet. families: those that may serve it."""
+        """unet: the host's module, of any family. host_traits: its adapter's. bound: by default a BoundNetwork of the
+        module; the second GPU's copy has a MirrorNetwork. families: those that may serve it."""
         self._families = families
         self.settings = settings
-        self.bound = bound or BoundUNet(unet, families.read, host_traits, families.units)
+        self.bound = bound or BoundNetwork(unet, families.read, host_traits, families.units)
         self.served_last = False
         self.plans: dict[Hashable, Any] = {}
         self.step_memories: dict[str, StepMemory] = {}
@@ -103,13 +103,13 @@ class Network:
 
     def identity(self) -> str:
         """A digest of the weights, by which verdicts are stored: of the weights as they are now, or, in an announced
-        sampling, as they were at its first call. Also sets `weights`. See BoundUNet.identity."""
+        sampling, as they were at its first call. Also sets `weights`. See BoundNetwork.identity."""
         self.weights = self.bound.identity(self.sampling_now)
         return self.weights
 
     def checkpoint(self) -> str:
         """A digest of the checkpoint, by which measured errors of Low-bit are stored. LoRAs do not change it; see
-        BoundUNet.checkpoint."""
+        BoundNetwork.checkpoint."""
         return self.bound.checkpoint(self.sampling_now)
 
     @property
@@ -256,7 +256,7 @@ class Network:
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
         """Drop the graphs of these shapes, and the plans that replay them. None: drop all, with the memories of step
-        policies, 8-bit weights and what BoundUNet.drop_applied frees."""
+        policies, 8-bit weights and what BoundNetwork.drop_applied frees."""
         kept = {} if keys is None else {key: one for key, one in self.runners.items() if key not in keys}
         self._keep_runners(kept)
         if keys is None:

@@ -27,7 +27,7 @@ from ..core.refusal import Refusal
 from ..core.settings import Settings
 from ..core.units import GIBIBYTE
 from ..core.weak_dictionary import WeakDictionary
-from ..weights.mirror import MirrorUNet, bytes_of, empty_copy
+from ..weights.mirror import MirrorNetwork, bytes_of, empty_copy
 from .card_route import CardRoute
 from .network import Network
 from .plan import replayed
@@ -76,7 +76,7 @@ class Pair:
 
     unet: nn.Module
     network: Network
-    mirror: MirrorUNet
+    mirror: MirrorNetwork
     device: torch.device
     first: torch.device
     bytes: int
@@ -313,7 +313,7 @@ class TwoGpusRoute:
         device = self._choose(network, first)
         with self._on(device):
             copy = empty_copy(binding, device)
-        mirror = MirrorUNet(network.bound, copy)
+        mirror = MirrorNetwork(network.bound, copy)
         copied = Network(copy, settings, mirror.host_traits, mirror, self._services.families)
         pair = Pair(copy, copied, mirror, device, first, bytes_of(binding))
         self._pairs[network.bound.module] = pair

@@ -42,7 +42,7 @@ MOST_MET = 64
 MOST_NEW = 8
 
 
-class BoundUNet:
+class BoundNetwork:
     """Keeps a network's layout and binding up to date with a module that its host may change at any time. Has no strong
     reference to the module.
 

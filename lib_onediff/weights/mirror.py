@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from ..core.call import Call
 from .binding import Binding
-from .bound import BoundUNet
+from .bound import BoundNetwork
 from .scan import HostTraits
 
 
-class MirrorUNet(BoundUNet):
+class MirrorNetwork(BoundNetwork):
     """A copy of a network (the source) on another device, bound like the source: it has the source's layout, and
     parameters of our own, which no other code moves or edits.
 
@@ -21,7 +21,7 @@ class MirrorUNet(BoundUNet):
     module.
     """
 
-    def __init__(self, source: BoundUNet, copy: nn.Module) -> None:
+    def __init__(self, source: BoundNetwork, copy: nn.Module) -> None:
         """copy: the result of empty_copy(source.binding), which the caller keeps alive. It has no values before the
         first refresh()."""
 
@@ -38,7 +38,7 @@ class MirrorUNet(BoundUNet):
         # The source's epoch.values at the last copy; None if the copies are not complete.
         self._copied: int | None = None
 
-    def is_of(self, source: BoundUNet) -> bool:
+    def is_of(self, source: BoundNetwork) -> bool:
         """Whether this is a copy of `source` with the layers that it has now. False after the host has replaced layers,
         even by equal ones: then a new copy is needed."""
         return source is self._source and source.has_binding and source.binding is self._copied_binding
@@ -50,7 +50,7 @@ class MirrorUNet(BoundUNet):
 
     def refresh(self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:
         """Bring the copy up to date with the source. Call it after the source's refresh for the same call. If any
-        weight has changed, copies of all weights are launched. Parameters: see BoundUNet.refresh; room is not used.
+        weight has changed, copies of all weights are launched. Parameters: see BoundNetwork.refresh; room is not used.
         Also raises torch.cuda.OutOfMemoryError."""
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
@@ -70,7 +70,7 @@ class MirrorUNet(BoundUNet):
         return self._source.layout_now()
 
     def identity(self, sampling: Hashable = None) -> str:
-        """The source's identity, because the weights are equal. sampling: see BoundUNet.identity."""
+        """The source's identity, because the weights are equal. sampling: see BoundNetwork.identity."""
         return self._source.identity(sampling)
 
     def _copy_changes(self) -> None:

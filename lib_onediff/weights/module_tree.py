@@ -334,7 +334,7 @@ class Baseline:
     """A network as it was when it was last read or compared. Each call compares the network with its baseline; a replay
     does so while the GPU computes. Keeps no module alive.
 
-    BoundUNet, which reads the network, sets and clears the attributes.
+    BoundNetwork, which reads the network, sets and clears the attributes.
 
     epoch: the versions, increased when a difference is found; see Epoch.
     tree: the modules; None if they must be read anew: then nothing may be replayed.

@@ -30,8 +30,8 @@ class OnTheFly:
     """The functions and casts that a host applies to the weights of one network at each use, and the tensors made from
     them.
 
-    BoundUNet calls refresh() before our forward is launched or captured, and is_unchanged() and begin_contents() around
-    each replay.
+    BoundNetwork calls refresh() before our forward is launched or captured, and is_unchanged() and begin_contents()
+    around each replay.
 
     may_apply: whether the host applies some, or can begin to without a change of the module tree. If not, is_unchanged
         need not be called.

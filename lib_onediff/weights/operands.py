@@ -29,7 +29,7 @@ from torch import Tensor
 from ..core.call import Call
 from ..core.layer_weights import LayerWeights, QuantizedWeight, Source, Weights, merged
 from .binding import Binding
-from .bound import BoundUNet
+from .bound import BoundNetwork
 from .on_the_fly import AppliedFunctions, OnTheFly
 from .stored import StoredWeight, are_multiplied_alike
 from .streaming import Streaming, Units
@@ -331,7 +331,7 @@ def steps_of(
 
     stored: the parameters; see Binding.weights. streaming: None if no parameter is in main memory. units: the layers in
     reading order, for streaming. applied: None if the host computes with its parameters as they are. low_bit: None for
-    exact products. channels_last: see BoundUNet.
+    exact products. channels_last: see BoundNetwork.
     """
     dtype = binding.dtype
     changed = None if applied is None else Changed(applied)
@@ -351,7 +351,7 @@ def steps_of(
     return steps
 
 
-def source_of(bound: BoundUNet, call: Call, low_bit: WithLowBit | None = None) -> Source:
+def source_of(bound: BoundNetwork, call: Call, low_bit: WithLowBit | None = None) -> Source:
     """The Source of a call's forward: layout, dtype, and a function that makes the operands of one run of the forward.
     low_bit: None for exact products. Call it after bound.refresh(). Raises Refusal if memory that a step needs was
     freed since then."""

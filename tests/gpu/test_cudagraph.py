@@ -18,7 +18,7 @@ from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.public import compile_unet, uncompile_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
-from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.bound import BoundNetwork
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 MIB = 2**20
@@ -102,7 +102,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     allocated = torch.cuda.memory_allocated()
     requested = requested_bytes()
     torch.cuda.reset_peak_memory_stats()
-    bound = BoundUNet(unet, FAMILIES.read)
+    bound = BoundNetwork(unet, FAMILIES.read)
     bound.refresh(UNetCall(given["sample"], torch.zeros(2), given["encoder_hidden_states"]))
     assert torch.cuda.memory_allocated() - allocated < 64 * MIB
     assert torch.cuda.max_memory_allocated() - allocated < 64 * MIB

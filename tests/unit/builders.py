@@ -21,7 +21,7 @@ from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.hosts import a1111 as a1111
 from lib_onediff.hosts.diffusers import read_unet as read_unet
-from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.bound import BoundNetwork
 
 # The output of a call, by the family that reads the UNet's layout.
 compute = FAMILIES.output
@@ -236,7 +236,7 @@ def wrap_round(network: nn.Module) -> None:
 
 @torch.no_grad()
 def our_output(unet: nn.Module, call: UNetCall, ops: Operators = torch_ops) -> Tensor:
-    bound = BoundUNet(unet, FAMILIES.read)
+    bound = BoundNetwork(unet, FAMILIES.read)
     bound.refresh(call)
     return compute(bound.layout, bound.binding.weights(), ops, call)
 

@@ -23,7 +23,7 @@ from lib_onediff.families.unet import forward as deepcache
 from lib_onediff.families.unet.call import UNetCall
 from lib_onediff.runtime.runtime import Runtime
 from lib_onediff.steps import schedules
-from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.bound import BoundNetwork
 from lib_onediff.weights.scan import HostTraits
 
 WEBUI = HostTraits()
@@ -92,7 +92,7 @@ class Oracle:
     def __init__(self, unet: Any, depth: int) -> None:
         self.unet = unet
         self.depth = depth
-        self._bound = BoundUNet(unet, FAMILIES.read)
+        self._bound = BoundNetwork(unet, FAMILIES.read)
 
     @torch.no_grad()
     def whole(self, call: UNetCall) -> tuple[Tensor, Tensor]:

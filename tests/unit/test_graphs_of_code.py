@@ -13,8 +13,8 @@ from ladder_builders import Weather, error
 import lib_onediff
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.bound import BoundUNet
-from lib_onediff.weights.mirror import MirrorUNet, empty_copy
+from lib_onediff.weights.bound import BoundNetwork
+from lib_onediff.weights.mirror import MirrorNetwork, empty_copy
 
 CLOSE = 1e-5
 
@@ -41,10 +41,10 @@ def test_a_graph_is_not_replayed_over_other_functions_than_it_was_captured_with(
 def test_graphs_of_a_second_card_are_of_the_code_too(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = diffusers_unet(**SMALL_XL)
     call = a_call(unet)
-    source = BoundUNet(unet, FAMILIES.read)
+    source = BoundNetwork(unet, FAMILIES.read)
     source.refresh(call)
     copy = empty_copy(source.binding, torch.device("cpu"))
-    mirror = MirrorUNet(source, copy)
+    mirror = MirrorNetwork(source, copy)
 
     def generation() -> int:
         source.refresh(call)

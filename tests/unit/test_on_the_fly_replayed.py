@@ -17,7 +17,7 @@ from lib_onediff.core.settings import Settings
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.hosts.forge.weight_functions import LayerFunctions
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.bound import BoundNetwork
 from lib_onediff.weights.scan import HostTraits
 
 CLOSE = 1e-5
@@ -141,7 +141,7 @@ def test_a_change_between_two_replays(
 
 def test_a_released_binding_keeps_no_tensor_of_a_lora(unet: Any) -> None:
     unet.get_submodule(FUSED).weight_function = [LowVramPatch(FUSED, {FUSED: [patch(0.5)]})]
-    bound = BoundUNet(unet, FAMILIES.read, HostTraits(trusted={__name__}, functions=LayerFunctions()))
+    bound = BoundNetwork(unet, FAMILIES.read, HostTraits(trusted={__name__}, functions=LayerFunctions()))
     bound.refresh(a_call(unet))
     assert bound.on_the_fly.applied is not None
     kept = weakref.ref(bound.on_the_fly.applied.low_rank[FUSED].down)

@@ -19,7 +19,7 @@ from lib_onediff.devices.torch.quantized import hadamard
 from lib_onediff.weights import binding as binding_module
 from lib_onediff.weights import streaming as streaming_module
 from lib_onediff.weights.binding import Binding
-from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.bound import BoundNetwork
 from lib_onediff.weights.joining import shares_storage
 from lib_onediff.weights.low_bit import FP8, INT8
 from lib_onediff.weights.main_memory import MainMemory
@@ -266,7 +266,7 @@ def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
     """The checkpoint's digest only changes with biases and norms, so an edit of a scale does not change it."""
     root = network("int8", "int8")
     traits = HostTraits(stored=File())
-    bound = BoundUNet(root, lambda module: layout(), traits)
+    bound = BoundNetwork(root, lambda module: layout(), traits)
     call: Any = SimpleNamespace(latent=torch.zeros(1))
     bound.refresh(call)
     before = bound.identity(), bound.checkpoint()

@@ -19,13 +19,13 @@ from lib_onediff.devices.cuda.graphs.segments import GraphRecording, GraphRunner
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.families.unet.call import UNetCall
-from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.bound import BoundNetwork
 
 SEED = 7
 
 
 def recorded(unet: Any, call: UNetCall) -> tuple[GraphRunner, TapeRecording]:
-    bound = BoundUNet(unet, FAMILIES.read)
+    bound = BoundNetwork(unet, FAMILIES.read)
     bound.refresh(call)
     inputs = cloned_inputs(call)
     recording = TapeRecording()

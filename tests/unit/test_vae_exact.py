@@ -26,7 +26,7 @@ from vae_builders import (
 from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.registry import DECODERS
 from lib_onediff.families.vae import Decoding
-from lib_onediff.weights.bound import BoundUNet
+from lib_onediff.weights.bound import BoundNetwork
 
 pytestmark = pytest.mark.usefixtures("fresh_route")
 PARTS = ["decoder", "encoder"]
@@ -46,7 +46,7 @@ def half_of(name: str, part: str) -> Any:
 
 def computed(half: Any, given: torch.Tensor, operators: Any = torch_ops, fold_biases: bool = False) -> torch.Tensor:
     """The output of our forward, called directly."""
-    bound = BoundUNet(half, DECODERS.read)
+    bound = BoundNetwork(half, DECODERS.read)
     bound.refresh_without_binding()
     binding = bound.binding
     with torch.no_grad():

@@ -192,9 +192,9 @@ class GraphCache:
         return max(0, reserved - self._holdings.card.reserved())
 
     def free(self) -> int:
-        """Drop all graphs, 8-bit weights, memories of step policies, and what BoundUNet.drop_applied frees, and return
-        unused memory to the driver. All are made again when they are needed. A network's copy on a second GPU stays:
-        see TwoGpusRoute.forget. Returns the number of bytes that this frees."""
+        """Drop all graphs, 8-bit weights, memories of step policies, and the tensors that BoundNetwork.drop_applied
+        frees, and return unused memory to the driver. All are made again when they are needed. A network's copy on a
+        second GPU stays: see TwoGpusRoute.forget. Returns the number of bytes that this frees."""
         reserved = self._holdings.card.reserved()
         for network in self._networks.values():
             network.step_memories.clear()

@@ -88,7 +88,7 @@ class Decode:
 
     notice: called with every entry that is tried; the route shows the last one in its status.
     layout, weights: of the decoder, as they are now. Nothing may keep the weights after the decode.
-    identity: a digest of the weights and of the code of the host's forward; see BoundUNet.identity.
+    identity: a digest of the weights and of the code of the host's forward; see BoundNetwork.identity.
     host: the host's call.
     settings: that apply to it.
     """

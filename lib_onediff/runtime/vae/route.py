@@ -22,7 +22,7 @@ from ...core.settings import Settings
 from ...core.table import Entry
 from ...core.weak_dictionary import WeakDictionary
 from ...weights.binding import Binding
-from ...weights.bound import BoundUNet
+from ...weights.bound import BoundNetwork
 from ...weights.scan import HostTraits, refuse_global_hooks
 from ..call_stats import SECONDS_UNTIL_LOGGED_AGAIN
 from ..services import SWITCHED_OFF, TRAINING, Services
@@ -43,7 +43,7 @@ class DecoderRoute:
     def __init__(self, services: Services) -> None:
         self._services = services
         # Each with the settings that override the runtime's.
-        self._decoders: WeakDictionary[nn.Module, tuple[BoundUNet, Settings | None]] = WeakDictionary()
+        self._decoders: WeakDictionary[nn.Module, tuple[BoundNetwork, Settings | None]] = WeakDictionary()
         # A live preview is decoded in another thread than the image.
         self._lock = threading.RLock()
         # The last decode, and the number of decodes by route.
@@ -65,7 +65,7 @@ class DecoderRoute:
             if known is not None:
                 self._decoders[decoder] = known[0], settings
                 return
-            self._decoders[decoder] = BoundUNet(decoder, self.read, host_traits), settings
+            self._decoders[decoder] = BoundNetwork(decoder, self.read, host_traits), settings
             exact = replace(settings or self._services.settings, low_bit="off")
             self._services.devices.prepare_early(decoder, exact, self.read)
 
@@ -154,7 +154,7 @@ class DecoderRoute:
         refuse_surroundings(host_decode.latent)
         return self._ours(host_decode).serve()
 
-    def _admitted(self, host_decode: HostDecode) -> tuple[BoundUNet, Settings]:
+    def _admitted(self, host_decode: HostDecode) -> tuple[BoundNetwork, Settings]:
         """The decoder with its weights, and the settings that apply to it now. Raises Refusal if OneDiff is switched
         off, or does not serve this decoder."""
         known = self._decoders.get(host_decode.decoder)
