@@ -22,9 +22,9 @@ PADDING_MODES = {"zeros": False, "circular": True}
 
 class HostLayers:
     """The hosts' own layer classes, such as Forge's Linear, that LeafReader accepts in place of torch's layer of the
-    same name. They compute the same, from parameters of the same names, but may cast to float32 and back. Only a Linear
-    and an RMSNorm need not be derived from torch's class. Each host's package registers its classes with take() when it
-    is imported."""
+    same name. They compute the same, from parameters of the same names, but may cast to float32 and back. A Linear and
+    an RMSNorm may have any base class; every other one is derived from torch's class. Each host's package registers its
+    classes with take() when it is imported."""
 
     def __init__(self) -> None:
         self._classes: set[tuple[str, str]] = set()
@@ -76,9 +76,9 @@ class LeafReader:
         return kind.__name__ if known else f"{kind.__module__}.{kind.__qualname__}"
 
     def require(self, module: Any, **wanted: Any) -> None:
-        """Raise Refusal unless the attributes of these names have these values: require(block, upsample=None). The
-        Refusal names the first attribute that differs, and its value. Raises AttributeError if an attribute is missing.
-        """
+        """Raise Refusal unless the module's attributes of these names equal these values: require(block,
+        upsample=None). The Refusal names the first attribute that differs, and its value. Raises AttributeError if an
+        attribute is missing."""
         odd = next((name for name, value in wanted.items() if getattr(module, name) != value), None)
         if odd is not None:
             raise self.unknown(module, f"its {odd} is {getattr(module, odd)!s:.40}".partition("\n")[0])
@@ -99,9 +99,9 @@ class LeafReader:
             raise unsupported_model(f"it has unknown parameters ({len(self._unclaimed)}), such as {example}")
 
     def mark_unused(self, module: nn.Module | None) -> None:
-        """Accept all parameters of a module, and of modules within it, though our forward does not read them: a call
-        brings the functions that use them, or nothing uses them now. Does nothing for None, or for a module outside the
-        network."""
+        """Accept all parameters of a module, and of modules within it, though our forward does not read them: either
+        each call brings the functions that use them, or nothing uses them now. Does nothing for None, and for a module
+        outside the network."""
         if module is not None and module in self._paths:
             self._unclaimed -= {f"{self.path(module)}.{name}" for name, _ in module.named_parameters()}
 
@@ -123,9 +123,9 @@ class LeafReader:
         return tuple(found)
 
     def linear(self, module: Any) -> Linear:
-        """The description of an nn.Linear, of a host's linear layer, or of a 1x1 nn.Conv2d, which is a linear layer
-        over the channels. Claims weight and bias. Raises Refusal for any other module, and for what _claim() and
-        _within() refuse."""
+        """The description of an nn.Linear, of a host's linear layer, or of a 1x1 nn.Conv2d with stride 1 and without
+        padding, which is a linear layer over the channels. Claims weight and bias. Raises Refusal for any other module,
+        and for what _claim() and _within() refuse."""
         layer = self._within(module)
         if isinstance(layer, nn.Conv2d):
             pointwise = self.convolution(module)
@@ -139,10 +139,13 @@ class LeafReader:
         return Linear(self.path(module), in_features, out_features)
 
     def convolution(self, module: Any) -> Convolution:
-        """The description of an nn.Conv2d, or of a host's class derived from it; it does not say whether there is a
-        bias. Claims weight and bias. Raises Refusal unless it is square, undilated and in one group, and is
-        padded by a number of pixels with zeros or with the opposite edges (PADDING_MODES); also for what _claim() and
-        _within() refuse."""
+        """The description of an nn.Conv2d, or of a host's class derived from it. Claims its weight and its bias, if it
+        has one: the description is the same in either case.
+
+        Raises Refusal unless kernel, stride and padding are equal in height and width, there is no dilation and one
+        group, and the padding is a number of pixels, filled with zeros or from the opposite edge (PADDING_MODES); also
+        for what _claim() and _within() refuse.
+        """
         layer = self._within(module)
         if not isinstance(layer, nn.Conv2d):
             raise self.unknown(layer, "expected a 2D convolution")
@@ -160,16 +163,17 @@ class LeafReader:
         )
 
     def group_norm(self, module: Any) -> GroupNorm:
-        """The description of an nn.GroupNorm, whose weight and bias it claims. Raises Refusal for any other module, and
-        for one without weight and bias."""
+        """The description of an nn.GroupNorm, whose weight and bias it claims. Raises Refusal for any other module, for
+        one without weight and bias, and for what _claim() refuses."""
         if not isinstance(module, nn.GroupNorm) or not module.affine:
             raise self.unknown(module, "expected a group norm with weight and bias")
         self._claim(module)
         return GroupNorm(self.path(module), module.num_channels, module.num_groups, module.eps)
 
     def layer_norm(self, module: Any) -> LayerNorm:
-        """The description of an nn.LayerNorm, which is taken to run over the last dimension. Claims its weight and
-        bias. Raises Refusal for any other module, and for one without weight."""
+        """The description of an nn.LayerNorm, which is taken to run over the last dimension. Claims its weight and its
+        bias, if it has one. Raises Refusal for any other module, for one without weight, and for what _claim() refuses.
+        """
         if not isinstance(module, nn.LayerNorm) or not module.elementwise_affine:
             raise self.unknown(module, "expected a layer norm with weight")
         self._claim(module)
@@ -177,8 +181,11 @@ class LeafReader:
 
     def rms_norm(self, module: Any) -> RMSNorm:
         """The description of torch's RMSNorm, or of a host's class of that name, whose weight it claims. A module whose
-        attribute `add` is True multiplies by 1 + weight. Raises Refusal for any other module, and for one without
-        weight or with a bias."""
+        attribute `add` is True multiplies by 1 + weight.
+
+        Raises Refusal for any other module, for one without weight or with a bias, for one without an epsilon unless
+        has_float32s_epsilon(), and for what _claim() refuses.
+        """
         plus_one = getattr(module, "add", False)
         has_bias = getattr(module, "bias", None) is not None
         is_known = module.weight is not None and not has_bias and plus_one in (True, False)
@@ -201,8 +208,8 @@ class LeafReader:
     def parameter(self, module: Any, name: str) -> FreeParameter:
         """The description of a parameter that belongs to no layer, such as a table or a learned token.
 
-        module: the one that has it. name: of the module's attribute. Claims this parameter alone. Raises Refusal if the
-        module has none of this name.
+        module: the one to which the parameter belongs. name: of the parameter, as the module's attribute. Claims this
+        parameter alone. Raises Refusal if the module has no parameter of this name, or None in its place.
         """
         tensor = module._parameters.get(name)
         if tensor is None:
@@ -215,8 +222,8 @@ class LeafReader:
         """The description of an RMS norm that multiplies by 1 + weight in float32 (RMSNorm.as_stored). Claims its
         parameter.
 
-        weight: the name of the parameter. Its class is not checked: this is the caller's part. Raises Refusal if there
-        is no such parameter.
+        weight: the name of the parameter in the module. Raises Refusal if there is no such parameter. The module's
+        class is not checked: the caller makes sure that it computes such a norm.
         """
         parameter = self.parameter(module, weight)
         return RMSNorm(parameter.path, parameter.shape[0], module.eps, plus_one=True, as_stored=True)
@@ -226,7 +233,7 @@ class LeafReader:
         layers' parameters.
 
         name: of the group, by which the forward looks up the fused weight; any text that no other group or module of
-            the network has. Raises Refusal if the inputs differ in width, or if a module is no linear layer.
+            the network has. Raises Refusal if the inputs differ in width, and for modules that linear() refuses.
         """
         members = tuple(self.linear(module) for module in modules)
         if len({member.in_features for member in members}) != 1:
@@ -234,11 +241,13 @@ class LeafReader:
         return FusedLinear(name, members)
 
     def _claim(self, module: nn.Module) -> None:
-        """Claim a layer's weight and bias, so that refuse_unclaimed() accepts them, and the matrices of a LoRA around
-        the layer. Any other parameter of the module stays unclaimed.
+        """Claim a layer's weight and bias, and the scale by which a host quantizes its input (input_scale), so that
+        refuse_unclaimed() accepts them. If the module is a LoRA around the layer, its matrices are accepted, too. Any
+        other parameter of the layer stays unclaimed.
 
-        Raises Refusal if the layer has modules inside, no weight that is a parameter, a scaled weight, or a forward
-        that is neither torch's nor a host's (HOST_LAYERS), and for what _within() refuses.
+        Raises Refusal if the layer has modules inside, a weight that is no parameter or is stored scaled
+        (scale_weight), no weight, or a forward that is neither torch's nor a host's (HOST_LAYERS); also for what
+        _within() refuses.
         """
         layer = self._within(module)
         if next(layer.children(), None) is not None:
@@ -258,8 +267,8 @@ class LeafReader:
                 self.mark_unused(None if part is layer else part)
 
     def _within(self, module: Any) -> Any:
-        """The layer inside if the module is a LoRA of peft, else the module itself. Raises Refusal for another adapter
-        of peft, and for a LoRA unless reads_loras."""
+        """The layer inside if the module is a LoRA of peft, else the module itself. Raises Refusal for any other class
+        of peft, and for a LoRA if this reader was made without reads_loras."""
         if not type(module).__module__.startswith("peft."):
             return module
         if not (self._reads_loras and is_lora(type(module))):
@@ -271,8 +280,8 @@ class LeafReader:
     def unknown(self, module: Any, why: str = "") -> Refusal:
         """A Refusal, for the caller to raise, that names a module and says why it cannot be read.
 
-        why: what is unusual about the module; "" if its class is unknown. Then, if another extension has put a module
-            of its own class there or above, the reason names the extension.
+        why: what is unusual about the module. "" says that its class is unknown: the reason then names the extension
+            that has put a module of its own class in this place or around it, if there is one.
         """
         where = self._paths.get(module, "?") if isinstance(module, nn.Module) else "?"
         replaced = None if why else self._foreign_at(where)
@@ -286,9 +295,9 @@ class LeafReader:
         return unsupported_model(f"its part {where} is a {kind.__module__}.{kind.__qualname__}{detail}")
 
     def _foreign_at(self, path: str) -> tuple[str, type] | None:
-        """The outermost module on this path whose class comes from another package than torch and the network's: its
-        own path, and its class. None if there is none. Unlike kind(), it believes the package that a class names (see
-        is_genuine). path: a dotted name within the network."""
+        """The outermost module on this path whose class comes from another package than torch and the network's: the
+        module's path, and its class. None if there is no such module. Unlike kind(), this trusts the package that a
+        class names (see is_genuine). path: a dotted name within the network."""
         kinds = {known: type(module) for module, known in self._paths.items()}
         names = path.split(".")
         for length in range(1, len(names) + 1):

@@ -31,19 +31,19 @@ class Families:
         self._readers = [reader for family in self.all for reader in family.readers]
 
     def take_reader(self, reader: LayoutReader) -> None:
-        """Register a reader of one host's modules. The host's package calls this when it is imported, because no family
-        imports a host."""
+        """Register a reader of one host's modules. read() tries it after those registered before. The host's package
+        calls this when it is imported, because no family imports a host."""
         self._readers.append(reader)
 
     def usual_sizes(self, model: str | None = None) -> tuple[UsualSizes, ...]:
-        """The usual image sizes to offer for a model, by its Layout.model_name, such as "SDXL refiner"; those of all
-        models if the name is None or unknown. Never empty."""
+        """The usual image sizes to offer for a model, by the beginning of its Layout.model_name: "SDXL refiner" gets
+        those of "SDXL". Those of all models if the name is None or unknown. Never empty."""
         every = tuple(sizes for family in self.all for sizes in family.usual_sizes)
         return tuple(sizes for sizes in every if (model or "").startswith(sizes.models)) or every
 
     def read(self, module: nn.Module) -> Any:
-        """The layout of a network, read from its module tree by the first reader that accepts it. Raises Refusal if
-        none does, or if the network is built in an unknown way."""
+        """The layout of a network, read from its module tree; see read_by_first. Raises Refusal if no reader is for
+        this class of module, or if the network is built in an unknown way."""
         return read_by_first(module, "network", self._readers)
 
     def of(self, layout: Any) -> Family:
@@ -75,8 +75,9 @@ class DecoderFamilies:
         self._readers.append(reader)
 
     def read(self, decoder: nn.Module) -> Any:
-        """The layout of a VAE's decoder or encoder, read from its module tree. Raises Refusal for one that no reader
-        knows, such as a tiny autoencoder, or with unknown parameters, such as a decoder that takes a mask."""
+        """The layout of a VAE's decoder or encoder, read from its module tree; see read_by_first. Raises Refusal if no
+        reader is for this class of module, such as a tiny autoencoder, or if the module is built in an unknown way,
+        such as a decoder that takes a mask."""
         return read_by_first(decoder, "VAE decoder", self._readers)
 
     def of(self, layout: Any) -> DecoderFamily:
@@ -95,11 +96,13 @@ DECODERS = DecoderFamilies((Autoencoders(),))
 
 
 def read_by_first(module: nn.Module, what: str, readers: Iterable[LayoutReader]) -> Any:
-    """The layout of a module, by the first reader whose `matches` returns True for it (core.family.LayoutReader).
+    """The layout of a module, by the first reader whose `matches` returns True for it (core.family.LayoutReader). If
+    that reader refuses the module, no other one is tried.
 
-    what: the kind of module in words for the Refusal, such as "network". Raises Refusal if no reader matches, or if the
-    module lacks a submodule that the reader expects. An exception from our own code is a fault of ours, and is not
-    turned into a Refusal.
+    what: the kind of module in words for the Refusal, such as "network". Raises Refusal if no reader matches, if the
+    reader refuses, or if the module lacks a submodule that the reader expects: then torch's own code raises an
+    exception (was_raised_by_torch). An exception from our own code is a fault of ours, and is not turned into a
+    Refusal.
     """
     kind = type(module)
     try:

@@ -44,8 +44,8 @@ def rotary_of(axes: RotaryAxes, positions: Tensor) -> Rotary:
 
 
 def frequencies_of(axes: RotaryAxes, width: int, theta: float, device: torch.device) -> Tensor:
-    """The frequencies of one axis in axes.frequencies' dtype, (width / 2,), from 1 down to nearly 1 / theta. width,
-    theta: those of the axis in `axes`."""
+    """The frequencies of one axis, (width / 2,) in the dtype axes.frequencies, from 1 down to nearly 1 / theta. width,
+    theta: the axis's entries in axes.widths and axes.thetas."""
     wide = at_least_float32(axes.exponents)
     exponents = (torch.arange(0, width, 2, dtype=wide, device=device) / width).to(axes.exponents)
     frequencies: Tensor = 1.0 / theta ** exponents.to(axes.frequencies)

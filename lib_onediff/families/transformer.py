@@ -65,14 +65,14 @@ def first_residual(tokens: Tensor) -> Residual:
 
 
 def deepest_cut(blocks: Sequence[object]) -> int:
-    """The largest depth at which DeepCache can cut these blocks: a cached step leaves out at least one. 0 if it cannot
-    cut them."""
+    """The largest depth at which DeepCache can cut these blocks: one less than their number, because a cached step
+    leaves out at least one. 0, with one block or none: it cannot cut them."""
     return max(0, len(blocks) - 1)
 
 
 def blocks_read(blocks: Sequence[Block], cut: Cut | None) -> Sequence[Block]:
-    """The blocks whose weights a call reads: all without a cut and in a full pass; in a cached pass (cut.reads), only
-    the first cut.depth, but at most deepest_cut()."""
+    """The blocks whose weights a call reads: all of them without a cut and in a full pass; in a cached pass (cut.reads)
+    only the first cut.depth, but at most deepest_cut()."""
     if cut is None or not cut.reads:
         return blocks
     return blocks[:min(cut.depth, deepest_cut(blocks))]
@@ -86,10 +86,11 @@ def through_blocks(
 
     through(residual, index, block): returns the residual after one block.
 
-    cut: None computes every block. Otherwise the first cut.depth blocks are computed in any case. If cut.reads, the sum
-    of what the other blocks added at an earlier call is read from cut.memory and added; else they are computed, and
-    that sum is written. The sum is cached, and not the residual, because it changes less from step to step. It has the
-    residual's dtype: the rounding is that of one more layer, and float32 would take twice the memory of bfloat16.
+    cut: None computes every block. Otherwise the first cut.depth blocks (at most deepest_cut()) are computed in any
+        case. In a cached pass (cut.reads), the sum of what the later blocks added in an earlier call is read from
+        cut.memory and added. In a full pass, the later blocks are computed, and the sum of what they add is written
+        there. The sum is cached, and not the residual, because it changes less from step to step. It has the residual's
+        dtype: the rounding is that of one more layer, and float32 would take twice the memory of bfloat16.
     """
     if cut is None:
         for index, block in enumerate(blocks):
@@ -143,7 +144,8 @@ class TransformerLayers:
     def add(
         self, residual: Residual, x: Rows, layer: Linear, gate: Tensor | None = None, norm: RMSNorm | None = None
     ) -> Residual:
-        """residual + gate * norm(linear(x)), where linear is this layer; without gate or norm, that part is left out.
+        """residual + gate * norm(linear(x)), where linear is this layer. Without a gate (None), nothing is multiplied;
+        without a norm, the layer's output is added as it is.
 
         gate: (batch, width). The sum may be deferred to the next norm. The given residual must not be used afterwards:
         the operator may write into it.

@@ -17,10 +17,11 @@ from torch import Tensor
 from ...core.layer_weights import LayerWeights, QuantizedWeight
 from ...core.refusal import unsupported_model
 
-# The largest value of a quantized row, and the smallest scale.
+# The integer to which the largest absolute value of a row is scaled, and the smallest scale of a row (one of zeros).
 LARGEST = 127.0
 SMALLEST = 1e-30
-# The output is computed in pieces of this many numbers, because intermediate results take 12 bytes a number.
+# quantized_linear computes as many rows at once as have this many numbers, in the input or in the output, whichever is
+# wider: intermediate results take 12 bytes a number.
 PIECE = 1 << 24
 # float32 can represent every sum of this many products of int8 exactly.
 EXACT_TERMS = 1024
@@ -32,10 +33,10 @@ PROBE = 32
 
 
 def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
-    """x (..., in) times the layer's INT8 weight, layer.low_bit[0] (out, in), plus the bias: (..., out) in the dtype of
-    x. LoRAs are not added.
+    """x (..., in) times the layer's weight, plus the bias if there is one: (..., out) in the dtype of x. LoRAs are not
+    added.
 
-    Raises Refusal for an invalid rotation.
+    layer.low_bit[0] must be INT8, (out, in); check with is_decoded() before. Raises Refusal for an invalid rotation.
     """
     weight = layer.low_bit[0]
     rows = x.reshape(-1, x.shape[-1])
@@ -52,13 +53,14 @@ def quantized_linear(x: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def is_decoded(layer: LayerWeights) -> bool:
-    """Whether a layer's 8-bit weight is decoded before the product: in FP8, and with LoRAs."""
+    """Whether a layer's 8-bit weight has to be decoded before the product: True for FP8, and for INT8 with LoRAs. False
+    for INT8 without LoRAs, which quantized_linear() multiplies as it is stored. layer: one with an 8-bit weight."""
     return layer.low_bit[0].values.dtype != torch.int8 or layer.low_rank is not None
 
 
 def decoded(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight (out, in) as a new tensor in this dtype, with scales applied and rotation undone. Raises Refusal for
-    an invalid rotation."""
+    """The weight (out, in) as a new tensor in this dtype, with scales applied and rotation undone. A rotated weight is
+    computed in float32 and rounded once, another one in this dtype. Raises Refusal for an invalid rotation."""
     check_rotation(weight)
     if not weight.rotation:
         return weight.values.to(dtype).mul_(weight.scales.t())
@@ -114,12 +116,13 @@ def check_rotation(weight: QuantizedWeight) -> None:
 
 
 def is_power_of_four(number: int) -> bool:
-    """Whether a number is 4, 16, 64 and so on."""
+    """Whether a number is 4, 16, 64 and so on. False for 1."""
     return number > 1 and number.bit_count() == 1 and number.bit_length() % 2 == 1
 
 
 def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """The exact product of int8 matrices (rows, in) and (out, in): (rows, out) in int32."""
+    """The exact product of int8 matrices, rows (rows, in) and weight (out, in): (rows, out) in int32. By torch._int_mm
+    where it works for the device and the widths, otherwise by float_product()."""
     if not has_int_mm(rows.device):
         return float_product(rows, weight)
     if not rows.is_cuda:
@@ -133,7 +136,8 @@ def integer_product(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def float_product(rows: Tensor, weight: Tensor) -> Tensor:
-    """integer_product() in int32 by float32 products of EXACT_TERMS terms each, which are exact, with TF32 too."""
+    """The same as integer_product(), on any device, by float32 products of EXACT_TERMS terms each, which are exact,
+    with TF32 too. The products are summed in int32."""
     total = torch.zeros((len(rows), len(weight)), dtype=torch.int32, device=rows.device)
     for first in range(0, rows.shape[1], EXACT_TERMS):
         left, right = (part[:, first:first + EXACT_TERMS].float() for part in (rows, weight))
