@@ -12,7 +12,7 @@ from ...core.call import Call
 class AnimaCall(Call):
     """A call of an Anima network. timestep and the other common fields are Call's.
 
-    latent: (batch, channels, 1, height, width), with the masks that a host passes as further channels.
+    latent: (batch, channels, 1, height, width). If a host passes masks, they are further channels, after the image's.
     context: (batch, tokens, width), the prompt's embedding.
     """
 

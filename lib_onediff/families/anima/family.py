@@ -34,8 +34,8 @@ class Animas:
     usual_sizes = (UsualSizes("Anima", ("Anima",), MEGAPIXEL_SIZES),)
 
     def refuse_call(self, layout: AnimaLayout, call: AnimaCall) -> None:
-        """Raise Refusal if the latent or the prompt has another shape than the network takes, or their batch sizes
-        differ. Called before a shape is computed for the first time."""
+        """Raise Refusal if the latent or the prompt has another shape than the network takes, or if the batch sizes of
+        the latent, the timestep and the prompt differ. Called before a shape is computed for the first time."""
         latent = call.latent
         context = call.context
         if latent.dim() != 5 or latent.shape[1:3] != (layout.in_channels, 1):

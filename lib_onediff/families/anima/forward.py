@@ -46,8 +46,8 @@ def through_block(
     """The residual after self attention, cross attention and feed-forward layer of one block. The given residual must
     not be used afterwards.
 
-    modulations: (3, batch, 3 * width), the shift, scale and gate of its self attention, of its cross attention and of
-        its feed-forward layer.
+    modulations: (3, batch, 3 * width), the shift, scale and gate of the block's self attention, of its cross attention
+        and of its feed-forward layer, in this order.
     context: (batch, tokens, context width) in the weights' dtype. rotary: of the image's tokens.
     """
     own = block.self_attention
@@ -79,8 +79,8 @@ def patches_of(layers: TransformerLayers, layout: AnimaLayout, latent: Tensor) -
     """The latent's patches, projected to tokens (batch, rows * columns, width), and the numbers of rows and columns of
     patches. Sides that are no multiple of the patch are padded.
 
-    latent: (batch, in channels, 1, height, width). A network may take one channel more than the latent has: the padding
-        mask, with zeros where a pixel belongs to the image. Without a padding mask, every pixel belongs to the image.
+    latent: (batch, in channels, 1, height, width). A network may take more channels than the latent has: they are the
+        padding mask, which is zero where a pixel belongs to the image. Every pixel does here, so zeros are appended.
     """
     patch = layout.patch
     batch = len(latent)
@@ -106,9 +106,11 @@ def modulations_of(
 ) -> tuple[Tensor, Modulation]:
     """The vectors, computed from the timestep (batch,), by which norms and outputs of layers are modulated.
 
-    dtype: that of the weights. blocks: how many blocks the call computes; a cached pass of DeepCache computes fewer
-    than the network has. Returns the shift, scale and gate of each layer of these first blocks, (3 * blocks, batch, 3 *
-    width), and the modulation of the last norm. The network computes scale - 1; this returns the scale.
+    Returns the shift, scale and gate of each layer of the blocks that the call computes, (3 * blocks, batch, 3 *
+    width), in the order of the forward, and the modulation of the last norm. The network computes scale - 1; this
+    returns the scale.
+    dtype: the weights'. blocks: how many of the first blocks the call computes: all, or fewer in a cached pass of
+        DeepCache.
     """
     ops = layers.ops
     time = layout.time
@@ -139,9 +141,9 @@ def up_projected(ops: Operators, down: Tensor, ups: LayerWeights) -> Tensor:
     """The outputs of the second linear layers of low-rank pairs, all in one batched product: (layers, batch, rank) ->
     (layers, batch, 3 * width).
 
-    down: the outputs of the first linear layers.
-    ups: the weights of all second ones, one below the other: (layers * 3 * width, rank), without bias. LoRAs on them
-        are added. Weights that exist in 8 bits alone take one product a layer.
+    down: the outputs of the pairs' first linear layers.
+    ups: the weights of the pairs' second linear layers, one below the other: (layers * 3 * width, rank), without bias,
+        and their LoRAs, whose outputs are added. Weights that exist in 8 bits alone take one product a layer instead.
     """
     # A weight that exists in 8 bits alone has no values to multiply in a batch.
     if ups.weight.is_meta:

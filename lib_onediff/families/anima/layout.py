@@ -36,8 +36,8 @@ BASE = 10000.0
 
 @dataclass(frozen=True)
 class AdaptiveBlock(Block):
-    """Self attention, cross attention and a feed-forward layer. The timestep modulates the norm before each of the
-    three, and gates its output. norm: without parameters, the same before all three."""
+    """Self attention, cross attention and a feed-forward layer. The timestep modulates the norm before each of these
+    three layers, and gates each layer's output. norm: has no parameters, and describes all three norms."""
 
     self_attention: SelfAttention
     cross_attention: CrossAttention
@@ -62,11 +62,13 @@ class AdaptiveBlock(Block):
 class AnimaLayout(Layout):
     """A Cosmos-Predict2 transformer.
 
-    patches: the linear layer over the values of a patch. patch: its side in latent pixels.
+    in_channels: of the latent. The network may append a padding mask to it (see forward.patches_of).
+    patches: the linear layer over the values of a patch. patch: the patch's side in latent pixels.
     time: makes, from the timestep, the shift, scale and gate that all layers share.
-    time_norm, downs, ups, out_up: make what each layer adds to these. Each has a low-rank pair of linear layers over
-        the timestep's normed sinusoids. downs and ups have the first and the second ones of all blocks' layers, in
-        order. One more pair, the last of downs and out_up, is for the norm before the last layer (out).
+    time_norm, downs, ups, out_up: make the vectors that each layer adds to the shared ones, by a low-rank pair of
+        linear layers for each, over the timestep's sinusoids after time_norm. downs has the first linear layers of the
+        pairs of all blocks, in order, and ups the second ones. The last member of downs and out_up are one more pair,
+        for the norm before the last layer (out).
     context_width: the width of the prompt's tokens.
     """
 
@@ -112,10 +114,11 @@ def read_attentions(
 ) -> tuple[SelfAttention, CrossAttention]:
     """The descriptions of a block's self attention and cross attention.
 
-    own, cross: the host's two attention modules.
-    parts: returns, for such a module, its linear layers of queries, keys and values, the norms of queries and of keys,
-        the output's linear layer and the number of heads. These modules are marked as read in `leaves`, which raises
-        Refusal for one that it does not know.
+    own, cross: the host's modules, the self attention's and the cross attention's.
+    parts: returns, for an attention module, seven things: its linear layers of queries, of keys and of values, the
+        norms of queries and of keys, the output's linear layer, and the number of heads.
+    leaves: claims the parameters of the modules that `parts` returns. Raises Refusal for a module that it does not
+        know.
     """
     query, key, value, *norms, out, heads = parts(own)
     query_key_value = leaves.fused(leaves.path(own), query, key, value)

@@ -23,8 +23,8 @@ class Krea2Call(Call):
         of the prompt, concatenated.
     mask: bool (batch, tokens), True where a token belongs to the prompt, False where it is padding; None if there is no
         padding.
-    positions: (1, tokens of prompt and image, 3), the positions of the rotary embedding. None: (0, 0, 0) for the
-        prompt's tokens, and (0, row, column) for the image's patches.
+    positions: (1, tokens, 3), the positions of the rotary embedding, of the prompt's tokens first, then of the image's.
+        None: (0, 0, 0) for the prompt's tokens, and (0, row, column) for the image's patches.
     """
 
     context: Tensor
@@ -39,10 +39,11 @@ class Krea2Call(Call):
 
 
 def filled_prompt(context: Tensor) -> tuple[Tensor, Tensor]:
-    """A context with zeros appended up to a multiple of MULTIPLE tokens, and its mask, both as in Krea2Call. Every
-    length of context has to be checked and captured for itself; padded, most prompts have the same length.
+    """The context and the mask of a Krea2Call for a prompt: the given context, with zeros appended up to a multiple of
+    MULTIPLE tokens, and False in the mask for these zeros. Every length of context has to be checked and captured for
+    itself; padded, most prompts have the same length.
 
-    context: (batch, tokens, values), without padding. The mask is always made, also if nothing is padded.
+    context: (batch, tokens, values), without padding. The mask is made also if nothing is appended.
     """
     batch, length, _ = context.shape
     tokens = length + -length % MULTIPLE

@@ -63,7 +63,7 @@ class Krea2s:
         self, layout: Krea2Layout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> Krea2Call:
         """A call with a latent and a prompt of noise at timestep 0.5, by which a size is made ready before an image
-        needs it. The prompt has a mask, as in most calls.
+        needs it. The call has a mask, as most calls do; no token is padding.
 
         size: height and width of the latent. tokens: the prompt's length in CLIP's tokens, a multiple of 77; the prompt
         has MULTIPLE tokens for each 77. noise(*shape): returns a tensor from a normal distribution.
@@ -111,8 +111,8 @@ class Krea2s:
 
 
 def shapes_of(attention: SelfAttention, rows: int, tokens: int, is_filled: bool) -> AttentionShapes:
-    """The shapes of a self attention's queries and keys. rows: the batch size of the attention. tokens: of each row,
-    with padding. is_filled: whether rows may contain padding, which the attention masks."""
+    """The shapes of a self attention's queries and keys. rows: the batch size of the attention. tokens: the number in
+    each row, padding included. is_filled: whether rows may contain padding, which the attention masks."""
     width = attention.head_width
     queries = rows, attention.heads, tokens, width
     return AttentionShapes(queries, (rows, attention.key_heads, tokens, width), is_filled)

@@ -28,7 +28,7 @@ class Prompt(NamedTuple):
 
     context: (batch, tokens, text layers * text width).
     order: (batch, tokens), the index that each token had in the call. used: (batch,), how many tokens are not padding.
-        None for both if there is no padding.
+        If the call has no mask, order and used are None.
     """
 
     context: Tensor
@@ -65,11 +65,12 @@ def through_layers(
     layers: TransformerLayers, block: GatedLayers, residual: Residual, rotary: Rotary | None = None,
     filled: Filled | None = None, modulation: Tensor | None = None,
 ) -> Residual:
-    """The residual after the attention and the feed-forward layer of one block, of the blocks over image and prompt or
+    """The residual after the attention and the feed-forward layer of one block: a block over image and prompt, or one
     of TextFusion's. The given residual must not be used afterwards.
 
     rotary: rotates queries and keys; None for TextFusion's blocks, which have no rotary embedding.
-    filled: how many tokens at the beginning of each row are not padding; None if there is no padding.
+    filled: how many tokens at the beginning of each row are not padding; None if the call has no mask, or for attention
+        among the layers of one token.
     modulation: (batch, 6 * width), see VECTORS; None for TextFusion's blocks, which the timestep does not modulate.
     """
     before_attention, attention_gate, before_feed_forward, feed_forward_gate = modulations_and_gates(modulation)
@@ -89,8 +90,10 @@ def modulations_and_gates(
     modulation: Tensor | None,
 ) -> tuple[Modulation | None, Tensor | None, Modulation | None, Tensor | None]:
     """The modulation of the norm before a block's attention, the gate (batch, width) of the attention's output, then
-    both of the feed-forward layer. modulation: (batch, 6 * width), see VECTORS; the results are views of it. None for a
-    block without modulation; then all four are None."""
+    the modulation of the norm before the feed-forward layer and the gate of that layer's output.
+
+    modulation: (batch, 6 * width), see VECTORS; the results are views of it. None for a block without modulation: then
+    all four results are None."""
     if modulation is None:
         return None, None, None, None
     scale, shift, gate, feed_forward_scale, feed_forward_shift, feed_forward_gate = modulation.chunk(VECTORS, dim=-1)
@@ -122,9 +125,9 @@ def modulations_of(
 ) -> tuple[Tensor, Modulation]:
     """The vectors, computed from the timestep (batch,), by which norms and outputs of layers are modulated; in dtype.
 
-    Returns one modulation for each of these blocks, (blocks, batch, 6 * width), see VECTORS, and the modulation of the
-    last norm. The network computes scale - 1; this returns the scale. All sums are made in float32 and rounded once.
-    blocks: those that the call computes; a cached pass of DeepCache has fewer than the network.
+    Returns the vectors of each of these blocks, (blocks, batch, 6 * width), see VECTORS, and the modulation of the last
+    norm. The network computes scale - 1; this returns the scale. All sums are made in float32 and rounded once.
+    blocks: the blocks that the call computes: all, or only the first ones in a cached pass of DeepCache.
     """
     ops = layers.ops
     width = layout.width
@@ -141,8 +144,9 @@ def modulations_of(
 
 
 def prompt_of(call: Krea2Call, dtype: torch.dtype) -> Prompt:
-    """The call's prompt in dtype. If it has a mask, the tokens of each row are reordered so that padding comes last;
-    they keep their order otherwise. The context is a new tensor, because operators may write into it."""
+    """The call's prompt in dtype. If the call has a mask, the tokens of each row are reordered so that padding comes
+    last; used tokens keep their order among themselves. The context is a new tensor, because operators may write into
+    it."""
     if call.mask is None:
         # Operators may write into a residual that shares this memory, and the call's inputs must not change.
         return Prompt(call.context.to(dtype, copy=True), None, None)
@@ -180,7 +184,8 @@ def positions_of(call: Krea2Call, prompt: Prompt, rows: int, columns: int) -> Te
     """The rotary positions of the image's tokens, followed by those of the prompt: (tokens, 3), or (batch, tokens, 3)
     if the prompt was reordered and the call has positions of its own: then each row has its own order.
 
-    rows, columns: of the image's patches. call.positions, if given, have the prompt first."""
+    Without call.positions, the prompt's tokens are at (0, 0, 0) and the image's at (0, row, column). rows, columns: of
+    the image's patches."""
     tokens = prompt.context.shape[1]
     if call.positions is None:
         return functional.pad(image_positions(rows, columns, call.latent.device), (0, 0, 0, tokens))

@@ -34,8 +34,8 @@ TIME_SCALE = 1000.0
 
 @dataclass(frozen=True)
 class GatedLayers:
-    """A self attention whose output is multiplied by a sigmoid gate, and a feed-forward layer with SwiGLU; an RMS norm
-    comes before each."""
+    """A self attention whose output is multiplied by a sigmoid gate, with an RMS norm before it (norm); then a
+    feed-forward layer with SwiGLU, also with an RMS norm before it."""
 
     norm: RMSNorm
     attention: SelfAttention
@@ -49,7 +49,7 @@ class StreamBlock(Block):
     """A block over the tokens of prompt and image together (the main stream).
 
     table: 6 * width numbers that are added to the modulation that all blocks share: scale - 1, shift and gate of the
-        attention, then those of the feed-forward layer.
+        attention, then scale - 1, shift and gate of the feed-forward layer.
     """
 
     table: FreeParameter
@@ -67,9 +67,9 @@ class StreamBlock(Block):
 class TextFusion:
     """Turns the outputs of several layers of the text encoder into one vector for each token of the prompt.
 
-    across_layers: blocks whose attention is among the layers of one token. sum: the weights of a sum over the layers.
-    across_tokens: blocks whose attention is among the tokens. norm, into, out: a norm and two linear layers, to the
-        network's width.
+    In the order of the forward: across_layers: blocks whose attention is among the layers of one token. sum: the
+        weights of a sum over the layers. across_tokens: blocks whose attention is among the prompt's tokens. norm,
+        into, out: a norm and two linear layers, which bring the tokens to the network's width.
     """
 
     across_layers: tuple[GatedLayers, ...]
@@ -84,9 +84,9 @@ class TextFusion:
 class Krea2Layout(Layout):
     """A Krea 2 transformer.
 
-    patches: the linear layer over the values of a patch. patch: its side in latent pixels.
+    patches: the linear layer over the values of a patch. patch: the patch's side in latent pixels.
     text_layers, text_width: how many layers of the text encoder the context has, and their width.
-    text: makes the prompt's tokens from these.
+    text: makes the prompt's tokens from the context.
     time: the embedding of the timestep. modulation: makes the modulation vector that all blocks share from this
         embedding.
     axes: the rotary embedding. blocks: the main stream, over the tokens of prompt and image.
@@ -94,6 +94,7 @@ class Krea2Layout(Layout):
         the last layer (out).
     """
 
+    # FreeParameter.shape: the tables have equally many numbers in all hosts' modules, in different shapes.
     ignored_fields = Layout.ignored_fields | {"shape"}
 
     channels: int
@@ -115,9 +116,9 @@ class Krea2Layout(Layout):
     @cached_property
     def kernel_users(self) -> list[Any]:
         """The layers for which a device loads kernels (see Layout.kernel_users): the gate of the main stream's
-        attentions, and of two blocks the norm, the SwiGLU and the norms of heads. The first block of the main stream
-        stands for all of them, and the first of text.across_tokens for all blocks of `text`, which have equal
-        sizes."""
+        attentions, and of two blocks the norm, the SwiGLU and the norms of heads. One is the first block of the main
+        stream, which stands for the whole stream. The other is the first block of text.across_tokens, which stands for
+        all blocks of `text`. The blocks for which one stands have its sizes."""
         users: list[Any] = [SigmoidGate(self.width)]
         for layers in (self.blocks[0].layers, self.text.across_tokens[0]):
             attention = layers.attention
@@ -128,7 +129,8 @@ class Krea2Layout(Layout):
         return users
 
     def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
-        """All blocks, each with (1, tokens): the product is the number of tokens over which the block runs.
+        """All blocks of the main stream, without those of `text`, each with (1, tokens): the product is the number of
+        tokens over which the block runs.
 
         height, width: of the latent. tokens: of the prompt; the image's are added.
         """
@@ -146,15 +148,15 @@ class Krea2Layout(Layout):
 def gated_layers(
     leaves: LeafReader, norms: tuple[Any, ...], attention: tuple[Any, ...], feed_forward: tuple[Any, ...], weight: str
 ) -> GatedLayers:
-    """The description of a block's layers, from the host's modules, which are marked as read in `leaves`.
+    """The description of a block's layers, from the host's modules, whose parameters `leaves` claims.
 
     norms: two modules, before the attention and before the feed-forward layer.
     attention: the linear layers of queries, keys, values and gate; the norms of queries and of keys; the linear layer
         of the output; and the numbers of heads of queries and of keys.
     feed_forward: the linear layers of gate, value and output.
-    weight: the name of the parameter in the host's norms, which multiply by 1 + this parameter in float32 (see
-        LeafReader.shifted_norm). That is the caller's part to check: norms that multiply by the parameter itself would
-        be computed wrongly.
+    weight: the name of the parameter in the host's norms. They must multiply by 1 + this parameter in float32 (see
+        LeafReader.shifted_norm): the caller checks that, because norms that multiply by the parameter itself would be
+        computed wrongly.
 
     Raises Refusal for modules that LeafReader does not know, or if the given number of heads of keys contradicts the
     layers' sizes.
@@ -181,6 +183,6 @@ def time_embedding(first: Linear, second: Linear) -> TimeEmbedding:
 
 
 def axes_of(widths: Any, theta: float) -> RotaryAxes:
-    """The rotary embedding over time, height and width. widths: a sequence with the numbers of a head that each axis
-    rotates. theta: the base of the frequencies of all three."""
+    """The rotary embedding over time, height and width. widths: a sequence: how many numbers of a head each axis
+    rotates. theta: the base of the frequencies of all three axes."""
     return RotaryAxes(tuple(widths), (float(theta),) * len(widths), interleaved=True, angles=torch.float64)

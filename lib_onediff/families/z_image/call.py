@@ -37,8 +37,8 @@ class ZImageCall(Call):
 
 
 def joined_prompts(prompts: Sequence[Tensor], multiple: int) -> tuple[Tensor, Tensor, bool]:
-    """The context, lengths and is_ragged of a ZImageCall for these prompts: a new tensor with the prompts, padded with
-    zeros to one length, which is a multiple of `multiple`.
+    """The context, lengths and is_ragged of a ZImageCall for these prompts. The context is a new tensor, in which the
+    prompts are padded with zeros to the longest one's length, raised to a multiple of `multiple`.
 
     prompts: one tensor (tokens, width) for each row of the batch, at least one. multiple: see ZImageLayout.
     """

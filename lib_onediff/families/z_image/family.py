@@ -31,8 +31,9 @@ class ZImages:
     usual_sizes = tuple(UsualSizes(model, (model,), MEGAPIXEL_SIZES) for model in ("Z-Image", "Lumina 2"))
 
     def refuse_call(self, layout: ZImageLayout, call: ZImageCall) -> None:
-        """Raise Refusal if the latent or the prompt has another shape than the network takes, or the batch sizes
-        differ. Called before a shape is computed for the first time."""
+        """Raise Refusal if the latent or the prompt has another shape than the network takes, or if the batch sizes of
+        the latent, the timestep, the prompt and its lengths differ. Called before a shape is computed for the first
+        time."""
         latent = call.latent
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
@@ -83,7 +84,7 @@ class ZImages:
 
     def attentions(self, layout: ZImageLayout, call: ZImageCall) -> list[AttentionShapes]:
         """The shapes of queries and keys of each kind of attention in a call, for which a device measures its kernels:
-        over the image, over the prompt, and over both."""
+        over the image, over the prompt, and over image and prompt together."""
         height, width = call.latent.shape[-2:]
         image = layout.image_tokens(height, width)
         attention = layout.blocks[0].attention

@@ -25,7 +25,7 @@ SMALLER = 2.0**-8
 
 
 class Positions(NamedTuple):
-    """Where some tokens are, as attentions need it.
+    """The positions of some tokens, for the attentions of a block.
 
     rotary: the rotary embedding of each token. mask: bool (batch, 1, 1, tokens), True for the tokens to which a row of
         the batch attends; None if each row attends to all.
@@ -45,8 +45,9 @@ class Positions(NamedTuple):
 
 
 class BlockModulation(NamedTuple):
-    """What the timestep changes in a block, (batch, 2, width) each; the attention comes first, then the feed-forward
-    layer. scales: factors of the norms before these layers. gates: factors of the norms after them."""
+    """The factors by which the timestep modulates a block, (batch, 2, width) each: index 0 of the second dimension is
+    for the attention, 1 for the feed-forward layer. scales: multiply the norm before the layer. gates: multiply the
+    norm after the layer."""
 
     scales: Tensor
     gates: Tensor
@@ -94,7 +95,8 @@ def through_block(
     """The residual after the attention and the feed-forward layer of one block. The given residual must not be used
     afterwards. positions: of the block's tokens. modulation: None for a block over the prompt alone.
 
-    In float16, the inputs of the layers before norms are made smaller: see scaled_down."""
+    In float16, the inputs of the two linear layers before a norm (attention.out, feed_forward_out) are made smaller:
+    see scaled_down."""
     own = block.attention
     into = block.feed_forward_in
     out = block.feed_forward_out
@@ -123,12 +125,12 @@ def through_block(
 
 
 def scaled_down(x: Tensor, norm: RMSNorm) -> tuple[Tensor, RMSNorm]:
-    """x times SMALLER in float16, as the input of a linear layer whose output would overflow otherwise, and the norm
-    that follows the layer with the epsilon that fits.
+    """For a network in float16 (the caller checks that): x times SMALLER as a new float16 tensor, the input of a linear
+    layer whose output would overflow otherwise; and the norm that follows the layer, with an epsilon that fits.
 
-    The layer has no bias, so its output is SMALLER times as large too and does not overflow. The norm divides that
-    factor out again; only its epsilon has to be scaled by SMALLER ** 2. Values that are still too large are clamped and
-    NaN becomes 0, as in the hosts.
+    x: float16 or float32. The layer must have no bias: then its output is SMALLER times as large, too, and does not
+    overflow. The norm divides that factor out again; only its epsilon has to be scaled by SMALLER ** 2. Values that are
+    still too large are clamped and NaN becomes 0, as in the hosts.
     """
     most = torch.finfo(torch.float16).max
     smaller = (x * SMALLER).nan_to_num(nan=0.0).clamp(-most, most)
@@ -183,8 +185,9 @@ def prompt_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCall)
 def positions_of(layout: ZImageLayout, call: ZImageCall, rows: int, columns: int) -> Positions:
     """The Positions of the image's tokens, followed by the prompt's. rows, columns: of the image's patches.
 
-    The prompt's tokens are at 1, 2, ... on the first axis; the image's patches follow at the next number there, and at
-    their row and column on the other axes. Tokens that pad the image are at zero.
+    The prompt's tokens, padding included, are at (1, 0, 0), (2, 0, 0) and so on. The image's patches are at (next
+    number, row, column), where a prompt in a ragged call counts without the tokens after its own padding. Tokens that
+    pad the image are at (0, 0, 0). Only a ragged call has a mask.
     """
     device = call.latent.device
     length = call.context.shape[1]
@@ -212,12 +215,12 @@ def embedding_of(layers: TransformerLayers, layout: ZImageLayout, call: ZImageCa
 
 
 def modulations_of(layers: TransformerLayers, layout: ZImageLayout, embedding: Tensor) -> list[BlockModulation]:
-    """The modulations of all blocks over the image's tokens: first those of image_refiner, then those of layout.blocks,
+    """The modulations of all blocks over the image's tokens: first of layout.image_refiner's, then of layout.blocks,
     including blocks that a cached pass leaves out.
 
     embedding: the result of embedding_of, (batch, width), before any activation: the SiLU that some networks have
         before their modulations (layout.activates_time) is applied here.
-    The network computes scale - 1, and gates before a tanh; this returns the scales, and the gates after it."""
+    The network computes scale - 1, and gates before a tanh; this returns the scales, and the gates after the tanh."""
     given = layers.ops.silu(embedding) if layout.activates_time else embedding
     together = layers.linear(given, layout.modulations).unflatten(-1, (-1, 4, layout.width))
     scales = together[:, :, 0::2] + 1

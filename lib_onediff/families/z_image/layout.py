@@ -27,9 +27,10 @@ from ..transformer import patch_grid
 
 @dataclass(frozen=True)
 class StreamBlock(Block):
-    """A self attention and a feed-forward layer with SwiGLU, each with an RMS norm before it and another after it.
+    """A self attention and a feed-forward layer with SwiGLU, each with an RMS norm before the layer and another after
+    it.
 
-    has_image: whether the image's tokens are among the block's. The timestep modulates only such blocks.
+    has_image: whether the image's tokens are among the block's tokens. The timestep modulates only such blocks.
     """
 
     attention_norm: RMSNorm
@@ -53,15 +54,16 @@ class StreamBlock(Block):
 
 @dataclass(frozen=True)
 class ZImageLayout(Layout):
-    """A Z-Image or Lumina 2 transformer. Its blocks refine image and prompt separately, then both together.
+    """A Z-Image or Lumina 2 transformer. Its first blocks refine image and prompt separately, the others both together.
 
-    patches: the linear layer over the values of a patch. patch: its side in latent pixels.
+    patches: the linear layer over the values of a patch. patch: the patch's side in latent pixels.
     time: the embedding of the share of the image, 1 - timestep, times time_scale.
-    modulations: one linear layer for each block with the image, in their order, over the time embedding; each makes
-        scale and gate of the attention, then of the feed-forward layer. activates_time: whether SiLU comes before them.
+    modulations: linear layers over the time embedding, one for each block with the image's tokens: image_refiner's
+        first, then those of `blocks`. Each makes scale - 1 and gate of the attention, then of the feed-forward layer.
+    activates_time: whether SiLU is applied to the time embedding before `modulations`.
     text_norm, text: the norm and the linear layer that bring the prompt's tokens to the network's width.
     multiple: the image's tokens, and the prompt's, are padded to a multiple of it with the learned tokens image_pad and
-        text_pad. 1, and None for both, if the network does not pad.
+        text_pad. 1 if the network does not pad: then image_pad and text_pad are None.
     image_refiner, text_refiner: the blocks over the tokens of the image alone, and of the prompt alone.
     out_modulation: makes the scale of the norm before the last layer (out) from the time embedding.
     is_negated: whether the host returns the negative of the last layer's output.
@@ -104,7 +106,7 @@ class ZImageLayout(Layout):
     def sized_layers(self, height: int, width: int, tokens: int) -> list[tuple[Any, tuple[int, int]]]:
         """All blocks, each with (1, tokens): the product is the number of tokens over which the block runs.
 
-        height, width: of the latent. tokens: of the prompt.
+        height, width: of the latent. tokens: of the prompt, padding included.
         """
         image = self.image_tokens(height, width)
         return [

@@ -14,13 +14,13 @@ from .layout import StreamBlock, ZImageLayout
 
 @dataclass(frozen=True)
 class HostParts:
-    """In what the Z-Image module of one host differs from those of others. Each host's package makes one for
-    read_layout.
+    """The differences of one host's Z-Image module from the modules of other hosts. Each host's package makes a
+    HostParts for read_layout.
 
     block: the name of the class of blocks.
-    attention_of: returns the description of a block's attention module.
+    attention_of: returns the description of a block's attention, given its module and the LeafReader.
     patches, final: the module of the linear layer over patches, and the module of class FinalLayer.
-    The others become the fields of ZImageLayout with the same names.
+    patch, multiple, axes, time_scale, is_negated, model_name: become the fields of ZImageLayout with these names.
     """
 
     block: str
@@ -80,8 +80,7 @@ def read_layout(network: Any, leaves: LeafReader, host: HostParts) -> ZImageLayo
 
 
 def read_block(block: Any, leaves: LeafReader, host: HostParts, has_image: bool) -> StreamBlock:
-    """The description of one of the host's blocks, whose modules are marked as read in `leaves`. has_image: see
-    StreamBlock.
+    """The description of one of the host's blocks, whose parameters `leaves` claims. has_image: see StreamBlock.
 
     Raises Refusal for a block of another class or with other modules, or if the second linear layer of the feed-forward
     layer has a bias, which forward.scaled_down could not scale.
