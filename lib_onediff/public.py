@@ -29,9 +29,9 @@ log = logging.getLogger("onediff")
 
 Network = TypeVar("Network", bound=nn.Module)
 Pipe = TypeVar("Pipe", bound="DiffusionPipeline")
-# The parts of a pipeline that compile_pipe makes fast, as named in its argument `ignores`.
+# The names that compile_pipe's argument `ignores` accepts for any pipeline: "unet" also stands for a transformer.
 PARTS = ("unet", "vae")
-# The attributes in which a pipeline has its network.
+# The attributes in which a pipeline may have the network that OneDiff serves, in the order in which they are tried.
 NETWORKS = ("unet", "transformer")
 
 
@@ -42,10 +42,10 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     settings: None for the defaults. options: values of Settings by name, such as deepcache_interval=3, which override
     those of settings. A second call replaces the settings of the first one.
 
-    A network that OneDiff does not support, or of a class that is derived from diffusers' or only has its name, keeps
-    its own forward, with the reason in the log; this is no error. Measurements are kept in the folder of the
-    environment variable ONEDIFF_CACHE, if it is set. Raises ValueError for a wrong option, and TypeError if unet is not
-    a module or settings not a Settings.
+    A network of any other class, even one derived from these, keeps its own forward; so does, as long as that holds, a
+    network with parts that OneDiff does not support. Both raise nothing: the reason is in the log, and for the class
+    also in status()["left_alone"]. Measurements are kept in the folder of the environment variable ONEDIFF_CACHE, if it
+    is set. Raises ValueError for a wrong option, and TypeError if unet is not a module or settings not a Settings.
     """
     must_be_network(unet, "compile_unet")
     chosen = settings_of(settings, options)
@@ -65,7 +65,7 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
 
 def uncompile_unet(unet: Network) -> Network:
     """Undo compile_unet: the module computes with its own forward again, with the same parameters bit for bit. Does
-    nothing if it was not compiled. Returns the same module; raises TypeError if unet is not a module."""
+    nothing if the module was not compiled. Returns the same module; raises TypeError if unet is not a module."""
     must_be_network(unet, "uncompile_unet")
     runtime.leave_alone(unwrapped(unet), "")
     diffusers.detach(unwrapped(unet))
@@ -83,16 +83,18 @@ def compile_pipe(
     A pipe with neither a UNet nor a supported transformer (Flux, SD3) is returned unchanged, VAE included, with a line
     in the log and in status()["left_alone"].
 
-    ignores: names of parts to leave unchanged: "unet" and "vae", which are always accepted; for a pipeline with that
-    attribute also "transformer", which means the same as "unet". settings, options: as for compile_unet.
-    fuse_qkv_projections: has no effect, because the projections always share one GEMM; it exists for code written for
-    the compile_pipe of the original OneDiff.
+    ignores: names of parts to leave unchanged: "unet" (the UNet or transformer) and "vae"; for a pipeline with a
+    transformer, "transformer" means the same as "unet". Names of other attributes of the pipe have no effect. settings,
+    options: as for compile_unet. fuse_qkv_projections: has no effect, because the projections always share one GEMM; it
+    exists for code written for the compile_pipe of the original OneDiff.
 
-    cache_interval=3 is DeepCache: every third step computes the whole UNet, the others only its outer layers, down to
-    residual block cache_block_id of down block cache_layer_id (both 0 by default). It is the same as the options
-    deepcache_interval and deepcache_depth, which override it. Each of the three arguments replaces deepcache_depth of
-    `settings`, and cache_interval its deepcache_interval. Raises TypeError for an argument of a wrong type, and
-    ValueError for a wrong value; those of the cache arguments are not looked at for a pipe that is left unchanged.
+    cache_interval=3 is DeepCache: every third step computes the whole UNet, the other steps only its outer layers, down
+    to residual block cache_block_id of down block cache_layer_id (each 0 by default). The three arguments set two
+    options: if any of the three is given, deepcache_depth, and if cache_interval is given, deepcache_interval. They
+    override the values of `settings`; `options` override them.
+
+    Raises TypeError for an argument of a wrong type, and ValueError for a wrong value. For a pipe that is left
+    unchanged, the values of the cache arguments are not checked.
     """
     must_be_pipeline(pipe, "compile_pipe")
     left = ignored_parts(pipe, ignores)
@@ -116,10 +118,11 @@ def compile_pipe(
 @contextlib.contextmanager
 def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Iterator[None]:
     """A context in which the calls of a compiled UNet are the steps of one sampling (from noise to latent). Put it
-    around a denoising loop of your own; pipelines do so themselves. Without effect on a UNet that is not compiled.
+    around a denoising loop of your own; compiled pipelines announce their samplings themselves. Without effect on a
+    UNet that is not compiled.
 
     Step policies such as DeepCache reuse results of earlier steps of a sampling, and are inactive outside of one.
-    timesteps: of the beginnings of all steps, in any order and in the UNet's unit (1000 to 0); None: they are unknown,
+    timesteps: those at which the steps begin, in any order and in the UNet's unit (1000 to 0); None: they are unknown,
     and every step computes the whole UNet.
     """
     must_be_network(unet, "sampling")
@@ -134,8 +137,8 @@ def sampling(unet: nn.Module, timesteps: Iterable[float] | None = None) -> Itera
 
 
 def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
-    """The settings with these options changed; with settings None, the defaults with these options. Raises TypeError if
-    settings is not a Settings, and ValueError for an unknown option or a wrong value."""
+    """A copy of the settings with these options changed. settings: None for the defaults. Raises TypeError if settings
+    is neither None nor a Settings, and ValueError for an unknown option or a wrong value."""
     if not isinstance(settings, Settings | None):
         raise TypeError(
             f"settings must be a lib_onediff.Settings, not a {type(settings).__name__}; options are given by name, "
@@ -145,8 +148,9 @@ def settings_of(settings: Settings | None, options: dict[str, Any]) -> Settings:
 
 
 def must_be_network(unet: Any, caller: str) -> None:
-    """Raise TypeError unless unet is a torch module. caller: the name of the public function, for the message; for a
-    pipeline the message suggests its counterpart, such as compile_pipe for compile_unet."""
+    """Raise TypeError unless unet is a torch module. caller: the name of the public function, for the message. If unet
+    is a pipeline and the caller's name has "unet" in it, the message suggests the function for pipelines, such as
+    compile_pipe for compile_unet."""
     if not isinstance(unet, nn.Module):
         is_whole = "unet" in caller and is_pipeline(unet)
         hint = f"; for a whole pipeline there is {caller.replace('unet', 'pipe')}" if is_whole else ""
@@ -155,7 +159,7 @@ def must_be_network(unet: Any, caller: str) -> None:
 
 def must_be_pipeline(pipe: Any, caller: str) -> None:
     """Raise TypeError unless pipe is a pipeline (see is_pipeline). caller: the name of the public function, for the
-    message."""
+    message. If pipe is a module, the message suggests the function for UNets, such as compile_unet for compile_pipe."""
     if not is_pipeline(pipe):
         hint = f"; for a UNet there is {caller.replace('pipe', 'unet')}" if isinstance(pipe, nn.Module) else ""
         raise TypeError(
@@ -172,22 +176,22 @@ def is_pipeline(pipe: Any) -> bool:
 
 
 def first_network(pipe: Any) -> nn.Module:
-    """The first torch module among a pipeline's attributes, of any kind. It is the key under which runtime.leave_alone
-    notes sentences about the pipeline, because a pipeline itself may not support weak references."""
+    """The first torch module among a pipeline's attributes: any module, be it the text encoder. runtime.leave_alone
+    stores its sentences on a pipeline under this module, because the pipeline may not support weak references."""
     return next(part for part in vars(pipe).values() if isinstance(part, nn.Module))
 
 
 def network_of(pipe: Any) -> Any:
-    """A pipeline's UNet of any class, or else its transformer if OneDiff serves the transformer's class; None if it has
-    neither. A network inside of torch.compile's wrapper is returned without the wrapper."""
+    """A pipeline's UNet, even of a class that OneDiff does not serve; without a UNet, its transformer if OneDiff serves
+    the transformer's class; otherwise None. A network inside of torch.compile's wrapper is returned without it."""
     unet, transformer = (unwrapped(getattr(pipe, name, None)) for name in NETWORKS)
     return transformer if unet is None and diffusers.is_served(transformer) else unet
 
 
 def ignored_parts(pipe: Any, names: Iterable[str]) -> frozenset[str]:
-    """The names given as compile_pipe's argument `ignores`. Raises TypeError if names is no collection of names, and
-    ValueError for a name that is neither in PARTS nor an attribute of the pipe. Attributes such as "text_encoder" are
-    accepted, because OneDiff leaves them unchanged anyway."""
+    """The names given as compile_pipe's argument `ignores`, as they are. Raises TypeError if names is a string or no
+    collection, and ValueError for a name that is neither in PARTS nor an attribute of the pipe. Attributes such as
+    "text_encoder" are accepted, because OneDiff leaves them unchanged anyway."""
     if isinstance(names, str) or not isinstance(names, Iterable):
         raise TypeError(f'ignores must be a collection of names, such as ("vae",), not {names!r}.')
     left = list(names)
@@ -201,11 +205,12 @@ def ignored_parts(pipe: Any, names: Iterable[str]) -> frozenset[str]:
 def deepcache_options(
     unet: nn.Module, cache_interval: int | None, cache_layer_id: int | None, cache_block_id: int | None
 ) -> dict[str, int]:
-    """compile_pipe's three cache arguments, which are those of the original OneDiff, as values of Settings by name.
+    """compile_pipe's three cache arguments, which are those of the original OneDiff, as values of Settings by name: {}
+    if all three are None (not given); otherwise "deepcache_depth", and "deepcache_interval" too if cache_interval was
+    given.
 
-    None: the argument was not given. {} if none was; otherwise deepcache_depth, and deepcache_interval if
-    cache_interval was given. unet: its config has the number of residual blocks in a down block (2 if unknown). Raises
-    ValueError for a depth that is out of range.
+    unet: its config has the number of residual blocks in a down block (2 if it has none; the largest, if the blocks
+    differ). Raises ValueError if an id is out of range (see depth_of).
     """
     if cache_interval is cache_layer_id is cache_block_id is None:
         return {}
@@ -215,12 +220,13 @@ def deepcache_options(
 
 
 def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2) -> int:
-    """The option deepcache_depth for cache_layer_id and cache_block_id: the number of input stages that every step
-    computes, of which the first is the convolution before all blocks. The ids 0 and 0 give 2.
+    """The value of the option deepcache_depth for cache_layer_id and cache_block_id: the number of input stages that
+    every step computes. The first stage is the convolution before all blocks, so the ids 0 and 0 give 2.
 
-    The two ids identify the deepest layer that runs at every step: the down block (0: the outermost), and the residual
-    block in it, or its downsampler (cache_block_id = layers_per_block). layers_per_block: the number of residual blocks
-    in a down block. Raises ValueError if an id is out of range.
+    The two ids identify the deepest layer that runs at every step: cache_layer_id its down block (0: the outermost),
+    and cache_block_id the residual block in that down block, or its downsampler if equal to layers_per_block.
+    layers_per_block: the number of residual blocks in a down block. Raises ValueError for a negative id and for a
+    cache_block_id above layers_per_block; a cache_layer_id that is too large is not noticed here.
     """
     if cache_layer_id < 0 or not 0 <= cache_block_id <= layers_per_block:
         raise ValueError(
@@ -231,8 +237,8 @@ def depth_of(cache_layer_id: int, cache_block_id: int, layers_per_block: int = 2
 
 
 def compile_half(half: nn.Module, settings: Settings) -> None:
-    """Compute all later calls of a VAE's decoder or encoder (half) with OneDiff's forward. If OneDiff does not support
-    it, it keeps its own, with the reason in the log and in status()["left_alone"]."""
+    """Compute all later calls of a VAE's decoder or encoder (half) with OneDiff's forward. A half that OneDiff does not
+    support keeps its own forward, with the reason in the log and in status()["left_alone"]."""
     try:
         runtime.vae.read(half)
         diffusers_decoder.attach(half, settings)
@@ -242,8 +248,8 @@ def compile_half(half: nn.Module, settings: Settings) -> None:
 
 
 def uncompile_pipe(pipe: Pipe) -> Pipe:
-    """Undo compile_pipe: all parts compute with their own forwards again. Does nothing for parts that were not
-    compiled. Returns the same pipe; raises TypeError if pipe is not a pipeline."""
+    """Undo compile_pipe: all parts compute with their own forwards again. Parts that were not compiled stay as they
+    are. Returns the same pipe; raises TypeError if pipe is not a pipeline."""
     must_be_pipeline(pipe, "uncompile_pipe")
     unet = network_of(pipe)
     stop_announcing(pipe)
@@ -257,6 +263,7 @@ def uncompile_pipe(pipe: Pipe) -> Pipe:
 
 
 def status() -> dict[str, Any]:
-    """How the last image was computed (by OneDiff or not, why, and how fast), as nested dictionaries of plain values;
-    see Runtime.status."""
+    """How the last image was computed (by OneDiff or not, why, and how fast), as nested dictionaries of plain values.
+    Has the keys of runtime.cache.Cache.status, and "left_alone": sentences on networks and pipelines that OneDiff
+    leaves to their own forwards."""
     return runtime.status()

@@ -20,7 +20,7 @@ from .schedule import HostMethod, replace_next_call, why_no_forecast
 ALL_BUT_THE_LOWEST = ("ddim", "ddim_cfgpp", "plms")
 # First-order samplers that add no noise between steps (DDIM: at eta 0).
 FIRST_ORDER = ("sample_euler", "ddim")
-# The reason for Forge's DDIM and PLMS with a flow model, such as Anima.
+# Why step policies are inactive with Forge's DDIM and PLMS and a flow model, such as Anima: a reason for users.
 OTHER_TIMESTEPS = "with DDIM and PLMS, this model's timesteps are unknown (Euler works)"
 
 
@@ -28,8 +28,8 @@ def record_next_call(sampler: Any, method: str) -> list[float]:
     """A list of numbers, empty at first. When the WebUI next calls this method of the sampler, the list is filled with
     the numbers of the tensor that the method returns; later calls do not change it.
 
-    Replaces the method of this one object until then. Does not keep the sampler or its model alive. A failure while
-    recording is logged, and the WebUI gets the method's result in any case.
+    Replaces the method of this one object until that next call. Does not keep the sampler or its model alive. If the
+    recording fails, the failure is logged, the list stays empty, and the WebUI gets the method's result.
     """
     numbers: list[float] = []
 
@@ -43,15 +43,17 @@ def record_next_call(sampler: Any, method: str) -> list[float]:
 
 
 def record(answer: Tensor, numbers: list[float]) -> None:
-    """Replace the content of the list `numbers`, in place, by the values of the tensor `answer`, flattened."""
+    """Replace the content of the list `numbers`, in place, with the values of the tensor `answer`, flattened."""
     numbers[:] = [float(value) for value in answer.flatten().tolist()]
 
 
 def sampling_of(p: Any) -> Sampling:
     """A Sampling for the sampling that the generation p, the WebUI's processing object, is about to begin. Call it
-    before the sampler computes its schedule: it replaces that method of p.sampler for one call, to record the schedule.
+    before p.sampler computes its schedule: the method that computes it is replaced for one call, which records it. Only
+    after that call are the Sampling's timesteps known.
 
-    If the sampler's timesteps cannot be known, returns a Sampling with why_not, the reason for the user.
+    If this sampler's timesteps cannot be known, returns a Sampling with why_not, the reason for the user. Without a
+    p.sampler, why_not is "" and the timesteps stay unknown.
     """
     sampler = getattr(p, "sampler", None)
     second_pass = bool(getattr(p, "is_hr_pass", False))
@@ -76,12 +78,12 @@ def sampling_of(p: Any) -> Sampling:
 
 
 def counts_in_timesteps(sampler: Any) -> bool:
-    """Whether DDIM's or PLMS's timesteps in this sampler are those with which the network is called. If not, they do
-    not tell which step a call belongs to.
+    """Whether this sampler, DDIM or PLMS, calls the network with the timesteps of its own schedule. If not, a call's
+    timestep does not tell which step the call belongs to. True for A1111 and reForge.
 
-    Forge converts DDIM's timesteps, 0 to 999, to noise levels, and its predictor converts these to the network's
-    timesteps. For SD and SDXL these are the same numbers; for flow models they are the noise level, or a multiple of
-    it.
+    Forge converts DDIM's timesteps, 0 to 999, to noise levels, and its predictor converts the levels to the network's
+    timesteps. For SD and SDXL, the network's timesteps are DDIM's; for flow models they are the noise level, or a
+    multiple of it.
     """
     engine: Any = getattr(getattr(sampler, "model_wrap", None), "inner_model", None)
     try:
@@ -94,7 +96,7 @@ def counts_in_timesteps(sampler: Any) -> bool:
 
 def eta_of(p: Any) -> float:
     """DDIM's eta for the generation p, the WebUI's processing object: the amount of noise that is added between steps.
-    p.eta counts, or else the WebUI's setting; 0 if there is neither."""
+    It is p.eta, or the WebUI's setting if p.eta is None, or 0 if the WebUI has no such setting."""
     from modules import shared
 
     own = getattr(p, "eta", None)
@@ -103,7 +105,7 @@ def eta_of(p: Any) -> float:
 
 def churn_of(p: Any) -> float:
     """The sigma churn for the generation p, the WebUI's processing object: above 0, the sampler adds noise and changes
-    its timesteps. The WebUI's setting counts, or else p.s_churn; 0 if there is neither."""
+    its timesteps. It is the WebUI's setting, or p.s_churn if the WebUI has no such setting, or 0 without either."""
     from modules import shared
 
     return float(getattr(shared.opts, "s_churn", getattr(p, "s_churn", 0.0)))
@@ -113,9 +115,9 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
     """The CFG scale that step policies use for a sampling of the generation p; None if unknown. second_pass: whether it
     is the second pass of hires fix.
 
-    The Forge family has a separate scale for the second pass (hr_cfg, 1 by default). It is returned only if the second
-    pass also has a checkpoint of its own. Otherwise cfg_scale is, because at a scale of 1 step policies take a model
-    for a few-step model, and that default would make every model one.
+    Returns p.cfg_scale, with one exception: if the second pass has a checkpoint of its own, its own scale (hr_cfg of
+    the Forge family), if p has one. With the first pass's checkpoint, hr_cfg is not used: it is 1 by default, and at a
+    scale of 1 step policies would take every model for a few-step model.
     """
     own = second_pass and getattr(p, "hr_checkpoint_info", None) is not None
     scale = getattr(p, "hr_cfg", None) if own else None
@@ -124,8 +126,8 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
 
 
 def timesteps_of(sampler: Any, sigmas: list[float]) -> list[float] | None:
-    """The timesteps with which the sampler calls the UNet at these noise levels (sigmas), in their order. None if there
-    are no levels yet, or if the sampler is None because it is gone."""
+    """The timesteps with which the sampler calls the UNet at these noise levels (sigmas), in the levels' order. None if
+    no levels are recorded yet (sigmas is empty), or if the sampler is None because it was deleted."""
     if not sigmas or sampler is None:
         return None
     wrapped = sampler.model_wrap

@@ -12,11 +12,11 @@ HostMethod = Callable[..., Any]
 
 
 def replace_next_call(target: Any, method: str, replacement: Callable[..., Any]) -> None:
-    """Replace the method of this name (method) of one object (target) for its next call. At that call, the object gets
-    its own method back, and then the replacement runs in its place. Does not keep the object alive.
+    """Replace the method of this name (method) of one object (target) for the method's next call. At that call, the
+    replacement is removed from the object, and then called. Does not keep the object alive.
 
-    replacement: replacement(original, *args, **kwargs) returns what the call returns. original is the object's own
-        method, bound; if the object is being deleted, a function that does nothing.
+    replacement: replacement(original, *args, **kwargs) returns the result of the call. original is the method that the
+        object had before, bound; if the object is being deleted, a function that does nothing.
     """
     known = weakref.ref(target)
     # Another extension may have replaced the method of this object too.
@@ -47,7 +47,8 @@ def why_no_forecast(sampler: str, is_first_order: bool) -> str:
     """Why the network's output cannot be extrapolated from earlier steps with this sampler, in one line for the user;
     "" if it can.
 
-    sampler: its name; "" if unknown. is_first_order: whether each of its steps uses one output and adds no noise.
+    sampler: the sampler's name; "" if unknown, which is a reason of its own. is_first_order: whether each step of the
+    sampler uses one output of the network and adds no noise.
     """
     if not sampler:
         return UNKNOWN_SAMPLER

@@ -1,5 +1,6 @@
-"""torch.compile and our hooks: the compiler does not trace our hooks, at the price of a graph break. If its graph must
-not have breaks (fullgraph=True), it traces the host's method in place of the hook, and that code runs without OneDiff.
+"""torch.compile and our hooks: the compiler does not trace our hooks, at the price of a graph break. If the compiler's
+graph must not have breaks (fullgraph=True), it traces the host's method in place of the hook, and the compiled code
+runs without OneDiff.
 """
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 log = logging.getLogger("onediff")
 
-# Whether torch.compile is tracing the calling code. Older versions of torch do not tell; False then.
+# Whether torch.compile is tracing the calling code. Always False with versions of torch that do not tell.
 is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_compiling", lambda: False)
 
 
@@ -22,12 +23,12 @@ def is_compiler_here() -> bool:
 
 
 def must_be_whole() -> bool:
-    """Whether the graph that torch.compile traces now must not have breaks (fullgraph=True), so that it cannot step
-    over our hook; True too if this version of torch does not show that. If True, logs a warning for the user that
-    OneDiff does not compute the compiled code.
+    """Whether the graph that torch.compile traces now must not have breaks (fullgraph=True), so that the compiler
+    cannot leave out our hook; True too if this version of torch does not show that. If True, logs a warning for the
+    user that OneDiff does not compute the compiled code.
 
-    Only code that torch.compile is tracing may call this. It runs this function while it traces, and takes the result
-    as a constant.
+    Only code that torch.compile is tracing may call this. The compiler runs this function while it traces, and takes
+    the result as a constant.
     """
     try:
         tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx()

@@ -1,5 +1,5 @@
-"""Pre-warming: makes sizes ready before an image needs them, between images and never during one. Load balancers get
-from here whether this process is ready for images."""
+"""Pre-warming: makes sizes ready before an image needs them, between images and never during one. Load balancers ask
+WarmUp.why_not_ready whether this process is ready for images."""
 from __future__ import annotations
 
 import logging
@@ -20,21 +20,24 @@ from ..runtime.rows import ResolutionRow
 from ..runtime.runtime import Runtime
 
 log = logging.getLogger("onediff")
-# The first is checked against the host's own UNet, the second captures a graph, the third replays it.
+# UNet calls that make a shape ready: the first is compared with the host's own UNet, the second captures a graph, and
+# the third replays the graph.
 CALLS_PER_SHAPE = 3
-# Between two calls, so that an image that waits for the WebUI's queue lock gets it: the lock is not fair.
+# The pause after each call, in which an image that waits for the WebUI's queue lock can get it: the lock is not fair.
 SECONDS_LEFT_TO_IMAGES = 0.02
+# The kinds of work of a job, in words for users (Job.what).
 DECODING = "checking the VAE's decode"
 CHECKING = "comparing with the WebUI's own UNet"
 CAPTURING = "capturing a graph"
 MEASURING = "measuring"
-# The duration of each piece of work, in calls without a graph: used until this process has measured it.
+# How long each kind of work takes, as a multiple of a call without a graph: used until this process has measured it.
 WEIGHTS = {CHECKING: 6.0, CAPTURING: 3.0, MEASURING: 1.0, DECODING: 6.0}
 # A call of twice the pixels takes 2 ** (1 + GROWTH) times as long, because of attention. Of emoji-sd on a CPU, 768x768
-# took 21 times as long as 256x256.
+# took 21 times as long as 256x256. WarmUp.seconds_for uses it for sizes larger than the one that was timed.
 GROWTH = 0.35
-# The work of the calls of a shape, in their order.
+# The work of each of the CALLS_PER_SHAPE calls, in their order.
 WORK_OF_A_SHAPE = (CHECKING, CAPTURING, MEASURING)
+# The reasons of WarmUp.why_not_ready before the first checkpoint, for users and load balancers.
 LOADING = "The WebUI is loading its checkpoint."
 NO_CHECKPOINT = "Sizes are to be pre-warmed, but no checkpoint is loaded yet: POST prewarm with one size loads it."
 
@@ -43,13 +46,13 @@ NO_CHECKPOINT = "Sizes are to be pre-warmed, but no checkpoint is loaded yet: PO
 class SizeJob(Job):
     """The job of pre-warming one size.
 
-    done, total: numbers of UNet calls, CALLS_PER_SHAPE for each shape. If a shape is ready before that, its calls that
-        need not be made count as done.
+    done, total: numbers of UNet calls; total is CALLS_PER_SHAPE for each shape. If a shape is ready after fewer calls,
+        its remaining calls are not made, and count as done.
     size: in pixels, with the number of images at once.
-    tokens: the length of the context.
-    shapes: (rows of the call, tokens) of each kind of UNet call that the WebUI makes for images of this size.
-    made: the number of calls that were made.
-    of_calls: the seconds of the UNet calls, without the decode and the waiting.
+    tokens: the length of the prompt's context.
+    shapes: (number of latents, tokens) for each kind of UNet call that the WebUI makes for images of this size.
+    made: the number of UNet calls that were really made.
+    of_calls: the seconds that the UNet calls took; Job.seconds has the decode's too.
     """
 
     size: Size = Size(512, 512)
@@ -60,25 +63,31 @@ class SizeJob(Job):
 
 
 class WorkTimes:
-    """Estimates the duration of each piece of a job's work (the keys of WEIGHTS) from those that were measured."""
+    """Estimates how long each kind of work (a key of WEIGHTS) takes, from the work that this process has measured."""
 
     def __init__(self) -> None:
-        # Seconds for each pixel, of the last measurement, by piece of work.
+        # The kind of work: the seconds that it took for each pixel, at the last measurement.
         self._measured: dict[str, float] = {}
 
-    def note(self, what: str, pixels: int, seconds: float) -> None:
-        """Note how many seconds a piece of work took. what, pixels: see estimate(). The last measurement counts."""
-        self._measured[what] = seconds / pixels
+    def note(self, kind: str, pixels: int, seconds: float) -> None:
+        """Note how many seconds some work took, in place of an earlier measurement of its kind. kind, pixels: as for
+        estimate()."""
+        self._measured[kind] = seconds / pixels
 
-    def estimate(self, what: str, pixels: int, plain: float = 1.0) -> float:
-        """Seconds that a piece of work will take: from the last work of its kind; else from work of other kinds, by
-        WEIGHTS; else from `plain`. what: a key of WEIGHTS. pixels: the image's, times the number of latents. plain:
-        the seconds that a call without a graph takes for each pixel."""
-        known = self._measured.get(what)
+    def estimate(self, kind: str, pixels: int, plain: float = 1.0) -> float:
+        """Seconds that some work will take, in proportion to its pixels. They are computed from the last measurement of
+        this kind of work; if there is none, from those of other kinds and WEIGHTS; if nothing was measured, from
+        `plain` and WEIGHTS.
+
+        kind: a key of WEIGHTS. pixels: of the image, times the number of latents. plain: the seconds that a call
+        without a graph takes for each pixel; with the default, the estimates of several kinds only have the right
+        ratio.
+        """
+        known = self._measured.get(kind)
         if known is not None:
             return known * pixels
         units = [seconds / WEIGHTS[one] for one, seconds in self._measured.items()]
-        return WEIGHTS[what] * pixels * (sum(units) / len(units) if units else plain)
+        return WEIGHTS[kind] * pixels * (sum(units) / len(units) if units else plain)
 
     @property
     def is_known(self) -> bool:
@@ -87,18 +96,19 @@ class WorkTimes:
 
 
 def check_tokens(tokens: int) -> None:
-    """Raise ValueError, with a sentence for users, unless WebUIs make contexts of this length (multiples of 77)."""
+    """Raise ValueError, with a sentence for users, unless a context may have this many tokens: 77, 154 or 231."""
     if tokens < TOKENS or tokens % TOKENS or tokens > TOKEN_CHOICES[-1]:
         *choices, last = map(str, TOKEN_CHOICES)
         raise ValueError(f"A prompt takes {', '.join(choices)} or {last} tokens, not {tokens}.")
 
 
 def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[SizeJob], model: str | None) -> list[ResolutionRow]:
-    """The rows, each with the state "queued" or "warming 33 %" if a pending job has its resolution, and with the times
-    of the last finished job for it. Pending resolutions without a row get a new one, at the beginning.
+    """The rows of `rows`, with what the jobs tell of them. If a pending job has a row's resolution, the row's state is
+    "queued" or "warming 33 %"; if a job for the resolution has ended as DONE, the row has the last such job's times
+    (see with_prewarm). Before these rows come new ones, for the resolutions of pending jobs that have no row yet.
 
-    model: the name of the loaded model ("SD1"), which jobs make ready: only its rows are changed. None: unknown, so the
-    rows of every model are.
+    model: the name of the loaded model ("SD1"), which jobs make ready: rows of other models and of the VAE stay as they
+    are. None: the loaded model is unknown, so jobs count for the rows of every model.
     """
     states: dict[str, str] = {}
     done: dict[str, SizeJob] = {}
@@ -122,9 +132,12 @@ def rows_with_jobs(rows: Iterable[ResolutionRow], jobs: Iterable[SizeJob], model
 
 
 def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
-    """A row with the seconds of its pre-warming, and with saved_s: the seconds that the job's calls took longer than so
-    many usual steps, by which the first image is shorter now. job: the last one done at the row's resolution; None: the
-    row as it is."""
+    """A copy of the row with the job's duration (prewarm_s), and with the seconds by which the job has shortened the
+    first image (saved_s): the duration of the job's UNet calls, less that of as many usual steps of the row. saved_s is
+    at least 0, and None if the row has no step time.
+
+    job: the last job that is DONE at the row's resolution; None if there is none: then the row is returned as it is.
+    """
     if job is None:
         return row
     steps = None if row.step_ms is None else job.made * row.step_ms / 1e3
@@ -132,9 +145,12 @@ def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
 
 
 def plain_seconds(rows: Iterable[ResolutionRow], model: str | None) -> tuple[float, int] | None:
-    """(seconds that a model's UNet call takes for each pixel of one latent, pixels of the image with which that was
-    measured), from the row used last. Its calls are assumed to have two latents, for prompt and negative prompt. None
-    if no row of the model has a time."""
+    """(the seconds that a usual UNet call of a model takes for each pixel of one latent, the number of pixels of the
+    image with which they were measured), from the model's last used row that has a step time. The row's calls are
+    assumed to have two latents, for prompt and negative prompt. None if no row of the model has a step time.
+
+    model: None if unknown: then the rows of every model count.
+    """
     timed = [row for row in rows if is_made_ready(row, model) and row.step_ms is not None]
     if not timed:
         return None
@@ -145,13 +161,14 @@ def plain_seconds(rows: Iterable[ResolutionRow], model: str | None) -> tuple[flo
 
 
 def is_made_ready(row: ResolutionRow, model: str | None) -> bool:
-    """Whether the jobs of the queue make this row ready: it is of the loaded model, and not one of the VAE alone.
-    model: the loaded one; None if unknown, which matches every row."""
+    """Whether jobs can make this row ready: whether it is a row of the loaded model's UNet, not of a VAE. model: the
+    name of the loaded model; None if unknown: then every row of a UNet counts."""
     return not row.is_decode and model in (None, row.model)
 
 
 class WarmUp:
-    """Adds sizes to the list of jobs, whose worker runs them by _run. Safe to use from any thread."""
+    """Adds jobs that pre-warm sizes to the list of jobs, and does their work (_run) in the list's worker thread. Safe
+    to use from any thread."""
 
     def __init__(self, webui: Any, runtime: Runtime, jobs: JobQueue) -> None:
         """webui: the adapter of the WebUI (hosts.contract.WebUI), which makes the UNet calls and decodes. jobs: the
@@ -169,12 +186,13 @@ class WarmUp:
         return self._webui.model_name()
 
     def add(self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS, first: bool = False) -> list[SizeJob]:
-        """Queue sizes, and return a copy of each one's job; a size that runs or waits already keeps its job. Returns at
-        once; the work is done between images.
+        """Queue a job for each size, also for sizes that are ready, and return copies of the jobs. For a size and
+        number of tokens with a pending job, none is queued, and the copy is of that job. Returns at once; the work is
+        done between images.
 
         source: where this was started, for users. tokens: the length of the context, 77 for each started 75 tokens of
-        the prompt. first: ahead of the other sizes. Raises ValueError, with a sentence for users, for a length that no
-        context has, and if OneDiff is switched off.
+        the prompt. first: whether these sizes come before all sizes that wait already. Raises ValueError, with a
+        sentence for users, if a context cannot have this length (see check_tokens), and if OneDiff is switched off.
         """
         if not self._runtime.settings.enabled:
             raise ValueError(f"{OFF_IN_SETTINGS}, so nothing can be pre-warmed.")
@@ -183,7 +201,7 @@ class WarmUp:
         return self._queue.add(jobs, ahead_of=PREWARM if first else "")
 
     def _job_of(self, size: Size, source: str, tokens: int) -> SizeJob:
-        """A new job for a size, not queued yet. source: where it was started, for users."""
+        """A new job for a size, not queued yet. source, tokens: as for add()."""
         shapes = self._webui.call_shapes(size.batch, tokens)
         title = str(size) if tokens == TOKENS else f"{size}, {tokens} tokens"
         job = SizeJob(
@@ -194,8 +212,9 @@ class WarmUp:
         return job
 
     def seconds_for(self, sizes: Iterable[Size]) -> dict[Size, float]:
-        """Estimated seconds of pre-warming each size, all for TOKENS, from measurements of other sizes; {} if there are
-        none yet. The estimate may be low for a larger size, whose attention takes longer than in proportion."""
+        """Estimated seconds of pre-warming each size for a context of TOKENS, from the measurements of this process and
+        the step times in the table; {} if there are none yet. After the first pre-warm the estimates are proportional
+        to the pixels, which is too low for larger sizes, because attention grows faster."""
         known = plain_seconds(self._runtime.rows(), self.model)
         if known is None and not self._times.is_known:
             return {}
@@ -214,19 +233,20 @@ class WarmUp:
         return found
 
     def jobs(self) -> list[SizeJob]:
-        """Copies of the jobs of sizes, finished ones too, in the order of the list."""
+        """Copies of all jobs that pre-warm a size, finished ones too, in the order of JobQueue.jobs."""
         return [job for job in self._queue.jobs() if isinstance(job, SizeJob)]
 
     def stop(self, seconds: float = 0.0) -> int:
-        """Cancel every size that runs or waits, and return their number. seconds: the longest wait for the UNet call in
-        progress; see JobQueue.stop."""
+        """Cancel every pending pre-warm job, and return the number of these jobs. seconds: how long to wait at most
+        until the call in progress has ended; 0: do not wait."""
         return self._queue.stop(PREWARM, seconds)
 
     # --- whether this process is ready ----------------------------------------------------------------------------
 
     def find_loaded_checkpoint(self) -> None:
         """Note whether a checkpoint is loaded at present, also one that OneDiff does not serve. Called when the script
-        starts: after a reload of the scripts, the WebUI does not announce its checkpoint again (checkpoint_loaded)."""
+        starts: after a reload of the scripts, the WebUI does not announce a checkpoint that it has loaded before, so
+        checkpoint_loaded() is not called."""
         self._had_checkpoint = self._webui.model_name() is not None or self._webui.why_not_served() is not None
 
     def checkpoint_loaded(self) -> None:
@@ -235,8 +255,12 @@ class WarmUp:
         self._had_checkpoint = True
 
     def why_not_ready(self) -> str:
-        """Why images should go elsewhere for now, as a sentence for a load balancer; "" if all sizes that the settings
-        or users want are ready."""
+        """Why images should go elsewhere for now, as a sentence for a load balancer; "" if this process is ready.
+
+        There are three reasons: before the first checkpoint, LOADING if the WebUI loads one when it starts, whether or
+        not any size is wanted, and else NO_CHECKPOINT if the settings want a size; at any time, the number of sizes
+        that are queued or being made ready. A size that failed or was cancelled is no reason.
+        """
         if not self._had_checkpoint:
             if self._webui.loads_at_start():
                 return LOADING
@@ -248,7 +272,8 @@ class WarmUp:
         return f"{count} {'size is' if count == 1 else 'sizes are'} being made ready."
 
     def _wants_sizes(self) -> bool:
-        """Whether the settings will queue any size once the first checkpoint is loaded."""
+        """Whether the settings may queue a size once the first checkpoint is loaded. "most used" counts if the history
+        has any size; whether the checkpoint's model has one is not known before."""
         settings = self._runtime.settings
         history = self._runtime.history
         wanted = parse_prewarm(settings.prewarm)
@@ -257,8 +282,8 @@ class WarmUp:
     # --- the work of a job ----------------------------------------------------------------------------------------
 
     def _share(self, job: SizeJob) -> float:
-        """The share of a job's work that is done, from 0 to 1, by time: the seconds of its work until now, divided by
-        these plus the estimated ones of the rest."""
+        """The share of a job's work that is done, from 0 to 1: the seconds that it took until now, divided by the sum
+        of these seconds and the estimated seconds of the work that is left, decode included."""
         pixels = job.size.width * job.size.height
         left = 0.0
         for number in range(job.done, job.total):
@@ -269,8 +294,8 @@ class WarmUp:
 
     def _run(self, job: SizeJob) -> str:
         """Do a job's work: its UNet calls, each while the WebUI makes no image, and then a decode. Ends early if the
-        job is cancelled. Returns why a shape got no graph, for users; "" if each has one, or the backend makes none.
-        Raises Refusal if the host computes a call, and what a call raises."""
+        job is cancelled. Returns why a shape got no graph, for users; "" if every shape got one, and for a backend
+        without graphs. Raises Refusal if the host computes a call, and any exception of a call."""
         no_graph = ""
         while job.state == RUNNING and job.done < job.total:
             no_graph = self._in_turn(job, self._call) or no_graph
@@ -283,10 +308,11 @@ class WarmUp:
         return self._queue.in_turn(job, self._webui.exclusively, partial(work, job))
 
     def _decode(self, job: SizeJob) -> str:
-        """Let the VAE decode at the job's size, so that OneDiff checks it before the first image. Does nothing if a
-        decode of this size was checked already, with whatever result, or the job no longer runs. A failure is only
-        logged, because the first image does the check too. Its time counts for the job and for estimates in any case.
-        Always returns "": a decode gives a job no reason (see _run)."""
+        """Let the VAE decode at the job's size, so that OneDiff checks the decode before the first image. Does nothing
+        if the job no longer runs, or if a decode of this size was checked before, even if that check failed. If the
+        decode fails, that is only logged, because the first image tries again. The time of the decode, failed or not,
+        is added to the job's seconds and to the measurements for estimates. Always returns "", because _in_turn wants a
+        string: no decode gives the job a reason."""
         size = job.size
         known = any(
             (entry.key.resolution, entry.key.batch) == (size.resolution, size.batch) and entry.state is not State.COLD
@@ -305,15 +331,18 @@ class WarmUp:
         return ""
 
     def _warm_decode(self, size: Size) -> None:
-        """Let the WebUI decode random latents of this size, and write the times of all shapes to the history."""
+        """Let the WebUI decode random latents of this size, and write the times of all shapes to the history. Raises
+        any exception of the decode."""
         with self._runtime.warming_up():
             self._webui.warm_decode(size.width, size.height, size.batch)
         self._runtime.history.keep(self._runtime.table.entries(), in_images=False)
 
     def _call(self, job: SizeJob) -> str:
-        """Make a job's next UNet call, and update its progress. Returns why a shape has no graph after its last call,
-        if the backend makes graphs; else "". Does nothing and returns "" if the job is cancelled. Raises Refusal if the
-        host computes the call, and what the call raises.
+        """Make a job's next UNet call, and update the job's progress: if the call was replayed from a graph, the
+        shape's remaining calls count as done. Does nothing if the job is cancelled.
+
+        Returns "", except after the last call of a shape that has no graph although its backend makes graphs: then why
+        it has none, which may be "". Raises Refusal if the host computed the call, and any exception of the call.
         """
         if job.state != RUNNING:
             return ""

@@ -33,6 +33,7 @@ from .services import Services
 from .verify import relative_error
 
 log = logging.getLogger("onediff")
+# Reasons, for users, why a call is not computed with 8-bit weights, or not with "Low-bit only".
 NO_ROOM = "there is not enough GPU memory for the 8-bit weights, or to measure their error"
 NONE_IN_MAIN_MEMORY = "Low-bit only has no effect: the whole model is on the GPU, and no part of it in main memory"
 CHANGES_AT_EACH_CALL = "Low-bit is inactive: the WebUI changes the model's weights on the fly, perhaps at each step"
@@ -45,12 +46,12 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Candidate(Generic[Result]):
-    """A backend that may serve a call or a decode, with or without lossy products. Both functions raise Refusal if this
-    backend cannot serve it, so that the next candidate is tried.
+    """A backend that may serve a call or a decode, with or without lossy products. entry and serve raise Refusal if
+    this backend cannot serve it, so that the next candidate is tried.
 
     entry: returns the entry of the shape with this backend.
-    serve: serve(entry, reason) returns the result. reason: why the candidate before did not serve, for users; "" for
-        the first.
+    serve: serve(entry, reason) returns the result. reason: why the candidate before this one did not serve, for users;
+        for the first candidate, the reason given to first_to_serve, or "".
     """
 
     entry: Callable[[], Entry]
@@ -61,13 +62,15 @@ def first_to_serve(
     candidates: Iterable[Candidate[Result]], reason: str, sampling: int | None = None,
     after_failure: Callable[[Attempt[Any]], object] = lambda failed: None,
 ) -> Result:
-    """The result of the first candidate that neither refuses nor fails. A fault of ours is logged, and its entry is
-    marked as failed; then the next candidate is tried.
+    """The result of the first candidate that neither refuses nor fails. If a candidate's serve() fails by a fault of
+    ours, the fault is logged, the candidate's entry is marked as failed, and the next candidate is tried.
 
-    candidates: the fastest first. reason: why a faster backend is not among them, for users. sampling: the number of
-    the sampling in progress; see Entry.mark_failed. after_failure: called with the failed attempt after each refusal or
-    fault of a candidate's serve(). Raises Refusal with the last reason if none serves, and torch.cuda.OutOfMemoryError
-    at once.
+    candidates: the fastest first. reason: why a faster backend is not among them, for users; "" if none is missing.
+    sampling: the number of the sampling in progress; see Entry.mark_failed. after_failure: called with the failed
+    attempt after each refusal or fault of a candidate's serve(), but not after a refusal of its entry().
+
+    Raises Refusal with the last reason if no candidate serves, torch.cuda.OutOfMemoryError and HostError at once, and a
+    fault in a candidate's entry().
     """
     for candidate in candidates:
         admitted = attempted(candidate.entry)
@@ -97,8 +100,10 @@ class BackendChoice:
         self._devices = services.devices
 
     def begin(self, network: Network, settings: Settings, call: Call) -> Candidates:
-        """Update the network's binding for a call, and return the backends to try, with their 8-bit variants if the
-        option Low-bit is on. Drops 8-bit weights that the settings, or this model, do not allow now.
+        """Update the network's binding for a call, and return the backends to try, with the 8-bit variants of the first
+        one if the option Low-bit is on. If Low-bit is on but has no effect, Candidates.reason says why. Drops all 8-bit
+        weights if the option is off, if the host changes weights on the fly, or if the model's file has low-bit
+        weights.
 
         Raises Refusal if the host must compute the call. Call it outside of our_modes(), because the host's autocast
         and gradient modes decide whether a call can be served.
@@ -129,8 +134,8 @@ class BackendChoice:
         return candidates
 
     def _with_low_bit(self, network: Network, settings: Settings, call: Call, found: Candidates) -> Candidates:
-        """The candidates `found` with the 8-bit variants of the first backend added (Candidates.lossy), and with the
-        reasons, joined by "; ", why a variant is missing; "" if none is."""
+        """The candidates `found` with the 8-bit variants of the first backend added (Candidates.lossy).
+        Candidates.reason becomes the reasons why a variant is missing, joined by "; "; "" if no variant is missing."""
         if not found.devices[0].traits.takes_lossy:
             other = found.reason or "another backend was chosen"
             return found._replace(reason=f"Low-bit needs the native backend: {other}")
@@ -159,8 +164,9 @@ class LowBitRoute:
     Callers must hold the runtime's lock (Services.computing).
 
     "8-bit weights" are those that were quantized for the option Low-bit (Network.low_bit). With the option "Low-bit
-    only" (lossy.only), the GPU has them in place of weights that stay in main memory; otherwise it has both. A "choice"
-    (Network.low_bit_choice) says which classes of layers are in eight bits.
+    only" (lossy.only), the GPU has 8-bit weights of layers whose 16-bit weights stay in main memory; otherwise it has
+    the 8-bit and the 16-bit weights of a layer. A "choice" (Network.low_bit_choice) says which classes of layers are in
+    eight bits, by their errors; there is none with "Low-bit only", which computes without a budget.
     """
 
     def __init__(self, services: Services) -> None:
@@ -170,8 +176,8 @@ class LowBitRoute:
         self._families = services.families
 
     def tune(self, network: Network, lossy: Lossy, call: Call) -> bool:
-        """Measure which products of a call are faster in eight bits than in 16, if that is unknown. This runs kernels
-        on the GPU, and quantizes nothing. Returns whether anything was measured."""
+        """Measure which products of a call are faster in eight bits than in 16, where that is unknown. This runs
+        kernels on the GPU, and quantizes nothing. Returns whether anything was measured."""
         return self._devices.lossy.low_bit.tune(lossy, network.bound.layout, call, self._services.time_ms(call))
 
     def fit(
@@ -181,11 +187,12 @@ class LowBitRoute:
         bits and within the error budget; with lossy.only, those of all layers whose 8-bit weights fit on the GPU.
         Unknown errors are measured first, in this call.
 
-        is_first: whether this is the shape's first call, which is compared with the host. Then it is measured first
-        which products are faster, so that later calls compute the same layers in eight bits.
+        is_first: whether this is the shape's first call, which is compared with the host. In it, tune() runs first, so
+        that later calls compute the same layers in eight bits.
 
-        Raises Refusal if no layer may be in eight bits, if the errors cannot be measured in this call, or if the GPU is
-        full: then 8-bit weights are dropped, and not tried again in this sampling.
+        Raises Refusal if no layer may be in eight bits, if the errors cannot be measured in this call, or if the GPU
+        has no room. After running out of memory, the network's 8-bit weights are dropped, and refused until the next
+        sampling; after a fault of ours, which is raised, they are dropped.
         """
         fitted = attempted(lambda: self._fit_or_raise(network, lossy, call, settings, is_first))
         if fitted.outcome is Outcome.OUT_OF_MEMORY:
@@ -199,7 +206,7 @@ class LowBitRoute:
     def _fit_or_raise(
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, is_first: bool
     ) -> None:
-        """As fit(), but does not drop 8-bit weights after a failure. Raises Refusal and torch.cuda.OutOfMemoryError."""
+        """As fit(), but does not drop 8-bit weights after a failure, and raises torch.cuda.OutOfMemoryError too."""
         if network.no_room_for_low_bit:
             raise Refusal(NO_ROOM)
         fitting = self._fitting_layers(network, lossy, call, is_first) if lossy.only else None
@@ -211,8 +218,8 @@ class LowBitRoute:
         self, network: Network, lossy: Lossy, call: Call, settings: Settings, fitting: Collection[str] | None
     ) -> None:
         """Quantize the layers that are wanted for a call, after dropping 8-bit weights of other settings. fitting: with
-        lossy.only, the names of the layers whose 8-bit weights fit on the GPU; otherwise None. Raises Refusal if no
-        class of layers is within the budget."""
+        lossy.only, the names of the layers whose 8-bit weights fit on the GPU: these are quantized, whatever their
+        errors; otherwise None. Raises Refusal if no class of layers is within the budget, and what _left_out raises."""
         budget = settings.low_bit_budget
         low_bit = self._devices.lossy.low_bit
         layout = network.bound.layout
@@ -236,12 +243,12 @@ class LowBitRoute:
             )
 
     def _fitting_layers(self, network: Network, lossy: Lossy, call: Call, is_first: bool) -> set[str]:
-        """For the option "Low-bit only": the names of the layers in main memory whose 8-bit weights fit on the GPU, and
-        of those that have 8-bit weights there already. Layers are taken in the order of low_bit.wanted until the GPU is
-        full. is_first: see fit; at other calls, layers that have 8-bit weights stay the only ones.
+        """For the option "Low-bit only": the names of the layers that have 8-bit weights on the GPU already, and at a
+        shape's first call (is_first), or while no layer has any, also of the layers in main memory whose 8-bit weights
+        fit on the GPU. Layers are taken in the order of low_bit.wanted; one that does not fit is left out.
 
         If not all fit, the host is asked to move more 16-bit weights off the GPU. If it does, the binding is refreshed,
-        and the layers, of which more are in main memory now, are counted again. Raises Refusal if none fits.
+        and the layers are counted again, because more of them are in main memory now. Raises Refusal if none fits.
         """
         bound = network.bound
         kept = network.low_bit
@@ -274,13 +281,15 @@ class LowBitRoute:
     def _left_out(
         self, network: Network, lossy: Lossy, call: Call, budget: float, wanted: WantedKinds
     ) -> frozenset[str]:
-        """The classes of layers that stay in 16 bits. Errors that are unknown are measured first, in this call, and
-        kept for this checkpoint, also on the disk. Sets Network.low_bit_choice.
+        """The classes of layers that stay in 16 bits. Unknown errors are measured first, in this call, and kept for
+        this checkpoint, also on the disk; Network.low_bit_choice becomes the choice by all errors.
 
-        budget: the largest relative error of the output. wanted: the layers that are faster in eight bits. Warm-ups and
-        cached passes measure nothing, because they are not full steps of an image; they compute classes of unknown
-        error in eight bits. Raises Refusal if the errors cannot be measured in this call, and
-        torch.cuda.OutOfMemoryError.
+        budget: the largest relative error of the output. wanted: the layers that are faster in eight bits.
+
+        Warm-ups and cached passes measure nothing and change no choice, because they are not full steps of an image:
+        classes of unknown error are in eight bits then. The last steps of an image (see half_of) measure nothing
+        either: they raise Refusal if a class's error is unknown. Raises Refusal too if the exact output is not finite,
+        and torch.cuda.OutOfMemoryError.
         """
         layout = network.bound.layout
         low_bit = self._devices.lossy.low_bit
@@ -308,12 +317,13 @@ class LowBitRoute:
         return choice.left_out
 
     def _measured(self, network: Network, lossy: Lossy, call: Call, choice: Choice, half: int) -> Choice:
-        """The choice with the measured errors added, after measuring in this call until it is known which classes are
-        within the budget. half: the half of an image that the call is in; see low_bit_errors.half_of.
+        """The choice with the errors added that this call has measured: those that the call's half of an image still
+        needs, until it is known which classes are within the budget. half: see low_bit_errors.half_of; at 0, nothing is
+        measured, and the same choice is returned.
 
         Runs one forward without a graph for the exact output, one for each class alone, and one for all together; if
-        these exceed the budget, one more each time that a class is left out. Raises Refusal if the exact output is not
-        finite, and torch.cuda.OutOfMemoryError.
+        all together exceed the budget, one more each time that a class is left out. Raises Refusal if the exact output
+        is not finite, and torch.cuda.OutOfMemoryError.
         """
         exact: Tensor | None = None
         while due := choice.due(half):
@@ -329,9 +339,9 @@ class LowBitRoute:
         return choice
 
     def _quantize(self, network: Network, wanted: WantedKinds, left_out: frozenset[str]) -> bool:
-        """Quantize the wanted layers whose class is not in left_out. 8-bit weights with another left_out, and graphs
-        that read them, are dropped first. Returns True; or False, and quantizes nothing, if all wanted layers are left
-        out. Raises torch.cuda.OutOfMemoryError."""
+        """Quantize the wanted layers whose class is not in left_out. 8-bit weights that were made for another left_out,
+        and the graphs that read them, are dropped first. Returns False, and quantizes nothing, if there are wanted
+        layers and all are left out; otherwise True, also if no layer is wanted. Raises torch.cuda.OutOfMemoryError."""
         if network.low_bit is not None and network.low_bit.left_out != left_out:
             # Existing graphs were captured for another choice of layers.
             self._graphs.drop_low_bit(network)
@@ -344,8 +354,8 @@ class LowBitRoute:
         return True
 
     def _output(self, network: Network, lossy: Lossy, call: Call, layers: Collection[str]) -> Tensor:
-        """The whole network's output for a call, computed without a graph, with these layers alone in eight bits.
-        layers: their names, of layers that have 8-bit weights."""
+        """The output of the whole network for a call, without the call's cut and without a graph. layers: the names of
+        the layers to compute in eight bits, which must have 8-bit weights; () gives the exact output."""
         ops = self._devices.lossy.operators()
         whole = replace(call, cut=None)
         source = network.source(lossy, whole, layers)

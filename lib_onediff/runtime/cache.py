@@ -30,9 +30,10 @@ from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 
 PACKAGE = Path(__file__).resolve().parents[1]
-# Folders of our package that cannot affect an output. Changes in all others, new ones too, make verdicts invalid.
+# Folders of our package that cannot affect an output. A change of a file in any other folder makes all verdicts
+# invalid.
 COMPUTES_NOTHING = {"api", "bench", "ui"}
-# If the runtime's lock is held by a call for longer than this, a page shows the numbers of its last look.
+# If a call holds the runtime's lock for longer than this, a page shows the numbers that were read before.
 SECONDS_A_PAGE_WAITS = 0.05
 
 
@@ -40,9 +41,9 @@ SECONDS_A_PAGE_WAITS = 0.05
 class Fingerprint:
     """The properties of a machine that verdicts, times and tuned choices depend on.
 
-    gpu: the name of the GPU, or "cpu".
-    driver: its version; "none" on a CPU.
-    torch: its version.
+    gpu: the name of the GPU; "cpu" if torch can use none.
+    driver: the version of NVIDIA's driver, or "hip" and the version of HIP on AMD; "none" on a CPU.
+    torch: the version of torch.
     onediff: our version, and the digest of our sources.
     """
 
@@ -53,7 +54,8 @@ class Fingerprint:
 
     @property
     def digest(self) -> str:
-        """The digest of all fields, by which the store tells apart the data of different machines and versions."""
+        """A digest of all fields, 16 hexadecimal digits. The store uses only data that was kept with the same
+        digest."""
         return hashlib.sha256(repr(astuple(self)).encode()).hexdigest()[:16]
 
     @classmethod
@@ -72,8 +74,8 @@ class Fingerprint:
 
 @functools.cache
 def source_digest(package: Path = PACKAGE) -> str:
-    """A digest of the files of our package that can affect an output: all but those in COMPUTES_NOTHING. They are read
-    at the first call, in milliseconds, and not imported."""
+    """A digest of the files of our package that can affect an output: the sources and compiled kernels (.py, .zip) in
+    all folders but COMPUTES_NOTHING. The files are read once, in milliseconds, and not imported."""
     digest = hashlib.sha256()
     for folder, inside, names in os.walk(package):
         inside[:] = sorted(name for name in inside if name != "__pycache__" and name not in COMPUTES_NOTHING)
@@ -114,8 +116,8 @@ class Cache:
     # --- showing --------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[ResolutionRow]:
-        """A row for every resolution of every model that is in memory, on the disk or pinned, the most recently used
-        first."""
+        """A row for each resolution of each model that was used in this process, is kept on the disk, or is pinned; the
+        most recently used first. If a call holds the lock, the graphs' memory in the rows may be older (see _look)."""
         services = self._services
         return rows_of(
             services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,
@@ -147,7 +149,8 @@ class Cache:
         return sum(len(held.names()) for held in self._low_bit())
 
     def _low_bit_errors(self) -> list[LowBitErrors]:
-        """The measured 8-bit errors of each checkpoint, each once: a copy of a network on a second GPU has the same."""
+        """The measured 8-bit errors of each checkpoint, each once: a network's copy on a second GPU has the same
+        errors."""
         choices = [
             choice for network in self._services.networks.values() if (choice := network.low_bit_choice) is not None
         ]
@@ -155,8 +158,11 @@ class Cache:
 
     def status(self) -> dict[str, Any]:
         """How the last image was made, and the present state of OneDiff's parts, as plain values for a page or JSON.
-        Has all keys of CallStats.status. Raises nothing: a part that fails is left at its default, and "faults" tells
-        why.
+        Raises nothing: a part that fails has its empty value, and the failure is in "faults".
+
+        Has all keys of CallStats.status; the name of each step policy (see policy_status); "vae", "second_gpu",
+        "low_bit" (see LowBitErrors), "low_bit_layers" and "faults"; and "enabled" and "backend", by the settings of the
+        generation in progress if it has some of its own.
         """
         # A part that fails adds a fault, and does not affect the other parts.
         part: Any = functools.partial(self._services.guard.attempt, "the status")
@@ -181,8 +187,8 @@ class Cache:
         """Load the history (times, verdicts, pins and tuned choices) from a folder, and write to it from now on. Safe
         to call again with the same folder.
 
-        folder: None: the one that an environment variable names; if there is none, this does nothing, and nothing is
-        kept on the disk. See store.history.chosen_folder.
+        folder: None for the folder that the user has chosen by an environment variable (store.history.chosen_folder);
+        if none is chosen, this does nothing, and nothing is kept on the disk.
         """
         folder = folder or chosen_folder()
         if folder is None:
@@ -195,8 +201,8 @@ class Cache:
         """Pin a resolution ("512x512") of a model, so that its graphs are dropped last, also in later processes; or, if
         `pinned` is False, unpin it.
 
-        Returns True. Returns False, and does nothing, for a resolution that has no row in rows() (to unpin: and no
-        pin). Raises NotKept if it could not be written to the disk.
+        Returns whether the resolution is known, that is, has a row in rows() or is pinned; an unknown one is not
+        pinned. Raises NotKept if the pin could not be written to the disk.
         """
         known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
         known = known or (not pinned and (model, resolution) in self._services.history.pins())
@@ -205,8 +211,9 @@ class Cache:
         return known
 
     def keep_history(self) -> None:
-        """Write the resolutions' last uses and times to the history. Call it between images, because it takes the
-        runtime's lock."""
+        """Write the resolutions' last uses and times to the history, and start freeing the memory of graphs whose
+        network the host has unloaded (MemoryPressure.watch). Call it between images, because it takes the runtime's
+        lock."""
         with self._services.lock:
             entries = self._services.table.entries()
         self._services.call_stats.settle()
@@ -217,12 +224,13 @@ class Cache:
 
     def purge(self, resolutions: Collection[str] | None = None, model: str | None = None) -> int:
         """Forget these resolutions ("512x512") of this model ("SD1"): graphs, verdicts, times, and their data on the
-        disk. None stands for all resolutions, and for all models; if both are None, the tuned choices on the disk go
-        too (History.forget). Returns the number of bytes of GPU memory that this frees. Waits for a call in progress.
+        disk. resolutions None: all resolutions. model None: all models. If resolutions and model are None, the tuned
+        choices on the disk are deleted too (History.forget). Returns the number of bytes of GPU memory that this frees.
+        Waits for a call in progress.
 
-        If a large graph is dropped, the others of its pool are too, and are captured again later, into less memory.
-        Call it while no image is being made (hosts.contract.WebUI.exclusively), because torch cannot free memory
-        during a capture. Raises NotKept if the data on the disk could not be deleted.
+        If a large graph is dropped, all other graphs of its memory pool are dropped too, and are captured again later,
+        into less memory. Call it while no image is being made (hosts.contract.WebUI.exclusively), because torch cannot
+        free memory during a capture. Raises NotKept if the data on the disk could not be deleted.
         """
         wanted = None if resolutions is None else set(resolutions)
         with self._services.lock:
@@ -235,9 +243,9 @@ class Cache:
         return freed
 
     def purge_disk(self) -> int:
-        """Delete the history on the disk, and all tuned choices of kernels, which are measured again when they are
-        needed. Graphs and pins stay. Returns the number of bytes of disk space that this frees. Raises NotKept if the
-        data could not be deleted."""
+        """Delete the history on the disk, and all tuned choices of kernels, in memory too; the kernels are measured
+        again when they are needed. Graphs and pins stay. Returns the number of bytes of disk space that this frees.
+        Raises NotKept if the data could not be deleted."""
         before = self._services.history.size_bytes()
         self._services.history.forget()
         self._services.tuning_cache.clear()
@@ -245,8 +253,8 @@ class Cache:
         return max(0, before - self._services.history.size_bytes())
 
     def _look(self) -> MemorySnapshot:
-        """The GPU memory of the graphs now; the result of the last look if a call holds the lock for longer than
-        SECONDS_A_PAGE_WAITS. Notes graphs that were lost with their networks."""
+        """The GPU memory of the graphs now; if a call holds the lock for longer than SECONDS_A_PAGE_WAITS, the result
+        of the last _look, at first without any graph. Takes the graphs of deleted networks out of the count."""
         if self._services.lock.acquire(timeout=SECONDS_A_PAGE_WAITS):
             try:
                 self._services.graphs.note_lost()
@@ -257,9 +265,10 @@ class Cache:
 
 
 def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
-    """A step policy's counts in an image by their names, 0 if nothing was counted; and as "reason" why it was inactive
-    at some of the image's calls, and at how many of them, for users; "" if it never was. For an image in state UNTOLD,
-    whose calls belong to no generation, the counts of all calls, and the reason at the last one."""
+    """A step policy's counts in an image by their names, 0 if nothing was counted; and as "reason", for users, why the
+    policy was inactive, and at how many of the image's calls unless at every one; "" if it was never inactive. If the
+    image is UNTOLD, its calls belong to no generation: then the counts are of all calls of this process, and the reason
+    is the last call's."""
     if image.state == UNTOLD:
         return policy.status.copy()
     nothing = {name: 0 for name, value in policy.status.items() if isinstance(value, int)}
@@ -273,7 +282,7 @@ def policy_status(policy: StepPolicy, image: ImageRecord) -> dict[str, Any]:
 
 
 def decode_of(image: ImageRecord) -> dict[str, Any]:
-    """The last decode of an image, for users: {"route": its route, None if OneDiff saw no decode; "reason": why it took
-    no better route, or ""}."""
+    """The last decode of an image, for users: under "route" its route, None if OneDiff saw no decode; under "reason"
+    why it took no better route, "" if it took the best."""
     route, reason = image.vae
     return {"route": route or None, "reason": reason}
