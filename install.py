@@ -34,6 +34,7 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
+# A disk with less free space than this counts as full when pip or venv has failed.
 FULL_DISK_BYTES = 64 << 20
 # A command that prints nothing for so long gets a line that counts the seconds.
 SILENT_SECONDS = 3
@@ -62,8 +63,11 @@ def written(release: tuple[int, ...]) -> str:
 
 
 def requirements_of(extra: str) -> tuple[list[str], list[str]]:
-    """The requirements of an extra of pyproject.toml ("demo", "test"), for pip: (those to install as usual, those to
-    install without dependencies)."""
+    """The requirements of an extra of pyproject.toml ("demo", "test") and of the project itself, as written there.
+
+    Returns (those to install with their dependencies, those to install without). An extra of ours among them is
+    replaced by its own requirements.
+    """
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     usual = read_strings(text, "project", "dependencies")
     for requirement in read_strings(text, "project.optional-dependencies", extra):
@@ -73,12 +77,12 @@ def requirements_of(extra: str) -> tuple[list[str], list[str]]:
 
 
 def tested(which: str) -> list[str]:
-    """The requirements that limit packages to the "oldest" or the "newest" versions that are tested."""
+    """The limits of the "oldest" or of the "newest" tested versions, such as ["torch<=2.14.1", ...]."""
     return read_strings((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"), "tool.onediff.tested", which)
 
 
 def within_tested(requirement: str) -> str:
-    """The requirement with the upper bound of the newest version that is tested; unchanged for other packages."""
+    """The requirement, with the package's limit of tested("newest") added; unchanged if it has none."""
     name = re.match(r"[\w-]+", requirement)[0]
     bounds = [bound.removeprefix(name) for bound in tested("newest") if re.match(r"[\w-]+", bound)[0] == name]
     return ",".join([requirement, *bounds])
@@ -94,8 +98,9 @@ def read_strings(toml: str, table: str, key: str) -> list[str]:
 
 
 def prepare_venv(extra: str) -> None:
-    """Install the extra's requirements into .venv, which is made if it does not work; do nothing if exactly these were
-    installed before. Prints what it does. Raises CannotInstall with a sentence."""
+    """Install the extra's requirements into .venv, and print what is done. A .venv without a working pip is deleted and
+    made anew. Does nothing if exactly these requirements were installed before. Raises CannotInstall, and OSError if
+    .venv cannot be written."""
     usual, without_dependencies = requirements_of(extra)
     usual = [within_tested(requirement) for requirement in usual]
     wanted = usual + without_dependencies
@@ -114,8 +119,8 @@ def prepare_venv(extra: str) -> None:
 
 
 def what_it_installs(extra: str, wanted: list[str]) -> str:
-    """A sentence for the user on what pip will now install. wanted: the extra's requirements, also those that are
-    installed already."""
+    """A sentence for the user that names the missing packages, without their dependencies. wanted: the extra's
+    requirements, also those that are installed already."""
     folders = [str(path) for path in (*VENV.glob("lib/python*/site-packages"), VENV / "Lib" / "site-packages")]
     installed = {plain_name(found.metadata["Name"] or "") for found in distributions(path=folders)}
     missing = [re.match(r"[\w-]+", wish)[0] for wish in wanted if is_for_this_system(wish)]
@@ -185,7 +190,7 @@ def venv_bytes() -> int:
 
 
 def is_cpu_build() -> bool:
-    """Whether .venv has the CPU build of torch, or will get it because pip's constraints name it."""
+    """Whether .venv has the CPU build of torch, or will get it because a file of PIP_CONSTRAINT names that build."""
     if any(VENV.glob("lib/python*/site-packages/torch-*+cpu.dist-info")):
         return True
     for file in os.environ.get("PIP_CONSTRAINT", "").split():
@@ -228,14 +233,14 @@ def make_venv() -> None:
 
 
 def own_environment() -> dict[str, str]:
-    """A copy of the environment variables, without those that would make .venv's Python or pip use other folders."""
+    """A copy of the environment variables in which none makes .venv's Python or pip use other folders."""
     misleading = ("PYTHONHOME", "PYTHONPATH", "PIP_TARGET", "PIP_PREFIX", "PIP_USER")
     return {**{name: value for name, value in os.environ.items() if name not in misleading}, "PIP_USER": "0"}
 
 
 def run_pip(requirements: list[str], *options: str) -> None:
-    """Install requirements into .venv with pip, which prints its progress. options: further ones of pip install. Raises
-    CannotInstall with the reason."""
+    """Install requirements into .venv with pip, which prints its progress. options: further options of pip install.
+    Raises CannotInstall if pip fails, with the reason, or with pip's errors if the reason is unknown."""
     command = [str(VENV_PYTHON), "-m", "pip", "install", "--no-input", "--prefer-binary", *options, *requirements]
     exit_code, errors = run_long(command, shows_output=True)
     if exit_code:
@@ -245,10 +250,12 @@ def run_pip(requirements: list[str], *options: str) -> None:
 def run_long(command: list[str], shows_output: bool) -> tuple[int, str]:
     """Run a command that may take minutes. Returns (its exit code, the text that the user did not see).
 
-    shows_output: whether the user sees the command's output, so that only its errors are returned; otherwise both are.
-    On a terminal, a line counts the seconds while the command shows nothing. Not on Windows: programs cannot be given a
-    terminal of ours there, and pip draws its progress bars on a terminal alone. If the user presses Ctrl-C, the command
-    is stopped and KeyboardInterrupt raised.
+    shows_output: if True, the user sees the command's standard output, and only its standard error is returned; if
+        False, the user sees neither, and both are returned.
+
+    While the command shows nothing, a line counts the seconds (LiveLine). There is no such line on Windows, where a
+    program cannot be given a terminal of ours, which pip needs for its progress bars; nor if our output is no terminal.
+    If the user presses Ctrl-C, the command is stopped and KeyboardInterrupt raised.
     """
     is_live = os.name != "nt" and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     hidden, its_errors = os.pipe()
@@ -317,10 +324,10 @@ def put(data: bytes) -> None:
 
 
 def read_to_end(hidden: int, shown: "int | None", line: "LiveLine | None") -> str:
-    """Read a command's output until it ends. Returns the text of what the user does not see.
+    """Read two file descriptors to their ends. Returns the text of `hidden`, and writes the bytes of `shown` to `line`.
 
-    hidden: the file descriptor of that output. shown: the one of output that is passed on to the terminal through
-    `line`; None if there is none. line: None without a terminal.
+    hidden: has the output that the user does not see. shown: has the output for the terminal; None if there is none.
+    line: None without a terminal; then `shown` must be None too.
     """
     text = b""
     files = {hidden, shown} - {None}
@@ -405,8 +412,8 @@ def hand_over(command: list[str]) -> int:
 
 
 def install_and_run(extra: str, command: list[str]) -> int:
-    """Prepare .venv for the extra, then run the command (see hand_over). If that fails, prints why and returns 1; 130
-    after Ctrl-C."""
+    """Prepare .venv for the extra, then run the command by hand_over. If .venv cannot be prepared, prints why and
+    returns 1, or 130 after Ctrl-C."""
     try:
         prepare_venv(extra)
     except CannotInstall as reason:
@@ -426,7 +433,7 @@ def install_and_run(extra: str, command: list[str]) -> int:
 
 def main(arguments: list[str]) -> int:
     """Do what the command line asks for (see the module). arguments: without the program's name. Returns the exit code:
-    0 without arguments, 2 for unknown ones."""
+    0 without arguments, 2 after a usage message for unknown ones. --help ends the process with exit code 0."""
     if not arguments:
         return 0
     if arguments[0] == "--demo":

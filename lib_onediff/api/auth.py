@@ -15,8 +15,9 @@ from .gate import FOREIGN_PAGE, READING, Origins, origins_of
 
 # The module prefix of our handlers. None of them is a generator.
 OURS = f"{__name__.partition('.')[0]}.ui."
+# The route of the WebUI's own API whose protection ours shares.
 HOSTS_OWN = "/sdapi/v1/txt2img"
-# Since gradio 5 with a prefix.
+# The path at which gradio tells whether a request has a login; since gradio 5, it has a prefix.
 LOGIN_CHECK = f"{getattr(getattr(gr, 'route_utils', None), 'API_PREFIX', '')}/login_check"
 NO_CHECK = "This WebUI asks for an account by --api-auth, in a way that OneDiff does not support."
 NO_PAGE = "There is no page to log in on with --nowebui: start the WebUI with --api-auth to use its API."
@@ -38,7 +39,7 @@ def protection(app: Any, cmd_opts: Any) -> list[Any]:
 
 def password_check(app: Any) -> list[Any]:
     """The dependencies with which a WebUI that was started with --api-auth protects its own API, read from its txt2img
-    route. If that route is not found, or has none, a single one that refuses every request."""
+    route. Without such a route, or if the route has no dependencies: [a dependency that refuses every request]."""
     own = [route for route in app.routes if getattr(route, "path", "") == HOSTS_OWN]
     return next((route.dependencies for route in own if getattr(route, "dependencies", [])), [Depends(let_nobody_in)])
 
@@ -77,8 +78,8 @@ async def status_of(app: Any, path: str, request: Request) -> int:
     """The HTTP status with which `app` answers a GET of a path, with the cookies of `request`. app is called in this
     process, not over the network.
 
-    With it, gradio decides whether the sender of a request to our own routes is logged in: only gradio knows the names
-    of its cookies, which change with its releases.
+    By it, login_check lets gradio decide whether a sender has logged in: only gradio knows the names of its cookies,
+    which change with its releases.
     """
     headers = [(name, value) for name, value in request.headers.raw if name in (b"cookie", b"host")]
     transport = httpx.ASGITransport(app, client=request.scope["client"])
@@ -119,7 +120,7 @@ def refuse_foreign_pages(page: Any, cmd_opts: Any) -> None:
 
 def checked(function: Callable[..., Any], origins: Origins) -> Callable[..., Any]:
     """A handler of an event that raises gradio.Error for a request from a page of another site, and otherwise returns
-    function(*values)."""
+    function(*values). A request without headers counts as one of a program, which may use the page's events."""
 
     # Without functools.wraps: gradio passes the request because it sees this signature.
     def answer(request: gr.Request, *values: Any) -> Any:

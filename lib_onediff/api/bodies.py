@@ -114,16 +114,17 @@ def json_answer(content: Any, status: int = 200) -> Response:
 
 
 def refusal(status: int, sentence: str, headers: Mapping[str, str] | None = None) -> Response:
-    """A response with an HTTP status for an error, and {"detail": sentence}. A sentence that is too long is cut: it may
-    quote text from a client."""
+    """A response with an HTTP status for an error, and {"detail": sentence}. The sentence may quote text from a client:
+    a long one is cut, and unprintable characters become "?" (core.logs.readable)."""
     answer = json_answer({"detail": readable(sentence)}, status)
     answer.headers.update(headers or {})
     return answer
 
 
 def sentence_of(error: RequestValidationError) -> str:
-    """One sentence for a request body that does not fit its model, such as "sizes: ...". Of several errors, it is the
-    one with the longest path: a field that takes a list or null has an error for each."""
+    """One sentence for a request body that does not fit its model, such as "sizes: ...". Of several errors, it tells
+    the one with the longest path: a field that takes a list or null has an error for each of these types. If no field
+    is at fault, for example if the body is no JSON, the sentence begins with "The request body is not usable"."""
     path: list[Any] = []
     message = ""
     for found in error.errors():

@@ -130,7 +130,9 @@ class Gate:
 
     app: the ASGI application inside.
     identify: raises HTTPException for a request without a login, from the headers alone; None if no login is required.
-    largest: the largest body in bytes that users who have logged in may send; others may send LARGEST_LOGIN.
+        A request without a login still reaches `app`, which must refuse it, but only with a small body.
+    largest: the largest body in bytes that users who have logged in may send, and everybody if identify is None. A
+        request without a login may have LARGEST_LOGIN bytes.
     page_policy: the page's Content-Security-Policy; "" for none.
     """
 
@@ -185,9 +187,11 @@ class Gate:
         return self.largest
 
     def harmless(self, path: str, send: Send) -> Send:
-        """An ASGI send function that passes the answer of a path on to `send`, with headers added: browsers must not
-        guess content types, must save uploaded files instead of showing them (except SHOWN_FILES), and apply
-        page_policy to the page."""
+        """An ASGI send function that passes the answer of a path on to `send`, with headers for the browser added.
+
+        For every path: do not guess content types. For "/": page_policy. For FILE_PATHS: run no scripts of the file,
+        and save it instead of showing it, except for the types of images in SHOWN_FILES.
+        """
 
         async def send_marked(message: Message) -> None:
             if message["type"] == "http.response.start":

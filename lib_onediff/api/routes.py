@@ -247,10 +247,11 @@ class Routes:
         return json_answer({"vram": self._between_images(self._runtime.release_memory, body.wait)})
 
     def _between_images(self, work: Callable[[], Result], seconds: float) -> Result:
-        """Run work() while the WebUI makes no image, and return its result or raise its exception. If an image is still
-        being made after so many seconds, work() is never run, and HTTPException 409 is raised.
+        """Run work() while the WebUI makes no image, and return its result or raise its exception. If work() could not
+        begin within so many seconds, because of an image or of another such request, it is never run, and HTTPException
+        409 is raised. Once it has begun, its end is awaited, however long it takes.
 
-        The WebUI's own lock has no timeout, so a thread waits for it, one at a time.
+        The WebUI's own lock has no timeout, so a thread waits for it, one for all requests at a time.
         """
         deadline = time.monotonic() + seconds
         busy = HTTPException(
