@@ -49,8 +49,8 @@ examples:
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:
     """The values of OneDiff's options, by name, from words such as "low_bit=int8". A word without "=" has the value "";
-    of several words for one option, the last counts. Raises ValueError for an unknown option or a wrong value: with a
-    sentence for users, but for a word that is no number with Python's own message."""
+    of several words for one option, the last counts. Raises ValueError for an unknown option or a wrong value. Its
+    message is a sentence for users, except where an option takes a number and the value is none."""
     known = {option.name: option for option in fields(Settings)}
     chosen = {}
     for word in words:
@@ -136,7 +136,7 @@ def cells(row: Row) -> dict[str, str]:
 
 
 def shown(value: Any) -> str:
-    """A value of a row as printed: floats with four digits, "" for None."""
+    """A value of a row as printed: floats with four significant digits, "" for None."""
     if value is None:
         return ""
     return f"{value:.4g}" if isinstance(value, float) else str(value)
@@ -153,7 +153,8 @@ def table(rows: Sequence[Row]) -> str:
 
 @torch.no_grad()
 def main() -> int:
-    """Run the command of sys.argv, and print its rows as a table; with --share, share() prints its own.
+    """Run the command of sys.argv, and print its rows as a table; with --share, share() prints its own. With --json,
+    the file is written again after each row.
 
     Returns the exit code: 1 after a failure, or if a row has a note, such as a variant that this machine does not
     support; else 0.

@@ -64,8 +64,9 @@ class Drawing:
         ).images
 
     def times(self, size: Size, steps: int, batch: int, runs: int) -> tuple[list[float], Tensor]:
-        """Seconds for each image in each of `runs` timed calls of draw(); and the images of the last one. Before these,
-        calls that are not timed let OneDiff measure, check and capture. steps: sampling steps of an image."""
+        """(the seconds for one image in each of `runs` timed calls of draw(): a call's time divided by `batch`; the
+        images of the last call). Before these, calls that are not timed let OneDiff measure, check and capture.
+        steps: sampling steps of an image."""
         with runtime.warming_up():
             for _ in range(WAITING_IMAGES):
                 self.draw(size, steps, batch)
@@ -107,13 +108,14 @@ def random_prompt(unet: Any) -> dict[str, Any]:
 
 
 def load_model(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of the shipped model, by its name, or of a diffusers folder; see load_pipeline."""
+    """The pipeline of the shipped model, if `name` is "emoji-sd", or of a diffusers folder; see load_pipeline."""
     return load_pipeline(SHIPPED if name == SHIPPED.name else Path(name), dtype, device)
 
 
 def load_pipeline(folder: Path, dtype: torch.dtype, device: torch.device) -> Any:
-    """The pipeline of a diffusers folder, with the Euler scheduler, on a device; that of the demo if the folder is
-    emoji-dit. Raises Refusal if the folder cannot be loaded."""
+    """The pipeline of a diffusers folder, with the Euler scheduler, on a device. A folder named emoji-dit is
+    not read: for it, the demo's own pipeline with the shipped transformer is returned, with its own scheduler. Raises
+    Refusal if the folder cannot be loaded."""
     from diffusers import EulerDiscreteScheduler
 
     if folder.name == EMOJI_DIT.name:
@@ -153,8 +155,9 @@ def image(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 def by_onediff(
     pipe: Any, chosen: list[Options], draw: Callable[[], Drawn],
 ) -> Iterator[tuple[Row, Drawn]]:
-    """(part of a row, result of draw()) with OneDiff's default options, and with each of the chosen ones. The part has
-    the options and how OneDiff served the last call. The pipeline is diffusers' own again after each."""
+    """(part of a row, result of draw()) with OneDiff's default options, then with each of the chosen ones. The part has
+    the options as text ("options": ONEDIFF for the defaults) and how OneDiff served the last call ("served_by"). After
+    each draw(), the pipeline is diffusers' own again."""
     for options in ({}, *chosen):
         compile_pipe(pipe, **options)
         drawn = draw()
@@ -170,6 +173,7 @@ PROMPTS = Path(__file__).with_name("prompts.json")
 JUDGE = SHIPPED.with_name("emoji-judge.safetensors")
 HOST32 = "host, fp32"
 ANOTHER = "another prompt's image"
+# The width and height of an image in pixels, and how many of these a latent has for one.
 SIDE = 256
 REDUCTION = 8
 IMAGES_AT_ONCE = 8
@@ -180,8 +184,8 @@ LOWEST = 0.05
 
 
 def held_out(count: int) -> list[Row]:
-    """`count` prompts of PROMPTS, as {"prompt", "shows": emoji names, "seed"}. If there are fewer prompts, they are
-    repeated with other seeds."""
+    """`count` prompts of PROMPTS, as {"prompt", "shows": emoji names, "seed"}. The seed is 0; if PROMPTS has fewer,
+    they are repeated with seed 1, then 2 and so on."""
     known = json.loads(PROMPTS.read_text(encoding="utf-8"))
     return [{**known[number % len(known)], "seed": number // len(known)} for number in range(count)]
 
@@ -190,8 +194,8 @@ def draw(
     pipe: Any, wanted: list[Row], steps: int, guidance: float = SHIPPED_CFG_SCALE, at_once: int = IMAGES_AT_ONCE,
 ) -> Tensor:
     """The images of these prompts, (n, 3, SIDE, SIDE) of float32 from 0 to 1. wanted: see held_out. steps: sampling
-    steps of an image. guidance: the CFG scale. at_once: the number of images of a call. The last call is filled up, so
-    that all have the same shape."""
+    steps of an image. guidance: the CFG scale. at_once: the number of images of a call. The last call draws its last
+    prompt several times if prompts are lacking, so that all calls have the same shape."""
     parts = []
     at_once = min(at_once, len(wanted))
     network: Any = network_of(pipe)
@@ -209,12 +213,13 @@ def draw(
 
 
 def draw_prompts(pipe: Any, wanted: list[Row], steps: int, guidance: float = SHIPPED_CFG_SCALE) -> Tensor:
-    """The images of draw() as in a file: (n, 3, SIDE, SIDE) of uint8 on the CPU."""
+    """The images of draw(), rounded as for a file: (n, 3, SIDE, SIDE) of uint8 on the CPU."""
     return (draw(pipe, wanted, steps, guidance) * 255).round().to(torch.uint8).cpu()
 
 
 def draw_ready(pipe: Any, wanted: list[Row], steps: int, guidance: float) -> Tensor:
-    """The images of draw_prompts(), made after a first batch in which OneDiff measures, checks and captures."""
+    """The images of draw_prompts(). Before, the first batch is drawn once more than needed, so that OneDiff measures,
+    checks and captures in it."""
     with runtime.warming_up():
         draw_prompts(pipe, wanted[:IMAGES_AT_ONCE], steps, guidance)
     return draw_prompts(pipe, wanted, steps, guidance)
@@ -224,7 +229,9 @@ def quality(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The rows of the command `quality`: how far images are from diffusers' own in float32. The rows are float32
     itself, another prompt's images (the scale for the rest), diffusers in --dtype (unless that is float32), OneDiff,
     and OneDiff with each --set. With --picture, writes a sheet of the first images of each --set below float32's.
-    Raises Refusal if the model cannot be loaded, or the sheet cannot be drawn."""
+
+    Only the first of --model is measured. A --set with Low-bit computes every layer in eight bits, also those in which
+    that gains no time. Raises Refusal if the model cannot be loaded, or the sheet cannot be drawn."""
     model = (options.model or [SHIPPED.name])[0]
     wanted = held_out(options.images)
     sampling = options.steps, options.guidance
@@ -260,9 +267,10 @@ def pictures_of(images: Tensor) -> list[Image.Image]:
 def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Row:
     """A part of a row: how far images are from the exact ones, both (n, 3, height, width) of uint8.
 
-    wanted: the prompts of the images; see held_out. psnr_db: the median in decibels. psnr_lowest_5: the 5 % quantile.
-    ssim, distance (Judge.distance): means. recognised: the share of images, from 0 to 1, in which the judge recognises
-    the emoji of the prompt.
+    wanted: the prompts of the images; see held_out. psnr_db: the median in decibels, infinite for equal images.
+    psnr_lowest_5: the 5 % quantile. ssim, distance (Judge.distance): means. relative_error: of all images together.
+    recognised: the share of images, from 0 to 1, in which the emoji that the judge finds most likely are exactly those
+    of the prompt.
     """
     found = list(map(compare, exact, images))
     psnr = sorted(each.psnr for each in found)
@@ -283,7 +291,9 @@ def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Ro
 # --- a WebUI ----------------------------------------------------------------------------------------------------------
 
 STATUS = "/onediff/v1/status"
+# The timeout of each request.
 SECONDS_FOR_AN_IMAGE = 600
+# The steps of an image that is made after each change of options, and is not timed.
 STEPS_TO_SETTLE = 4
 
 
@@ -309,8 +319,9 @@ class WebUI:
             raise ValueError(f"{address}: {problem} (is it running, with --api, and with OneDiff?)") from problem
 
     def draw(self, size: Size, steps: int, arguments: list[Any], seed: int = 1) -> tuple[float, str, Counter[str]]:
-        """The seconds that one image takes, its file in base64, and the number of its UNet calls by route ("graph",
-        "host" and so on). arguments: those of OneDiff's script in the WebUI."""
+        """(the seconds that one image takes, with the request; its file in base64; the number of its UNet calls by
+        route ("graph", "host" and so on)). arguments: those of OneDiff's script in the WebUI, such as [False] for off.
+        """
         body = {
             "prompt": PROMPT, "seed": seed, "steps": steps, "width": size.width, "height": size.height,
             "sampler_name": "Euler", "cfg_scale": 7.0, "save_images": False,

@@ -12,9 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+# The width and height in pixels at which the judge classifies an image.
 SIDE = 128
+# The channels of each stage, and its number of Residual blocks.
 WIDTHS = (32, 64, 128, 192)
 BLOCKS = (1, 1, 2, 1)
+# In a judge's file, "NAME.scale" has the scales of the int8 weight NAME.
 SCALE = ".scale"
 
 
@@ -34,8 +37,8 @@ class Residual(nn.Module):
 
 
 class Judge(nn.Module):
-    """The classifier, as a module. names, backgrounds: the names of its two sets of classes, those of emoji and of
-    backgrounds, in the order of the logits."""
+    """The classifier, as a module. names: of the emoji classes, backgrounds: of the background classes, each in the
+    order of its logits."""
 
     def __init__(self, names: list[str], backgrounds: list[str]) -> None:
         super().__init__()
@@ -58,8 +61,8 @@ class Judge(nn.Module):
         return images.to(self.emoji.weight.device) / 127.5 - 1
 
     def features(self, images: Tensor) -> list[Tensor]:
-        """The output of each stage, (n, channels, h, w), each stage of half the height and width. images: those of
-        values(), of any size."""
+        """The output of each stage, (n, channels, h, w), each with half the height and width of the one before. images:
+        the result of values(), of any size."""
         found = []
         for stage in self.stages:
             images = stage(images)
@@ -73,8 +76,8 @@ class Judge(nn.Module):
         return self.emoji(last.amax((2, 3))), self.ground(last.mean((2, 3)))
 
     def distance(self, first: Tensor, second: Tensor) -> Tensor:
-        """The distance of each pair of images, (n,); 0 for equal ones. Both: (n, 3, height, width) of uint8, of one
-        size, at which they are compared (they are not resized)."""
+        """The distance of each pair of images, (n,); 0 for equal ones. first, second: (n, 3, height, width) of uint8,
+        of one size, at which they are compared (they are not resized)."""
         pairs = zip(self.features(self.values(first)), self.features(self.values(second)), strict=True)
         return torch.stack([
             (unit(one.float()) - unit(other.float())).square().sum(1).mean((1, 2)) for one, other in pairs
@@ -82,7 +85,8 @@ class Judge(nn.Module):
 
 
 def load_judge(file: Path, device: Any = "cpu") -> Judge:
-    """A judge in float32 from a file with int8 weights and a scale for each row."""
+    """A judge in float32, for inference, from a safetensors file: its large weights are int8 with a scale for each
+    output channel, and its metadata has the names of the classes."""
     from safetensors import safe_open
 
     with safe_open(file, "pt") as read:

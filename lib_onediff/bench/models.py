@@ -32,6 +32,7 @@ TINY_SDXL = {
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "sd15": SD15, "sd21": SD21, "sdxl": SDXL, "tiny-sd15": TINY_SD15, "tiny-sdxl": TINY_SDXL,
 }
+# The number of sizes and offsets that SDXL takes for each row of a call.
 TIME_IDS = 6
 SDXL_VAE = {
     "block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 4,

@@ -45,10 +45,10 @@ Score = Callable[[frozenset[int]], float]
 
 
 class Trial:
-    """The schedule that is being tried. DeepCache calls this object instead of schedules.schedule_for; the search sets
-    `whole` and `slope` before each sampling.
+    """The schedule that is being tried. DeepCache calls this object instead of schedule_for() of steps/schedules.py;
+    the search sets `whole` and `slope` before each sampling.
 
-    whole: the indices of the steps that are computed completely. slope: see Schedule.
+    whole: the indices of the steps that are computed completely. slope: see Schedule in steps/schedules.py.
     kind: the network's Family.schedule, as DeepCache has passed it; "" before its first call.
     """
 
@@ -58,7 +58,7 @@ class Trial:
         self.kind = ""
 
     def __call__(self, kind: str, total: int, interval: int) -> Schedule:
-        """The schedule with `whole` and `slope`, whatever the interval. Parameters: see schedules.schedule_for."""
+        """The schedule with `whole` and `slope`; `interval` is not used. total: the number of steps of the sampling."""
         self.kind = kind
         return Schedule(tuple(sorted(self.whole)), total, self.slope)
 
@@ -74,8 +74,8 @@ class Trial:
 
 
 class Images:
-    """Draws the images of some prompts with a trial's schedule, and compares them with the exact ones, in which every
-    step is whole. These are drawn once, when this object is made."""
+    """Draws the images of some prompts with a trial's schedule, and compares them with the exact images, in which every
+    step is whole. The exact images are drawn once, when this object is made."""
 
     def __init__(self, trial: Trial, draw_all: Callable[[], Tensor], steps: int) -> None:
         """draw_all: draws all images, (n, 3, height, width) from 0 to 1, with the trial's present schedule. steps: the
@@ -91,8 +91,8 @@ class Images:
         return -10 * error.clamp_min(LEAST_ERROR).log10()
 
     def score(self, whole: frozenset[int]) -> float:
-        """The Score of these whole steps, in decibels: the mean of two means of psnr(), that of all images and that of
-        the worst ones (WORST)."""
+        """The Score of these whole steps, in decibels: the mean of psnr() over all images, and its mean over the worst
+        ones (WORST), averaged."""
         psnr = self.psnr(whole)
         worst = psnr.sort().values[:max(1, int(WORST * len(psnr)))]
         return float((psnr.mean() + worst.mean()) / 2)
@@ -105,7 +105,8 @@ class Images:
 
 def searched(score_of: Score, steps: int, counts: Sequence[int]) -> Iterator[tuple[int, frozenset[int]]]:
     """The best whole steps that the search finds, as (count, indices of the whole steps) for each of `counts`, the
-    largest first. Each search goes on from the result before. steps: the number of steps of a sampling."""
+    largest first. Each search goes on from the result before. counts: from 1 to `steps`, the number of steps of a
+    sampling."""
     whole = frozenset(range(steps))
     for count in sorted(counts, reverse=True):
         while len(whole) > count:
@@ -120,8 +121,8 @@ def without_one(score_of: Score, whole: frozenset[int]) -> frozenset[int]:
 
 
 def moved(score_of: Score, steps: int, whole: frozenset[int]) -> frozenset[int]:
-    """As many whole steps, each moved to a neighbouring step if that raises the score; at most ROUNDS times through all
-    of them. Step 0 stays. steps: the number of steps of a sampling."""
+    """The whole steps after each was moved to the step before or after it where that raises the score, at most ROUNDS
+    times through all of them. Their number stays, and so does step 0. steps: the number of steps of a sampling."""
     best = score_of(whole)
     for _ in range(ROUNDS):
         before = whole
@@ -139,23 +140,25 @@ def moved(score_of: Score, steps: int, whole: frozenset[int]) -> frozenset[int]:
     return whole
 
 
-def cases(count: int, of: int = 0) -> list[Row]:
-    """`count` prompts as in images.held_out, with seeds. of: 0 for the search; 1 for the trial of its results, which
-    has other prompts and seeds."""
-    known = json.loads(PROMPTS.read_text(encoding="utf-8"))[of::2]
-    return [{**known[number % len(known)], "seed": 1000 * of + number} for number in range(count)]
+def cases(count: int, for_test: bool = False) -> list[Row]:
+    """`count` prompts as those of images.held_out, each with a seed of its own. They are repeated if PROMPTS has fewer.
+    for_test: those that the results of the search are tested with; the search itself has other prompts and seeds."""
+    known = json.loads(PROMPTS.read_text(encoding="utf-8"))[for_test::2]
+    return [{**known[number % len(known)], "seed": 1000 * for_test + number} for number in range(count)]
 
 
-def tried(images: Images, whole: frozenset[int]) -> Row:
-    """A part of a row: the median PSNR in decibels of images with these steps whole, and the 5 % quantile."""
+def tested(images: Images, whole: frozenset[int]) -> Row:
+    """A part of a row: the median PSNR in decibels of images with these steps whole ("psnr_db"), and the 5 % quantile
+    ("psnr_lowest_5")."""
     psnr = images.psnr(whole).sort().values.tolist()
     return {"psnr_db": psnr[len(psnr) // 2], "psnr_lowest_5": psnr[int(LOWEST * len(psnr))]}
 
 
 def schedules(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows of the command `schedules`, for each model, slope and number of whole steps (--whole): the indices of
-    the whole steps in a sampling of --steps steps ("all_whole"), searched with the Euler sampler on --images prompts,
-    and their PSNR on as many others. Raises Refusal for a wrong --whole, and if a model cannot be loaded."""
+    """The rows of the command `schedules`, for each model, slope of SLOPES and number of whole steps (--whole, by
+    default those of INTERVALS): the indices of the whole steps in a sampling of --steps steps ("all_whole"), searched
+    with the Euler sampler on --images prompts, and their PSNR on as many other prompts. Raises Refusal for a wrong
+    --whole, and if a model cannot be loaded."""
     steps = options.steps
     counts = options.whole or [whole_step_count(steps, interval) for interval in INTERVALS]
     if not all(1 <= count <= steps for count in counts):
@@ -172,8 +175,8 @@ def schedules(options: argparse.Namespace, device: torch.device) -> Iterator[Row
             for slope in SLOPES:
                 trial.slope = slope
                 images = Images(trial, partial(draw_cases, cases(options.images)), steps)
-                others = Images(trial, partial(draw_cases, cases(options.images, 1)), steps)
+                others = Images(trial, partial(draw_cases, cases(options.images, for_test=True)), steps)
                 for count, whole in searched(images.score, steps, counts):
                     row = {"model": name, "kind": trial.kind, "steps": steps, "slope": slope, "whole": count}
-                    yield {**row, **tried(others, whole), "all_whole": sorted(whole)}
+                    yield {**row, **tested(others, whole), "all_whole": sorted(whole)}
             uncompile_pipe(pipe)

@@ -26,6 +26,7 @@ from .steps import Row
 
 OFF = "off"
 FILES = ("onediff-card.json", "onediff-card.md")
+# So many images are made by each preset, before its time is measured, until OneDiff serves all calls of one.
 MOST_IMAGES_UNTIL_READY = 5
 HINT = """
 Times are medians. In brackets: the speedup over off, and the difference of the images: Exact from off, the others from
@@ -36,7 +37,8 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The rows of the command `webui --share`: of images with OneDiff off and with each preset, in turn, for each size.
     At the end, writes FILES to the folder options.share, and prints the table for users to contribute. device: unused.
 
-    Raises ValueError, with a sentence for users, if the WebUI does not answer, or OneDiff does not serve it.
+    Raises ValueError, with a sentence for users, if the WebUI does not answer, has an earlier version of OneDiff, is
+    not served by OneDiff, or does not send PNG files.
     """
     running = WebUI(options.url)
     if "machine" not in running.ask(STATUS):
@@ -68,8 +70,8 @@ def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 def measured(running: WebUI, size: Size, options: argparse.Namespace, presets: Sequence[str]) -> Iterator[Row]:
     """The rows of one size: one with OneDiff off, and one for each preset. presets: their names; the first one is
-    exact. psnr_db (None: equal images) and ssim are medians: the first preset is compared with off, the others with the
-    first.
+    exact. The images of the first preset are compared with those of off, and the images of the other presets with those
+    of the first. psnr_db (None if more than half are equal) and ssim are medians; the row of off has neither.
     """
     exact = presets[0]
     chosen: dict[str, list[Any]] = {OFF: [False], **{name: [True, name] for name in presets}}
@@ -125,8 +127,8 @@ def line(facts: Row, rows: Sequence[Row]) -> str:
 
 
 def cell(row: Row) -> str:
-    """The text of one row in the table of cards, such as "2.90 s (2.80x, 38.1 dB, SSIM 0.987)"; only the time for off.
-    """
+    """The text of one row in the table of cards, such as "2.90 s (2.80x, 38.1 dB, SSIM 0.987)", "2.90 s (2.80x,
+    identical)", or only the time for off."""
     seconds = f"{row['image_s']:.2f} s"
     if row["options"] == OFF:
         return seconds

@@ -50,7 +50,8 @@ Result = TypeVar("Result")
 class Variant:
     """A way to run a UNet: by OneDiff with some options, or by diffusers' own forward.
 
-    name: as printed; for diffusers' own forward, one of HOSTS, which says how it is run.
+    name: as printed. For diffusers' own forward, one of HOSTS: called as it is, replayed from a CUDA graph, compiled by
+        torch.compile, or compiled and replayed.
     options: OneDiff's options, by name; None for diffusers' own forward.
     """
 
@@ -59,7 +60,8 @@ class Variant:
 
     def prepare(self, unet: nn.Module, arguments: Arguments) -> Call:
         """A function that runs the UNet with these arguments and returns its output. With options, OneDiff serves this
-        UNet from now on. Raises RuntimeError if this machine does not support the variant."""
+        UNet from now on; a backend that it cannot use is no error, and served_by() tells what ran instead. Raises
+        RuntimeError if this machine cannot capture or compile diffusers' forward."""
         if self.options is not None:
             compile_unet(unet, **self.options)
             return lambda: unet(**arguments, return_dict=False)[0]
@@ -82,8 +84,10 @@ def name_of_options(options: Mapping[str, Any]) -> str:
 
 def captured(forward: Callable[..., Any], arguments: Arguments) -> Call:
     """Capture a forward with these arguments as a CUDA graph. Returns a function that replays it and returns the
-    output; it copies the inputs in and the output out at each call, as a pipeline would have to. Raises RuntimeError
-    without an NVIDIA GPU."""
+    output; it copies the inputs in and the output out at each call, as a pipeline would have to. Tensors in a
+    dictionary among the arguments are not copied: the graph reads them where they are. Raises RuntimeError without an
+    NVIDIA GPU.
+    """
     if not torch.cuda.is_available():
         raise RuntimeError("CUDA graphs need an NVIDIA GPU")
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
@@ -125,8 +129,8 @@ def free_memory() -> None:
 
 
 def served_by() -> str:
-    """A text for a row: the backend and route of OneDiff's last call, how two GPUs shared it or why not, and the reason
-    if it was not served the fastest way."""
+    """A text for a row: the backend and route of OneDiff's last call; how two GPUs shared it, or why they did not,
+    unless only one was asked for; and the reason if it was not served the fastest way."""
     now = status()
     cards = now["second_gpu"]["split"] or now["second_gpu"]["reason"]
     return ", ".join(part for part in (f"{now['backend']} {now['route']}", cards, now["reason"]) if part)
@@ -165,12 +169,16 @@ def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
 def side_by_side(
     unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int, offloads: bool = False
 ) -> Iterator[Row]:
-    """The rows of all variants, timed in turn: "ms" is the median time of a call. A variant that this machine does not
-    support gets a row with a "note" instead.
+    """The rows of all variants, timed in turn. A variant that this machine does not support gets a row with a "note"
+    instead, before all others.
 
-    runs: timed calls of each variant. offloads: use diffusers' group offloading: all weights are in main memory, and
-    are copied ahead of each layer. Variants of diffusers' own forward share the UNet. Each of OneDiff's has a copy,
-    because binding moves weights.
+    "ms" is the median of "all_ms": the mean milliseconds of a call in each turn of CALLS_IN_TURN calls. runs: about how
+    many calls of each variant are timed: one turn at least, and no partial one. x_host, error_x_host and x_compiled
+    compare with the variants HOST and COMPILED_GRAPH, if they are among the chosen.
+
+    offloads: use diffusers' group offloading: all weights are in main memory, and are copied ahead of each layer. Every
+        variant then has a copy of the UNet. Otherwise OneDiff's variants alone have copies, because binding moves
+        weights.
     """
     exact = exact_output(unet, arguments)
     device = arguments["sample"].device
@@ -213,6 +221,8 @@ def side_by_side(
         yield row
     for module in copies:
         uncompile_unet(module)
+    # The next size of this UNet gets its inputs, and diffusers' own output, where the UNet is.
+    unet.to(device)
 
 
 def repeated(call: Call) -> None:
@@ -233,9 +243,9 @@ def exact_output(unet: nn.Module, arguments: Arguments) -> Tensor:
 
 def make_ready(variant: Variant, unet: nn.Module, arguments: Arguments, exact: Tensor) -> tuple[Call, Row]:
     """(a variant's function, after enough calls to compile, check and capture everything; the first part of its row).
-    The part has the relative error against `exact`, the peak of GPU memory in MiB (on a GPU), and the seconds of the
-    first call with all compilations, measurements and checks. Raises RuntimeError if this machine does not support the
-    variant.
+    The part has the relative error against `exact` ("relative_error"), on a GPU the peak of its memory in MiB beyond
+    what was in use before ("peak_mib"), and the seconds of the first call with all compilations, measurements and
+    checks ("first_call_s"). Raises RuntimeError if this machine does not support the variant.
     """
     free_memory()
     sample = arguments["sample"]
