@@ -21,6 +21,7 @@ from lib_onediff.ui import accordion, infotext, onediff_tab, run_settings, setti
 from lib_onediff.ui.facts import checkpoint_name
 
 CACHE_FOLDER = Path("cache", "onediff")
+# How long stop() waits at most until the job in progress has stopped.
 SECONDS_FOR_THE_LAST_CALL = 5
 
 show_on_console()
@@ -68,7 +69,8 @@ def prepare(sd_model: Any) -> None:
 
 @guard.hook("the beginning of a step")
 def before_step(params: Any) -> None:
-    """Called before each step of a sampling, for the adapter. params: the WebUI's CFGDenoiserParams."""
+    """Called before each step of a sampling, for the adapter; does nothing if the setting `enabled` is off. params: the
+    WebUI's CFGDenoiserParams."""
     if runtime.settings.enabled:
         webui.before_step(params)
 
@@ -147,7 +149,8 @@ class OneDiffScript(scripts.Script):
     def process(self, p: Any, *arguments: Any) -> None:
         """Begin the generation p: its settings are those of the settings tab, changed by the accordion or API
         (arguments), then by the X/Y/Z plot's cell. With a wrong value, OneDiff is off for this generation, and a note
-        below the images says why."""
+        below the images says why. If the setting `enabled` is off, begins nothing; a note says so if arguments set
+        options (run_settings.refusal_while_off)."""
         guard.resume()
         if not runtime.settings.enabled:
             if refusal := run_settings.refusal_while_off(arguments):
@@ -165,7 +168,8 @@ class OneDiffScript(scripts.Script):
 
     @guard.hook("the beginning of a sampling", in_generation=True)
     def process_before_every_sampling(self, p: Any, *args: Any, **kwargs: Any) -> None:
-        """Announce a sampling to the adapter, before it begins: the first pass, or hires fix at another size."""
+        """Announce a sampling to the adapter, before it begins: the first pass, or hires fix at another size. Does
+        nothing if the setting `enabled` is off."""
         if runtime.settings.enabled:
             generation = runtime.generations.innermost
             if generation is not None:

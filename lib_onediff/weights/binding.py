@@ -22,6 +22,7 @@ from .host_layers import HostLayers
 from .joining import fuse, in_memory_format, in_one, joined, lies_away, mend, shares_storage
 from .stored import StoredReader, StoredWeight, are_multiplied_alike
 
+# The dtypes that our forward computes in.
 BOUND_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # The dtypes of weights that a host casts at each use.
 STORED_DTYPES = (*BOUND_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -44,6 +45,7 @@ class Binding:
     fusion_of: by the path of a fused layer's member: the fused layer's name, the member's first row in it, and the
         number of its rows.
     cast_to: the dtype to which the host casts parameters at each use; None if it computes with them as they are stored.
+        BoundNetwork sets it at each refresh.
     device: the device that computes.
     away: the names of the groups with a parameter in main memory and not on the device. Streaming copies these.
 
@@ -70,9 +72,9 @@ class Binding:
         self.away: frozenset[str] = frozenset()
 
     def follow(self, module: nn.Module, layout: Any) -> bool:
-        """Whether this binding is still right for the module after it has changed. Returns False, and changes nothing,
-        if the module needs a new binding, because its layout differs or a layer was replaced. layout: the module's as
-        it is now."""
+        """Go on with a module that was read again because it has changed; True if that is possible. Returns False, and
+        changes nothing, if the module needs a new binding, because its layout differs or a layer was replaced. layout:
+        the module's as it is now."""
         if layout != self.layout or not self.layers.follow(module):
             return False
         self.layout = layout
@@ -88,8 +90,8 @@ class Binding:
         device: the device that computes from now on; None: that of the first layer, where all weights must be.
 
         Returns the bytes that were copied. Parameters get another storage (Parameter.data), and no storage of the
-        host's is written: it may keep the old one as its backup. Raises Refusal if the parameters are of a dtype that
-        we do not run, or lie on other devices than this one and main memory, or with device None in main memory.
+        host's is written: it may keep the old one as its backup. Raises Refusal as look_for_stored and refuse_mixture,
+        and with device None also if some parameters are in main memory while the first layer is on a GPU.
         """
         self.device = self._first_weight().device if device is None else device
         self.look_for_stored()
@@ -174,8 +176,9 @@ class Binding:
         self.groups |= {fusion.name: [member.path for member in fusion.members] for fusion in self.fusions}
 
     def _can_lie_together(self, paths: Sequence[str], stored: Mapping[str, StoredWeight]) -> bool:
-        """Whether the weights of the layers at these paths can be rows of one tensor: unless some are in few bits in a
-        format that is not stored row by row, or with several dtypes. stored: the weights in few bits, by path."""
+        """Whether the weights of the layers at these paths can be rows of one tensor. True if none is in few bits.
+        Otherwise the stored values of all layers must have one dtype, and every format must be stored row by row.
+        stored: the weights in few bits, by path."""
         if stored.keys().isdisjoint(paths):
             return True
         if not all(stored[path].format.is_by_rows for path in paths if path in stored):
@@ -184,7 +187,8 @@ class Binding:
 
     def products(self) -> dict[str, list[str]]:
         """The paths of the layers that each matrix product of our forward computes, by the name of the layer or fused
-        layer. As groups, but each fused layer of apart is one product too: its operand is joined at each use."""
+        layer. These are the groups, except that a fused layer of apart is one product in place of its members: its
+        operand is joined at each use."""
         apart = {path for paths in self.apart.values() for path in paths}
         return {name: paths for name, paths in self.groups.items() if name not in apart} | self.apart
 
@@ -221,7 +225,7 @@ class Binding:
         return torch.empty((rows, *self.layers.shape(paths[0])[1:]), dtype=self.dtype, device=NOWHERE)
 
     def members(self, name: str) -> list[str]:
-        """The paths of a fused layer's members in order; of another layer, its own."""
+        """The paths of a fused layer's members in order. For any other name, a list of this name alone."""
         return self.groups.get(name) or self.apart.get(name) or [name]
 
     def decoded(self, path: str, dtype: torch.dtype) -> Tensor | None:
@@ -268,9 +272,11 @@ class Binding:
     def weights(self) -> Weights:
         """Every layer's weight and bias by path, and every fused layer's by its name: the host's tensors, and views of
         them. Do not keep the result after the call: it keeps the memory of an unloaded model alive. The fused layers in
-        away and apart have a weight on the meta device, without values.
+        away and apart have a weight on the meta device, without values. A fused layer in away has such a bias too, and
+        one in apart has the bias None; see shapes().
 
-        Raises Refusal if a fused layer's members are no longer in one storage: then bind again.
+        Raises Refusal if a layer was unloaded, or if a fused layer's members are no longer in one storage: then bind
+        again.
         """
         layer_weights = self._layer_weights()
         for fusion in self.fusions:
@@ -306,9 +312,13 @@ class Binding:
         return {path: LayerWeights(*layers.weight_and_bias(path)) for path in layers.paths()}
 
     def refuse_mixture(self) -> None:
-        """Raise Refusal, with the reason, if the parameters are such that our forward cannot read them: of a dtype that
-        we do not run, of several dtypes, neither on the device nor in main memory, or replaced by other tensors.
-        Weights that the host casts may have several dtypes, but not within a fused layer."""
+        """Raise Refusal, with the reason, if our forward cannot read the parameters: because of their dtypes, if one is
+        neither on the device nor in main memory, if one was replaced by a tensor that is no Parameter, if only some
+        members of a fused layer have a bias, or if a layer was unloaded.
+
+        Weights that the host casts may have several of STORED_DTYPES, but one within a fused layer; other weights have
+        one of BOUND_DTYPES, the same in all layers except HostLayers.as_stored. Weights in few bits may have any dtype.
+        """
         known = BOUND_DTYPES if self.cast_to is None else STORED_DTYPES
         stored = self.layers.dtype
         layer_weights = self._layer_weights()

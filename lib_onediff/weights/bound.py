@@ -63,18 +63,18 @@ class BoundNetwork:
     """
 
     def __init__(
-        self, unet: nn.Module, read: Callable[[nn.Module], Any], host_traits: HostTraits = HostTraits(),  # noqa: B008
+        self, module: nn.Module, read: Callable[[nn.Module], Any], host_traits: HostTraits = HostTraits(),  # noqa: B008
         units_of: Callable[[Any, Call], Units] | None = None, is_copy: bool = False,
     ) -> None:
-        """Reads nothing yet: see refresh. unet: the host's module, of any family. read: returns the layout of a module,
-        or raises Refusal. host_traits: those of the host's adapter. units_of: returns the layers of a call in reading
+        """Reads nothing yet: see refresh. module: the host's, of any family. read: returns the layout of a module, or
+        raises Refusal. host_traits: those of the host's adapter. units_of: returns the layers of a call in reading
         order (see units); None: a network with weights in main memory is refused. is_copy: see the class."""
         self._read_layout = read
         self._units_of = units_of
-        self._unet = weakref.ref(unet)
+        self._module = weakref.ref(module)
         self.host_traits = host_traits
         self.is_copy = is_copy
-        self.baseline = Baseline(unet, host_traits.wanted_lora, is_copy)
+        self.baseline = Baseline(module, host_traits.wanted_lora, is_copy)
         self.refreshed = self.baseline.epoch
         self.reader: ContentsReader | None = None
         self._tokens = Tokens()
@@ -120,10 +120,10 @@ class BoundNetwork:
     @property
     def module(self) -> nn.Module:
         """The host's module. Raises Refusal if the host has unloaded it."""
-        unet = self._unet()
-        if unet is None:
+        module = self._module()
+        if module is None:
             raise Refusal("the WebUI has unloaded this model")
-        return unet
+        return module
 
     @property
     def has_binding(self) -> bool:
@@ -160,7 +160,7 @@ class BoundNetwork:
     def units(self, call: Call) -> Units:
         """The names of the layers in the order in which the forward of a call reads them, in groups that are copied
         together (see Family.units). A fused layer whose members cannot be in one tensor is replaced by its members.
-        Raises Refusal if the family does not tell the order, which streaming needs."""
+        Raises Refusal if the family does not tell the order, which streaming needs, and without a binding."""
         if self._units_of is None:
             raise Refusal(
                 "a part of the model's weights is in main memory, and OneDiff cannot copy this kind of model's weights "
@@ -198,14 +198,15 @@ class BoundNetwork:
 
     def values_now(self) -> int:
         """The version of the weights' values (epoch.values) after a look for edits, which may increase it. If the
-        weights have moved, a higher number that no earlier call has had, so that nothing kept from earlier calls is
-        used; the epoch itself stays until the next refresh."""
+        weights have moved or are not bound, epoch.values + 1, so that nothing kept from calls before that is used: the
+        next refresh binds the weights again, and increases epoch.values itself."""
         return self.epoch.values if self.baseline.look_for_edits() else self.epoch.values + 1
 
     def watch_contents(self, whole: bool) -> None:
         """From now on, also compare the contents of weights at each call, to find edits that torch does not count. Call
         it when something derived from the values is kept. whole: compare all numbers; otherwise 1 in contents.PART.
-        Once all are compared, they stay so."""
+        After one call with whole=True, all numbers are compared until release(). Weights in main memory that a GPU
+        computes with are not compared."""
         part = 1 if whole else PART
         if self.baseline.contents is None or part < self._part:
             self._part = min(part, self._part or part)
@@ -293,8 +294,9 @@ class BoundNetwork:
         self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None
     ) -> None:
         """Bring layout and binding up to date for a call: look for changes, merge the LoRAs that the host wants, move
-        weights if necessary (Binding.bind), and copy those to which the host applies functions. Afterwards, `refreshed`
-        is the present epoch. Raises Refusal, with the reason, if the network cannot be run.
+        weights if necessary (Binding.bind), and make the tensors of the functions and casts that the host applies to
+        its weights at each use (OnTheFly.refresh). Afterwards, `refreshed` is the present epoch. Raises Refusal, with
+        the reason, if the network cannot be run.
 
         channels_last: whether the weights of convolutions must be in channels-last order. room: returns how many bytes
         may be used for copies of weights to which the host applies functions; None: no limit.
@@ -335,7 +337,7 @@ class BoundNetwork:
 
     def refresh_without_binding(self) -> None:
         """As refresh, but for a forward that reads each layer's weights where the host has them, such as a VAE's: no
-        parameter is moved or fused.
+        parameter is moved or fused, no function of the host is applied, and `refreshed` stays.
 
         After an edit or a move of weights, identity() is computed anew. The contents are compared at each call if a
         kernel does it in one launch, or if torch counts no edits of some parameter; otherwise, edits that torch does
@@ -392,8 +394,8 @@ class BoundNetwork:
 
     def part_of(self, call: Call) -> Part | None:
         """The part of the network that a call reads if DeepCache shortens it, as it is now. A replay of such a call
-        compares only this part with the host's (Baseline.begin_part). None for other calls, and if the whole network
-        must be compared (Baseline.part)."""
+        compares only this part with the host's (Baseline.begin_part). None for other calls, if the family does not tell
+        which layers a call reads (units_of), and if the whole network must be compared (Baseline.part)."""
         if self._units_of is None or call.cut is None or not call.cut.reads:
             return None
         binding = self.binding
@@ -478,21 +480,21 @@ class BoundNetwork:
         the change of structure in the epoch. Raises Refusal, with the reason, if the network cannot be run; the
         convolutions are then in the host's memory order. A refusal because of the code leaves the binding; one by
         `read`, which gives no layout, drops it."""
-        unet = self.module
+        module = self.module
         try:
-            refuse_foreign_code(unet, self.host_traits)
+            refuse_foreign_code(module, self.host_traits)
             self._check_replaced_functions(tree)
         except Refusal:
             self.undo_channels_last()
             raise
         try:
-            layout = self._read_layout(unet)
+            layout = self._read_layout(module)
         except Refusal:
             self._drop_binding()
             raise
-        if self._binding is None or not self._binding.follow(unet, layout):
+        if self._binding is None or not self._binding.follow(module, layout):
             self._drop_binding()
-            self._binding = Binding(unet, layout, self.host_traits.stored)
+            self._binding = Binding(module, layout, self.host_traits.stored)
 
     def _check_replaced_functions(self, tree: Tree) -> None:
         """Set `replaced`: which functions that the network calls were replaced, and by whom. Raises Refusal if the

@@ -240,8 +240,9 @@ def bases_of(kind: type) -> list[type]:
 
 
 def objects_in(container: Any) -> list[Any]:
-    """The members of a container that may have code: of a dictionary its values, without plain values, tensors and
-    modules. An empty list for a container with more than MOST_ENTRIES, and for anything that is not a container."""
+    """The members of a container (of a dictionary: its values) that may have code: all but plain values, tensors,
+    torch's modules and Python's modules. An empty list for a container with more than MOST_ENTRIES, and for anything
+    that is not one of CONTAINERS."""
     if not isinstance(container, CONTAINERS) or len(container) > MOST_ENTRIES:
         return []
     now = safe_to_iterate(container)

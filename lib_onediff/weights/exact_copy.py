@@ -25,7 +25,8 @@ def plain_operators() -> Iterator[None]:
 
 
 def copy_of(source: Tensor, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-    """A new detached tensor on the same device with the values of source. memory_format: by default, its strides."""
+    """A new detached tensor on the same device with the values of source. memory_format: by default, the copy has the
+    strides of source, if source has no gaps in its memory."""
     with plain_operators():
         made: Tensor = aten.clone.default(aten.detach.default(source), memory_format=memory_format)
         return made

@@ -46,8 +46,8 @@ class HostLayers:
 
     def follow(self, network: nn.Module) -> bool:
         """Look up the modules at the paths again, after the network's modules have changed: LoRA layers may have been
-        put around the layers, or removed. Returns False, and changes nothing, if a layer itself was replaced by another
-        one."""
+        put around the layers, or removed. Returns True if the layers themselves are the same ones; otherwise False, and
+        changes nothing."""
         called = [holder_of(network, path)[0] for path in self._modules]
         known = self._modules.values()
         if any(layer_within(module) is not layer() for module, layer in zip(called, known, strict=True)):
@@ -152,7 +152,7 @@ class HostLayers:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the network: that of the first weight that is neither in few bits nor in as_stored. Every
-        network must have one."""
+        network must have such a weight (StopIteration)."""
         plain = (path for path in self._modules if path not in self.formats and path not in self.as_stored)
         return self.weight_and_bias(next(plain))[0].dtype
 

@@ -94,8 +94,8 @@ class Product(NamedTuple):
 
 def low_bit_layers(block: Block, fewest_weights: int | None = None) -> Iterator[LowBitLayer]:
     """The linear layers of a block that may be faster in eight bits: those over the image's tokens that are large
-    enough, with sizes that kernels take (ALIGNED). fewest_weights: of a layer that is large enough; None:
-    FEWEST_WEIGHTS."""
+    enough, with sizes that kernels take (ALIGNED). fewest_weights: layers with fewer weights (input features times
+    output features) are left out; None: FEWEST_WEIGHTS."""
     fewest = FEWEST_WEIGHTS if fewest_weights is None else fewest_weights
     for layer, source, role, norm in block.token_layers:
         if isinstance(layer, FusedLinear):
@@ -159,7 +159,8 @@ class LowBitWeights:
     """The 8-bit weights of one network. Empty at first; fit() adds weights. Their addresses stay the same, because
     captured graphs contain them.
 
-    left_out: the classes of layers (LowBitLayer.layer_class) for which the caller wants no 8-bit weights.
+    layout: of the network, as it was when this was made.
+    left_out: the classes of layers (LowBitLayer.layer_class) for which the caller wants no 8-bit weights; only noted.
     are_alone: whether the GPU has these 8-bit weights in place of weights that stay in main memory (the option "Low-bit
         only"). False: it has them beside the host's weights.
     fitted_to: the value of fit's `state` when all weights were last quantized; None before, and after a failure.
@@ -225,7 +226,7 @@ class LowBitWeights:
 
     def give_up(self, size: int) -> None:
         """Drop 8-bit weights of at least `size` bytes, the newest first. Graphs that read them must not be replayed
-        after this. Raises KeyError, and has dropped all, if there are fewer bytes."""
+        after this. If all weights together have fewer bytes, drops all and raises KeyError."""
         while size > 0:
             _, kept = self._kept.popitem()
             size -= kept.nbytes

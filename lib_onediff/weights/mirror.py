@@ -45,7 +45,7 @@ class MirrorNetwork(BoundNetwork):
 
     def is_up_to_date(self) -> bool:
         """Whether the copies have the values that the source had when it was last compared for edits. False before the
-        first refresh(), and after a copy has failed."""
+        first refresh(), after a copy has failed, and if is_of(source) is False."""
         return self.is_of(self._source) and self._copied == self._source.epoch.values
 
     def refresh(self, call: Call, channels_last: bool = False, room: Callable[[], int] | None = None) -> None:

@@ -38,9 +38,11 @@ BOOKKEEPING = frozenset({
 PROCESSOR = "processor"
 FORWARDS = ("forward", "_forward")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+# Each returns that part of a module's State.
 of_children = operator.itemgetter("_modules")
 of_hooks = tuple(map(operator.itemgetter, HOOKS))
 of_parameters = operator.itemgetter("_parameters")
+# Returns the layout of a tensor that is compared: (shape, dtype).
 layout_of = operator.attrgetter("shape", "dtype")
 # A module's __dict__.
 State = dict[str, Any]
@@ -63,8 +65,8 @@ class ModuleStates:
         ])
         self._count = len(modules)
         self._sizes = list(map(len, states))
-        # The indices of the modules with children, and of all children, among these modules, and then their other
-        # children. A child that is None has the last index.
+        # `every`: the modules, then the children of these that are not among them. Noted are the indices of the modules
+        # with children, and the index of each child in `every`; None as a child has the last index.
         children = members_of(of_children, states)
         known = set(map(id, modules))
         others = {id(child): child for child in children if child is not None and id(child) not in known}
@@ -96,8 +98,8 @@ class ModuleStates:
             return False
 
     def _are_unchanged(self, every: list[Any]) -> bool:
-        """are_unchanged() for modules that are all alive: `every` has the modules, then their other children. Raises
-        KeyError if an attribute is gone."""
+        """are_unchanged() for modules that are all alive. every: the modules that this was made of, then the children
+        of these that are not among them. Raises KeyError if an attribute is gone."""
         modules = every[:self._count]
         states: list[State] = list(map(state_of, modules))
         children = members_of(of_children, states)
@@ -391,9 +393,9 @@ class Baseline:
         return known
 
     def begin_part(self, part: Part) -> Callable[[], bool] | None:
-        """Like begin, for a replay that reads this part alone, so that less is compared. Edits of other modules cannot
-        affect this replay; they are found before the next replay that reads those modules. Functions that the host
-        applies to weights are compared for all modules."""
+        """Like begin, for a replay that reads this part alone, so that less is compared. Edits of modules outside of
+        the part cannot affect this replay; they are found before the next replay that reads these modules. Functions
+        that the host applies to weights are compared for all modules."""
         tree = self.tree
         root = self._root()
         if tree is None or root is None or self.contents is not None:
@@ -426,7 +428,7 @@ class Baseline:
     def begin(self) -> Callable[[], bool] | None:
         """Start to compare the network with this baseline, before a replay. Returns a function to call after the replay
         was launched; None if the replay must not be launched, because weights have moved, the host wants other LoRAs,
-        or the network must be read anew.
+        or the network was freed or must be read or bound anew.
 
         That function returns whether the replay's output is valid: False if the modules, their code, the parameter
         objects, or the functions that the host applies to them have changed. An edit of values in place only increases
@@ -463,8 +465,8 @@ class Baseline:
 
     def look_for_edits(self) -> bool:
         """Increase epoch.values if values were edited in place since they were last compared. Returns whether the
-        parameters are still the same objects at the same addresses, edited or not. If they are not, no edit is counted,
-        and they must be bound again. Waits for checksums, if these are in use.
+        parameters are still the same objects at the same addresses, edited or not. If they are not, or `parameters` is
+        None, no edit is counted, and they must be bound again. Waits for checksums, if these are in use.
         """
         parameters = self.parameters
         present = None if parameters is None else parameters.in_place()

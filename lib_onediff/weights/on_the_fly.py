@@ -36,7 +36,8 @@ class OnTheFly:
     may_apply: whether the host applies some, or can begin to without a change of the module tree. If not, is_unchanged
         need not be called.
     applied: the tensors made from the host's functions, and from biases and weights of norms that it casts (matrices
-        are cast at each use). None if the host computes with the parameters as they are, and after drop().
+        are cast at each use). None if the host computes with the parameters as they are, before the first refresh(),
+        after drop(), and after a refresh() that has raised.
     """
 
     def __init__(self, reader: FunctionReader | None, casts: Casts | None = None) -> None:
@@ -78,9 +79,9 @@ class OnTheFly:
         how many bytes the changed copies of weights may take; None: any number. contents_reader: see Contents.
 
         Returns None if nothing has changed since the last refresh. Otherwise returns whether any tensor in `applied`
-        has moved to another address or is gone, so that graphs with the old addresses are invalid; False if the new
-        values are at the old addresses. Raises Refusal if the copies do not fit, if the LoRAs cannot be computed, or if
-        a LoRA is on the meta device.
+        is new, is gone, or has moved to another address, so that graphs with the old addresses are invalid; False if
+        the new values are at the old addresses. Raises Refusal if the copies do not fit, if the LoRAs cannot be
+        computed, or if a LoRA is on the meta device.
         """
         reader = self._reader
         if reader is None and self._casts is None:
@@ -145,8 +146,8 @@ class OnTheFly:
         return have_same_contents
 
     def identity(self) -> str:
-        """A digest, equal in any process, of the functions that are applied, with the numbers in their tensors; "" if
-        no function with tensors is applied."""
+        """A digest, equal in any process, of the functions that are applied (Parts.facts), with the numbers in their
+        tensors, as of the last comparison. "" if no function with tensors is applied, and while `applied` is None."""
         if self._contents is None or self.applied is None:
             return ""
         return digest_of_values(repr(self._facts), [self._contents.known])
@@ -390,7 +391,8 @@ class AppliedFunctions:
         is_cast: bool,
     ) -> None:
         """Make the changed or cast weights or biases of one product: one tensor for all its layers, and a view of it
-        for each layer. Does nothing if the host neither changes nor casts any of them.
+        for each layer. Does nothing if the host neither changes nor casts any of them, or for biases that the layers do
+        not have.
 
         kind: "weight" or "bias". found: self.weights or self.biases, to which they are added by the product's name and
         the layers' paths. name, group, weights: see _fit_updates. is_cast: whether the host casts these parameters, and

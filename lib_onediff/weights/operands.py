@@ -70,7 +70,8 @@ class Operands(Mapping[str, LayerWeights]):
         self._in_order = [step.operand for step in steps]
 
     def __getitem__(self, name: str) -> LayerWeights:
-        """The operand of a layer, made now by all steps in their order. name: a path, or a fused layer's name."""
+        """The operand of a layer, made now by all steps in their order. name: a path, or a fused layer's name. KeyError
+        for a name that is not in `stored`."""
         operand = self.stored[name]
         for make in self._in_order:
             operand = make(name, operand)
@@ -369,8 +370,8 @@ def source_of(bound: BoundNetwork, call: Call, low_bit: WithLowBit | None = None
 
 def merged_operand(binding: Binding, on_the_fly: OnTheFly, name: str) -> LayerWeights:
     """A layer's exact operand with the LoRAs added to its weight, on the device that computes: the option Low-bit
-    quantizes this weight. Copies a layer in main memory to the device. name: a layer's path, or a fused layer's name.
-    Raises Refusal if memory that a step needs was freed."""
+    quantizes this weight. Copies a layer in main memory to the device. name: one of Binding.groups; KeyError for any
+    other, such as a member of a fused layer. Raises Refusal if memory that a step needs was freed."""
     # One layer is copied as a whole, not in the order of a forward.
     stored = {name: binding.weights_on(binding.device, name)}
     steps = steps_of(binding, stored, None, (), on_the_fly.applied_now())

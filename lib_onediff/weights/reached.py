@@ -52,8 +52,8 @@ class Names:
     find out later whether they have changed."""
 
     def __init__(self, spaces: Sequence[Namespace], names: Iterable[Iterable[str]]) -> None:
-        """names: for each of the spaces, in their order, the names to compare. Keeps no space alive, but plain values.
-        Raises KeyError if a space does not have one of its names."""
+        """names: for each of the spaces, in their order, the names to compare. Keeps plain values (snapshot.is_plain)
+        alive, and neither spaces nor other values. Raises KeyError if a space does not have one of its names."""
         self._others: list[tuple[int, str, Any]] = []
         # Values that are compared by identity, and must not be kept alive.
         self._objects: list[tuple[int, str]] = []
@@ -87,8 +87,8 @@ class Names:
         return all(snapshot(spaces[index][name]) == before for index, name, before in self._others)
 
     def digest(self, left_out: Collection[str]) -> str:
-        """A digest, equal in any process, of the names and those of their values whose type is in IN_DIGEST, as they
-        were when this was made. left_out: names that are not part of it."""
+        """A digest, equal in any process, of the values whose type is in IN_DIGEST, with their names, as they were when
+        this was made. Names with other values do not count. left_out: more names that do not count."""
         found: dict[int, list[tuple[str, str]]] = {}
         for alike in self._plain:
             for index, row in zip(alike.indices, alike.known, strict=True):
@@ -113,7 +113,8 @@ def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], indices: list[
 
 class Bodies:
     """The bodies of functions as they are when this is made: their code, and the values of their defaults and closures,
-    to find out later whether they have changed. Functions with a closure are not kept alive."""
+    to find out later whether they have changed. Keeps alive only functions without a closure, whose defaults are plain
+    (snapshot.is_plain)."""
 
     def __init__(self, functions: Sequence[types.FunctionType]) -> None:
         # Functions without a closure cannot keep a model alive, and are compared in one go.

@@ -188,11 +188,12 @@ class HostTraits:
 
 def refuse_foreign_code(network: nn.Module, host_traits: HostTraits) -> None:
     """Raise Refusal if a module inside of a network may compute something else than its class's original code. The
-    reason names the first such module. Takes some milliseconds; called when a network is read.
+    reason names the first such module, class or hook. Takes some milliseconds; called when a network is read.
 
-    The reasons are: a method or function set on an instance; a hook; a LoRA that is not merged; dropout in training
-    mode; or a method of a class that was replaced by code from a Python module that is neither the class's own nor in
-    host_traits.trusted. The network itself is left out, because its own hooks also run around our forward.
+    The reasons are: a method or function set on an instance, unless the host's adapter takes it into account (inert,
+    brought and trusted in HostTraits); a hook on a module (except of host_traits.movers), or on all modules of torch; a
+    LoRA that is not merged, if host_traits.functions is None; dropout in training mode; or a method of a class that was
+    replaced, see refuse_replaced. The network itself is left out, because its own hooks also run around our forward.
     """
     # The results of called_by, by class; and the classes of attention processors, which are not modules.
     run: dict[type, tuple[str, ...]] = {}
@@ -253,8 +254,9 @@ def replaced_names(
 
 
 def was_replaced(named: Named, known: Collection[str]) -> bool:
-    """Whether the value of a name contains a function that does not belong there: for a name in torch, a function that
-    is in no installed package; for a name in any other file, a function of an extension. known: see foreign_parts."""
+    """Whether the value of a name contains a function that does not belong there: for a name in torch (or another
+    package of NOT_READ), a function that is in no installed package; for a name in any other file, a function of an
+    extension. False for a value that is not code. known: see foreign_parts."""
     files = [str(globals_of(one).get("__file__")) for one in foreign_parts(named, known)]
     if package(named.owner) in NOT_READ:
         # Functions of installed packages do not count: some decorate torch's.
@@ -344,8 +346,9 @@ def is_of(function: object, authors: Collection[str]) -> bool:
 
 
 def called_by(kind: type) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The names of the methods that run when a module of this class is called (the forwards, the methods that they call
-    by name, and so on), and all names that occur in the code of these methods."""
+    """Two results. First the names of the methods that run when a module of this class is called: FORWARDS, the methods
+    of the class that these call by name, and so on, and CALLED_BY_TORCH; the class need not have all of them. Then all
+    names that occur in the code of these methods, except those of CALLED_BY_TORCH."""
     called = dict.fromkeys(FORWARDS)
     names: set[str] = set()
     waiting = [*FORWARDS]

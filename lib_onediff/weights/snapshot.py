@@ -109,8 +109,9 @@ def snapshot(value: Any, depth: int = 0) -> Any:
 
 
 def snapshot_of_container(container: Any, depth: int) -> tuple[Any, ...]:
-    """The snapshot of a container: its type, and the snapshots of its members in their order, of a dictionary keys and
-    values in turn. For one with more than MOST_ENTRIES members or more than DEEPEST deep, its type and length."""
+    """The snapshot of a container: its type, and the snapshots of its members in their order (of a dictionary: of each
+    key, followed by its value). For a container with more than MOST_ENTRIES members or more than DEEPEST deep, its type
+    and length."""
     kind = type(container)
     size = len(container)
     if size > MOST_ENTRIES or depth > DEEPEST:

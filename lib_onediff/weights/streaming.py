@@ -252,8 +252,8 @@ class Streaming:
         self.copy_stream.wait(self.copy_stream.copy(self._copies_of_vectors, self.copy_stream.computed()))
 
     def vector(self, name: str, kind: str) -> Tensor | None:
-        """The copy on the GPU of a layer's vector; None if the layer's is not streamed, or not a vector. kind: "weight"
-        or "bias"."""
+        """The copy on the GPU of a layer's weight or bias, if this is a vector that is streamed; otherwise None. kind:
+        "weight" or "bias"."""
         return self._vectors.get((name, kind))
 
     def scales(self, path: str, stored: StoredWeight) -> list[Tensor]:
@@ -278,8 +278,7 @@ class Streaming:
 
     def alone(self, name: str) -> Tensor:
         """A new copy of a layer's streamed matrix on the device that computes, in memory of its own and not in the
-        ring.
-        """
+        ring. KeyError for a layer without such a matrix."""
         return in_one(list(map(tensor_at, self._matrices[name])), self.device)
 
 
@@ -309,11 +308,12 @@ class StreamedForward:
         self._begun = 0
 
     def weight(self, name: str) -> Tensor | None:
-        """The copy on the GPU of a layer's weight; None if it is not streamed. Work launched from now on sees the
-        complete copy.
+        """The copy on the GPU of a layer's weight; None if it is not streamed, or a matrix of a layer in `left_out`
+        (Streaming.forward). Work launched from now on sees the complete copy.
 
         Call it for a layer of a new unit when all work of the earlier units is launched: it launches copies that
-        overwrite the weights of those in the ring. The weight of an earlier unit's layer is copied once more.
+        overwrite the weights of the earlier units in the ring. The weight of an earlier unit's layer is copied once
+        more.
         """
         schedule = self._copy_schedule
         unit = schedule.unit_of.get(name, -1)
