@@ -91,7 +91,8 @@ class Attempt(Generic[Result]):
     """The outcome of an attempt, as attempted() returns it.
 
     answer: the result of the work if the outcome is OURS, otherwise None.
-    reason: why there is no answer, for the user; "" if the outcome is OURS.
+    reason: why there is no answer, for the user; "" if the outcome is OURS. Of a FAULT it is the exception's message,
+        which may be empty too: only the outcome tells whether there is an answer.
     error: the Refusal or the fault, None for OURS and OUT_OF_MEMORY. Its traceback keeps no tensors alive.
     """
 
@@ -102,8 +103,9 @@ class Attempt(Generic[Result]):
 
     @classmethod
     def of(cls, error: Exception | HostError, around: BaseException | None = None) -> Attempt[Result]:
-        """The Attempt for an exception. Call it in the except block that caught it: the local variables in the frames
-        of its traceback are cleared, so that their tensors are freed.
+        """The Attempt for an exception. Call it in the except block that caught it. The Attempt keeps no tensors alive:
+        a Refusal loses its traceback, an OutOfMemoryError is not kept, and the frames of a fault's traceback lose their
+        local variables.
 
         A HostError given here must carry the host's own OutOfMemoryError (see attempted, host_oom_is_ours). OneDiff may
         hold the memory that the host lacked, so the outcome is OUT_OF_MEMORY: the caller frees our memory and runs the
@@ -130,8 +132,8 @@ class Attempt(Generic[Result]):
     def given(self) -> Result:
         """The answer. Without one, raises the Refusal, the fault, or an OutOfMemoryError.
 
-        Raising sets error, and so fault, to None, because the traceback refers to the frames that refer to this
-        Attempt. Read them before. Another call raises a new exception with the same reason.
+        Raising sets `error` to None, and so `fault`, because the traceback refers to frames that refer to this Attempt:
+        read `error` before. Another call raises a new exception with the same reason, a RuntimeError for a fault.
         """
         if self.outcome is Outcome.OURS:
             return cast("Result", self.answer)
@@ -171,7 +173,7 @@ def attempted(work: Callable[[], Result], host_oom_is_ours: bool = False) -> Att
 
 
 def without_frames(refusal: Refusal) -> Refusal:
-    """The same refusal, after its traceback, cause and context, which would keep tensors alive, were removed."""
+    """The same refusal. Its traceback, cause and context, which would keep tensors alive, are removed from it."""
     refusal.__cause__ = None
     refusal.__context__ = None
     return refusal.with_traceback(None)

@@ -63,9 +63,9 @@ class Cut:
 
     depth: of a UNet, how many of the first input stages, and of the last output stages, every pass computes; of a
         transformer, how many of the first blocks.
-    reads: True is a cached pass: it computes only those, with the hidden states in memory. False is a full pass: it
-        computes everything, and writes hidden states to memory.
-    values: for a cached pass, Epoch.values at the full pass that wrote its memory.
+    reads: True is a cached pass: it computes only the stages or blocks that `depth` counts, with the hidden states in
+        `memory`. False is a full pass: it computes everything, and writes hidden states to `memory`.
+    values: for a cached pass, Epoch.values at the full pass that wrote the memory; a full pass does not use it.
     """
 
     depth: int
@@ -142,8 +142,10 @@ class Call:
 
     @property
     def unusual(self) -> tuple[str, ...]:
-        """Words for ShapeKey.inputs: one for each input whose dtype or device is not the latent's, because a host may
-        refuse it, or compute with it in another way; then one for autocast, if it is on. () if all inputs are alike.
+        """Words for ShapeKey.inputs, such as "context in float32 on cuda:0": one for each input whose dtype or device
+        is not the latent's, because a host may refuse it, or compute with it in another way. If there is such an input
+        and autocast is on, one more names autocast's dtype. () if all inputs are alike, also under autocast.
+
         Dtypes of fields marked ANY_DTYPE are ignored, such as the timestep's, which every host casts to float32."""
         latent = self.latent
         kind: Any = type(self)
@@ -162,9 +164,10 @@ class Call:
 
 
 class PromptRows(NamedTuple):
-    """Which half of a call's rows (of the batch) are the prompt's. The others are the negative prompt's, in the same
-    order of images.
+    """The half of a call's rows (of the batch) that is the prompt's. The other half is the negative prompt's, in the
+    same order of images.
 
+    rows: the first or the second half of the batch, as a slice of its indices.
     host: returns the host's own output for the prompt's rows alone.
     """
 

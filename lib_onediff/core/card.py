@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-# What current_card() returns without a GPU.
+# current_card() returns this without a GPU, and before the first use of CUDA in this process.
 NONE = -1
 
 
@@ -24,7 +24,8 @@ def on_card(device: torch.device) -> AbstractContextManager[object]:
 
 
 def current_card() -> int:
-    """The index of torch's current GPU; NONE if this process has not used CUDA yet. Does not initialize CUDA."""
+    """The index of torch's current GPU. NONE if there is no GPU, or this process has not used CUDA yet: CUDA is not
+    initialized for this."""
     return torch.cuda.current_device() if torch.cuda.is_initialized() else NONE
 
 
@@ -35,8 +36,8 @@ def card_name(device: torch.device) -> str:
 
 
 def name_on_this_card(choice: str) -> str:
-    """The name of a choice in TuningCache for the current GPU: with its model name ("cpu" without one) added, because a
-    measurement is valid only for GPUs of the same model."""
+    """The name of a choice in TuningCache for the current GPU: the GPU's model name is added ("cpu" if current_card()
+    is NONE), because a measurement is valid only for GPUs of the same model."""
     card = current_card()
     return f"{choice}, {'cpu' if card == NONE else card_name(torch.device('cuda', card))}"
 
@@ -68,8 +69,8 @@ class TuningCache:
         save(name, value)
 
     def clear(self) -> None:
-        """Forget all values in memory; those in the store stay. The caller has to clear the store as well, before the
-        next set()."""
+        """Forget all values in memory. The values in the store stay, and so does the store: the caller has to clear it
+        as well, before the next set()."""
         with self._lock:
             self._values = {}
 

@@ -21,7 +21,8 @@ from .operators import Operators
 from .settings import Settings
 
 Result = TypeVar("Result")
-# Starts one launch that sums the contents of many tensors, and returns a function that returns the sums: see
+# reader(spans, part) prepares checksums of spans of GPU memory, of which it reads every part-th piece. It returns a
+# function that launches the reading and returns int64 (spans,) on the GPU, or None if it cannot read these spans. See
 # weights.contents.ContentsReader.
 ContentsReader = Callable[[Sequence[Any], int], Callable[[], Tensor] | None]
 # Runs work() repeatedly and returns its duration in milliseconds. A backend compares kernel configurations with it.
@@ -65,25 +66,25 @@ class GraphMaker(Protocol):
     def prepare(self, architecture: str, source: Source, ops: Operators, inputs: Call, needs: int = 0) -> Runner:
         """A runner for calls of one shape: the forward of `source`, captured as a CUDA graph.
 
-        Such a call must have been computed without a graph before, in the same thread. inputs: a call of this shape,
-        whose tensors the runner keeps as its static inputs, so they must be copies (cloned_inputs). needs: an estimate
-        of the bytes that the graph takes of the shared memory, which may be allocated at once; 0 if unknown. Raises
-        RuntimeError if the forward cannot be captured, and torch.cuda.OutOfMemoryError.
+        A call of this shape must have been computed without a graph before, in the same thread. inputs: a call of this
+        shape, whose tensors the runner keeps as its static inputs, so they must be copies (cloned_inputs). needs: an
+        estimate of the bytes that the graph takes of the shared memory, which may be allocated at once; 0 if unknown.
+        Raises RuntimeError if the forward cannot be captured, and torch.cuda.OutOfMemoryError.
         """
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
         """Bytes of the shared memory on a device: of one architecture, or with None of all. 0 if there is none."""
 
     def devices(self) -> set[torch.device]:
-        """The devices on which there is such memory."""
+        """The devices on which graphs have shared memory."""
 
     def in_one_piece(self, device: torch.device) -> bool:
         """Whether the shared memory of an architecture can be allocated as one block. Otherwise more of it is lost in
         gaps, so a graph is estimated to take more."""
 
     def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
-        """Run work(). Returns its result, and how many bytes the memory that it allocated had at its peak: the memory
-        that a graph of the same work will take. 0 bytes on a CPU."""
+        """Run work(). Returns (its result, the largest number of bytes that it had allocated at one time). A graph of
+        the same work will take that much memory. 0 bytes on a CPU."""
 
     def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
         """The duration of work() in milliseconds, captured as a CUDA graph and replayed, so that launches cost nothing.
@@ -121,7 +122,8 @@ class Traits:
 
     has_graphs: whether CUDA graphs can capture its launches.
     serves_ungraphed: whether it can also run a forward without a graph, operator by operator.
-    launches_patched: whether it can do so for calls with functions of other extensions (Call.patches) too.
+    launches_patched: whether it can run a forward without a graph also for calls with functions of other extensions
+        (Call.patches).
     channels_last: whether it needs the weights of convolutions in channels-last memory format.
     takes_lossy: whether it can compute the 8-bit products of core.key.Lossy.
     """
@@ -150,8 +152,8 @@ class Device(abc.ABC):
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
         """Raise Refusal, with the reason for the user, if this machine or the settings rule the backend out.
 
-        device, dtype: those of the network. is_warm_up: whether the call belongs to no image. If not, a user waits for
-        it: the backend then refuses instead of running a test that takes seconds.
+        device, dtype: those of the network. is_warm_up: True if the call belongs to no image. False: a user waits for
+        the call, and the backend refuses instead of running a test that takes seconds.
         """
 
     def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
@@ -191,8 +193,8 @@ class Device(abc.ABC):
         """
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
-        """The backend's function that sums the contents of many tensors in one launch, with which the runtime notices
-        edits of weights; None if it has none for this device: torch's operators are used."""
+        """The backend's function that reads checksums of many spans of memory in one launch, by which the runtime
+        notices edits of weights. None if the backend has none for this device: torch's operators are then used."""
         return None
 
     def forget_measurements(self) -> None:

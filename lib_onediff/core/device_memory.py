@@ -36,8 +36,9 @@ class Card:
         return torch.cuda.get_device_properties(device).total_memory
 
     def free(self, device: torch.device) -> int:
-        """Bytes that torch can still get from the driver, besides what it has reserved (unused()). Less if the user has
-        limited torch to a fraction of the GPU; never negative; UNLIMITED for a CPU. Takes tens of microseconds."""
+        """Bytes that torch can still get from the driver, without the memory that it has reserved already. Less if the
+        user has limited torch to a fraction of the GPU; never negative; UNLIMITED for a CPU. Takes tens of
+        microseconds."""
         if device.type != "cuda":
             return UNLIMITED
         free, total = torch.cuda.mem_get_info(device)
@@ -79,5 +80,5 @@ class Card:
         return self.free(device) + self.unused(device) - self.spare(device)
 
     def spare(self, device: torch.device) -> int:
-        """Bytes that OneDiff leaves free for other programs on a GPU."""
+        """Bytes that OneDiff leaves free for other programs on a GPU; LEAST for a CPU."""
         return min(MOST, max(LEAST, self.total(device) // LEAST_SHARE))

@@ -24,10 +24,10 @@ class Layout:
     is a frozen dataclass derived from this, with two more members:
 
     model_name: the model, for users, such as "SDXL".
-    sized_layers(height, width, tokens): (part, (height, width)) pairs: the parts of the layout that contain all blocks,
-        each with the size of its input. The product of the two is the number of rows that its linear layers multiply
-        for each image. height, width: of the latent. tokens: of the prompt, which a single-stream network adds to the
-        image's.
+    sized_layers(height, width, tokens): (part, (part's height, part's width)) pairs: the parts of the layout that
+        contain all blocks, each with the size of its input. The part's height times its width is the number of rows
+        that its linear layers multiply for each image. height, width: of the latent. tokens: of the prompt, which a
+        single-stream network adds to the image's tokens.
 
     foreign: words for the user for each part that another extension has added to the module. Calls of such a network
         are served only if they contain these parts too, as Call.patches or Call.additions (Network.refuse_call).

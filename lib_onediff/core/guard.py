@@ -38,8 +38,9 @@ class Guard:
     After a fault, the host computes the rest of the generation. That needs a host that calls resume() at the beginning
     of each generation. If resume() is never called, as in diffusers, the host computes only the call that failed.
 
-    generation: how many generations have begun.
-    suspended: the reason why the host serves all calls until the next generation; "" while OneDiff serves.
+    generation: how many times resume() has run, also by forget().
+    suspended: the reason why serve() leaves all calls to the host until the next generation; "" while OneDiff serves.
+        attempt() and hook() run their functions also while it is set.
     """
 
     def __init__(self) -> None:
@@ -70,8 +71,9 @@ class Guard:
     def give_up(self, hook: str, error: BaseException) -> str:
         """note() for code that has caught a fault itself, and returns the host's answer to its caller instead.
 
-        Inside of serve(), the host serves the rest of the generation too, from the next call on, as after a fault that
-        serve() catches. Outside of serve(), as in a call without hooks, the fault is only noted.
+        Inside of serve(), the host also serves the rest of the generation, from the next call on, as after a fault that
+        serve() catches. The fault is only noted outside of serve(), as in a call without hooks, and if resume() was
+        never called.
         """
         sentence = self.note(hook, error)
         if self._here.hooks:
@@ -80,7 +82,8 @@ class Guard:
 
     def forget(self) -> None:
         """Forget all faults, for a reload of the WebUI's page: they are no longer shown, and are logged if they recur.
-        OneDiff serves again; that there are generations is forgotten too, until the next resume()."""
+        OneDiff serves again. Until the next resume(), a fault suspends nothing, as if resume() had never been called.
+        """
         self._faults.clear()
         self._logged.clear()
         self.resume()
@@ -101,8 +104,9 @@ class Guard:
         the guard is suspended, the result of original(*args, **kwargs).
 
         An exception that original raises inside of ours is raised here, with the host's own traceback. Any other
-        exception of ours is a fault: it is noted, and suspends the guard for the rest of the generation. But if
-        original then raises as well, its exception is raised and no fault is noted, because the arguments are wrong.
+        Exception of ours is a fault, also a Refusal and a lack of memory: it is noted, and suspends the guard for the
+        rest of the generation, if resume() has begun one. But if original then raises as well, its exception is raised
+        and no fault is noted, because the arguments are wrong.
 
         hook: words for note(). declined: called with the reason, for statistics, when original answers instead of ours.
         """
@@ -154,7 +158,7 @@ class Guard:
 
     def as_raised(self, work: Callable[[], Result]) -> Result:
         """The result of work(), for code that may run without a hook around it. A HostError is raised as the host's own
-        exception, but inside of serve() as it is, because serve() converts it. Other exceptions pass."""
+        exception. Inside of serve() it passes unchanged, because serve() converts it. Other exceptions pass."""
         if self._here.hooks:
             return work()
         try:
@@ -170,7 +174,8 @@ class Guard:
     def attempt(
         self, hook: str, work: Callable[[], Result], otherwise: Result | None = None, in_generation: bool = False
     ) -> Result | None:
-        """The result of work(), or `otherwise` if it raises an Exception, which is noted as a fault.
+        """The result of work(), or `otherwise` if it raises an Exception, which is noted as a fault. A HostError and
+        KeyboardInterrupt, which are no Exceptions, are raised.
 
         in_generation: after a fault, the host computes everything until the next resume(). Only for work that belongs
         to a generation which began with resume().
@@ -187,8 +192,9 @@ class Guard:
 
     @contextlib.contextmanager
     def beside(self, hook: str, context: AbstractContextManager[object]) -> Iterator[None]:
-        """A context that enters another one, such as a timer, and protects the code inside from its faults: they are
-        noted, and the code inside runs as without it. The other context is not told about exceptions of that code."""
+        """A context that enters `context`, such as a timer, and protects the code inside from the faults of `context`:
+        they are noted, and the code inside runs as without it. Exceptions of that code pass, and `context` is left as
+        after a success."""
         entered = self.attempt(hook, lambda: (context.__enter__(),))
         try:
             yield
@@ -213,7 +219,8 @@ class Guard:
 
 
 def outcome_of(work: Callable[[], Result]) -> Future[Result]:
-    """Run work() now, and return its result or exception as a finished Future, which another thread can read.
+    """Run work() now, and return its result or Exception as a finished Future, which another thread can read. A
+    HostError and KeyboardInterrupt, which are no Exceptions, are raised.
 
     For work that must run in a host's own thread: the host's thread class may print an exception and return None.
     """
@@ -230,7 +237,7 @@ def outcome_of(work: Callable[[], Result]) -> Future[Result]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message; the name of its class if the message is empty. Triton's messages begin
-    with a position in the source ("at 3:4:"), so of these it is the last line."""
+    """The first line of an exception's message; the name of its class if the message is empty. A message that begins
+    with a position in the source ("at 3:4:"), as Triton's do, gives its last line."""
     lines = str(error).splitlines() or [type(error).__name__]
     return lines[-1] if re.match(r"at \d+:\d+:$", lines[0]) else lines[0]

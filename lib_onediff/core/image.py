@@ -102,7 +102,8 @@ class Duration:
 class Spent:
     """The seconds of one image, by what they were spent on. None: unknown.
 
-    unet: the number of steps times their median duration, at most the duration of all UNet calls.
+    unet: the number of steps times their median duration, at most the duration of all UNet calls; that duration itself
+        if a step has no times.
     first_use, slower: the rest of the UNet calls' duration. In an image with a first check, capture, measurement or
         compilation, all of it counts as first_use, which then also has the VAE's check, and slower is 0. In any other
         image it is slower: the calls took longer than usual.
@@ -165,7 +166,7 @@ class ImageRecord:
     weights: how the network's weights are stored and changed, in words; see ShapeKey.
     parts: the steps by place, in the order of their first steps.
     steps, calls, step_ms, host_ms, ratio: of all steps; see ImagePart.
-    by_host: the number of calls that the host computed, by the reason.
+    by_host: the number of calls that the host computed, by the reason, the most frequent first.
     first_uses: the number of calls with a first check, capture, measurement or compilation.
     backends: all pairs (backend, what it computed lossily) that computed a step.
     cache_options: the names of those options of DeepCache that took effect in this image (Settings.cache_options).
@@ -205,11 +206,11 @@ class ImageRecord:
 
     @property
     def why_not_faster(self) -> str:
-        """Why the image was not faster, for users: up to MOST_REASONS reasons why the host computed steps, then the
-        last call's reason, joined by "; ". "" if there is none.
+        """Why the image was not faster, for users: the most frequent reasons (up to MOST_REASONS) why the host computed
+        calls, each with its number of calls, then the last call's reason, joined by "; ". "" if there is none.
 
-        Only the last call's reason if the host computed that call too. Also only that in state UNTOLD, because earlier
-        calls may belong to another image.
+        It is the last call's reason alone if the host computed the last call, and in state UNTOLD, where earlier calls
+        may belong to another image.
         """
         is_one_image = self.state != UNTOLD
         earlier = list(self.by_host.items())[:MOST_REASONS] if is_one_image and self.route != HOST else []
@@ -226,10 +227,11 @@ class ImageLog:
     began: time.perf_counter() at the beginning.
     steps: how often each CountedStep occurred. last: the latest one; None before it.
     durations: for UNET, VAE and CHECK each, the Duration of such work in this image.
-    replays: by the stopwatch that times them, the number of replays. They are not in durations.
+    replays: by the stopwatch that times them, the number of replays, whose time is not in durations[UNET].
     host: the stopwatch of the host's own calls in this image.
     is_timed: whether the duration of every call is known.
-    reason, first_uses, by_host, policies, inactive, cache_options, vae, inside: see ImageRecord.
+    reason, first_uses, by_host, policies, cache_options, vae, inside: see ImageRecord.
+    inactive: by the name of each policy, how often it was inactive by the reason, the latest reason last.
     images: the number of images that are done. is_interrupted: whether the user has stopped one of them.
     """
 
@@ -315,8 +317,12 @@ class ImageLog:
         )
 
     def _spent(self, steps: Mapping[CountedStep, int], seconds: float | None, images: int) -> Spent:
-        """How the seconds of one image were spent. seconds: all of them; None if unknown. images: how many images the
-        counts are of, at least 1: all durations are divided by it."""
+        """How the seconds of one image were spent. If no network was called, or a call's duration is unknown, only the
+        VAE's seconds (the check's as first_use) and those of images inside are given.
+
+        seconds: all seconds of the image; None if unknown: then `rest` is None. images: how many images the counts are
+        of, at least 1: all durations are divided by it.
+        """
         replays = sum(count * (own.recent_ms(count) or 0.0) for own, count in self.replays.copy().items()) / 1e3
         check = self.durations[CHECK].seconds / images
         vae = max(0.0, self.durations[VAE].seconds / images - check)
@@ -379,8 +385,8 @@ def counts_by(field_name: str, steps: Mapping[CountedStep, int]) -> Counter[str]
 def times_of(steps: Mapping[CountedStep, int]) -> Times:
     """The mean durations of these steps (see Times).
 
-    step_ms: see own_ms. host_ms: the mean over the same steps of the host's own steps that they replace, from all times
-    of the host's stopwatches. ratio: None also if the host computed all steps.
+    step_ms: see own_ms. host_ms: the mean duration of the host's own steps that these replace, from all times of the
+    host's stopwatches. ratio: None also if the host computed all steps.
     """
     hosts = [(step.host, count) for step, count in steps.items()]
     step_ms = own_ms(steps)
@@ -400,7 +406,7 @@ def own_ms(steps: Mapping[CountedStep, int]) -> float | None:
 
 
 def seconds_of(steps: Mapping[CountedStep, int]) -> float | None:
-    """The duration of all these steps together, in seconds, by own_ms; None if that is None."""
+    """The duration of all these steps together, in seconds, by own_ms; None if own_ms is None."""
     ms = own_ms(steps)
     return None if ms is None else ms * sum(steps.values()) / 1e3
 

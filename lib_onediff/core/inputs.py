@@ -22,8 +22,10 @@ def cloned_inputs(call: Call, memory_format: torch.memory_format = torch.preserv
 
 
 def take_rows(call: Call, rows: slice) -> Call:
-    """A call with these rows of the batch alone. Its tensors are views of the given call's. Raises ValueError if an
-    input has neither one row nor the batch's number of rows."""
+    """A call with these rows of the batch alone. Its tensors are views of the given call's; fields marked LEFT_OUT,
+    such as patches, are the same objects. Raises ValueError if an input has neither one row nor the batch's number of
+    rows.
+    """
     return mapped(call, lambda tensor: rows_of(tensor, rows, call.latent.shape[0]))
 
 
@@ -38,8 +40,8 @@ def rows_of(tensor: Tensor, rows: slice, batch: int) -> Tensor:
 
 
 def rows_within(value: Any, rows: slice, batch: int) -> Any:
-    """A copy of nested lists, tuples and dictionaries in which each tensor is replaced by rows_of() it. Other values,
-    and tensors without dimensions, stay as they are."""
+    """A copy of nested lists, tuples and dictionaries in which each tensor is replaced by its rows (rows_of). Tensors
+    without dimensions and values of other types stay as they are. Raises ValueError as rows_of does."""
     if isinstance(value, dict):
         return {name: rows_within(inside, rows, batch) for name, inside in value.items()}
     if isinstance(value, (list, tuple)):

@@ -58,20 +58,20 @@ class Job:
     """A piece of work in the list, and its progress. JobQueue sets id and state, the work itself the other numbers.
 
     kind: IMAGE, COMPARISON or PREWARM.
-    title: what the work is about, for users: "768x512 x2".
+    title: words for users that tell the job from others of its kind: "768x512 x2".
     source: where it was started, for users.
     id: a number that JobQueue gives it; 0 before.
     state: QUEUED, RUNNING, DONE, FAILED or CANCELLED.
     unit, done, total: how much is done, and how much there is to do, in units: "step" or "call".
     share: the part of the work that is done, from 0 to 1.
     seconds: the duration of the work so far, without waiting.
-    what: words for users: what it is doing now, or "waits for ...".
+    what: words for users on what it is doing now, or "waits for ..."; "" if it has finished.
     reason: why it failed, or a remark about its result, for users.
     waits: whether it is RUNNING but waits until the WebUI makes no image; see JobQueue.in_turn.
     key: JobQueue.add takes no second pending job with an equal key; None: the job is like no other.
     work: does the work, and returns the value of `reason`. Raises Stopped if it was cancelled.
     cancel: asks the work to stop; called in another thread when the user cancels the job.
-    refresh: updates the numbers; called before the job is listed.
+    refresh: updates the numbers; called before the jobs are listed while this one runs. Not called for images.
     """
 
     kind: str
@@ -143,7 +143,8 @@ class JobQueue:
                 if known is None:
                     job.id = next(self._ids)
                     self._jobs.append(job)
-                    pending[job.key] = job
+                    if job.key is not None:
+                        pending[job.key] = job
                 wanted.append(known or job)
             if ahead_of:
                 queued = [job for job in self._jobs if job.state == QUEUED and job.kind == ahead_of]
@@ -156,8 +157,9 @@ class JobQueue:
             return list(map(replace, wanted))
 
     def jobs(self) -> list[Job]:
-        """Copies of all jobs: the finished ones in the order of their ends, the running ones, and the queued ones in
-        their order. The WebUI's images come first among the running and the queued ones; finished images are left out.
+        """Copies of all jobs: the finished jobs in the order of their ends, the running ones, and the queued ones in
+        their order. The WebUI's images come first among the running and the queued jobs. Finished images are left out,
+        and during in_turn() the running ones too, because a job of OneDiff makes them.
         """
         images = self._images()
         with self._lock:
@@ -176,7 +178,8 @@ class JobQueue:
             return every
 
     def _name_what_is_waited_for(self, jobs: list[Job]) -> None:
-        """Set `what` of those of the jobs that wait, to "waits for ..." and the job that they wait for, or ""."""
+        """Set `what` of the jobs that wait to "waits for ..." with the name of the job that they wait for, or to "" if
+        there is none. `what` of other jobs stays."""
         running = [job for job in jobs if job.state == RUNNING]
         if self._running is not None and not self._running.pending:
             # It was cancelled, but its work has not returned yet.
@@ -204,8 +207,9 @@ class JobQueue:
         return True
 
     def stop(self, kind: str = "", seconds: float = 0.0) -> int:
-        """Cancel all pending jobs of OneDiff, and return their number. kind: only those of this kind; "": all. seconds:
-        how long to wait at most until the work in progress has stopped; 0: do not wait."""
+        """Cancel all pending jobs of OneDiff, and return their number. kind: only jobs of this kind; "": all. seconds:
+        how long to wait at most until the worker thread has ended, which also runs the jobs of other kinds first; 0: do
+        not wait."""
         with self._lock:
             pending = [job.id for job in self._jobs if job.pending and kind in ("", job.kind)]
         cancelled = sum(map(self.cancel, pending))

@@ -104,8 +104,8 @@ class ShapeKey:
         cls, architecture: str, latent: Tensor, upcast_attention: bool, backend: str, dtype: torch.dtype,
         precision: Flags, marks: tuple[str, ...],
     ) -> ShapeKey:
-        """The key of a VAE's decode of a latent (batch, channels, height, width). marks: the items of `inputs` after
-        DECODE. The other arguments are the fields of their names."""
+        """The key of a VAE's decode of a latent (batch, channels, height, width). marks: words for everything else that
+        distinguishes decodes, which follow DECODE in `inputs`. The other arguments are the fields of their names."""
         batch, _, height, width = latent.shape
         return cls(
             architecture=architecture, height=height, width=width, batch=batch, tokens=0,
@@ -134,7 +134,7 @@ class ShapeKey:
         return f"{self.width * LATENT_PIXEL}x{self.height * LATENT_PIXEL}"
 
     def __str__(self) -> str:
-        """The key in words for the log, without the backend and the dtypes."""
+        """The key in words for the log, without the backend and the dtypes: different keys may read alike."""
         tokens = "VAE" if self.is_decode else f"{self.tokens} tokens"
         part = f", {self.part} at depth {self.depth}" if self.part else ""
         patched = f", with {len(self.patches)} functions of other extensions" if self.patches else ""

@@ -56,8 +56,8 @@ class LowRank(NamedTuple):
 
     def of_rows(self, first: int, count: int) -> LowRank | None:
         """The LoRAs that add to the `count` rows of the weight from `first` on, with row indices relative to `first`;
-        None if there are none. For one member of a fused layer. The rows of each LoRA must lie entirely inside or
-        entirely outside of these."""
+        None if no LoRA adds to them. For one member of a fused layer: the rows of each LoRA must lie entirely inside or
+        entirely outside of the member's."""
         downs: list[Tensor] = []
         ups: list[tuple[int, Tensor]] = []
         scales: list[Tensor] = []

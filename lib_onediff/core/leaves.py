@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
-# What computes the input of a linear layer: a norm, a gated unit, or an operator that cannot write it in eight bits.
+# The operator that writes the input of a linear layer: a norm, a gated unit, or one that cannot write eight bits.
 NORMED = "normed"
 GATED = "gated"
 PLAIN_INPUT = "plain"
@@ -175,7 +175,7 @@ class SelfAttention:
 
     @property
     def key_heads(self) -> int:
-        """The number of heads of the keys, which is also that of the values; `heads` is that of the queries."""
+        """The number of heads of the keys, and of the values; `heads` counts the heads of the queries."""
         others = 2 * self.heads if self.gated else self.heads
         return (self.query_key_value.out_features // self.head_width - others) // 2
 
@@ -288,7 +288,8 @@ def descriptions(node: Any, kind: type | tuple[type, ...]) -> Iterator[Any]:
 
 def names_of(node: Any, apart: Collection[str] = ()) -> tuple[str, ...]:
     """The keys in Weights under which a forward reads the layers of a tree: first the names of the fused layers, then
-    the paths of all layers that are not members of one. node: a layout, or a part of it. apart: paths to leave out."""
+    the paths of all layers that are not members of a fused layer. If a layer occurs twice in the tree, so does its key
+    here. node: a layout, or a part of it. apart: paths to leave out."""
     names: list[str] = []
     left_out = set(apart)
     for fusion in descriptions(node, FusedLinear):

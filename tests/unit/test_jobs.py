@@ -66,6 +66,12 @@ def test_the_same_work_is_queued_once_until_it_is_over(turns: Turns) -> None:
     assert turns.add(PREWARM, "72x64", key="72").id != first.id
 
 
+def test_jobs_without_a_key_are_all_queued(turns: Turns) -> None:
+    turns.block()
+    assert [job.title for job in turns.queue.add([Job(COMPARISON, "A"), Job(COMPARISON, "B")])] == ["A", "B"]
+    assert [title for title, _, _ in turns.over()] == ["64x64", "A", "B"]
+
+
 def test_cancelling_reaches_one_job_alone(turns: Turns) -> None:
     runs = turns.block()
     waits = turns.add(COMPARISON, "A")
