@@ -1,7 +1,8 @@
 """Statistics of the last call and the last image: route, reason and times, for pages, the API and the console.
 
-A place is a model at a resolution (core.table.Place). A generation is the work of one click on Generate. Calls outside
-of generations, such as those of a loop of one's own over a diffusers UNet, are counted in a log in state UNTOLD.
+A place is a model at a resolution (core.table.Place). A generation is the work of one click on Generate. Its calls are
+counted in its own log. Calls outside of generations, such as those of a diffusers pipeline or of a user's own loop over
+a UNet, are counted in one more log, in state UNTOLD; warm-ups are in no log.
 """
 from __future__ import annotations
 
@@ -44,10 +45,11 @@ from .generations import Generation, Generations
 log = logging.getLogger("onediff")
 # The same line is logged again only after this time.
 SECONDS_UNTIL_LOGGED_AGAIN = 10.0
-# The number of kinds of images (see end_image, like) whose seconds by the host are kept.
+# The number of kinds of images (the argument `like` of end_image) for which the host's duration is kept.
 MOST_HOST_IMAGES = 100
+# The reason in the status before the first call.
 NO_IMAGE = "no image has been made yet"
-# What the console says of a call's route. The reason follows, if there is one.
+# The console's line for a call, by its route. ": " and the reason follow, if there is a reason.
 SENTENCES = {
     GRAPH: "OneDiff: the steps are replayed as a CUDA graph",
     PLAIN: "OneDiff: the steps run without a CUDA graph",
@@ -59,8 +61,8 @@ class LastCall(NamedTuple):
     """The last call of a network, in an image or a warm-up.
 
     route: one of ROUTES; None before the first call.
-    reason: why it took no faster route, for users; "" if it took the fastest.
-    entry: the entry of its shape; None if the host computed it.
+    reason: why it took no faster route, for users; "" if it took the fastest; NO_IMAGE before the first call.
+    entry: the entry of the call's shape; None if the host computed the call, and before the first call.
     """
 
     route: str | None = None
@@ -84,7 +86,8 @@ class CallStats:
 
     generations: the generations in progress. Their logs receive the steps that are counted here.
     last_call: the last call of any network, for the status line.
-    parts: for each place, the part of the last image there that OneDiff has computed.
+    parts: for each place, the ImagePart of the last image at which OneDiff computed steps there. A place without such
+        an image has no key.
     images: the number of finished images at each place.
     calls: the number of calls of UNets and transformers by route, warm-ups included.
     """
@@ -117,8 +120,9 @@ class CallStats:
 
     @property
     def image(self) -> ImageRecord:
-        """The record of the image in progress, from its first step on; otherwise that of the last image. A generation
-        that has ended without end_image() is in state FAILED: the host raised an exception in it."""
+        """The record of the image in progress, from its first step on; before it, the record of the last image. The
+        record of a generation that has ended without end_image() is in state FAILED, because the host raised an
+        exception in it."""
         generation = self.generations.innermost
         latest = self._latest
         if generation is not None and generation.log.steps:
@@ -128,14 +132,14 @@ class CallStats:
         return latest.record(FAILED if latest.state == OPEN else "")
 
     def begin_image(self) -> None:
-        """Note that a sampling begins. Outside of generations, this ends the image before it; in a generation or a
-        warm-up, it does nothing."""
+        """Note that a sampling begins. Outside of generations, that ends the image of the calls before; in a generation
+        or a warm-up, it does nothing."""
         if not self.generations.this_thread.is_warm_up and self.generations.innermost is None:
             self._close()
 
     def _close(self) -> None:
-        """End the image that calls outside of any generation were counted in, if there were any: keep its record, and
-        begin a new log."""
+        """End the image of the calls outside of generations: keep its record, and begin a new log. Does nothing if
+        there were no such calls."""
         done = self._open
         if done.steps:
             self._open = ImageLog()
@@ -145,13 +149,14 @@ class CallStats:
         self, generation: Generation, like: Hashable, images: int = 1, is_whole: bool = True,
         seconds: float | None = None,
     ) -> ImageRecord:
-        """End the images of a generation, which are done or were interrupted. Returns their common record, and keeps it
-        as that of the last image.
+        """End the images of a generation, which are done or were interrupted. Returns one record for all of them, and
+        keeps it as the last image's. A generation inside of another one adds its record to the outer one's log too.
 
-        like: a key that is equal for images whose durations can be compared. If OneDiff was off, the shortest duration
-        is kept by this key, and becomes ImageRecord.host_seconds of later images with OneDiff.
-        images: the number of images. is_whole: False if the user interrupted them. seconds: the duration of each image;
-        None: the time since the generation began, divided by the number of images.
+        like: a key that is equal for images whose durations can be compared. If OneDiff was off in the generation, the
+        shortest duration for this key is kept, and becomes ImageRecord.host_seconds of later images with OneDiff.
+        images: the number of images. is_whole: False if the user interrupted them: then none is counted, and no
+        duration kept. seconds: the duration of each image; None: the time since the generation began, divided by the
+        number of images.
         """
         self._close()
         done = generation.log
@@ -176,9 +181,9 @@ class CallStats:
         return record
 
     def _end(self, done: ImageLog, record: ImageRecord, images: int) -> None:
-        """Keep a record as the last image's, count its images at their places, and write its mean times into the
-        entries of its shapes. done: the log that the record was made of. images: how many to count; 0 after an
-        interruption."""
+        """Keep a record as the last image's, count the images at each place of the record, and write its mean times
+        into the entries of its shapes. done: the log that the record was made from. images: how many to count; 0 after
+        an interruption."""
         done.note_times()
         for part in record.parts:
             if part.model is not None and part.resolution is not None:
@@ -195,8 +200,9 @@ class CallStats:
         self._open.note_times()
 
     def forget(self, entries: Collection[Entry], left: Callable[[], Collection[Entry]]) -> None:
-        """Forget the counts of entries that were removed from the table, and those of places at which no entry is left.
-        entries: the removed ones. left: returns the remaining entries; called only if there are removed ones."""
+        """Forget the `parts` and `images` of places at which no entry is left, and in the log outside of generations
+        the steps of removed entries. entries: the entries that were removed from the table. left: returns the remaining
+        ones; called only if `entries` is not empty."""
         known = set(entries)
         if not known:
             return
@@ -211,8 +217,8 @@ class CallStats:
             self._open = ImageLog()
 
     def _log(self) -> ImageLog | None:
-        """The log of the image that this thread's present call belongs to: of the innermost generation, or that of
-        calls outside of generations. None in a warm-up, which is not counted."""
+        """The log of the image that this thread's present call belongs to: the log of the innermost generation, or
+        outside of generations the one in state UNTOLD. None in a warm-up, which is not counted."""
         generations = self.generations
         if generations.this_thread.is_warm_up:
             return None
@@ -221,15 +227,15 @@ class CallStats:
 
     def note_first_use(self) -> None:
         """Count a first use in the present image: a check, capture, measurement or compilation that later calls do not
-        need, so that users see why this image took longer."""
+        need. Users see by it why this image took longer."""
         if (current := self._log()) is not None:
             current.first_uses += 1
 
     @contextlib.contextmanager
     def checking(self, device: torch.device) -> Iterator[None]:
-        """A context around the comparison of a decode with the host's. Counts a first use, and adds the context's time
-        to the present image as CHECK, apart from the decode's, because later decodes at this size have no
-        comparison."""
+        """A context around the comparison of a decode with the host's decode. Counts a first use, and adds the
+        context's time to the present image under CHECK, so that users see which part of the VAE's time later decodes at
+        this size do not take."""
         self.note_first_use()
         stop = start_timing(device)
         try:
@@ -245,14 +251,15 @@ class CallStats:
             current.cache_options.update(names)
 
     def note_decode(self, route: str, reason: str) -> None:
-        """Note the route of a decode in the present image. reason: why it took no better one, for users; "" if it took
-        the best."""
+        """Note the route of a decode in the present image. reason: why the decode took no better route, for users; ""
+        if it took the best."""
         if (current := self._log()) is not None:
             current.vae = route, reason
 
     def note_policy(self, name: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Add what a step policy has done at a call to the present image. name: the policy's. before, after: its status
-        before and after the call: counts by name, whose differences are added, and the "reason" why it was inactive."""
+        """Add a step policy's counts at one call to the present image. name: the policy's name. before, after: the
+        policy's status before and after the call: counts by name, of which the differences are added, and as "reason"
+        why the policy is inactive; "" if it is active."""
         if (current := self._log()) is not None:
             done = {key: after[key] - before[key] for key in after if isinstance(after[key], int)}
             current.note_policy(name, done, str(after.get("reason", "")))
@@ -260,10 +267,10 @@ class CallStats:
     @contextlib.contextmanager
     def standing_for(self, host: Stopwatch | None, kind: str = WHOLE) -> Iterator[None]:
         """A context in which calls are counted as a replacement for a larger call of the host, such as the rows of the
-        prompt alone in place of the whole batch.
+        prompt alone in place of the whole batch. One such context inside of another replaces the outer one.
 
-        host: the stopwatch of the host's larger call, with which they are counted instead of their own shape's; None:
-        unknown. kind: the kind of step to count instead of WHOLE.
+        host: the stopwatch of the host's larger call, which count() uses for the calls instead of the stopwatch that it
+        is given; None: unknown. kind: the kind of step that count() uses instead of WHOLE; other kinds stay.
         """
         before = self._stands_for
         self._stands_for = (host, kind)
@@ -276,13 +283,15 @@ class CallStats:
         self, kind: str, own: Stopwatch | None, host: Stopwatch | None, route: str = "", entry: Entry | None = None,
         reason: str | None = None,
     ) -> Stopwatch | None:
-        """Count one step in the present image; in a warm-up, count none. Returns the stopwatch of the host's steps that
-        it was counted with: `host`, or in a standing_for context the one of that; None: unknown.
+        """Count one step in the present image; in a warm-up, count none. Outside of generations, a step at another
+        place than the step before ends the image and begins a new one. Returns the stopwatch of the host's steps that
+        this step replaces: `host`, or in a standing_for context the context's stopwatch; None if that is unknown.
 
-        kind: what the step computed: WHOLE, CACHED, BY_HOST and so on. own: the stopwatch of steps of this kind and
-        shape. host: the stopwatch of the host's steps that it replaces. route: the route of the call; "" for a step
-        without a call. entry: of the call's shape. reason: why it took no faster route, for users; None keeps the last
-        reason, as for a step without a call.
+        kind: how the step was computed: WHOLE, CACHED, BY_HOST and so on. own: the stopwatch of steps of this kind and
+        shape; for BY_HOST, the image's own stopwatch of such steps is used instead. host: the stopwatch of the host's
+        steps that this step replaces. route: the route of the call; "" for a step without a call. entry: the entry of
+        the call's shape. reason: why the call took no faster route, for users; None keeps the last reason, for a step
+        without a call.
         """
         if self._stands_for is not None:
             host, kind_of_the_other = self._stands_for
@@ -316,8 +325,10 @@ class CallStats:
 
     @contextlib.contextmanager
     def timing(self, network: str, device: torch.device) -> Iterator[None]:
-        """A context around a call, whose time is added to the image in progress. Inside of another such context in this
-        thread, and in a warm-up, it does nothing. network: UNET or VAE. device: the one whose work is timed."""
+        """A context around a call, whose time is added to the image in progress. Inside of another timing context in
+        this thread, and in a warm-up, it does nothing. network: UNET or VAE, as which the time counts; UNET for every
+        network that makes steps. If the host computes the UNet's call, the time also counts as the host's. device: the
+        device on which the call runs; the context does not wait for it."""
         timing = self._timing
         current = self._log()
         if timing.is_on or current is None:
@@ -338,8 +349,9 @@ class CallStats:
                 current.host.add(took)
 
     def _resolution(self, latent: Tensor | None) -> str | None:
-        """The resolution in pixels, width x height ("512x768"): that of a latent (batch, channels, ..., h, w); without
-        a latent, the one that the generation has announced. None if unknown."""
+        """The resolution in pixels, width x height ("512x768"): of a latent (batch, channels, ..., h, w); without a
+        latent, the resolution that the generation has announced. None if that is unknown, and without a latent in a
+        warm-up or outside of generations."""
         if latent is not None:
             height, width = latent.shape[-2:]
             return f"{width * LATENT_PIXEL}x{height * LATENT_PIXEL}"
@@ -349,10 +361,12 @@ class CallStats:
     def note_host(
         self, reason: str, model: str | None = None, latent: Tensor | None = None, host: Stopwatch | None = None
     ) -> Stopwatch | None:
-        """Count a call that the host computes. Returns the host's stopwatch for it, or None; see count.
+        """Count a call that the host computes, keep it as last_call, and log its reason (see _note_last). Returns the
+        stopwatch of the host's calls like it; None if unknown; see count.
 
-        reason: why OneDiff does not compute it, for users. model: the network's name for users. latent: the call's
-        input. host: the host's stopwatch at this shape. None for each of these: unknown.
+        reason: why OneDiff does not compute the call, for users. model: the network's name for users. latent: the
+            call's
+        input. host: the host's stopwatch at this shape. Each of the last three is None if unknown.
         """
         self._place = Place(model, self._resolution(latent))
         self.calls[HOST] += 1
@@ -361,8 +375,8 @@ class CallStats:
         return host_times
 
     def note_served(self, served: Served) -> Stopwatch | None:
-        """Count a call that OneDiff has computed, and keep it as last_call. Returns the stopwatch of the host's calls
-        that it replaces, or None; see count."""
+        """Count a call that OneDiff has computed, keep it as last_call, and log a change of route or reason (see
+        _note_last). Returns the stopwatch of the host's calls that it replaces; None if unknown; see count."""
         entry = served.entry
         route = served.route
         reason = served.reason
@@ -377,8 +391,8 @@ class CallStats:
         return host_times
 
     def _note_last(self, call: LastCall) -> None:
-        """Keep the last call, and log its route and reason if they are other ones than before, but none twice in
-        SECONDS_UNTIL_LOGGED_AGAIN."""
+        """Keep a call as last_call. Logs its route and reason if one of them differs from the call's before, but the
+        same line only once in SECONDS_UNTIL_LOGGED_AGAIN; at log level DEBUG, logs every call."""
         before = self.last_call
         self.last_call = call
         route = call.route
@@ -396,15 +410,15 @@ class CallStats:
             self._logged[str(route), reason] = now
 
     def explain(self, reason: str) -> None:
-        """Replace the reason of the last call, also in the record of its image, after more is known about it. reason:
-        for users."""
+        """Replace the reason of the last call, also in the log of its image if the image has not ended, after more is
+        known about the call. reason: for users."""
         self.last_call = self.last_call._replace(reason=reason)
         if self._latest is not None:
             self._latest.reason = reason
 
     def status(self, image: ImageRecord | None = None) -> dict[str, Any]:
-        """The record of an image as plain values for JSON, and the number of all calls by route. image: by default the
-        one in progress, or the last one. See ImageRecord for the values."""
+        """The record of an image as plain values for JSON, and under "calls" the number of this process's calls by
+        route. image: None for CallStats.image. See ImageRecord for the values."""
         image = image or self.image
         return {
             "model": image.model, "backend": image.backend, "lossy": image.lossy, "resolution": image.resolution,
@@ -417,8 +431,8 @@ class CallStats:
 
 
 def differ(one: Place, other: Place) -> bool:
-    """Whether two places have different models or resolutions. Values that are None (unknown) in one of them do not
-    count."""
+    """Whether two places have different models or different resolutions. A model or resolution that is None (unknown)
+    in either place counts as equal."""
     return any(None not in pair and pair[0] != pair[1] for pair in zip(one, other, strict=True))
 
 

@@ -2,14 +2,14 @@
 OneCard.serve_without_plan, the slow path that leads to a plan.
 
 The slow path tries the backends, the fastest first, down to PyTorch's operators launched one by one. If a backend
-fails, its reason is noted and the next one is tried. The slow path's methods, each of which calls the next:
+fails, the reason is noted and the next backend is tried. The slow path's methods, each of which calls the next:
 
 _serve_locked: takes the lock, and chooses the candidates.
 _with_overflow_retry: repeats the call with attention in float32 after an overflow.
 _first_to_serve: tries one candidate after the other.
 _on_device: loads the kernels of one backend.
-_replay_or_launch: replays its graph, or launches its forward.
-_launch: launches the forward, operator by operator.
+_replay_or_launch: replays the shape's graph, or launches our forward.
+_launch: launches our forward, operator by operator.
 """
 from __future__ import annotations
 
@@ -44,12 +44,13 @@ from .stepping import Stepping
 from .verify import prove, why_cached_pass_differs
 
 log = logging.getLogger("onediff")
-# In bytes. The host is asked for so much more than a graph lacks, because the free memory varies from call to call.
+# Bytes of GPU memory that the host is asked to free in addition to what a graph lacks, because the free memory varies
+# from call to call.
 ROOM_TO_SPARE = 64 << 20
 
 
 class CardRoute:
-    """Serves calls on one GPU each, that of their latent. There is one CardRoute for all networks and GPUs.
+    """Serves each call on one GPU: the latent's. There is one CardRoute for all networks and GPUs.
 
     choice: chooses the backends to try. low_bit: chooses and quantizes the layers in eight bits. patched: serves calls
         with functions of other extensions.
@@ -64,17 +65,17 @@ class CardRoute:
         self.patched = PatchedRoute(services)
 
     def card(self, network: Network, settings: Settings, times_host: bool = True) -> OneCard:
-        """A new OneCard for a network's calls under these settings. times_host: whether the host's forward, when it is
-        run for a comparison, is timed as the alternative to such a call. False if it computes more than the call, such
-        as the rows of both GPUs."""
+        """A new OneCard for a network's calls under these settings. times_host: whether a comparison with the host's
+        forward also measures how long the host takes for such a call. False if the host's forward computes more than
+        the call, such as the rows of both GPUs."""
         return OneCard(self, network, settings, times_host)
 
     def answer(self, card: OneCard, call: Call, host: Host, is_counted: bool = True) -> Answer:
         """The answer to a call: by a step policy that decides for each GPU, or computed by `card`.
 
-        host: runs the host's forward of this call, to compare a first output with. is_counted: whether to count the
-        call in the statistics; False for a part of a call that is counted as a whole. Raises Refusal if the host must
-        compute the call, torch.cuda.OutOfMemoryError, and HostError.
+        host: runs the host's forward of this call, with whose output the first one at a shape is compared. is_counted:
+        whether to count the call in the statistics; False for a part of a call, if the whole call is counted. Raises
+        Refusal if the host must compute the call, torch.cuda.OutOfMemoryError, and HostError.
         """
         compute = self._stepping.around(card, False, card.network, card.settings, is_counted=is_counted)
         return compute(call, host)
@@ -84,7 +85,7 @@ class OneCard:
     """Computes calls of one network on one GPU under fixed settings: a core.policy.Compute. Made anew for each call of
     the host; step policies may call it several times, or not at all.
 
-    tried: the entry that was tried last on the slow path; None before.
+    tried: the entry that the slow path tried last, whether or not it served; None if no call came to the slow path.
     """
 
     def __init__(self, route: CardRoute, network: Network, settings: Settings, times_host: bool) -> None:
@@ -108,10 +109,11 @@ class OneCard:
 
     def serve_without_plan(self, call: Call, host: Host | None) -> Served:
         """Serve a call that no plan serves, and take one step towards a plan for calls like it: the output of the first
-        such call is compared with the host's; after the second one, a graph is captured; the third one replays the
-        graph, and a plan is kept.
+        such call is compared with the host's; after the second call, a graph is captured; the third call replays the
+        graph, and a plan is kept (see _may_be_planned for calls that get none).
 
-        host: None: a shape that was not checked before is refused. Raises what CardRoute.answer raises.
+        host: None if the host cannot compute this call: then a call that would have to be compared is refused. Raises
+        what CardRoute.answer raises.
         """
         if call.patches is None:
             served = self._serve_locked(call, None)
@@ -129,8 +131,9 @@ class OneCard:
 
     def _serve_locked(self, call: Call, functions: FunctionCalls | None) -> Served:
         """The output by the first backend that serves the call, computed under the runtime's lock. functions: other
-        extensions' functions that the call brings; None if it brings none. Raises Refusal if no backend serves it, and
-        torch.cuda.OutOfMemoryError."""
+        extensions' functions that the call brings; None if it brings none. Raises Refusal if no backend serves the
+        call, or if an extension's function makes this call while our forward waits for the function; HostError from
+        functions; and torch.cuda.OutOfMemoryError."""
         services = self._services
         with services.computing(call.latent.device):
             if services.is_between_graphs:
@@ -139,12 +142,13 @@ class OneCard:
             return self._with_overflow_retry(candidates, call, functions)
 
     def _check(self, call: Call, served: Served, functions: FunctionCalls | None, host: Host | None) -> bool:
-        """Compare an output with the host's, unless outputs of this shape with these weights were compared before.
-        Returns whether it was compared now.
+        """Compare an output with the host's, unless an output of this shape with these weights was compared before; an
+        image's output is compared although a warm-up's was. Cached passes are not compared: check() does that. Returns
+        whether it was compared now.
 
         functions: see _serve_locked; rewound first, because the host calls the same functions again. host: None if the
-        host cannot compute this call. Raises Refusal if the output must not be used: it differs from the host's, or
-        there is no host to compare with. Raises HostError if the host fails.
+        host cannot compute this call. Raises Refusal if the output must not be used: because it differs from the
+        host's, or because it would have to be compared and host is None. Raises HostError if the host fails.
         """
         services = self._services
         bound = self.network.bound
@@ -176,13 +180,13 @@ class OneCard:
         return True
 
     def _prepare(self, call: Call, served: Served, captures: bool) -> None:
-        """Prepare for later calls like this one, after it was answered: capture their graph; or, if this call has
-        replayed a graph, keep a plan. captures: whether a graph may be captured; False right after the first comparison
-        with the host."""
+        """Prepare for later calls like this one, after this call was answered: capture their graph if this call was
+        launched without one; keep a plan if it replayed a graph. captures: whether a graph may be captured; False if
+        this call was compared with the host."""
         entry = served.entry
         network = self.network
         device = call.latent.device
-        network.served_last = True
+        network.has_served = True
         # A capture calls the functions of other extensions again, which needs a way to restore their state (rewind).
         if captures and served.route == PLAIN and (call.patches is None or served.rewind is not None):
             with self._services.computing(device), our_modes(device, entry.key.precision):
@@ -195,8 +199,9 @@ class OneCard:
             self._keep_plan(call, served)
 
     def _may_be_planned(self, call: Call, key: ShapeKey) -> bool:
-        """Whether a plan may serve calls like this one. False for warm-ups and patched calls, and while errors of 8-bit
-        layers are still to be measured."""
+        """Whether a plan may serve calls like this one. False for warm-ups and patched calls. With the option Low-bit
+        on, True only for calls with 8-bit layers whose errors are measured; other calls try the 8-bit variants each
+        time."""
         if self._services.is_warm_up or call.patches is not None:
             return False
         choice = self.network.low_bit_choice
@@ -204,8 +209,8 @@ class OneCard:
         return is_decided or self.settings.low_bit == "off"
 
     def _keep_plan(self, call: Call, served: Served) -> None:
-        """Keep a plan for later calls like this one in the network. Does nothing if the network has no runner for them:
-        the backend then keeps its own, and is asked for it at each call."""
+        """Keep a plan for later calls like this one in the network. Does nothing if the network has no runner for them,
+        because the backend has runners of its own (Device.runner), which it gives anew for each call."""
         network = self.network
         device = call.latent.device
         runner = network.runner(served.entry.key, call.cut)
@@ -218,12 +223,13 @@ class OneCard:
         network.keep_plan(call.signature, plan)
 
     def check(self, call: Call, served: Served) -> None:
-        """Check the cached pass of a step policy (DeepCache) against the full pass that was just computed. If its shape
-        was not checked before, compute it once, with the backend, precision and lossy products of the full pass, and
-        compare the two outputs, which must be equal. Its entry becomes PROVED or FAILED.
+        """Check the cached pass of a step policy (DeepCache) against the full pass that was just computed. If the
+        cached pass's shape was not checked before, compute the pass once, with the backend, precision and lossy
+        products of the full pass, and compare the outputs of the two passes: if they are equal, the entry of the cached
+        pass becomes PROVED, otherwise FAILED.
 
         call: the cached pass: the same call with a cut that reads the cached feature. served: the full pass. Raises
-        Refusal if the entry is FAILED, now or from before.
+        Refusal if the cached pass's entry is FAILED, now or from before.
         """
         key = served.entry.key
         call = replace(call, upcast_attention=served.call.upcast_attention)
@@ -250,8 +256,9 @@ class OneCard:
         """The output of a call by the first candidate that serves it. functions: see _serve_locked. Raises what
         _first_to_serve raises.
 
-        If the first output of a shape has NaN or infinite values, the call is computed again with attention in float32.
-        If that helps, all later calls with these weights use it from the start, also in later processes.
+        If the first output of a shape has NaN or infinite values, the call is computed again with attention in float32,
+        and that output is returned, finite or not. If it is finite, all later calls with these weights compute
+        attention in float32 from the start, also in later processes.
         """
         bound = self.network.bound
         tuned = self._services.tuning_cache
@@ -279,11 +286,11 @@ class OneCard:
     def _first_to_serve(
         self, candidates: Candidates, call: Call, functions: FunctionCalls | None, flags: Flags
     ) -> Served:
-        """The output by the first candidate that neither refuses nor fails: the 8-bit variants of the first backend,
-        then each backend.
+        """The output by the first candidate that neither refuses nor fails. The 8-bit variants of the first backend are
+        tried first, then each backend without 8-bit products.
 
         flags: torch's switches for precision, as they are set now, for the entry's key. functions: see _serve_locked.
-        Raises Refusal with the last reason if none serves the call, and torch.cuda.OutOfMemoryError.
+        Raises Refusal with the last reason if none serves the call, HostError, and torch.cuda.OutOfMemoryError.
         """
         network = self.network
         ways = [(candidates.devices[0], lossy) for lossy in candidates.lossy]
@@ -309,8 +316,8 @@ class OneCard:
         )
 
     def _entry(self, call: Call, backend: str, lossy: Lossy, flags: Flags) -> Entry:
-        """The entry of a call's shape with this backend, with the verdict that belongs to the present weights. A new
-        entry, in state COLD, if there is none."""
+        """The entry of a call's shape with this backend, switched to the verdict for the present weights. An entry that
+        does not exist yet is made, in state COLD."""
         network = self.network
         bound = network.bound
         layout = bound.layout
@@ -320,7 +327,8 @@ class OneCard:
         return entry.switch_to(network.identity(), network.sampling_now, bound.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
-        """As _entry, but raises Refusal if the backend does not compute such calls."""
+        """As _entry, but raises Refusal if the backend does not compute such calls, such as patched calls with 8-bit
+        products. device: the backend."""
         device.refuse_call(call, self.network.weight_marks)
         if call.patches is not None and lossy != LOSSLESS:
             # Between 8-bit operators, activations are quantized tensors, which functions of extensions cannot take.
@@ -330,9 +338,9 @@ class OneCard:
     def _on_device(
         self, device: Device, call: Call, functions: FunctionCalls | None, entry: Entry, reason: str
     ) -> Served:
-        """The output by one backend, which loads its kernels first. reason: why the candidate before did not serve, for
-        users. Raises Refusal if the backend cannot compute it, if its entry has FAILED, and for a cached pass that
-        check() has not proved. Raises torch.cuda.OutOfMemoryError."""
+        """The output by one backend (device), which loads its kernels first. reason: as for Candidate.serve. Raises
+        Refusal if the backend cannot compute the call, if the entry is FAILED, and for a cached pass that check() has
+        not compared yet. Raises torch.cuda.OutOfMemoryError and HostError."""
         if entry.key.is_cached_pass and entry.state is State.COLD:
             raise Refusal("a cached step at this size was not compared with a full one yet")
         self.tried = entry
@@ -345,9 +353,10 @@ class OneCard:
     def _replay_or_launch(
         self, device: Device, entry: Entry, call: Call, functions: FunctionCalls | None, reason: str
     ) -> Served:
-        """The output by one backend whose kernels are loaded: by the backend's own runner, by a captured graph, or
-        operator by operator, in this order. Quantizes 8-bit weights first, if the entry needs them. reason: see
-        _on_device; it becomes a part of Served.reason. Raises Refusal if the next backend is to be tried."""
+        """The output by one backend (device) whose kernels are loaded: by the backend's own runner; else by a captured
+        graph, unless the entry is COLD; else operator by operator. Quantizes 8-bit weights first, if the entry needs
+        them. reason: as for Candidate.serve; it becomes a part of Served.reason. Raises Refusal if the next candidate
+        must be tried, among others for a cached pass whose cached feature is of other weights."""
         network = self.network
         lossy = entry.key.lossy
         has_graphs = device.traits.has_graphs
@@ -411,7 +420,8 @@ class OneCard:
 
     def _capture(self, entry: Entry, call: Call) -> None:
         """Capture the graph of a shape that was just served without one, unless the backend has no graphs or an earlier
-        capture has failed. If the capture fails, Entry.no_graph has the reason, and nothing is raised."""
+        capture has failed. If the capture fails, nothing is raised, and Entry.no_graph has the reason, so that no other
+        capture is tried. It stays "" if GPU memory ran out and the host then freed some: the next call tries again."""
         if not self._devices.named(entry.key.backend).traits.has_graphs or entry.no_graph:
             return
         captured = attempted(lambda: self._capture_now(entry, call))
@@ -426,8 +436,9 @@ class OneCard:
             log.error("%s (%s)", entry.no_graph, entry.key, exc_info=captured.error)
 
     def _capture_now(self, entry: Entry, call: Call) -> None:
-        """Tune kernels, capture the graph, and ask the host to free as much GPU memory as the graph lacks. Captures
-        nothing if tuning has dropped the 8-bit weights. Raises Refusal, and what the capture raises."""
+        """Tune kernels, capture the graph, and ask the host to free as much GPU memory as the graph lacks; if the host
+        frees none, 8-bit weights are dropped. Captures nothing if tuning has dropped the 8-bit weights, or if the graph
+        does not fit (see GraphCache.capture). Raises any exception of the tuning or the capture."""
         if self._tune(entry.key, call):
             self._services.call_stats.note_first_use()
             # The kernels chosen now must run once outside of the capture, where they load and allocate.
@@ -444,9 +455,9 @@ class OneCard:
             self._graphs.shrink_low_bit(self.network, lacking + ROOM_TO_SPARE)
 
     def _tune(self, key: ShapeKey, call: Call) -> bool:
-        """Measure the fastest kernels for this call, and which products are faster in eight bits, if that is unknown.
-        Returns whether anything was measured, after which the forward must be launched once more before a capture;
-        False also if 8-bit layers are refused after that."""
+        """Measure the fastest kernels for this call, and which of its products are faster in eight bits, where that is
+        unknown. Returns whether the forward must be launched once more before a capture: True if anything was measured,
+        but False if 8-bit layers were measured and then refused."""
         layout = self.network.bound.layout
         low_bit = self._route.low_bit
         attentions = self._services.families.of(layout).attentions(layout, call)
@@ -463,8 +474,8 @@ class OneCard:
 
 
 def kernel_use_of(network: Network, call: Call, lossy: Lossy = LOSSLESS) -> KernelUse:
-    """The KernelUse of a call: everything that decides which kernels its forward needs. lossy: the 8-bit products that
-    it may use. Call it after the network's binding was refreshed for the call."""
+    """The KernelUse of a call: everything that decides which kernels the call's forward needs. lossy: the 8-bit
+    products that the forward may use. Call it after the network's binding was refreshed for the call."""
     layout = network.bound.layout
     latent = call.latent
     stored = network.bound.binding.layers.rounded_inputs()

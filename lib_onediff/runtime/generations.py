@@ -1,7 +1,7 @@
 """The generations in progress, with their settings and the logs of their images.
 
-Calls belong to the innermost generation, also those of images that an extension makes inside of it (a face's
-inpainting). Calls of a warm-up belong to none.
+Calls belong to the innermost generation, and so do the calls of images that an extension makes inside of it, such as a
+face's inpainting. Calls of a warm-up belong to no generation.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from ..core.image import OPEN, ImageLog
 from ..core.settings import Settings
 
-# The attribute of the host's processing object with its Generation. A copy of the object has the same one.
+# The attribute of the host's processing object that has its Generation. A copy of the object has the same Generation.
 GENERATION = "onediff_generation"
 
 
@@ -22,10 +22,11 @@ class Generation:
     """A generation in progress: its settings, and the log of its images.
 
     owner: id() of the host's processing object. A copy of that object belongs to this generation, but has another id.
-    settings: for the calls of this generation.
-    why_off: why its settings switch OneDiff off, for users; "" if OneDiff is on, or simply switched off.
+    settings: the settings for the calls of this generation.
+    why_off: why OneDiff is off in these settings, for users, if it is for another reason than the user's switch; else
+        "".
     log: the calls and times of the images so far.
-    resolution: of the sampling in progress, in pixels ("512x768"); None if the host has not announced it.
+    resolution: the size in pixels ("512x768") of the sampling in progress; None if the host has not announced it.
     """
 
     def __init__(self, owner: int, settings: Settings, why_off: str) -> None:
@@ -36,9 +37,9 @@ class Generation:
         self.resolution: str | None = None
 
     def note_batch(self, p: Any, is_cut_short: bool) -> None:
-        """Add the images of a batch that is done to the log, and mark the log as interrupted if is_cut_short: the user
-        has interrupted the batch. p: the host's processing object of the batch. If it is a copy of the owner, as
-        extensions make for images of their own, its images are not counted."""
+        """Count the images of a batch that is done in the log. p: the host's processing object of the batch. If p is a
+        copy of the owner, as extensions make for images of their own, its images are not counted. is_cut_short: whether
+        the user has interrupted the batch: then the log is marked as interrupted, for a copy too."""
         if self.owner == id(p):
             self.log.images += getattr(p, "batch_size", 1)
         self.log.is_interrupted |= is_cut_short
@@ -47,8 +48,8 @@ class Generation:
 class ThisThread(threading.local):
     """State of the thread that reads or sets it; every thread has its own.
 
-    is_warm_up: whether its calls are a warm-up: they make shapes ready, belong to no image, and may wait for
-    compilations and measurements.
+    is_warm_up: whether the thread's calls are a warm-up: they make shapes ready, belong to no image, and may wait for
+        compilations and measurements.
     """
 
     is_warm_up = False
@@ -57,9 +58,9 @@ class ThisThread(threading.local):
 class Generations:
     """The generations in progress. Only the host's script begins and ends them; pipelines of diffusers have none.
 
-    running: weak references to them, the innermost last. The host's processing object holds the strong one, so that a
-        generation that fails, and is never ended, disappears together with that object.
-    this_thread: state of the thread that reads it.
+    running: weak references to the generations, the innermost last. The host's processing object holds the strong
+        reference, so that a generation that fails, and is never ended, disappears together with that object.
+    this_thread: see ThisThread.
     """
 
     def __init__(self) -> None:
@@ -69,7 +70,7 @@ class Generations:
     @property
     def run_settings(self) -> tuple[Settings, str] | None:
         """(settings, why_off) of the innermost generation in progress. None outside of generations and in this thread's
-        warm-ups, which use the settings of the network or of the runtime."""
+        warm-ups: there, the settings of the network or of the runtime apply."""
         if not self.running or self.this_thread.is_warm_up:
             return None
         generation = self.innermost
@@ -77,8 +78,8 @@ class Generations:
 
     @contextlib.contextmanager
     def warming_up(self, is_warm_up: bool = True) -> Iterator[None]:
-        """A context in which this thread's calls are a warm-up. is_warm_up: False inside of a warm-up makes them calls
-        of an image again."""
+        """A context in which this thread's calls are a warm-up. is_warm_up: False for a context inside of a warm-up in
+        which calls are those of an image again."""
         before = self.this_thread.is_warm_up
         self.this_thread.is_warm_up = is_warm_up
         try:
@@ -87,11 +88,12 @@ class Generations:
             self.this_thread.is_warm_up = before
 
     def begin(self, p: Any, settings: Settings, why_off: str = "") -> Generation:
-        """Begin the generation of p, the host's processing object, as the innermost one, and return it.
+        """Begin the generation of p, the host's processing object, as the innermost one, and return it. It is stored as
+        an attribute of p (GENERATION), which copies of p share.
 
-        The generation is stored as an attribute of p (GENERATION), which copies of p share. So a copy gets the
-        generation in progress back, with these settings in place of its own. If the same p begins again, its earlier
-        run has failed: it gets the same generation with these settings and an empty log. why_off: see Generation.
+        If p has a generation in progress already, that one is returned, with these settings in place of its own, and
+        does not become the innermost one again. If p is its owner, an earlier run of p has failed, so the log is
+        emptied; if p is a copy of the owner, the log goes on. why_off: see Generation.
         """
         known: Generation | None = p.__dict__.get(GENERATION)
         if known is not None and known in self.alive():
@@ -106,8 +108,9 @@ class Generations:
         return generation
 
     def end(self, p: Any) -> Generation | None:
-        """End the generation of p, and return it. None if p has no generation, or is a copy of its owner: then the
-        generation goes on."""
+        """End the generation of p, the host's processing object, and return it. Returns None if p has no generation. If
+        p is a copy of the generation's owner, returns None too: the generation goes on, and p does not belong to it any
+        more."""
         known: Generation | None = p.__dict__.pop(GENERATION, None)
         if known is None or known.owner != id(p):
             return None
@@ -120,5 +123,5 @@ class Generations:
         return next(reversed(self.alive()), None)
 
     def alive(self) -> list[Generation]:
-        """The generations in progress whose objects the host still has, the innermost last."""
+        """The generations in progress whose processing objects the host still has, the innermost last."""
         return [generation for one in self.running if (generation := one()) is not None]

@@ -26,27 +26,30 @@ from ..weights.operands import WithLowBit, merged_operand, source_of
 from ..weights.scan import HostTraits
 from .low_bit_errors import Choice
 
-# How often the host may be asked in one sampling to move weights off the GPU: for 8-bit weights, for a graph, and once
-# more for either.
+# How often the host may be asked in one sampling to move weights off the GPU: once for 8-bit weights, once for a graph,
+# and once more.
 MOST_ASKED = 3
+# A hint for users, at the end of Network.streamed.
 EIGHT_BITS = " (the options Low-bit and Low-bit only keep most of them on the GPU, in 8 bits)"
 
 
 class Network:
     """A module that OneDiff serves, with everything derived from it.
 
-    bound: its layout, weights and epoch, and the search for changes.
-    settings: those given with the network, in place of the runtime's; None: the runtime's apply.
+    bound: the module's layout, its weights and epoch, and the search for changes.
+    settings: the settings given with the network, in place of the runtime's; None: the runtime's apply.
     plans: plan.Plan by Call.signature, for calls like earlier ones of this sampling.
-    runners: CachedRunner by shape; see runner.
-    step_memories: the memories of step policies, by their names.
+    runners: CachedRunner by shape; see runner().
+    step_memories: the memories of step policies, by the policies' names.
     sampling: the sampling in progress that was announced for this network alone; None if there is none.
-    samplings: the number of samplings that its host has announced.
+    samplings: the number of samplings that the host has announced for this network.
     in_sampling: whether an announced sampling is in progress.
     weights: the result of the last identity(); "" before.
-    low_bit: its 8-bit weights; None if none are in use.
-    low_bit_choice: the classes of layers that use them, once their errors were measured.
-    served_last: whether we have served the last call of this sampling; outside of samplings, the last call.
+    low_bit: the 8-bit weights that were quantized for the option Low-bit; None if there are none.
+    low_bit_choice: which classes of layers are in eight bits, by their measured errors; None if errors were not
+        measured, and if they do not matter ("Low-bit only", or no budget).
+    has_served: in an announced sampling, whether OneDiff, and not the host, has served a call of it; outside of
+        samplings, whether it has served the last call that had no plan.
     no_room_for_low_bit: whether GPU memory was too small in this sampling for 8-bit weights.
     asked_for_room: how often the host was asked in this sampling to move weights off the GPU.
     """
@@ -55,12 +58,13 @@ class Network:
         self, unet: nn.Module, settings: Settings | None, host_traits: HostTraits, bound: BoundNetwork | None = None,
         families: Families = FAMILIES,
     ) -> None:
-        """unet: the host's module, of any family. host_traits: its adapter's. bound: by default a BoundNetwork of the
-        module; the second GPU's copy has a MirrorNetwork. families: those that may serve it."""
+        """unet: the host's module, of any family. host_traits: the HostTraits of the host's adapter. bound: None for a
+        new BoundNetwork of the module; the copy on a second GPU has a MirrorNetwork. families: the families that may
+        serve the module."""
         self._families = families
         self.settings = settings
         self.bound = bound or BoundNetwork(unet, families.read, host_traits, families.units)
-        self.served_last = False
+        self.has_served = False
         self.plans: dict[Hashable, Any] = {}
         self.step_memories: dict[str, StepMemory] = {}
         self._cut_memories: weakref.WeakValueDictionary[Hashable, CutMemory] = weakref.WeakValueDictionary()
@@ -80,9 +84,10 @@ class Network:
         self._bytes_had = 0
 
     def begin_sampling(self) -> None:
-        """Begin a sampling that the host has announced: drop the plans, and allow another try of what has failed in the
-        last sampling (reading the network, room for 8-bit weights, asking the host for room)."""
-        self.served_last = False
+        """Begin a sampling that the host has announced: drop the plans, and let the calls try again to read the
+        network, to make 8-bit weights, and to ask the host for room, if one of these has failed in the last
+        sampling."""
+        self.has_served = False
         self.no_room_for_low_bit = False
         self.asked_for_room = 0
         self.plans.clear()
@@ -102,14 +107,15 @@ class Network:
         return self.samplings if self.in_sampling else None
 
     def identity(self) -> str:
-        """A digest of the weights, by which verdicts are stored: of the weights as they are now, or, in an announced
-        sampling, as they were at its first call. Also sets `weights`. See BoundNetwork.identity."""
+        """A digest of the weights, by which verdicts are stored. In an announced sampling, it is the digest of the
+        weights as they were at the sampling's first call; otherwise, of the weights as they are now. Also sets
+        `weights`."""
         self.weights = self.bound.identity(self.sampling_now)
         return self.weights
 
     def checkpoint(self) -> str:
-        """A digest of the checkpoint, by which measured errors of Low-bit are stored. LoRAs do not change it; see
-        BoundNetwork.checkpoint."""
+        """A digest of the checkpoint, by which measured errors of Low-bit are stored. LoRAs do not change the digest;
+        see BoundNetwork.checkpoint."""
         return self.bound.checkpoint(self.sampling_now)
 
     @property
@@ -118,7 +124,9 @@ class Network:
         return str(self.bound.layout.architecture) if self.bound.has_binding else None
 
     def refuse_call(self, call: Call) -> None:
-        """Raise Refusal, with the reason, if a call's inputs do not fit the bound network."""
+        """Raise Refusal, with the reason for users, if the host must compute a call: because its inputs do not fit the
+        bound network, because the latent's dtype or autocast's is not the weights', or because other extensions have
+        replaced parts of the network and the call has neither patches nor additions."""
         binding = self.bound.binding
         self._families.of(binding.layout).refuse_call(binding.layout, call)
         if binding.layout.foreign and call.patches is None and not call.additions:
@@ -134,11 +142,13 @@ class Network:
     def fit_low_bit(
         self, round_rows: Round, wanted: WantedKinds, left_out: frozenset[str] = frozenset(), are_alone: bool = False
     ) -> None:
-        """Quantize the present weights of these layers to eight bits, and keep them.
+        """Quantize the present weights of these layers to eight bits, and keep the 8-bit weights in `low_bit`. Layers
+        with 8-bit weights of the present weights are not quantized again, and other layers' 8-bit weights stay.
 
         Layers are quantized one after the other, so that at most one weight from main memory is on the GPU at a time.
-        round_rows: rounds rows of a weight to eight bits. wanted: the format of each layer, by its name. left_out,
-        are_alone: see LowBitWeights. Raises torch.cuda.OutOfMemoryError.
+        round_rows: rounds rows of a weight to eight bits. wanted: the format of each layer, by the layer's name.
+        left_out, are_alone: see LowBitWeights; they have no effect if the network has 8-bit weights already. Raises
+        torch.cuda.OutOfMemoryError.
         """
         if self.low_bit is None or self.low_bit.layout != self.bound.layout:
             self.low_bit = LowBitWeights(self.bound.layout, round_rows, left_out, are_alone)
@@ -147,21 +157,23 @@ class Network:
         self.bound.watch_contents(whole=False)
 
     def _low_bit_state(self) -> object:
-        """A value that changes when the weights that were quantized change: the epoch's values, and a checksum over the
-        first rows of weights in main memory, because torch does not count all edits of these."""
+        """A value that differs after a change of the weights that were quantized: the epoch's values, and a checksum
+        over the first rows of weights in main memory, because torch does not count all edits of these."""
         streaming = self.bound.streaming
         low_bit = self.low_bit
         uncounted = 0 if streaming is None or low_bit is None else streaming.content(sorted(low_bit.names()))
         return self.bound.epoch.values, uncounted
 
     def low_bit_is_unchanged(self) -> bool:
-        """Whether there are 8-bit weights, and the weights have not changed since they were quantized."""
+        """Whether there are 8-bit weights, and the host's weights have not changed since these were quantized. False if
+        there are none."""
         return self.low_bit is not None and self.low_bit.fitted_to == self._low_bit_state()
 
     def source(self, lossy: Lossy, call: Call, layers: Collection[str] | None = None) -> Source:
-        """The weights for a call, with 8-bit weights if lossy names some.
+        """The weights for a call. Layers with 8-bit weights in the formats of lossy.low_bit use them; none does if
+        lossy.low_bit is "" or the network has no 8-bit weights.
 
-        layers: the names of the layers that use their 8-bit weights; None: all that have some.
+        layers: the names of the only layers that may use their 8-bit weights; None: all layers.
         """
         bound = self.bound
         low_bit = self.low_bit
@@ -172,8 +184,8 @@ class Network:
         return source_of(bound, call, WithLowBit(kept, low_bit.gated_scales, bound.binding.dtype, alone))
 
     def _alone(self, lossy: Lossy) -> frozenset[str]:
-        """The names of the layers with only their 8-bit weight on the GPU. Their own weight stays in main memory, and
-        is not copied for a call."""
+        """The names of the layers that have an 8-bit weight on the GPU in a format of lossy.low_bit, and their own
+        weight in main memory: it is not copied for a call."""
         bound = self.bound
         low_bit = self.low_bit
         if not lossy.low_bit or low_bit is None:
@@ -181,7 +193,8 @@ class Network:
         return low_bit.linear_names(KINDS_OF[lossy.low_bit]) & bound.binding.away
 
     def streamed(self, lossy: Lossy, settings: Settings) -> str:
-        """How much of the weights is copied at every call, as a sentence for the user; "" for nothing."""
+        """How much of the weights is copied from main memory at every call, as a sentence for the user; "" if nothing
+        is copied."""
         streaming = self.bound.streaming
         copied = 0 if streaming is None else streaming.copied(self._alone(lossy))
         if not copied:
@@ -197,12 +210,13 @@ class Network:
     @property
     def weight_marks(self) -> tuple[str, ...]:
         """A phrase for each thing that the host does to its weights at each use, such as a cast, for a shape's key and
-        for users; () if nothing. As of the last refresh; see OnTheFly.marks."""
+        for users; () if it does nothing. As of the last refresh; see OnTheFly.marks."""
         return self.bound.on_the_fly.marks(self.bound.binding)
 
     def runner(self, key: ShapeKey, cut: Cut | None = None) -> Runner | None:
-        """The runner of a shape, which replays its graph. None if there is none, or if the weights or the memory of its
-        cut have moved since it was made: then it is dropped. cut: of the call, if it computes only a part."""
+        """The runner of a shape, which replays the shape's graph. None if there is none, or if the weights have moved
+        since the runner was made, or it was made for another cut memory than the call's: then the runner is dropped.
+        cut: the call's cut; None if the call computes the whole network at once."""
         kept = self.runners.get(key)
         if kept is None:
             return None
@@ -215,15 +229,15 @@ class Network:
         return None
 
     def keep(self, key: ShapeKey, runner: Runner) -> None:
-        """Keep a new runner for a shape, and drop the runners of all shapes that were made at other addresses of the
-        weights."""
+        """Keep a new runner for a shape, and drop all runners that were made when the weights were at other
+        addresses."""
         addresses = self.bound.epoch.addresses
         runners = {other: kept for other, kept in self.runners.items() if kept.addresses == addresses}
         runners[key] = CachedRunner(addresses, runner)
         self._keep_runners(runners)
 
     def keep_plan(self, signature: Hashable, plan: Any) -> None:
-        """Keep a plan for later calls of this signature, and drop plans made under other settings."""
+        """Keep a plan for later calls of this signature, and drop all plans made under another Settings object."""
         plans = {one: kept for one, kept in self.plans.items() if kept.settings is plan.settings}
         plans[signature] = plan
         self.plans = plans
@@ -235,16 +249,17 @@ class Network:
         self.plans = {signature: plan for signature, plan in self.plans.items() if id(plan.runner) in alive}
 
     def cut_memory(self, shape: Hashable) -> CutMemory:
-        """The memory in which a full pass of a cut network leaves hidden states for cached passes; see CutMemory. The
-        same object is returned for a shape as long as anything, such as a graph, refers to it; then a new one."""
+        """The memory in which a full pass of a cut network leaves hidden states for cached passes; see CutMemory. While
+        anything, such as a graph, refers to a shape's memory, the same object is returned for the shape; otherwise a
+        new one."""
         memory = self._cut_memories.get(shape)
         if memory is None:
             memory = self._cut_memories[shape] = CutMemory()
         return memory
 
     def deepest(self) -> int:
-        """The largest depth at which the network can be cut in two, see core.call.Cut; 0 if it cannot. Raises Refusal
-        if the network's modules cannot be read."""
+        """The largest depth at which the network can be cut in two (core.call.Cut); 0 if it cannot be cut. Raises
+        Refusal if the network's modules cannot be read."""
         layout = self.bound.layout if self.bound.has_binding else self.bound.layout_now()
         return self._families.of(layout).deepest(layout)
 
@@ -255,8 +270,8 @@ class Network:
         return self._families.of(layout).schedule
 
     def drop_runners(self, keys: Collection[ShapeKey] | None = None) -> None:
-        """Drop the graphs of these shapes, and the plans that replay them. None: drop all, with the memories of step
-        policies, 8-bit weights and what BoundNetwork.drop_applied frees."""
+        """Drop the graphs of these shapes, and the plans that replay them. keys None: drop all graphs and plans, the
+        memories of step policies, the 8-bit weights, and the tensors that BoundNetwork.drop_applied frees."""
         kept = {} if keys is None else {key: one for key, one in self.runners.items() if key not in keys}
         self._keep_runners(kept)
         if keys is None:
@@ -265,10 +280,10 @@ class Network:
             self.bound.drop_applied()
 
     def make_room(self, byte_count: int, is_urgent: bool = False) -> bool:
-        """Ask the host to move so many bytes of weights off the GPU. Returns whether it has moved any.
+        """Ask the host to move byte_count bytes of weights off the GPU. Returns whether it has moved any weights.
 
         The host is asked only if it keeps a part of the weights in main memory anyway, or if is_urgent: the host itself
-        has run out of memory. It is asked at most MOST_ASKED times in a sampling; after that, returns False.
+        has run out of memory. It is asked at most MOST_ASKED times in a sampling. Returns False if it is not asked.
         """
         if (self.bound.streaming is None and not is_urgent) or self.asked_for_room >= MOST_ASKED:
             return False
@@ -283,10 +298,10 @@ class Network:
         return freed > 0
 
     def room_lacked(self, image_size: Hashable) -> int:
-        """Bytes of GPU memory that the host should leave free before a sampling: those that the steps of earlier
-        samplings at this image size needed beside the weights, minus those that OneDiff has allocated already; 0 if
-        none are known. Called once before a sampling, because the bytes are remembered for note_left_over() and
-        make_room().
+        """Bytes of GPU memory that the host should leave free before a sampling: the bytes beside the weights that the
+        steps of earlier samplings at this image size needed, minus the bytes that OneDiff has allocated already; 0 if
+        there was no such sampling. Called once before a sampling, because note_left_over() and make_room() correct the
+        remembered bytes for this image size.
 
         The memory of graphs does not count as allocated, because hosts count it as free.
         """
@@ -297,18 +312,18 @@ class Network:
         return lacking
 
     def note_left_over(self, byte_count: int) -> None:
-        """Note how many bytes more than necessary are free after a capture (negative: lacking). Before the next
-        sampling at this image size, room_lacked() returns so many fewer.
+        """Note how many bytes more than necessary are free after a capture (negative: lacking), so that room_lacked()
+        returns that many fewer before the next sampling at this image size.
 
-        Ignored if no weights are streamed, or if the host was asked for room in this sampling, which counts them
-        itself.
+        Does nothing if no weights are streamed, or if the host was asked for room in this sampling: then make_room()
+        has noted the bytes.
         """
         if self.bound.streaming is not None and not self.asked_for_room:
             self._bytes_needed[self._image_size] = self._bytes_had - byte_count
 
     def let_go_if_moved(self) -> None:
-        """Drop graphs, and everything else of ours that takes GPU memory, if the weights are no longer where they were
-        at the last call, as when the host has moved the network off the GPU. Takes half a millisecond."""
+        """Drop graphs, and everything else of ours that takes GPU memory, if the weights have moved since the last
+        call, for example because the host has moved the network off the GPU. Takes half a millisecond."""
         holds = (
             self.runners or self.low_bit is not None or self.bound.bytes
             or any(memory.keeps_tensors for memory in self.step_memories.values())

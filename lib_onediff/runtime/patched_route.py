@@ -1,5 +1,5 @@
 """Serves patched calls: calls in whose forward functions of other extensions run, such as ControlNet's. The parts of
-the forward between the functions run as CUDA graphs, or everything operator by operator."""
+the forward between the functions run as CUDA graphs; without graphs, the whole forward runs operator by operator."""
 from __future__ import annotations
 
 import logging
@@ -23,9 +23,10 @@ from .services import Services
 from .verify import computed_twice, relative_error, rewinder_of_all
 
 log = logging.getLogger("onediff")
-# After so many captures whose graphs did not fit later calls, a shape gets no graph any more: a function may return
-# other shapes at some steps of a sampling.
+# If a shape's graphs did not fit a later call this many times, the shape gets no graph any more: a function may return
+# tensors of other shapes at some steps of a sampling.
 MOST_MISFITS = 4
+# The reason, for users, why such a call inside of a call is refused.
 WITHIN_FUNCTION = "another extension's function inside the UNet calls the UNet again"
 
 
@@ -41,12 +42,13 @@ class PatchedRoute:
         self, network: Network, entry: Entry, call: Call, functions: FunctionCalls,
         plainly: Callable[[Call], Tensor], why_not_better: str = "",
     ) -> Served:
-        """The output of a patched call, by the entry's backend. Raises Refusal if this backend does not serve it.
+        """The output of a patched call, by the entry's backend. A shape's first call is computed twice (see _first);
+        later calls are replayed if there is a graph that fits. Raises Refusal if this backend does not serve the call.
 
         functions: wraps the functions in the call, and takes the place of call.patches. plainly: computes a call
-        operator by operator, without a graph. why_not_better: why a faster backend did not serve it, for users; "" if
-        none was tried. Served.rewind restores the functions' state of before the call, for capture(); None if no graph
-        is to be captured.
+        operator by operator, without a graph. why_not_better: why a faster backend did not serve the call, for users;
+        "" if none was tried. Served.rewind restores the functions' state from before the call, for capture(); it is
+        None if no graph is to be captured.
         """
         names = ", ".join(entry.key.patches)
         device = call.latent.device
@@ -82,8 +84,9 @@ class PatchedRoute:
         self, entry: Entry, call: Call, functions: FunctionCalls, plainly: Callable[[Call], Tensor], names: str
     ) -> Tensor:
         """The output at a shape's first call, computed twice to see whether the functions give the same results again.
-        If they do not, or raise an exception, the entry is FAILED, and Refusal is raised. names: the functions'
-        extensions, for users."""
+        If they give other results, or raise an exception, the entry becomes FAILED, and Refusal is raised; a lack of
+        memory, and exceptions such as KeyboardInterrupt, are raised as HostError. names: the functions' extensions, for
+        users."""
         try:
             output = computed_twice(entry, lambda: plainly(call), functions.functions)
         except HostError as passing:
@@ -101,9 +104,9 @@ class PatchedRoute:
         self, network: Network, entry: Entry, call: Call, functions: FunctionCalls
     ) -> Tensor | list[PassedPoint]:
         """The output by the shape's graphs. If there are none, or they do not fit this call's functions, returns a list
-        instead: the points that the replay has passed, whose functions need not be called again; empty if there was no
-        replay, or all functions must be called again. Graphs that do not fit are dropped, and functions that must be
-        called again have their earlier state."""
+        instead: the points that the replay has passed, whose functions need not be called again; [] if there was no
+        replay, or if all functions must be called again. Graphs that do not fit are dropped. If functions must be
+        called again, they were put back into their state from before the call."""
         runner = network.runner(entry.key)
         if runner is None:
             return []
@@ -127,11 +130,13 @@ class PatchedRoute:
     def capture(
         self, network: Network, result: Served, rewind: Callable[[], None], capture: Callable[[], None]
     ) -> None:
-        """Capture the graphs of a call that was just served without them, and compare their output with the call's. If
-        the two differ, the graphs are dropped, and the entry's no_graph has the reason.
+        """Capture the graphs of a call that was just served without graphs, and compare the graphs' output with the
+        call's. If the outputs differ by more than rounding, the graphs are dropped, and entry.no_graph has the reason.
+        Compares nothing if the capture has made no graphs.
 
-        result: of run(). rewind: restores the functions' state of before the call. capture: makes the graphs, and so
-        calls the functions once more. Afterwards the functions have the state again that they have now.
+        result: the result of run(). rewind: restores the functions' state from before the call. capture: makes the
+        graphs, which calls the functions once more. Afterwards, also after an exception, the functions have the state
+        again that they have now.
         """
         entry = result.entry
         call = result.call

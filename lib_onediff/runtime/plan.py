@@ -25,14 +25,15 @@ from .services import Services
 class Plan(NamedTuple):
     """How a network's calls of one signature (Call.signature) are computed.
 
-    entry: of their shape; its key has the backend and torch's switches for precision.
+    entry: the entry of the calls' shape; its key has the backend and torch's switches for precision.
     runner: replays the graph.
-    reason: why they are not faster still, for users, such as streamed weights.
-    settings, autocast, device: the conditions under which the plan was made; autocast is the dtype of torch.autocast,
-        None if it was off.
-    epoch: of the network when the plan was made.
+    reason: why the calls are not faster still, for users, such as streamed weights; "" if there is no reason.
+    settings, autocast, device: the conditions under which the plan was made, which a call must meet. autocast: the
+        dtype of torch.autocast; None if autocast was off.
+    epoch: the network's epoch when the plan was made.
     computing: the context in which this thread alone launches work on the device; see Services.computing.
-    part: what a cached pass reads, which alone is compared before and while it is replayed; None: the whole network is.
+    part: for a cached pass, the part of the network that the pass reads: only this part is compared with the baseline
+        at a replay. None: the whole network is compared.
     """
 
     entry: Entry
@@ -46,8 +47,8 @@ class Plan(NamedTuple):
     part: Part | None = None
 
     def replay(self, call: Call) -> Tensor:
-        """The output of a call, by the runner, without any check. Adds its time to the shape's stopwatch. Call it
-        inside of `computing`."""
+        """The output of a call, by the runner, without any check. Adds the replay's time to the shape's stopwatch. Call
+        it inside of `computing`."""
         stopwatch = self.entry.own
         if stopwatch.route != GRAPH:
             stopwatch.begin_route(GRAPH)
@@ -67,12 +68,13 @@ class Plan(NamedTuple):
 
 
 def replayed(services: Services, network: Network, call: Call, settings: Settings) -> Served | None:
-    """Serve a call by its plan: copy the inputs, replay the graph, clone the output. None if no plan is valid for this
-    call; then the caller serves it without one. If the network has changed since the plan was made, the output and all
-    plans of the network are dropped.
+    """Serve a call by its plan: copy the inputs, replay the graph, clone the output. Returns None if no plan is valid
+    for this call, so that the caller must serve it without one: among others for patched calls, with gradients on, in a
+    warm-up, and under other settings or another autocast than the plan's. If the network has changed since the plan was
+    made, returns None too, and all plans of the network are dropped.
 
     The addresses of the weights are compared with the baseline before the replay, because a graph over freed memory
-    must not run. Everything else is compared while the GPU computes.
+    must not run. Everything else is compared while the GPU computes, before the output is returned.
     """
     if call.patches is not None or torch.is_grad_enabled() or not network.plans:
         return None

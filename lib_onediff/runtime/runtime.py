@@ -379,10 +379,10 @@ class Runtime:
         if network is None or not network.bound.channels_last or self.services.is_between_graphs:
             # The call around this one continues with graphs over the present layout.
             return
-        takes_turns = network.served_last
+        takes_turns = network.has_served
         if not network.in_sampling:
             # Without an announced sampling, only the last call counts.
-            network.served_last = False
+            network.has_served = False
         if not takes_turns:
             with self.computing(network.bound.binding.device):
                 if network.bound.undo_channels_last():

@@ -259,7 +259,7 @@ class TwoGpusRoute:
             pair.network.plans.clear()
         if second is None:
             second = self._second(pair, network, settings, call, second_rows, host)
-        network.served_last = True
+        network.has_served = True
         output = torch.cat([first.output, second.output.to(first_card, non_blocking=True)])
         rows = f"{first.output.shape[0]}+{second.output.shape[0]} rows"
         route = GRAPH if first.route == second.route == GRAPH else PLAIN

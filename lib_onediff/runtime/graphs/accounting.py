@@ -21,14 +21,15 @@ from ..network import Network
 
 # The size of the pages in which torch maps device memory.
 PAGE = 2 * MEBIBYTE
-# Room for the graphs' outputs and other small tensors: at most 6 MiB were in use with a graph of SDXL.
+# Bytes of a pool for the graphs' outputs and other small tensors: at most 6 MiB were in use with a graph of SDXL.
 SMALL_THINGS = 4 * PAGE
-# Fragmentation: the gaps between a forward's tensors, relative to its peak of used bytes. In a pool of one contiguous
-# piece they are 1/12 for SDXL and 1/8 for SD1.5, at every size; in a pool of many pieces they are larger.
+# Fragmentation: the gaps between a forward's tensors, relative to the forward's peak of used bytes. In a pool of one
+# contiguous piece the gaps are 1/12 for SDXL and 1/8 for SD1.5, at every size; in a pool of many pieces, they are
+# larger.
 GAPS_IN_ONE_PIECE = 1 / 7
 GAPS_IN_MANY = 2 / 5
-# A pool is shrunk only if that gains this many bytes and this part of it, because its other graphs must be captured
-# again.
+# A pool is shrunk only if that gains at least LEAST_GAIN bytes and LEAST_SHARE of the pool's size, because its other
+# graphs must be captured again.
 LEAST_GAIN = 16 * MEBIBYTE
 LEAST_SHARE = 1 / 16
 # By default, graphs may take 1 / SHARE_OF_THE_CARD of the GPU memory.
@@ -43,8 +44,10 @@ def pages(size: float) -> int:
 
 
 def needs_of(peak: int, in_one_piece: bool = True) -> int:
-    """An estimate of the bytes that a graph will take of a memory pool. peak: the most bytes that its forward has in
-    use at one time, without a graph. in_one_piece: whether the pool is contiguous, so that gaps are smaller."""
+    """An estimate of the bytes that a graph will take in a memory pool. peak: the most bytes that the same forward has
+    in use at one time when it runs without a graph. in_one_piece: whether the pool is contiguous, so that gaps are
+    smaller.
+    """
     return pages(peak * (1 + (GAPS_IN_ONE_PIECE if in_one_piece else GAPS_IN_MANY)))
 
 
@@ -54,12 +57,13 @@ def memory_of(needs: int) -> int:
 
 
 def fits(size: int, allowed: int) -> bool:
-    """Whether size is at most allowed; allowed = 0 means no limit."""
+    """Whether `size` bytes are within the limit of `allowed` bytes; True if allowed is 0, which means no limit."""
     return not allowed or size <= allowed
 
 
 def too_large(needed: int, allowed: int) -> str:
-    """Why a graph cannot be made within the budget, in one line for the user. Both are in bytes."""
+    """Why a graph cannot be made within the budget, in one line for the user. needed: the bytes of a pool for this
+    graph. allowed: the budget in bytes."""
     return (
         f"its graph needs {-(-needed // MEBIBYTE)} MiB, and the setting 'Graph memory in MiB' allows "
         f"{allowed // MEBIBYTE}"
@@ -81,7 +85,7 @@ class HeldGraph(NamedTuple):
 class SharedMemory:
     """Describes a memory pool in which graphs overlap. Keeps neither the pool nor a graph alive.
 
-    size: in bytes; that of the largest graph since the pool was made.
+    size: the pool's size in bytes. It has grown with the largest graph since the pool was made, which may be dropped.
     by_need: the graphs, those with the largest needs first.
     """
 
@@ -90,8 +94,9 @@ class SharedMemory:
         self.by_need = sorted(graphs, key=lambda graph: -graph.needs)
 
     def shrinks(self, keys: Collection[ShapeKey]) -> int:
-        """Bytes by which the pool gets smaller if the graphs with these keys are dropped: its whole size if no other
-        graph remains; 0 if the gain is so small (LEAST_GAIN, LEAST_SHARE) that the pool is kept. Changes nothing."""
+        """Bytes by which the pool would get smaller if the graphs with these keys were dropped: its whole size if no
+        other graph remained; 0 if the gain is so small (LEAST_GAIN, LEAST_SHARE) that the pool would be kept. Only
+        computes."""
         needs = next((graph.needs for graph in self.by_need if graph.key not in keys), None)
         if needs is None:
             return self.size
@@ -100,9 +105,10 @@ class SharedMemory:
 
 
 class MemorySnapshot:
-    """The memory of all graphs at one moment, to compute what dropping some would free. It keeps no graph alive.
+    """The memory of all graphs at one moment, to compute how much GPU memory it would free to drop some of them. Keeps
+    no graph alive.
 
-    vram: bytes that OneDiff takes on all GPUs that have graphs (Holdings.held).
+    vram: bytes that OneDiff takes on all GPUs that have graphs (the sum of Holdings.held).
     """
 
     def __init__(self, vram: int = 0, memories: Iterable[SharedMemory] = ()) -> None:
@@ -121,9 +127,10 @@ class MemorySnapshot:
         return sum(graph.own_bytes for _, graph in graphs) + sum(one.shrinks(keys) for one in memories_of(graphs))
 
     def dropped_with(self, keys: Collection[ShapeKey]) -> set[ShapeKey]:
-        """The shapes whose graphs must be dropped so that the memory of these shapes' graphs is freed: all shapes of a
-        pool that would get smaller (SharedMemory.shrinks). A pool is freed only as a whole; the graphs that are still
-        wanted are captured again later. Empty if no pool would get smaller."""
+        """The shapes whose graphs must all be dropped so that the pool memory of these shapes' graphs is freed. A pool
+        is freed only as a whole, so these are all shapes of each pool that gets smaller without the given graphs
+        (SharedMemory.shrinks), even shapes whose graphs are still wanted: those are captured again later. Empty if no
+        pool gets smaller."""
         graphs = [one for key in keys for one in self._where.get(key, ())]
         return {graph.key for one in memories_of(graphs) if one.shrinks(keys) for graph in one.by_need}
 
@@ -142,8 +149,8 @@ class GraphRecord(NamedTuple):
 
 
 class PoolKey(NamedTuple):
-    """Identifies a memory pool: the graphs of one architecture on one device share it. architecture: None if there is
-    no such pool, as for a decode, or for a network without a call so far."""
+    """Identifies a memory pool, which the graphs of one architecture on one device share. architecture: None for work
+    whose graphs have no pool: a decode, or a network that had no call yet."""
 
     device: torch.device
     architecture: str | None
@@ -157,7 +164,7 @@ class PoolKey(NamedTuple):
 class Holdings:
     """Lists all graphs of all networks, and counts the GPU memory of OneDiff.
 
-    Callers hold the runtime's lock, because a reference to a graph keeps the memory of its whole pool alive.
+    Callers hold the runtime's lock, because a reference to a graph keeps the memory of the graph's whole pool alive.
 
     made: the GraphMaker, which owns the memory pools.
     card: reads the GPUs' memory.
@@ -174,9 +181,9 @@ class Holdings:
         self.card = Card()
 
     def allowed(self, budget: int, device: torch.device | None = None) -> int:
-        """Bytes that OneDiff may take on a GPU, at most its memory. budget: the option in MiB; 0 for the default, a
-        quarter of the GPU's memory. device: by default torch's current one. Returns 0 without a GPU, which fits() takes
-        as no limit."""
+        """Bytes that OneDiff may take on a GPU, at most all of the GPU's memory. budget: the option in MiB; 0 for the
+        default, a quarter of the GPU's memory. device: None for torch's current one. Returns 0 without a GPU, which
+        fits() takes as no limit."""
         total = self.card.total(device)
         return min(budget * MEBIBYTE or total // SHARE_OF_THE_CARD, total)
 
@@ -185,35 +192,36 @@ class Holdings:
         return sum(map(self.made.bytes, self.made.devices()))
 
     def held(self, device: torch.device) -> int:
-        """Bytes that OneDiff takes on a device: all graphs with their pools, and applied_bytes()."""
+        """Bytes that OneDiff takes on a device: all graphs with their pools, and applied_bytes(). 8-bit weights and the
+        memories of step policies are not counted."""
         own = sum(held.runner.own_bytes for held in self.graphs() if held.key.device == device)
         return self.made.bytes(device) + own + self.applied_bytes(device)
 
     def applied_bytes(self, device: torch.device) -> int:
-        """Bytes on a device for copies of weights: results of functions that hosts apply to their weights, and buffers
-        that streamed weights are copied to."""
+        """Bytes on a device for copies of weights in all networks: results of functions that hosts apply to their
+        weights, and buffers that streamed weights are copied to."""
         bounds = (network.bound for network in self._networks.values() if network.bound.bytes)
         return sum(bound.bytes for bound in bounds if bound.binding.device == device)
 
     def room(self, budget: int, device: torch.device) -> int:
-        """Bytes that OneDiff may still take on a device: what is left of its budget, or of the GPU's free memory if
-        that is less; negative if it has taken too much. budget: in MiB; 0 for the default, which is no limit without a
-        GPU.
+        """Bytes that OneDiff may still take on a device: the smaller one of its unused budget, and of the memory that
+        is free beyond Card.spare, which is left to others; negative if OneDiff has taken too much. budget: in MiB; 0
+        for the default. Without a GPU, only a budget other than 0 limits it; otherwise returns UNLIMITED.
         """
         if device.type != "cuda":
             return budget * MEBIBYTE - self.applied_bytes(device) if budget else UNLIMITED
         return min(self.allowed(budget, device) - self.held(device), self.left(device) - self.card.spare(device))
 
     def held_by(self, pool: PoolKey) -> int:
-        """Bytes of one pool and of what its graphs take outside of it; 0 for a PoolKey without architecture."""
+        """Bytes of one pool, and the bytes that its graphs take outside of it; 0 for a PoolKey without architecture."""
         if pool.architecture is None:
             return 0
         own = sum(held.runner.own_bytes for held in self.graphs() if PoolKey.of(held.key) == pool)
         return self.made.bytes(*pool) + own
 
     def left(self, device: torch.device) -> int:
-        """Bytes of a card that any code in this process can allocate: free ones, and those that torch has reserved and
-        does not use outside of the graphs' pools."""
+        """Bytes of a GPU that any code in this process can allocate: the free ones, and the unused ones that torch has
+        reserved outside of the graphs' pools."""
         return self.card.free(device) + max(0, self.card.unused(device) - self.made.bytes(device))
 
     def keys(self) -> set[ShapeKey]:
@@ -226,7 +234,7 @@ class Holdings:
         return {held.key for held in self.graphs() if (held.entry.model, held.key.resolution) in pins}
 
     def memory(self) -> MemorySnapshot:
-        """A snapshot, to compute how many bytes dropping some graphs would free."""
+        """A MemorySnapshot of all graphs."""
         memories: dict[int, tuple[int, list[HeldGraph]]] = {}
         for held in self.graphs():
             _, graphs = memories.setdefault(id(held.runner.memory), (held.runner.memory.bytes, []))
@@ -235,7 +243,8 @@ class Holdings:
         return MemorySnapshot(sum(map(self.held, self.made.devices())), shared)
 
     def graphs(self) -> list[GraphRecord]:
-        """All graphs whose shape is in the table, of all networks. Do not keep the result, which keeps them alive."""
+        """The graphs of all networks, except those whose shape is not in the table any more. Do not keep the result,
+        which keeps the graphs alive."""
         entries = self._table.by_key()
         return [
             GraphRecord(key, entries[key], kept.runner)
@@ -244,8 +253,8 @@ class Holdings:
         ]
 
     def others(self, pool: PoolKey) -> list[set[ShapeKey]]:
-        """The shapes of the graphs of each other pool on the same device, a set for each pool, the least recently used
-        pool first. A pool with a pinned graph is left out."""
+        """All other pools on this pool's device, as sets of the shapes of their graphs, the least recently used pool
+        first. A pool with a pinned graph is left out."""
         keys: dict[PoolKey, set[ShapeKey]] = {}
         for held in sorted(self.graphs(), key=lambda held: held.entry.last_used):
             other = PoolKey.of(held.key)

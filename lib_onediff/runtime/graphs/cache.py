@@ -27,12 +27,14 @@ from .accounting import SMALL_THINGS, Holdings, PoolKey, fits, memory_of, needs_
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
+# Reasons, for users, why a shape has no graph: for now (Entry.waits), for good (Entry.no_graph), and for now.
 CARD_IS_FULL = "the GPU's memory is nearly full: this size gets its CUDA graph once there is room"
 NO_ROOM_BESIDE = "the setting 'Graph memory in MiB' is too small for graphs with functions of other extensions"
 PINNED_TAKE_IT = "pinned resolutions of another model use all of the setting 'Graph memory in MiB'"
 # The peak of a VAE decoder's tensors, in values for each pixel of the image: a few feature maps of 256 channels at a
 # time around its norms and convolutions.
 VALUES_PER_DECODED_PIXEL = 1024
+# The pause of the thread MemoryPressure._watch.
 SECONDS_BETWEEN_LOOKS = 2.0
 # How room is made when the host runs out of GPU memory, in words for the user.
 GRAPHS = "OneDiff frees its CUDA graphs"
@@ -47,8 +49,8 @@ class GraphCache:
         self, holdings: Holdings, table: ShapeTable, networks: WeakDictionary[nn.Module, Network],
         operators_of: Callable[[str, bool], Operators],
     ) -> None:
-        """operators_of: returns the operators of a backend, by its name and whether the host computes norms in float32
-        (Network.has_wide_norms)."""
+        """operators_of: operators_of(backend, has_wide_norms) returns the operators of the backend of this name;
+        has_wide_norms: see Network.has_wide_norms."""
         self._holdings = holdings
         self._table = table
         self._networks = networks
@@ -58,8 +60,8 @@ class GraphCache:
     # --- making graphs --------------------------------------------------------------------------------------------
 
     def measured(self, entry: Entry, work: Callable[[], Result]) -> Result:
-        """The result of work(), which computes a call of this shape without a graph. Unless entry.needs is known, sets
-        it to the estimated bytes that the shape's graph will need, from the peak of memory in work()."""
+        """The result of work(), which computes a call of this shape without a graph. If entry.needs is 0 (unknown), it
+        becomes the estimated bytes that the shape's graph will need, from the peak of memory in work()."""
         if entry.needs:
             return work()
         device = entry.key.device
@@ -74,11 +76,11 @@ class GraphCache:
         """Capture the graph of a shape, for a call that was just served without one. Drops other graphs, least recently
         used first, if they must make room.
 
-        budget: in MiB, for all of OneDiff on the device; 0: a quarter of the card. Returns how many bytes of the card's
-        free memory the graph lacks, which the caller may ask the host for (negative: how many are left over); 0 if the
-        card's free memory did not matter. If the graph is not made, entry.no_graph has the reason, for good, or
-        entry.waits if it may be made later. Raises torch.cuda.OutOfMemoryError, and RuntimeError if the forward cannot
-        be captured.
+        budget: in MiB, for all of OneDiff on the device; 0: a quarter of the GPU's memory. Returns how many bytes of
+        free GPU memory the graph lacks, which the caller may ask the host for (negative: how many are left over); 0 if
+        the GPU's free memory did not matter, because the budget decided or the pool does not grow. If the graph is not
+        made, nothing is raised: entry.no_graph has the reason if no later call may make it, otherwise entry.waits.
+        Raises torch.cuda.OutOfMemoryError, and RuntimeError if the forward cannot be captured.
         """
         device = entry.key.device
         allowed = self._holdings.allowed(budget, entry.key.device)
@@ -107,8 +109,9 @@ class GraphCache:
         return lacking
 
     def _why_wait(self, entry: Entry, allowed: int) -> tuple[str, int]:
-        """Drop graphs of other pools until a new graph fits into the budget and the card's free memory. Returns why the
-        graph has to wait ("" if it fits now), and the number of bytes that capture() returns."""
+        """Drop graphs of other pools, the least recently used pool first, until a new graph fits into the budget and
+        the GPU's free memory, or until only pools with pinned graphs are left. Returns why the graph has to wait ("" if
+        it may be made now), and the number of bytes that capture() returns."""
         pool = PoolKey.of(entry.key)
         device = entry.key.device
         growth = max(0, memory_of(entry.needs) - self._holdings.made.bytes(*pool))
@@ -132,13 +135,13 @@ class GraphCache:
         return "", lacking
 
     def _lacking(self, growth: int, device: torch.device) -> int:
-        """Bytes that are missing on the card before graphs may grow by `growth` bytes and leave Card.spare() free for
-        the host; negative: bytes that are left over."""
+        """Bytes that must become free on the device so that graphs can take `growth` more bytes and still leave
+        Card.spare() to the host; negative: bytes that are left over."""
         return growth + self._holdings.card.spare(device) - self._holdings.left(device)
 
     def _make(self, network: Network, entry: Entry, call: Call) -> None:
-        """Capture the graph: the entry becomes READY, and its `needs` are measured. Raises what GraphMaker.prepare
-        raises."""
+        """Capture the graph: the entry becomes READY, and entry.needs becomes the measured bytes if the graph is the
+        first one of a new pool. Raises the exceptions of GraphMaker.prepare."""
         key = entry.key
         before = self._holdings.made.bytes(key.device, key.architecture)
         operators = self._operators_of(key.backend, network.has_wide_norms)
@@ -158,9 +161,9 @@ class GraphCache:
         self._shared_noticed = self._holdings.shared()
 
     def keep_within(self, budget: int, pool: PoolKey) -> None:
-        """Drop graphs of a device until OneDiff is within its budget in MiB, which may have been lowered since they
-        were made. pool: that of the network in use. First, other pools without pinned graphs are dropped; if that is
-        not enough, any pool."""
+        """Drop graphs of the pool's device until OneDiff is within its budget in MiB, which may have been lowered since
+        they were made; 0: a quarter of the GPU's memory. pool: the pool of the network in use. The other pools without
+        pinned graphs are dropped first; if that is not enough, every pool, until it is."""
         device = pool.device
         allowed = self._holdings.allowed(budget, pool.device)
         others = self._holdings.others(pool)
@@ -173,9 +176,9 @@ class GraphCache:
     # --- dropping graphs ------------------------------------------------------------------------------------------
 
     def drop(self, keys: Collection[ShapeKey]) -> None:
-        """Drop the graphs of these shapes. If their pool can get much smaller without them, all graphs of the pool are
-        dropped, and it is freed; the remaining shapes are captured again, into less memory, at their next call.
-        Otherwise the pool keeps its memory."""
+        """Drop the graphs of these shapes. If their pool can get much smaller without these graphs
+        (SharedMemory.shrinks), all graphs of the pool are dropped, and the pool is freed; the other shapes' graphs are
+        captured again, into less memory, at their next call. Otherwise the pool keeps its memory."""
         self._drop({*keys, *self._holdings.memory().dropped_with(keys)})
 
     def _drop_pool(self, pool: PoolKey) -> None:
@@ -183,7 +186,8 @@ class GraphCache:
         self._drop({key for key in self._holdings.keys() if PoolKey.of(key) == pool})
 
     def forget(self, keys: Collection[ShapeKey]) -> int:
-        """Drop the graphs and the entries of these shapes. Returns the number of bytes that this frees."""
+        """Drop the graphs of these shapes, and remove their entries from the table. Returns the number of bytes of GPU
+        memory that this frees."""
         # Free torch's unused memory first, so that it is not counted below.
         self._holdings.card.empty_cache()
         reserved = self._holdings.card.reserved()
@@ -194,7 +198,7 @@ class GraphCache:
     def free(self) -> int:
         """Drop all graphs, 8-bit weights, memories of step policies, and the tensors that BoundNetwork.drop_applied
         frees, and return unused memory to the driver. All are made again when they are needed. A network's copy on a
-        second GPU stays: see TwoGpusRoute.forget. Returns the number of bytes that this frees."""
+        second GPU stays: TwoGpusRoute.forget drops it. Returns the number of bytes of GPU memory that this frees."""
         reserved = self._holdings.card.reserved()
         for network in self._networks.values():
             network.step_memories.clear()
@@ -205,7 +209,8 @@ class GraphCache:
         return max(0, reserved - self._holdings.card.reserved())
 
     def drop_low_bit(self, network: Network) -> None:
-        """Drop a network's 8-bit weights and the graphs that read them, and free their memory."""
+        """Drop a network's 8-bit weights and the graphs that read them, and free their memory. Does nothing if the
+        network has none."""
         if network.low_bit is not None:
             self._drop_low_bit_weights(network)
             self._holdings.card.empty_cache()
@@ -220,7 +225,7 @@ class GraphCache:
             self._drop({key for key in network.runners if key.lossy.low_bit})
 
     def _drop_low_bit_weights(self, network: Network) -> None:
-        """Drop a network's 8-bit weights, and the graphs that read them."""
+        """Drop a network's 8-bit weights, and the graphs that read them. torch keeps the weights' memory reserved."""
         # Graphs contain the addresses of these weights.
         self._drop({key for key in network.runners if key.lossy.low_bit})
         network.low_bit = None
@@ -239,8 +244,8 @@ class GraphCache:
         self._shared_noticed = self._holdings.shared()
 
     def _drop(self, keys: Collection[ShapeKey]) -> None:
-        """Drop the graphs of exactly these shapes, when the GPU has finished its work; READY entries become PROVED. A
-        pool stays allocated while it has other graphs."""
+        """Drop the graphs of exactly these shapes, after waiting until the GPUs have finished their work; READY entries
+        of these shapes become PROVED. A pool is freed only with its last graph."""
         for device in self._holdings.made.devices():
             # The last replay may still run in the memory that is freed now.
             self._holdings.card.wait(device)
@@ -254,8 +259,8 @@ class GraphCache:
 
 
 class MemoryPressure:
-    """Frees OneDiff's GPU memory when the host is about to need it: before a sampling, before a decode, when the host
-    runs out of memory, and in a thread between images. It is not used in single steps."""
+    """Frees OneDiff's GPU memory when the host is about to need it: before a sampling, before a decode, when the host's
+    code runs out of memory (run_host), and in a thread between images."""
 
     def __init__(
         self, holdings: Holdings, graphs: GraphCache, lock: threading.RLock, guard: Guard, is_busy: Callable[[], bool]
@@ -270,9 +275,9 @@ class MemoryPressure:
         self._starting = threading.Lock()
 
     def before_sampling(self, architecture: str | None, budget: int) -> None:
-        """Drop graphs before a sampling, until the GPU has the free memory that OneDiff leaves to others (Card.spare),
-        and OneDiff is within its budget. architecture: of the network to be used, whose graphs are dropped last; None
-        if unknown. budget: in MiB; 0: a quarter of the card."""
+        """Drop graphs before a sampling, on every GPU with graphs, until the GPU has the free memory that OneDiff
+        leaves to others (Card.spare), and OneDiff is within its budget. architecture: the architecture of the network
+        to be used, whose graphs are dropped last; None if unknown. budget: in MiB; 0: a quarter of the GPU's memory."""
         for device in self._holdings.made.devices():
             self._relieve(PoolKey(device, architecture))
             with self._lock:
@@ -290,11 +295,12 @@ class MemoryPressure:
             self._relieve(PoolKey(latent.device, None), wanted)
 
     def run_host(self, host: Callable[[], Result], make_room: Callable[[], bool] | None = None) -> Result:
-        """The result of host(), the host's own code. If that runs out of GPU memory, OneDiff frees all of its own,
-        restores the random states, and calls host() once more.
+        """The result of host(), the host's own code. If host() runs out of GPU memory, OneDiff frees everything of
+        GraphCache.free(), restores the random states, and calls host() once more. If OneDiff has no graphs and
+        make_room() moves nothing, host() is not called again, and its exception is raised.
 
         make_room: asks the host to move weights off the GPU as well, and returns whether it has; see Network.make_room.
-        Raises what host() raises; its first exception if there was nothing to free.
+        None: the host is not asked. Raises any exception of host().
         """
         devices = self._holdings.made.devices()
         may_retry = bool(devices) or make_room is not None
@@ -318,8 +324,9 @@ class MemoryPressure:
         return host()
 
     def watch(self) -> None:
-        """Start the watching thread (_watch), if there are graphs and it does not run yet. Called when an image is
-        done: hosts unload networks or move them off the GPU between images, to free memory, and do not announce it."""
+        """Start the watching thread (_watch), if there are graphs and the thread does not run yet. Called when an image
+        is done: between images, hosts unload networks or move them off the GPU to free memory, without announcing
+        it."""
         if not self._holdings.made.devices():
             return
         with self._starting:
@@ -329,7 +336,7 @@ class MemoryPressure:
 
     def _watch(self) -> None:
         """The thread's function: every SECONDS_BETWEEN_LOOKS, frees the graphs of networks that the host has unloaded
-        or moved. Ends when there are no graphs."""
+        or moved. Ends when no graphs are left."""
         while self._holdings.made.devices():
             time.sleep(SECONDS_BETWEEN_LOOKS)
             self._guard.attempt("watching the GPU's memory", self._note_lost)
@@ -343,9 +350,10 @@ class MemoryPressure:
             self._graphs.note_lost()
 
     def _relieve(self, pool: PoolKey, wanted: int = 0) -> None:
-        """Drop graphs of the pool's device until `wanted` bytes and the card's spare() are free: first those of other
-        pools, then all that are not pinned, then the pinned ones. If bytes are wanted and still not free, everything of
-        GraphCache.free(). Takes about 100 microseconds if enough is free."""
+        """Drop graphs of the pool's device until `wanted` bytes and the bytes of Card.spare() are free: first the
+        graphs of other pools that are not pinned, then all that are not pinned, then the pinned ones. If `wanted` is
+        not 0 and that many bytes are still not free, GraphCache.free() frees the rest. Takes about 100 microseconds if
+        enough is free."""
         now = self._holdings
         graphs = self._graphs
         enough = wanted + self._holdings.card.spare(pool.device)
