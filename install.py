@@ -251,7 +251,7 @@ def run_long(command: list[str], shows_output: bool) -> tuple[int, str]:
     """Run a command that may take minutes. Returns (its exit code, the text that the user did not see).
 
     shows_output: if True, the user sees the command's standard output, and only its standard error is returned; if
-        False, the user sees neither, and both are returned.
+        False, the user sees nothing, and standard output and standard error are returned.
 
     While the command shows nothing, a line counts the seconds (LiveLine). There is no such line on Windows, where a
     program cannot be given a terminal of ours, which pip needs for its progress bars; nor if our output is no terminal.

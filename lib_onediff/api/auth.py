@@ -50,8 +50,8 @@ def let_nobody_in() -> None:
 
 
 def login_check(asked_for: bool, other_way: str = "") -> Callable[[Request], Awaitable[None]]:
-    """A FastAPI dependency that admits the users of the WebUI's page: everybody, or with --gradio-auth those who have
-    logged in there. It raises HTTPException 401 for others.
+    """A FastAPI dependency that admits the users of the WebUI's page: everybody, or with --gradio-auth the users who
+    have logged in there. It raises HTTPException 401 for requests without such a login.
 
     With a page, gradio's own check of logins decides. asked_for: whether the command line requires a login; it counts
     only in a WebUI without a page (--nowebui), which then refuses everybody, because nobody can log in. other_way:

@@ -19,8 +19,10 @@ from ..core.logs import readable
 from ..core.refusal import NotKept
 from ..core.sizes import TOKEN_CHOICES, TOKENS
 
+# The most characters of a model's name, and of the sizes to pre-warm.
 LONGEST_NAME = 200
 LONGEST_SIZES = 4000
+# The default and the largest value of the field `wait`.
 SECONDS_TO_WAIT = 30
 MOST_SECONDS_TO_WAIT = 600
 LARGEST_NUMBER = 2**31 - 1

@@ -31,7 +31,7 @@ UNKNOWN_NAME = "This server is not called {}: add the name with --allowed-hosts,
 NO_FETCHING = "This server downloads nothing from addresses."
 # Paths that links on other sites may open: they show a page and change nothing.
 LINKED = ("/", "/docs")
-# Without a login, no larger body is read than a login needs.
+# Without a login, no larger body is read than a login needs. In bytes.
 LARGEST_LOGIN = 64 * 1024
 LARGEST_BODY = 64 * 1024 * 1024
 # gradio's routes for files, in the release that the demo installs.
@@ -45,7 +45,8 @@ NOTHING_RUNS = "sandbox; default-src 'none'; img-src 'self'"
 class Origins:
     """The origins (scheme://host:port) whose pages may send requests. The server's own is always among them.
 
-    allowed: other origins; "*" allows every origin. pattern: a regular expression that all of a further origin matches.
+    allowed: other origins; "*" allows every origin.
+    pattern: a regular expression; an origin that matches it from begin to end is allowed too. None: no further origin.
     strict_host: know no other name of this server than an IP address, localhost and `names`. A page under another name
         then belongs to another site, whose name was redirected to this server after the page had loaded (DNS
         rebinding). False: every host name is known. knows() decides that, and is_own() uses it; is_foreign() alone does
@@ -74,8 +75,8 @@ class Origins:
         return not (allowed or self.pattern and re.fullmatch(self.pattern, origin or ""))
 
     def is_own(self, origin: str, host: str | None) -> bool:
-        """Whether an origin (scheme://host:port) is that of this server's own page. host: the request's Host or
-        X-Forwarded-Host header. False without one, or if knows() does not accept it.
+        """Whether an origin (scheme://host:port) names this server's own page. host: the request's Host or
+        X-Forwarded-Host header. False if it is None or "", or if knows() does not accept it.
 
         Schemes are not compared, because a proxy may have ended TLS. The header may lack the origin's port, because
         some proxies leave it out.
@@ -111,11 +112,11 @@ def is_fixed(name: str) -> bool:
 
 
 def origins_of(cmd_opts: Any) -> Origins:
-    """The Origins for a WebUI's command line, cmd_opts: allowed are those of --cors-allow-origins, which commas
-    separate, and those that match --cors-allow-origins-regex.
+    """The Origins for a WebUI's command line, cmd_opts. `allowed` has the origins of --cors-allow-origins, which commas
+    separate, and `pattern` is --cors-allow-origins-regex.
 
     strict_host is on only if the WebUI has an option --listen, and no option of OPEN_TO_OTHERS is set: then only this
-    machine reaches it. Otherwise its users may call it by names that we do not know.
+    machine reaches the WebUI. Otherwise users may call the WebUI by names that we do not know.
     """
     allowed, pattern = (getattr(cmd_opts, f"cors_allow_origins{end}", None) for end in ("", "_regex"))
     of_this_machine = hasattr(cmd_opts, "listen") and not any(getattr(cmd_opts, flag, None) for flag in OPEN_TO_OTHERS)

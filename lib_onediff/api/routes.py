@@ -30,6 +30,7 @@ Result = TypeVar("Result")
 Status = Callable[[], dict[str, Any]]
 PREFIX = "/onediff/v1"
 TAG = "OneDiff"
+# Job.source of the sizes that the API queues.
 SOURCE = "API"
 MOST_PENDING = 500
 FULL = f"At most {MOST_PENDING} sizes may wait in the queue, so none of these was added; try again when it is shorter."
@@ -153,7 +154,7 @@ class Routes:
         return json_answer({"rows": chosen, "totals": asdict(self._runtime.totals())})
 
     def prewarm(self, body: bodies.PrewarmBody) -> Response:
-        """Queue sizes. They are pre-warmed one after the other, between images and never during one.
+        """Queue sizes. They are pre-warmed one by one, between images and never during an image.
 
         Answers at once with a job for each size. A size that runs or waits already keeps its job. Without an answer
         202, no size was queued: 422 for sizes that are not possible, 429 if too many wait already, 409 while OneDiff is

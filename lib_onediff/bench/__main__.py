@@ -30,7 +30,7 @@ COMMANDS = {
 }
 EPILOG = """\
 commands:
-  step      one UNet call by each backend, in turn: time, first call, and error against float32
+  step      one UNet call by each backend, alternately: time, first call, and error against float32
   image     whole images through diffusers: seconds, and difference from diffusers' own
   quality   difference of images from diffusers' own in float32, with trained weights
   schedules the steps that DeepCache should compute completely, searched with trained weights; --json FILE has them

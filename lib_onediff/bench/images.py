@@ -32,7 +32,7 @@ WAITING_IMAGES = 2
 SETTLING_IMAGES = 1
 ONEDIFF = "onediff"
 TOKENS = 77
-# The standard deviation of random prompt embeddings, which is smaller than that of noise.
+# The standard deviation of random prompt embeddings, which is smaller than noise's 1.
 PROMPT_NOISE = 0.1
 PROMPT = "a lighthouse at night"
 Drawn = TypeVar("Drawn")
@@ -265,7 +265,7 @@ def pictures_of(images: Tensor) -> list[Image.Image]:
 
 
 def judged(judge: Judge, images: Tensor, exact: Tensor, wanted: list[Row]) -> Row:
-    """A part of a row: how far images are from the exact ones, both (n, 3, height, width) of uint8.
+    """A part of a row: how far images are from the exact ones. images, exact: (n, 3, height, width) of uint8.
 
     wanted: the prompts of the images; see held_out. psnr_db: the median in decibels, infinite for equal images.
     psnr_lowest_5: the 5 % quantile. ssim, distance (Judge.distance): means. relative_error: of all images together.
@@ -336,7 +336,7 @@ class WebUI:
 
 def webui(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
     """The rows of the command `webui`, for each size: times of a WebUI's images with OneDiff off, on, and on with each
-    --set, made in turn. Raises ValueError, with a sentence for users, if the WebUI does not answer. device: unused.
+    --set, made alternately. Raises ValueError, with a sentence for users, if the WebUI does not answer. device: unused.
 
     The time of a step is the difference between an image with twice the steps and one with the usual number, divided by
     that number; None if the times vary too much for it.

@@ -34,7 +34,8 @@ Exact. To add this to OneDiff's table of cards, open an issue in its repository 
 
 
 def share(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
-    """The rows of the command `webui --share`: of images with OneDiff off and with each preset, in turn, for each size.
+    """The rows of the command `webui --share`: for each size, of images with OneDiff off and with each preset, which
+    are made alternately.
     At the end, writes FILES to the folder options.share, and prints the table for users to contribute. device: unused.
 
     Raises ValueError, with a sentence for users, if the WebUI does not answer, has an earlier version of OneDiff, is

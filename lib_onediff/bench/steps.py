@@ -1,4 +1,4 @@
-"""Measures the time of one UNet call by each backend, in turn in one process."""
+"""Measures the time of one UNet call by each backend, alternately in one process."""
 from __future__ import annotations
 
 import argparse
@@ -157,7 +157,8 @@ def step(options: argparse.Namespace, device: torch.device) -> Iterator[Row]:
 
 
 def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
-    """The sizes to measure: those of --size; by default 1024x1024 for "sdxl", 128x128 for tiny models, else 512x512."""
+    """The sizes of --size. By default 1024x1024 if the model is "sdxl", 128x128 for tiny models, 512x512 for all
+    others, also for a checkpoint of SDXL."""
     side = 512
     if model.startswith("tiny"):
         side = 128
@@ -169,8 +170,8 @@ def sizes_of(model: str, options: argparse.Namespace) -> list[Size]:
 def side_by_side(
     unet: nn.Module, arguments: Arguments, chosen: list[Variant], runs: int, offloads: bool = False
 ) -> Iterator[Row]:
-    """The rows of all variants, timed in turn. A variant that this machine does not support gets a row with a "note"
-    instead, before all others.
+    """The rows of all variants, timed alternately. A variant that this machine does not support gets a row with a
+    "note" and no times; such rows come first.
 
     "ms" is the median of "all_ms": the mean milliseconds of a call in each turn of CALLS_IN_TURN calls. runs: about how
     many calls of each variant are timed: one turn at least, and no partial one. x_host, error_x_host and x_compiled

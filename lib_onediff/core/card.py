@@ -77,8 +77,9 @@ class TuningCache:
     def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], object]) -> None:
         """Attach a store: add the values that load() returns, and save all values that were set before this call.
 
-        Where both have a name, the value in memory is kept, because it was measured later. save: called as
-        save(name, value), now and at every later set(); it must return at once. Another call replaces the store.
+        If a name has a value in memory and one in the store, the value in memory is kept, because it was measured
+        later. save: called as save(name, value), now and at every later set(); it must return at once. Another call of
+        attach() replaces the store.
         """
         loaded = load()
         with self._lock:

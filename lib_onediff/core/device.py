@@ -136,8 +136,8 @@ class Traits:
 
 
 class Device(abc.ABC):
-    """A backend. Subclasses override the methods below, whose defaults are those of a backend that serves everything,
-    and has nothing to load, measure or keep.
+    """A backend. Subclasses override the methods below. Their defaults suit a backend that serves everything, and has
+    nothing to load, measure or keep.
 
     name: the backend's name, for users and in a shape's key.
     """

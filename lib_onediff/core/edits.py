@@ -14,7 +14,9 @@ version_of = operator.attrgetter("_version")
 
 
 def edit_counts(tensors: Sequence[Tensor]) -> list[int]:
-    """edit_count() of each tensor, in their order. Fast, because each call of a network reads those of all weights."""
+    """edit_count() of each tensor, in their order. Fast, because each call of a network reads the counts of all
+    weights.
+    """
     # Reading the count of an inference tensor raises an exception, which takes twenty times as long as this check.
     if not any(map(Tensor.is_inference, tensors)):
         with suppress(RuntimeError):

@@ -58,11 +58,11 @@ class Layout:
 
     @property
     def kernel_users(self) -> list[Any]:
-        """The descriptions, with their sizes, that decide which kernels a device has to load for this network: those of
-        norms, norms of heads (NormedHeads), gates (SwiGLU, SigmoidGate) and cross attentions. A device ignores others,
-        such as Linear.
+        """The descriptions that decide, by their class and sizes, which kernels a device has to load for this network:
+        norms, norms of heads (NormedHeads), gates (SwiGLU, SigmoidGate) and cross attentions. A device ignores
+        descriptions of other classes in the list, such as Linear.
 
-        By default all leaves. A family returns others if descriptions without parameters decide it too, such as SwiGLU.
+        By default all leaves. A family overrides this if it has such descriptions without parameters, such as SwiGLU.
         Of layers with equal sizes, one is enough, so one block may stand for all of its kind."""
         return self.leaves()
 

@@ -46,7 +46,8 @@ def any_dtype_names(kind: type) -> frozenset[str]:
 
 @cache
 def settable_names(kind: type) -> tuple[str, ...]:
-    """The names of the walked fields that the constructor takes; a dataclass computes the others in __post_init__."""
+    """The names of the walked fields that the constructor takes. Fields with init=False are left out: the dataclass
+    computes them in __post_init__."""
     return tuple(one.name for one in walked_fields(kind) if one.init)
 
 

@@ -257,8 +257,8 @@ class ImageLog:
         self.inside: list[ImageRecord] = []
 
     def note_policy(self, name: str, counts: Mapping[str, int], reason: str) -> None:
-        """Count one call for a step policy. name: the policy's. counts: what it has counted at this call, to be added
-        to those of earlier calls. reason: why it was inactive; "" if it was active, or is off."""
+        """Count one call for a step policy. name: the policy's. counts: the policy's counts at this call, which are
+        added to its counts at earlier calls. reason: why it was inactive; "" if it was active, or is off."""
         self.policies.setdefault(name, Counter()).update(counts)
         reasons = self.inactive.setdefault(name, Counter())
         if reason:

@@ -55,7 +55,8 @@ def no_work() -> str:
 
 @dataclass(eq=False)
 class Job:
-    """A piece of work in the list, and its progress. JobQueue sets id and state, the work itself the other numbers.
+    """A piece of work in the list, and its progress. JobQueue sets id and state, and work() the numbers of the
+    progress. Of an image, only the id is set by JobQueue.
 
     kind: IMAGE, COMPARISON or PREWARM.
     title: words for users that tell the job from others of its kind: "768x512 x2".
@@ -112,8 +113,8 @@ class Job:
 
 
 class JobQueue:
-    """The list of jobs, and the thread that runs those of OneDiff one after the other. The WebUI's images are listed,
-    but run by the WebUI itself. Safe to use from any thread."""
+    """The list of jobs, and the thread that runs OneDiff's own jobs one by one. The WebUI's images are listed, but run
+    by the WebUI itself. Safe to use from any thread."""
 
     def __init__(self, images: Callable[[], list[Job]] = list) -> None:
         """images: returns the Jobs, of kind IMAGE, of the WebUI's images that run or wait. An image must have the same

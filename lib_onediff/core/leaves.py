@@ -209,7 +209,8 @@ class CrossAttention:
 
 class Block:
     """The base of the blocks of all families. Its properties list the layers whose weights may be stored in eight bits,
-    in the order in which they are computed; a family overrides those of which its block has any."""
+    in the order in which they are computed. () is the default: a family overrides a property if its block has layers
+    for it."""
 
     @property
     def token_layers(self) -> tuple[TokenLinear, ...]:
@@ -232,7 +233,7 @@ def feed_forward_layers(
     into: Linear | FusedLinear, out: Linear, source: str, norm: str = ""
 ) -> tuple[TokenLinear, ...]:
     """The descriptions of a feed-forward's two linear layers, `into` and `out`, for Block.token_layers. source:
-    TokenLinear.source of `out`, GATED or PLAIN_INPUT; that of `into` is NORMED. norm: TokenLinear.norm of `into`."""
+    TokenLinear.source of `out`, GATED or PLAIN_INPUT; `into` always has NORMED. norm: TokenLinear.norm of `into`."""
     return TokenLinear(into, NORMED, FEED_FORWARD_IN, norm), TokenLinear(out, source, FEED_FORWARD_OUT)
 
 
