@@ -47,8 +47,8 @@ SHARED_OF_CARD = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # The widths of tokens, and the numbers of channels, of the networks that we serve, and of small ones in tests.
 TOKEN_WIDTHS = (32, 64, 96, 128, 256, 320, 384, 640, 768, 1280, 1536)
 NORM_CHANNELS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 960, 1280, 1536, 1920, 2304, 2560, 3072)
-# (number of heads, head width) of the transformers with normed heads that are not single streams.
-NORMED_HEADS = ((16, 128),)
+# (number of heads, head width) of the transformers with normed heads that are not single streams: Anima and emoji-dit.
+NORMED_HEADS = ((16, 128), (4, 64))
 # Of the single-stream transformers Z-Image and Krea 2, and of Krea 2's transformer for the prompt: the widths of
 # tokens, of the outputs of SwiGLUs, of tokens with a sigmoid gate, and of heads.
 STREAM_WIDTHS = (3840, 6144)
