@@ -23,13 +23,15 @@ from .leaf_reader import LeafReader
 from .transformer import TransformerLayers
 from .unet.layout import Downsample, Upsample
 
+# Names of ldm's and sgm's classes, the two halves of a VAE.
 HALVES = ("Decoder", "Encoder")
 
 
 @dataclass(frozen=True)
 class ResidualBlock:
-    """Two convolutions, each after a group norm with SiLU, whose output is added to the block's input. skip: a 1x1
-    convolution over the input in that sum; None adds the input as it is."""
+    """Two convolutions in sequence, each after a group norm with SiLU. The block's input is added to their output.
+    skip: a 1x1 convolution, of the block's input, whose output is added instead of the input; None: the input is added
+    as it is."""
 
     in_norm: GroupNorm
     in_convolution: Convolution
@@ -76,7 +78,7 @@ class DecoderLayout(Layout):
 
     @property
     def encodes(self) -> bool:
-        """Whether this is an encoder: it makes images smaller."""
+        """Whether this is an encoder: at least one of its layers is a Downsample."""
         return self.reduction > 1
 
     @property
@@ -140,8 +142,8 @@ def layout_of(
     half: Any, modules: Iterable[Any], out_norm: Any, leaves: LeafReader,
     readers: Mapping[str, Callable[[Any, LeafReader], Layer]],
 ) -> DecoderLayout:
-    """The layout of a decoder or encoder (half). Raises Refusal for modules of unknown kinds, or if a parameter was not
-    read.
+    """The layout of a decoder or encoder (half). Raises Refusal for modules of unknown kinds, or if a parameter of
+    `half` belongs to none of the modules that were read.
 
     modules: those between the first convolution and the last norm, in the order of the host's forward.
     out_norm: the last norm's module. leaves: a LeafReader of half.
@@ -156,8 +158,8 @@ def layout_of(
 
 
 def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
-    """The description of a residual block of ldm or of diffusers. skip: the module of the 1x1 convolution over its
-    input; None if it has none."""
+    """The description of a residual block of ldm or of diffusers. skip: the module of the 1x1 convolution over the
+    block's input; None if there is none."""
     return ResidualBlock(
         in_norm=leaves.group_norm(block.norm1), in_convolution=leaves.convolution(block.conv1),
         out_norm=leaves.group_norm(block.norm2), out_convolution=leaves.convolution(block.conv2),
@@ -167,8 +169,8 @@ def residual_block(block: Any, skip: Any, leaves: LeafReader) -> ResidualBlock:
 
 def downsample(layer: Any, leaves: LeafReader) -> Downsample:
     """The description of a host's layer that halves the image: its forward pads the image by a row of zeros below and a
-    column on the right, and calls the convolution layer.conv. Raises Refusal unless that is 3x3 with a stride of 2 and
-    no padding of its own."""
+    column on the right, and calls the convolution layer.conv. Raises Refusal unless the convolution is 3x3 with a
+    stride of 2 and without padding; its caller makes sure that the layer's forward pads."""
     convolution = leaves.convolution(layer.conv)
     if (convolution.kernel, convolution.stride, convolution.padding) != (3, 2, 0):
         raise leaves.unknown(layer, "expected a 3x3 convolution with a stride of 2 and without padding")
@@ -222,8 +224,9 @@ class Autoencoders:
     readers = ((is_ldm, read_ldm),)
 
     def refuse_latent(self, layout: DecoderLayout, latent: Tensor) -> None:
-        """Raise Refusal unless the latent is (batch, channels, height, width) with the decoder's number of channels;
-        for an encoder's layout, `latent` is an image. Called before each decoding or encoding."""
+        """Raise Refusal unless the latent is (batch, channels, height, width) with as many channels as the decoder's
+        first convolution takes. For an encoder's layout, `latent` is an image. Called before each decoding or
+        encoding."""
         channels = layout.in_convolution.in_channels
         if latent.dim() != 4 or latent.shape[1] != channels:
             raise unsupported_inputs(
@@ -235,7 +238,7 @@ class Autoencoders:
         fold_biases: bool = False,
     ) -> Tensor:
         """The image of a latent, in the latent's dtype; for an encoder's layout, the mean and the log variance of an
-        image's latent. The arguments are those of Decoding and of Decoding.run."""
+        image's latent. See Decoding and Decoding.run, which have the same arguments."""
         return Decoding(weights, ops, upcast_attention, fold_biases).run(layout, latent)
 
 
@@ -276,7 +279,8 @@ class Decoding:
         return self._convolution(image, layout.out_convolution)
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
-        """The output of a residual block, with the block's input or the projection of it added."""
+        """The output of a residual block: the second convolution's output plus the image, or plus the image's 1x1
+        convolution if the block has one (skip)."""
         ops = self.ops
         weights = self.weights
         hidden = ops.group_norm(image, weights[block.in_norm.path], block.in_norm, silu=True)
@@ -304,8 +308,9 @@ class Decoding:
         return self.ops.convolution(image, self.weights[shape.path], shape)
 
     def _unfinished_convolution(self, image: Tensor, shape: Convolution) -> tuple[Tensor, Tensor | None]:
-        """The image after a convolution, and the bias that is still to be added by the next operator: the convolution's
-        bias, or None, if fold_biases; otherwise it is added here, and None is returned."""
+        """The image after a convolution, and the bias that the next operator has to add. With fold_biases, that is the
+        convolution's bias, or None if the convolution has no bias. Without, the bias is already added, and None is
+        returned."""
         if not self.fold_biases:
             return self._convolution(image, shape), None
         weight, bias = self.weights[shape.path][:2]

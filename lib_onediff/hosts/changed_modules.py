@@ -29,13 +29,13 @@ Changed = dict[str, dict[str, Any]]
 
 
 class BlockModule(NamedTuple):
-    """A module of a UNet that extensions may change: a transformer block, an attention in it, or a projection of
-    either.
+    """A module of a UNet that extensions may change: a transformer block, one of its attentions, or a projection of an
+    attention.
 
     block: the path of the block.
     name: the attention's name in the block; "" for the block itself.
-    called: a weak reference to the block or attention, which our forward calls as a whole if the module is changed.
-    module: a weak reference to the module itself: the same, or a projection of it.
+    called: a weak reference to the block or attention, which our forward calls as a whole if `module` is changed.
+    module: a weak reference to the module itself: the same as `called`, or a projection of it.
     """
 
     block: str
@@ -46,7 +46,7 @@ class BlockModule(NamedTuple):
 
 def block_modules_of(unet: nn.Module) -> list[BlockModule]:
     """All modules of a UNet that extensions may change, as BlockModules: its transformer blocks, their attentions, and
-    the projections of both."""
+    the attentions' projections."""
     blocks = [(path, module) for path, module in unet.named_modules() if is_block(type(module))]
     return [
         BlockModule(path, name, weakref.ref(called), weakref.ref(module)) for path, block in blocks
@@ -76,8 +76,8 @@ class ChangedModules:
         self._watched.pop(unet, None)
 
     def at_call(self, unet: nn.Module) -> Changed:
-        """The blocks and attentions of a UNet that are changed now; {} if none is. If a projection is changed, its
-        attention or block is listed."""
+        """The blocks and attentions of a UNet that are changed now; {} if none is. If only a projection is changed, its
+        attention counts as changed."""
         watched = self._watched.get(unet, [])
         modules = [one.module() for one in watched]
         if unet not in self._watched or None in modules:
@@ -93,8 +93,8 @@ class ChangedModules:
         return changed
 
     def _is_foreign(self, unet: nn.Module, module: Any) -> bool:
-        """Whether a module now runs code of an extension. Only called for a module with a forward on its instance, or
-        of a class derived from the block's."""
+        """Whether a module now runs code of an extension. Only called for a module that has a forward on its instance,
+        or is a block of an extension's class (is_derived_block)."""
         if all(own_method(module, method) is None for method in METHODS):
             return is_derived_block(module.__class__)
         return not self._inert(unet, module)
@@ -116,7 +116,7 @@ def functions_of(changed: Changed) -> list[Any]:
 
 def foreign_functions(module: Any) -> list[Any]:
     """The extensions' functions that run in place of the code of a changed module and its projections, at least one:
-    those set on instances; without any, the _forward of the module's derived class."""
+    those set on the instances; if none is set there, the _forward of the module's class, which is an extension's."""
     own = [own_method(part, method) for part in with_projections(module) for method in METHODS]
     return list(filter(None, own)) or [type(module)._forward]
 
@@ -140,7 +140,8 @@ def forward_above(unet: nn.Module, ours: Collection[Any]) -> str | None:
 
 def replaced_method(holder: Any, method: str) -> str | None:
     """The author of the function that an extension has put in place of a method of one of the WebUI's objects (holder),
-    on the object or in its class, in words for users. None if the method is the WebUI's own, or does not exist."""
+    on the object or in its class, in words for users. None if the method is the WebUI's own or OneDiff's, or does not
+    exist."""
     function = vars(holder).get(method) or getattr(type(holder), method, None)
     own = (package(type(holder).__module__), WEBUIS, package(__name__))
     return None if function is None or package(origin(function)) in own else author(function)

@@ -26,6 +26,7 @@ from .hooks import ForwardPatches
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
+# The names for users of the models with a UNet that OneDiff serves.
 UNETS = ("SD1", "SD2", "SDXL")
 # The name of the adapter for a WebUI that OneDiff does not support.
 NO_HOST = "unknown"
@@ -104,8 +105,8 @@ class WebUI:
         """Decode the random latents of `images` images, as the WebUI does after a sampling, so that OneDiff makes the
         VAE's shape ready before an image needs it.
 
-        width, height: in pixels. Raises Refusal if OneDiff does not serve the checkpoint, as this class always does.
-        Call it through exclusively().
+        width, height: in pixels. This class raises Refusal; adapters need a loaded checkpoint, which they do not check:
+        the caller has made a UNet call with warm() before. Call it through exclusively().
         """
         raise Refusal(str(self.why_not_served()))
 
@@ -141,8 +142,8 @@ class WebUI:
         return False
 
     def model_loaded(self, checkpoint: Any) -> None:
-        """Called when the WebUI has loaded a checkpoint. Between serve() and stop(), adopts its UNet, or logs a warning
-        with the reason why OneDiff does not serve it.
+        """Called when the WebUI has loaded a checkpoint. Between serve() and stop(), adopts its UNet if OneDiff serves
+        the UNet's class, and logs a warning with the reason if OneDiff does not serve the checkpoint.
 
         If this adapter has checkpoint_paths, `unmet` becomes a sentence on the first path that the checkpoint lacks;
         None if it lacks none.
@@ -168,9 +169,9 @@ class WebUI:
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
         """The result of work(), which runs while the WebUI makes no image. Waits for the image in progress, and holds
-        the WebUI's lock until work() ends, so that no other begins. Exceptions of work() are raised here.
+        the WebUI's lock until work() ends, so that no other image begins. Exceptions of work() are raised here.
 
-        work() runs in this thread, unless the WebUI makes all images in one thread, as Forge does: then in that one.
+        work() runs in this thread, unless the WebUI makes all images in one thread, as Forge does: then in that thread.
         Such an adapter raises Refusal if waiting could be a deadlock. For a WebUI that OneDiff does not support, just
         runs work().
         """
@@ -228,7 +229,8 @@ class WebUI:
         then passes these inputs to the UNet.
 
         width, height: in pixels. batch: the rows of the call. tokens: the context length. noise: noise(*shape) returns
-        a random tensor of this shape. Raises Refusal if OneDiff is off, or if it serves no loaded checkpoint.
+        a random tensor of this shape. Raises Refusal if OneDiff is off, if no checkpoint is loaded, or if OneDiff does
+        not serve the loaded one.
         """
         if not self.hooks():
             raise Refusal(OFF_IN_SETTINGS)

@@ -16,9 +16,9 @@ from .patch_points import PatchPoints
 class Control:
     """Residuals from a ControlNet or T2I adapter, each (batch, channels, height, width); None adds nothing.
 
-    input[i] is added to the output of input stage i, so both the next stage and the skip have it. All residuals of
+    input[i] is added to the output of input stage i, so the next stage and the skip both have it. All residuals of
     middle are added to the output of the middle stage. output[i] is added to the skip that output stage i takes. A
-    tuple may have fewer members than the UNet has stages; the others get nothing.
+    tuple may have fewer members than the UNet has stages: nothing is added for the stages beyond its end.
     """
 
     input: tuple[Tensor | None, ...] = ()
@@ -28,15 +28,16 @@ class Control:
 
 @dataclass(frozen=True)
 class ImagePrompt:
-    """What one IP-Adapter (Ye et al. 2023, arXiv 2308.06721) adds to cross attentions: the output of a second
-    attention, from the same queries to the tokens of an image.
+    """The image's keys and values of one IP-Adapter (Ye et al. 2023, arXiv 2308.06721). To the output of each cross
+    attention that it changes, the adapter adds that of a second attention, from the same queries to the tokens of an
+    image.
 
-    key_values: (batch, tokens, columns). For each cross attention that the adapter changes, its keys, then its values,
+    key_values: (batch, tokens, columns). For each cross attention that the adapter changes: the keys, then the values,
         already multiplied by the adapter's scale.
-    parts: where in key_values they are: (first column, number of columns) for each such attention, by the path of the
-        linear layer of its queries.
-    structure: words for a shape's key, which contain the number of tokens and which attentions are changed. Equal for
-        image prompts that are computed the same way. Derived from the others.
+    parts: the columns of key_values for each such attention, as (first column, number of columns of keys and values
+        together), by the path of the linear layer of its queries.
+    structure: words for a shape's key: the number of tokens, and how many attentions are changed, with a digest of
+        which. Equal for image prompts that are computed the same way. Derived from key_values and parts.
     """
 
     key_values: Tensor
@@ -91,5 +92,6 @@ class UNetCall(Call):
 
     @property
     def label(self) -> str:
-        """Words for users by which this call differs from usual ones of its size: "with control", or "" without."""
+        """Words for users by which this call differs from usual ones of its size: "with control" if it has residuals of
+        ControlNets, otherwise "". IP-Adapters and patches have no words here."""
         return "" if self.control is None else "with control"

@@ -40,8 +40,9 @@ class UNets:
     )
 
     def refuse_call(self, layout: UNetLayout, call: UNetCall) -> None:
-        """Raise Refusal if an input has another shape than the UNet takes, is missing or not taken, or if the batch
-        sizes differ. Called before a shape is computed for the first time."""
+        """Raise Refusal if the latent is empty, if an input has another shape than the UNet takes, if y is missing, if
+        y or a guidance embedding is given to a UNet that takes none, or if the batch sizes differ. A missing guidance
+        embedding is accepted. Called before a shape is computed for the first time."""
         latent = call.latent
         context = call.context
         if latent.dim() != 4 or latent.shape[1] != layout.in_channels:
@@ -84,8 +85,8 @@ class UNets:
     def example(
         self, layout: UNetLayout, size: tuple[int, int], batch: int, tokens: int, noise: Callable[..., Tensor]
     ) -> UNetCall:
-        """A call with a latent and a prompt of noise, by which a size is made ready before an image needs it. Its
-        timestep is 500, where the output is about as large as the latent.
+        """A call with a latent and a prompt of noise (and y, if the UNet takes it), by which a size is made ready
+        before an image needs it. The timestep is 500, where the output is about as large as the latent.
 
         size: height and width of the latent. tokens: of the prompt. noise(*shape): returns a tensor from a normal
         distribution.
@@ -120,8 +121,9 @@ class UNets:
         return len(layout.input_stages) - 1
 
     def attentions(self, layout: UNetLayout, call: UNetCall) -> list[AttentionShapes]:
-        """The shapes of queries and keys of each kind of attention in a call, each once, in the order of first use. A
-        device measures its kernels for them."""
+        """The shapes of queries and keys of each kind of attention in a call, each once, in the order of first use:
+        over the image and from the image to the prompt, at each size of image in the UNet. IP-Adapters' attentions are
+        left out. A device measures its kernels for these shapes."""
         batch, _, height, width = call.latent.shape
         tokens = call.context.shape[1]
         found: dict[AttentionShapes, None] = {}

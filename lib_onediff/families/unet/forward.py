@@ -29,7 +29,7 @@ def full_pass(
     that DeepCache (Ma et al. 2023) reuses: the hidden states that enter the last `depth` output stages.
 
     depth: how many of the first input stages, and of the last output stages, a cached pass will compute. 0: there is no
-        cut, and the deep feature, which is what enters Pass.finish, is of no use.
+        cut. The second result is then the output of the last stage, which the caller ignores.
     """
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
@@ -50,7 +50,8 @@ def cached_pass(
     """The UNet's output, (batch, out channels, height, width) in the latent's dtype, computed by the first `depth`
     input stages and the last `depth` output stages alone.
 
-    deep: the deep feature of an earlier step (see full_pass), which replaces what the stages in between would compute.
+    depth: at least 1. deep: the deep feature of an earlier step (see full_pass), which replaces what the stages in
+    between would compute.
     """
     running = Pass(layout, weights, ops, call)
     stages = len(layout.output_stages)
@@ -60,8 +61,9 @@ def cached_pass(
 
 
 class Pass:
-    """One forward pass of a call, in parts: encode, middle, decode and finish, in this order; decode may come several
-    times. A cached pass leaves out middle. A new object for each call: it computes the time embedding at once.
+    """One forward pass of a call, in parts: encode, middle, decode and finish, in this order; decode may be called
+    several times. A cached pass leaves out middle. A new object is made for each call: __init__ calls the first two
+    points of the call's patches (begin, embedding) and computes the time embedding.
 
     hidden_states are (batch, channels, height, width), in the weights' dtype.
     """
@@ -83,8 +85,9 @@ class Pass:
         self.layers = Layers(transformer, shifts, context, call.image_prompts, self.patches)
 
     def encode(self, stages: int) -> tuple[Tensor, list[Tensor]]:
-        """The hidden states after the first `stages` input stages, and the skips: one tensor for each stage, the first
-        stage's first. Begins with the call's latent."""
+        """The hidden states after the first `stages` input stages, beginning with the call's latent, and the skips: one
+        tensor for each of these stages, in their order. Hidden states and skips include the residuals of ControlNets
+        (Control.input)."""
         hidden_states = self.call.latent.to(self._dtype)
         skips: list[Tensor] = []
         for index, stage in enumerate(self.layout.input_stages[:stages]):
@@ -99,7 +102,8 @@ class Pass:
         return hidden_states, skips
 
     def middle(self, hidden_states: Tensor) -> Tensor:
-        """The hidden states after the middle stage, with the residuals of ControlNets."""
+        """The hidden states after the middle stage, with the residuals of ControlNets (Control.middle). hidden_states:
+        those that encode() returns."""
         hidden_states = self.patches.before_stage(MIDDLE, 0, hidden_states)
         hidden_states = self.layers.stage(self.layout.middle_stage, hidden_states, None, (MIDDLE, 0))
         for index in range(len(self.control.middle)):
@@ -109,11 +113,12 @@ class Pass:
     def decode(
         self, hidden_states: Tensor, skips: list[Tensor], stages: Iterable[int], remaining: Tensor | None
     ) -> Tensor:
-        """The hidden states after the output stages of these indices.
+        """The hidden states after the output stages of these indices (ascending, without a gap).
 
-        skips: each stage removes the last one from this list, and takes it.
-        remaining: the skip that the stage after the last of these will take. The last of these may have to enlarge its
-            result to the size of this skip. None if no stage follows.
+        skips: one for each of these stages. Each stage removes the last one from this list and takes it, with the
+            residual of ControlNets (Control.output) added.
+        remaining: the skip that the next stage after these will take: an Upsample at the end of these stages may have
+            to enlarge its result to the size of this skip. None if no stage follows.
         """
         for index in stages:
             skip = add_residual(skips.pop(), self.control.output, index)
@@ -125,9 +130,9 @@ class Pass:
         return hidden_states
 
     def _concatenated(self, index: int, hidden_states: Tensor, skip: Tensor) -> Image:
-        """The input of the output stage of this index: the hidden states, resized to the skip's size if it differs, and
-        the skip, joined along the channels. If no function of an extension reads it, the device may defer the joining.
-        """
+        """The input of the output stage of this index: the hidden states, resized to the skip's size if their size
+        differs, and the skip, joined along the channels. The device may defer the joining, unless a function of an
+        extension reads the joined tensor."""
         joined = self.patches.concatenate(index, hidden_states, skip)
         if joined is None:
             if hidden_states.shape[-2:] != skip.shape[-2:]:
@@ -149,7 +154,7 @@ class Pass:
 
 def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tensor | None) -> Tensor | None:
     """The embedding of y, SDXL's pooled prompt and sizes, to be added to the time embedding: (batch, y width) ->
-    (batch, embedding width). None if the UNet takes no y."""
+    (batch, embedding width). None if the UNet takes no y, or if y is None."""
     if layout.label is None or y is None:
         return None
     dtype = weights[layout.time.first.path].weight.dtype
@@ -158,8 +163,8 @@ def embedded_label(layout: UNetLayout, weights: Weights, ops: Operators, y: Tens
 
 
 def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> Tensor:
-    """The embedding of the call's timestep, (batch, embedding width). If the call has an LCM's guidance embedding, it
-    is included."""
+    """The embedding of the call's timestep, (batch, embedding width). An LCM's guidance embedding is included if the
+    call has one and the UNet takes it."""
     time = layout.time
     waves = ops.sinusoids(call.timestep, time).to(weights[time.first.path].weight.dtype)
     if time.condition is not None and call.timestep_condition is not None:

@@ -46,7 +46,7 @@ class Layers:
         """The output of one stage, (batch, channels, height, width). image: the stage's input.
 
         following: the skip that the next output stage takes. An Upsample with resize_before enlarges the image to this
-            skip's size. None for input stages, the middle stage and the last stage.
+            skip's size. None for input stages, the middle stage and the last output stage.
         place: the part of the UNet (INPUT, MIDDLE or OUTPUT), and the index of the stage in it.
         """
         for layer in stage:
@@ -69,8 +69,8 @@ class Layers:
         """SiLU of the group norm of image + shift, for the convolution that reads the result.
 
         shift: (batch, channels); None for 0. consumer: the weights of that convolution: if they are in 8 bits, the
-            device may return the result quantized; None returns a tensor. If an extension replaces norms
-            (patches.norm), its function computes the norm.
+            device may return the result quantized. Without a consumer (None), the result is a tensor; so it is if an
+            extension's function replaces the norm (patches.norm).
         """
         if self.patches.norm is None:
             return self.ops.group_norm(image, self.weights[norm.path], norm, silu=True, shift=shift, consumer=consumer)
@@ -85,7 +85,9 @@ class Layers:
         return self.ops.convolution(image, self.weights[convolution.path], convolution)
 
     def _upsample(self, layer: Upsample, image: Tensor, following: Tensor | None) -> Tensor:
-        """The image, enlarged to twice its sides or to the size of `following` (see stage()), after the convolution."""
+        """The image, enlarged by nearest-neighbour resizing and then convolved. It is enlarged to the height and width
+        of `following` if that is given and the layer has resize_before; otherwise to twice its own height and width.
+        following: see stage()."""
         height, width = image.shape[-2:]
         height *= 2
         width *= 2
@@ -94,7 +96,8 @@ class Layers:
         return self._convolution(layer.convolution, self.ops.resize(image, height, width))
 
     def _residual_block(self, block: ResidualBlock, image: Tensor) -> Tensor:
-        """The output of a residual block, with the block's input or the projection of it added."""
+        """The output of a residual block: the second convolution's output plus the image, or plus the image's 1x1
+        convolution if the block has one (skip)."""
         weights = self.weights
         ops = self.ops
         # The first convolution's bias is part of the shift, and the second one's is added together with the skip:
@@ -149,8 +152,8 @@ class Layers:
         return layers.add(residual, layers.gated_linear(normed, into, GEGLU, out), out)
 
     def _patched_block(self, block: TransformerBlock, tokens: Tensor) -> Residual:
-        """The residual after a transformer block in which functions of other extensions are set, by plain operators.
-        The functions are called at their points, and may replace the whole block."""
+        """The residual after a transformer block in which functions of other extensions are set. A function may replace
+        the whole block (whole_block); otherwise the functions within it are called at their points."""
         replaced = self.patches.whole_block(block, tokens, self.context)
         if replaced is not None:
             return Residual(replaced)
@@ -160,8 +163,9 @@ class Layers:
         return self._feed_forward(block, Residual(tokens))
 
     def _patched_self_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """The output of a block's self attention, which the caller adds to the tokens. Includes the norm before it;
-        calls the functions at its points, one of which may replace it."""
+        """The output of a block's self attention, with the norm before it; the caller adds it to the tokens. A function
+        may replace the whole attention after the norm (whole_attention): then the attention's other points are not
+        called."""
         attention = block.self_attention
         _, normed = self.transformer.norm(Residual(tokens), block.self_norm, attention.query_key_value)
         replaced = self.patches.whole_attention(SELF_ATTENTION, block, normed, self.context)
@@ -172,8 +176,9 @@ class Layers:
         return self._patched_output(SELF_ATTENTION, attention, *projected)
 
     def _patched_cross_attention(self, block: TransformerBlock, tokens: Tensor) -> Tensor:
-        """The output of a block's cross attention, which the caller adds to the tokens. Includes the norm before it;
-        calls the functions at its points, one of which may replace it."""
+        """The output of a block's cross attention, with the norm before it; the caller adds it to the tokens. A
+        function may replace the whole attention after the norm (whole_attention): then the attention's other points are
+        not called, and nothing of IP-Adapters is added."""
         attention = block.cross_attention
         _, normed = self.transformer.norm(Residual(tokens), block.cross_norm, attention.query)
         replaced = self.patches.whole_attention(CROSS_ATTENTION, block, normed, self.context)
@@ -190,8 +195,11 @@ class Layers:
     def _patched_output(
         self, name: str, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """The output of an attention after its last linear layer; functions at its points may replace both.
+        """The output of an attention after its last linear layer.
 
+        A function at the point `attend` may replace the softmax attention, whose output is that layer's input: then the
+        attentions of IP-Adapters are left out. A function at the point `attention_output` may replace the layer's
+        output.
         name: SELF_ATTENTION or CROSS_ATTENTION. query, key, value: (batch, tokens, heads * head width).
         """
         mixed = self.patches.attend(name, query, key, value)
@@ -200,8 +208,9 @@ class Layers:
         return self.patches.attention_output(name, self.transformer.linear(mixed, attention.out))
 
     def _each(self, layers: Sequence[Linear], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The outputs of linear layers, each for the input at the same index. For layers that are fused otherwise, when
-        a function has given them different inputs."""
+        """The outputs of linear layers, each for the input at the same index, one product a layer. For the projections
+        of a patched attention, whose inputs a function may have made different; elsewhere they are one fused product.
+        """
         return tuple(self.transformer.linear(given, layer) for layer, given in zip(layers, inputs, strict=True))
 
     def _key_value(self, attention: CrossAttention) -> tuple[Tensor, ...]:
@@ -212,8 +221,8 @@ class Layers:
     def _attend(
         self, attention: SelfAttention | CrossAttention, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
-        """The output of an attention before its last linear layer. In a cross attention, the outputs of IP-Adapters'
-        attentions, from the same queries to the tokens of their images, are added.
+        """The output of an attention before its last linear layer. In a cross attention, the output of a second
+        attention is added for each IP-Adapter that changes it: from the same queries to the tokens of the image.
 
         query, key, value, and the result: (batch, tokens, heads * head width).
         """

@@ -58,10 +58,11 @@ class TransformerBlock(Block):
 
 @dataclass(frozen=True)
 class ResidualBlock(Block):
-    """Two convolutions, each after a group norm with SiLU, whose output is added to the block's input.
+    """Two convolutions in sequence, each after a group norm with SiLU. The block's input is added to their output.
 
     embedding: projects the time embedding; the result is added after the first convolution.
-    skip: a 1x1 convolution over the input in that sum; None adds the input as it is.
+    skip: a 1x1 convolution, of the block's input, whose output is added instead of the input. None: the input is added
+        as it is.
     """
 
     in_norm: GroupNorm
@@ -100,8 +101,9 @@ class Upsample:
     """Nearest-neighbour upsampling by 2, and a convolution.
 
     resize_before: whether the image is resized to the size of the next skip before the convolution, as in Forge and
-        diffusers. The sizes differ after a halving of an odd size: 45 becomes 23, and upsampling makes 46 of it. False:
-        the convolution gets 46, and its result is resized to 45 when it is concatenated with the skip, as in A1111.
+        diffusers. The two sizes differ if an odd size was halved: 45 becomes 23, and twice 23 is 46. True: the
+        convolution gets 45. False: the convolution gets 46, and its result is resized to 45 when it is concatenated
+        with the skip, as in A1111.
     """
 
     convolution: Convolution
@@ -145,8 +147,8 @@ class UNetLayout(Layout):
 
     def __post_init__(self) -> None:
         """Set in_channels, out_channels, context_width and embeddings from the other fields. Raises Refusal unless the
-        first layer is a convolution, input and output stages are as many, and an input stage or the middle has a cross
-        attention."""
+        first layer is a convolution, there are as many input stages as output stages, and an input stage or the middle
+        stage has a cross attention."""
         first = self.input_stages[0][0]
         if not isinstance(first, Convolution):
             raise unsupported_model("the UNet's first layer is not a convolution")
@@ -221,8 +223,8 @@ class UNetLayout(Layout):
 
     @property
     def model_name(self) -> str:
-        """The kind of model for users, such as "SDXL" or "SD1 inpainting", by the widths of the UNet's inputs. Of an
-        unknown kind, the name has the prompt's width."""
+        """The kind of model for users, such as "SDXL" or "SD1 inpainting", by the widths of the UNet's inputs. For
+        unknown widths, it begins with "SDXL UNet" or "SD 1.x UNet", and contains the prompt's width."""
         known = {(768, None): "SD1", (1024, None): "SD2", (2048, 2816): "SDXL", (1280, 2560): "SDXL refiner"}
         name = known.get((self.context_width, self.y_width))
         if name is None:
@@ -233,9 +235,9 @@ class UNetLayout(Layout):
 
 
 def size_after(layer: Layer, size: tuple[int, int], following: tuple[int, int] | None) -> tuple[int, int]:
-    """The (height, width) of a layer's output, for an input of this (height, width). following: the size of the skip
-    that the next output stage takes, to which an Upsample with resize_before enlarges; None if no output stage
-    follows."""
+    """The (height, width) of a layer's output, for an input of this (height, width). Only convolutions, Downsamples and
+    Upsamples change it. following: the (height, width) of the skip that the next output stage takes, to which an
+    Upsample with resize_before enlarges its input; None if no output stage follows."""
     if isinstance(layer, Upsample):
         size = (size[0] * 2, size[1] * 2)
         if layer.resize_before and following is not None:

@@ -26,12 +26,13 @@ class PatchPoints(Points):
     what they get, or None. A host derives a class from it, whose methods call the functions that extensions have set.
 
     hidden_states are (batch, channels, height, width) at stages, and tokens (batch, tokens, width) within transformers,
-    both contiguous and in the weights' dtype. A method with one tensor returns the tensor with which the forward
-    continues in its place; the docstrings of the other methods say what they return. Functions may have written into a
+    all of them contiguous and in the weights' dtype. A method that gets one tensor returns the tensor with which the
+    forward continues instead; the docstrings of the other methods say what they return. Functions may write into a
     method's arguments.
 
-    sees_stages: whether functions are set at stages or replace norms. Then the two inputs of an output stage are
-        concatenated to one tensor, as the host does, before functions get it.
+    sees_stages: whether functions are set at stages or replace norms. Then hidden states and skip of each output stage
+        are concatenated to one tensor for the functions, as the host does. Otherwise the device may defer the
+        concatenation.
     norm: norm(path, hidden_states) replaces the group norms of residual blocks and of the output, without SiLU. None:
         our forward computes them.
     """
@@ -48,13 +49,14 @@ class PatchPoints(Points):
         return embedding
 
     def before_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """Called with the input of a stage; of an output stage, after hidden states and skip were concatenated. part:
-        INPUT, MIDDLE, OUTPUT or LAST. index: of the stage in that part."""
+        """Called with the input of a stage. For an output stage, that is hidden states and skip, concatenated; it is
+        called there only if sees_stages, or if concatenate() has returned a tensor.
+        part: INPUT, MIDDLE, OUTPUT or LAST. index: of the stage in that part."""
         return hidden_states
 
     def after_stage(self, part: str, index: int, hidden_states: Tensor) -> Tensor:
-        """Called with the output of a stage, to which the residuals of ControlNets were added. The result of an input
-        stage is its skip, too. part, index: as in before_stage."""
+        """Called with the output of a stage; of an input stage or the middle stage, after the residuals of ControlNets
+        were added. For an input stage, the result is also the stage's skip. part, index: as in before_stage."""
         return hidden_states
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
@@ -63,8 +65,8 @@ class PatchPoints(Points):
         return hidden_states
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
-        """Called with the hidden states and the skip before concatenate(), for every output stage. index: of the stage.
-        The two may differ in height and width. Returns both, as they are to be concatenated."""
+        """Called with the hidden states and the skip before concatenate(), for every output stage. Returns the hidden
+        states and the skip that are to be concatenated. The two may differ in height and width. index: of the stage."""
         return hidden_states, skip
 
     def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
@@ -104,8 +106,9 @@ class PatchPoints(Points):
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
-        """Called instead of an attention with its projections. Returns its output, which our forward adds to the
-        tokens; None if no function replaces the attention, which our forward computes then.
+        """Called instead of an attention with its projections. Returns the attention's output, which our forward adds
+        to the tokens: then the other points of this attention are not called. Returns None if no function replaces the
+        attention, which our forward computes then.
 
         attention: SELF_ATTENTION or CROSS_ATTENTION. normed: the tokens after the norm before it. context: the
             prompt's.
@@ -113,8 +116,8 @@ class PatchPoints(Points):
         return None
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Called instead of the softmax attention between the projections. Returns its output before the last
-        projection; None if no function replaces it; our forward computes it then.
+        """Called instead of the softmax attention between the projections. Returns that attention's output, the input
+        of the last projection; None if no function replaces the attention, which our forward computes then.
 
         attention: SELF_ATTENTION or CROSS_ATTENTION.
         query, key, value, and the result: (batch, tokens, heads * head width).

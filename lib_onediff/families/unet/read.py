@@ -23,6 +23,7 @@ from .layout import (
     Upsample,
 )
 
+# Names of classes in ldm, sgm, Forge and ldm_patched.
 BLOCK = "BasicTransformerBlock"
 FORGES_UNET = "IntegratedUNet2DConditionModel"
 UNET_CLASSES = {"UNetModel", FORGES_UNET}
@@ -47,7 +48,8 @@ def read_transformer(
 
 def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
     """The description of a transformer block of ldm or of diffusers, in which its parts have the same names. The caller
-    has checked the block's class and options. Raises Refusal for a feed-forward layer without GEGLU."""
+    has checked the block's class and options. Raises Refusal for a feed-forward layer without GEGLU, and for layers
+    that LeafReader refuses."""
     path = leaves.path(block)
     own = block.attn1
     cross = block.attn2
@@ -70,8 +72,8 @@ def read_block(block: Any, leaves: LeafReader) -> TransformerBlock:
 
 
 def is_ldm_unet(unet: nn.Module) -> bool:
-    """Whether a module is to be read by read_ldm, by the name of its class. Another package may use the same name for
-    another network, which read_ldm refuses."""
+    """Whether a module is to be read by read_ldm: its class has one of the names in UNET_CLASSES, and it has
+    input_blocks. Another package may use the same name for another network, which read_ldm refuses."""
     return type(unet).__name__ in UNET_CLASSES and hasattr(unet, "input_blocks")
 
 
@@ -116,7 +118,8 @@ def read_ldm(unet: Any) -> UNetLayout:
 
 
 def refuse_ldm_variants(unet: Any) -> None:
-    """Raise Refusal if the UNet predicts codebook ids, or has another time embedding than two linear layers."""
+    """Raise Refusal if the UNet predicts codebook ids, or its time embedding is not a Sequential of three modules,
+    which read_ldm takes for two linear layers with SiLU between them."""
     if getattr(unet, "predict_codebook_ids", False):
         raise unsupported_model("the UNet predicts codebook ids, not noise")
     if not isinstance(unet.time_embed, nn.Sequential) or len(unet.time_embed) != 3:
@@ -157,7 +160,8 @@ def read_layer(layer: Any, leaves: LeafReader, resizes_before: bool) -> Layer:
 
 def ldm_residual_block(block: Any, leaves: LeafReader) -> ResidualBlock:
     """The description of a ResBlock. Raises Refusal for one that changes the image's size, scales by the time embedding
-    instead of adding it, or takes none."""
+    instead of adding it, takes no time embedding, or exchanges its dimensions; also for layers that LeafReader refuses.
+    """
     variants = ("updown", "use_scale_shift_norm", "skip_t_emb", "exchange_temb_dims")
     found = [name for name in variants if getattr(block, name, False)]
     if found:

@@ -47,7 +47,7 @@ NEEDS = (
 )
 # What git_tag of the WebUI returns if it finds no version.
 NO_TAG = "<none>"
-# Reasons for users why the prompt's rows of a call are unknown.
+# Reasons for users why the prompt's rows of a call are unknown; core.call has two more (APART, OTHER_ROWS).
 NO_STEP = "this step does not come from the WebUI's own sampling loop"
 SEVERAL_PROMPTS = "AND joins several prompts"
 OTHER_PROMPTS = "an extension uses other prompts than the WebUI at this step"
@@ -110,7 +110,9 @@ class A1111(WebUI):
 
     def before_sampling(self, p: Any) -> None:
         """Called before each sampling of the generation p: adopt its UNet, tell the runtime and our hooks that a
-        sampling begins, and look for changed modules anew."""
+        sampling begins, and let the next call look for changed modules anew. Removes the class's own forward from the
+        UNet's instance, where ControlNet may have left it. If OneDiff does not serve the checkpoint, only our hooks are
+        told."""
         self._vae.begin_run(getattr(getattr(p.sd_model, "first_stage_model", None), "decoder", None))
         unet = self.adopt(p.sd_model)
         self._unets.begin_sampling(p, unet)
@@ -147,7 +149,8 @@ class A1111(WebUI):
     ) -> Tensor:
         """Replaces UNetModel.forward(self, x, timesteps=None, context=None, y=None, **kwargs): returns the UNet's
         output, computed by OneDiff or by the original with the same arguments. original: the forward that is replaced;
-        unet: its self."""
+        unet: its self. If a forward that an extension has set on the UNet of the present sampling makes this call, the
+        original computes it, and _stage() counts it."""
 
         def host() -> Tensor:
             """The host's own output."""
@@ -183,8 +186,8 @@ class A1111(WebUI):
         return serve_call(unet, read, host, prompt_rows, self._host_traits)
 
     def _stage(self, original: Callable[..., Tensor], stage: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
-        """Replaces the forward of TimestepEmbedSequential, the class of a UNet's stages. Returns what the original
-        returns; if that runs out of GPU memory, OneDiff frees its own memory and runs it once more.
+        """Replaces the forward of TimestepEmbedSequential, the class of a UNet's stages. Returns the original's result;
+        if the original runs out of GPU memory, OneDiff frees its own memory and runs the original once more.
 
         Extensions such as sd-webui-controlnet set a forward on the UNet's instance that calls the stages itself, so
         that the UNet's hook never runs. The call of the first stage is then counted as a UNet call of the host, with
@@ -198,8 +201,13 @@ class A1111(WebUI):
         return runtime.pressure.run_host(lambda: original(stage, *args, **kwargs))
 
     def _check_state(self, unet: nn.Module) -> None:
-        """Raise Refusal, with the reason for users, if the WebUI's present state does not allow us to serve this UNet.
-        With --lowvram, also moves the network that is on the GPU to main memory. Takes microseconds otherwise."""
+        """Raise Refusal, with the reason for users, if the WebUI's present state does not allow us to serve this UNet:
+        the checkpoint lacks something (unmet), an SD Unet or a hypernetwork is in use, an extension has replaced
+        PyTorch's functions in the UNet or set global hooks, or every layer is computed in another way (check_layers).
+
+        With --lowvram, also moves to main memory the one module that the WebUI now has on the GPU: a network such as
+        the text encoder or the VAE, or a block of the UNet. Without --lowvram, takes microseconds.
+        """
         from modules import lowvram, sd_hijack_unet, sd_unet, shared
 
         if self.unmet is not None:
@@ -214,7 +222,7 @@ class A1111(WebUI):
             raise Refusal(f"{author(functions)} replaces PyTorch's functions in the UNet")
         refuse_global_hooks()
         if shared.cmd_opts.lowvram and lowvram.module_in_gpu is not None:
-            # Move the network, or block, that is on the GPU to main memory, as the first layer's own hook would.
+            # The UNet's first layer has a hook of the WebUI that would do this, but our forward does not call it.
             lowvram.send_everything_to_cpu()
         check_layers()
 
@@ -239,8 +247,8 @@ class A1111(WebUI):
             self.checkpoint().apply_model(latent, call.timestep, {**prompt, "c_concat": [masked]})
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        """Decode a random latent, so that OneDiff makes the VAE's shape ready. One, however many `images` there are,
-        because the WebUI decodes one after the other. width, height: in pixels."""
+        """Decode one random latent, so that OneDiff makes the VAE's shape ready. The number of `images` does not
+        matter, because the WebUI decodes one after the other. width, height: in pixels. A checkpoint must be loaded."""
         from modules import devices, sd_samplers_common
 
         with random_state_kept(), torch.no_grad():
@@ -250,8 +258,9 @@ class A1111(WebUI):
 
     def call_shapes(self, images: int, tokens: int) -> tuple[tuple[int, int], ...]:
         """(batch, tokens) of each kind of UNet call that CFGDenoiser may make in a step with the present options, the
-        usual one first: (2 * images, tokens), or (images, tokens) with "Batch cond/uncond" off. images: how many at
-        once. tokens: the prompt's context length."""
+        usual one first: (2 * images, tokens), unless "Batch cond/uncond" is off; (images, tokens) in any case; and
+        (images, TOKENS) for a shorter negative prompt that is not padded, if tokens is more. images: how many are made
+        at once. tokens: the prompt's context length."""
         from modules import shared
 
         # CFGDenoiser.forward calls with the prompt and the negative prompt together (both), unless an option is off.
@@ -272,14 +281,17 @@ def upcasts_attention() -> bool:
 
 
 def rows_of_prompts(step: Any, context: Tensor) -> slice:
-    """Which rows of a call's batch are those of the prompts; the others are those of the negative prompts. Raises
-    Refusal, with the reason for users, if that is not certain. step: the CFGDenoiserParams of the WebUI's present step;
-    None outside of a step. context: the call's, (batch, tokens, width).
+    """The rows of the prompts in a call's batch: always the first half, slice(0, images). The second half has the
+    negative prompts, in the same order of images. Raises Refusal, with the reason for users, for every other call.
 
-    CFGDenoiser puts the prompts' rows first and the negative prompts' last, one of each for an image unless AND joins
-    several prompts. After its callback with `step`, it may still skip the negative prompt (NGMS), make a call for each,
-    or use three rows for an image (edit models). So the call's context is compared with the prompts, which waits for
-    the GPU.
+    step: the CFGDenoiserParams of the WebUI's present step; None outside of a step, which is refused. context: the
+        call's, (batch, tokens, width).
+
+    CFGDenoiser calls with one row for each prompt, then one for each negative prompt. After its callback with `step`,
+    it may still skip the negative prompts (NGMS), compute them in another call, or use three rows an image (edit
+    models). So a call is refused unless there are as many prompts as negative prompts (AND makes more prompts), the
+    batch has 2 * images rows, the first half of the context begins with the values of the step's prompts, and the
+    second half with those of the negative prompts. Comparing values waits for the GPU.
     """
     if step is None:
         raise Refusal(NO_STEP)
@@ -300,8 +312,8 @@ def rows_of_prompts(step: Any, context: Tensor) -> slice:
 
 
 def begins_with(context: Tensor, prompt: Tensor) -> bool:
-    """Whether the context has the prompt's values. Both are (rows, tokens, width) with equally many rows. Only tokens
-    up to the shorter length are compared, because the WebUI may have padded or cut a prompt to the length of the
-    negative one."""
+    """Whether the context equals the prompt in all tokens up to the shorter one's length. Context and prompt are (rows,
+    tokens, width) with equally many rows. Tokens beyond are not compared, because the WebUI may have padded or cut a
+    prompt to the length of the negative prompt, or the negative prompt to the prompt's."""
     tokens = min(context.shape[1], prompt.shape[1])
     return torch.equal(context[:, :tokens], prompt[:, :tokens].to(context.device, context.dtype))

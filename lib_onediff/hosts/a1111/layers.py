@@ -1,5 +1,5 @@
-"""LoRAs and casts of AUTOMATIC1111's WebUI. It handles these in the patched forward of each layer, which our forward
-does not call, so they are done here.
+"""LoRAs and casts of AUTOMATIC1111's WebUI. The WebUI applies LoRAs and casts in its patched forward of each layer,
+which our forward does not call, so this file does the same.
 
 LoRAs are merged lazily, or computed beside each layer (option lora_functional, "the old method"). Weights stored in
 float8 are cast by torch.autocast, to float16 on a GPU and to bfloat16 on a CPU.
@@ -18,6 +18,7 @@ from ...core.refusal import Refusal
 from ...weights.scan import Casts, LowRankUpdate, Parts, WeightFunctions
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+# The name of the WebUI's class for plain LoRAs, which have an up and a down matrix for a layer.
 PLAIN_LORA = "NetworkModuleLora"
 # See HostTraits.synced: the list of LoRAs that the patched forwards merge. merge_wanted_loras does that before each
 # call. Every loaded LoRA adds new objects to the list.
@@ -39,8 +40,9 @@ def lora_extension() -> Any:
 
 
 def loaded_loras(on_the_fly: bool) -> Sequence[Any]:
-    """The WebUI's loaded LoRAs (its Network objects), if it now applies them in this way; otherwise an empty sequence.
-    on_the_fly: True for computing them beside each layer (option lora_functional), False for merging them."""
+    """The WebUI's loaded LoRAs (its Network objects), if it now applies them in this way; otherwise, or without the
+    LoRA extension, an empty sequence. on_the_fly: True for computing them beside each layer (option lora_functional),
+    False for merging them."""
     from modules import shared
 
     is_now = bool(getattr(shared.opts, "lora_functional", False))
@@ -55,8 +57,9 @@ def wanted_loras() -> MergedLoras:
 
 
 def merge_wanted_loras(layers: Iterable[nn.Module]) -> None:
-    """Merge wanted_loras() into the weights of those layers that do not have them yet, and remove others, in place, as
-    the WebUI's forward of each layer would. Used as HostTraits.sync_lora, before each call."""
+    """Make wanted_loras() the merged LoRAs of these layers, in place, as the WebUI's forward of each layer would: merge
+    them where they are missing, and remove LoRAs that are merged and no longer wanted. Layers that have these already,
+    or that the LoRA extension does not know, stay as they are. Used as HostTraits.sync_lora, before each call."""
     extension = lora_extension()
     wanted = wanted_loras()
     for layer in () if extension is None else layers:
@@ -95,8 +98,9 @@ class LorasOnTheFly:
         return lora_extension() is not None
 
     def parts(self, layers: Sequence[nn.Module]) -> Parts:
-        """What the LoRAs of these layers consist of now (objects, strengths, tensors), with the indices of the layers
-        that have any. Each call compares it with the last call's; empty if no LoRA is computed on the fly."""
+        """The parts of which the LoRAs of these layers consist now (objects, strengths, tensors), with the indices of
+        the layers that have LoRAs. Each call compares them with the last call's parts. Empty if no LoRA is computed on
+        the fly."""
         parts = Parts()
         wanted = loaded_loras(on_the_fly=True)
         for index, layer in enumerate(layers) if wanted else ():
@@ -124,9 +128,12 @@ def modules_of(layer: nn.Module, wanted: Iterable[Any]) -> list[Any]:
 
 
 def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
-    """What a LoRA adds to a layer's weight, as two factors and a scale. module: the LoRA's module for this layer
-    (modules_of). Its forward ignores other entries of the LoRA's file, and so do we. Raises Refusal if it is not a
-    plain LoRA."""
+    """The product that a LoRA adds to a layer's weight, as two factors and a scale.
+
+    module: the LoRA's module for this layer (modules_of). The forward of this module ignores other entries of the
+        LoRA's file, and so do we. Raises Refusal, with the reason for users, if the module is not a plain LoRA, or if
+        its matrices or padding do not fit the layer.
+    """
     weight = layer.weight
     if type(module).__name__ == PLAIN_LORA and weight.dim() > 1:
         up = module.up_model.weight
@@ -143,8 +150,11 @@ def low_rank_update(layer: Any, module: Any) -> LowRankUpdate:
 
 
 def cast_to_computed(layers: Sequence[nn.Module], dtype: torch.dtype) -> torch.dtype | None:
-    """The dtype in which these layers compute now: autocast's if any of them has a float8 weight; None if none has.
-    layers: at least one. dtype: not used; Casts.to, which this is, has it. Call it inside the host's autocast."""
+    """The dtype to which the WebUI casts these layers' weights for computing: autocast's if any of the layers has a
+    float8 weight. None if none has: then nothing is cast. Used as weights.scan.Casts.to.
+
+    layers: at least one. dtype: not used. Call it inside the host's autocast.
+    """
     first: Any = layers[0]
     if not any(layer.weight.dtype in FLOAT8 for layer in layers):
         return None

@@ -18,9 +18,9 @@ from ...families.unet.layout import TransformerBlock
 from ...families.unet.patch_points import CROSS_ATTENTION, BlockPlace, PatchPoints
 from ..changed_modules import METHODS, SELF_NORM, Changed, functions_of, words_for
 
-# Modules with the WebUI's own patches of classes: lazy LoRA (merged before a call), attention and norm variants that
-# compute the same, gradient checkpoints (not used here). Hypernetworks and the manual cast of modules.devices are in
-# these modules too; A1111._check_state and check_layers refuse them.
+# Python modules with the WebUI's own patches of classes: lazy LoRA (merged before a call), attention and norm variants
+# that compute the same, gradient checkpoints (not used here). They also contain hypernetworks and the manual cast of
+# modules.devices, which A1111._check_state and layers.check_layers refuse.
 TRUSTED = (
     "networks", "modules.devices", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork",
     "modules.sd_hijack_utils", "modules.sd_hijack_checkpoint", "modules.sd_hijack_unet", "modules.sd_unet",
@@ -35,8 +35,8 @@ REFERENCE_HACKS = ("hacked_basic_transformer_inner_forward", "hacked_group_norm_
 class ModulePatches(PatchPoints):
     """The changed modules of a UNet at one call, as the PatchPoints of our forward.
 
-    changed: from ChangedModules.at_call. concatenation: an extension's replacement of torch.cat; None for the host's
-    own.
+    changed: from ChangedModules.at_call. concatenation: an extension's replacement of torch.cat; None if the host's own
+    is in use.
     """
 
     def __init__(self, changed: Changed, concatenation: Concatenation | None = None) -> None:
@@ -58,16 +58,17 @@ class ModulePatches(PatchPoints):
         return point == "whole_block" and "" in self._here or point == "whole_attention" and arguments[0] in self._here
 
     def concatenate(self, index: int, hidden_states: Tensor, skip: Tensor) -> Tensor | None:
-        """Hidden states and skip, (batch, channels, height, width), concatenated by the extension's torch.cat; None if
-        there is none, and our forward concatenates them. index: not used."""
+        """Hidden states and skip, (batch, channels, height, width), concatenated by the extension's replacement of
+        torch.cat, in the hidden states' dtype. None without such a replacement: our forward then concatenates them.
+        index: not used."""
         if self._concatenation is None:
             return None
         joined = self._concatenation([hidden_states.contiguous(), skip.contiguous()], dim=1)
         return joined.to(hidden_states.dtype).detach()
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """Called at the beginning of each transformer block, for the two methods below. Returns whether the block or
-        one of its attentions is changed; if not, the forward does not call them for this block."""
+        """Called at the beginning of each transformer block: keeps the block's changed modules for whole_block and
+        whole_attention. Returns whether there are any; if not, the forward calls neither method for this block."""
         self._here = self._changed.get(block.self_norm.path.removesuffix(SELF_NORM), {})
         return bool(self._here)
 
@@ -81,7 +82,8 @@ class ModulePatches(PatchPoints):
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
         """The output of an attention of the present block, (batch, tokens, width), computed by the extension's
-        attention; None if this one is not changed. attention: SELF_ATTENTION or CROSS_ATTENTION. normed: its input."""
+        attention; None if this attention is not changed. attention: SELF_ATTENTION or CROSS_ATTENTION. normed: the
+        attention's input."""
         module = self._here.get(attention)
         if module is None:
             return None
@@ -91,7 +93,8 @@ class ModulePatches(PatchPoints):
 
 
 def patches_of(changed: Changed, concatenation: Concatenation | None = None) -> ModulePatches | None:
-    """The ModulePatches of a call with these changed modules and this concatenation; None if there are neither."""
+    """The ModulePatches of a call with these changed modules and this concatenation. None if nothing is changed and the
+    concatenation is None."""
     return ModulePatches(changed, concatenation) if changed or concatenation is not None else None
 
 
@@ -105,8 +108,8 @@ def replaced_concatenation() -> Concatenation | None:
 
 
 def is_the_hosts(function: Any, own_globals: dict[str, Any]) -> bool:
-    """Whether a function is the host's own, that is, a method defined in the module with these globals. FreeU's wrapper
-    of such a function counts as the host's own while FreeU is switched off: it then only calls that function."""
+    """Whether a function is the host's own: a bound method defined in the Python module with these globals. FreeU's
+    wrapper of such a method counts as the host's own while FreeU is switched off: it then only calls that method."""
     if getattr(getattr(function, "__func__", None), "__globals__", None) is own_globals:
         return True
     if not isinstance(function, functools.partial) or getattr(function.func, "__name__", "") != FREEU:
@@ -118,9 +121,10 @@ def is_the_hosts(function: Any, own_globals: dict[str, Any]) -> bool:
 
 def does_nothing_now(unet: nn.Module, module: nn.Module) -> bool:
     """Whether the forward set on a module's instance now computes the same as the module's class; see HostTraits.inert.
+    True if no forward is set. unet: not used.
 
     HyperTile and ControlNet leave their forwards on modules after use, switched off. An IP-Adapter leaves one of the
-    WebUI's own attention functions: the one that was chosen when it was added (Settings, Optimizations).
+    WebUI's own attention functions: the one that was chosen when the adapter was added (Settings, Optimizations).
     """
     state = module.__dict__
     tiles = state.get("__webui_hypertile_params")
