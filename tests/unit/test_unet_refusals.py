@@ -115,6 +115,20 @@ def test_circular_padding_is_computed_and_can_be_switched_off() -> None:
         assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
+@pytest.mark.parametrize("lacking", [slice(1, 2), slice(None)], ids=["one block", "all blocks"])
+def test_a_residual_block_whose_first_convolution_has_no_bias_is_computed(lacking: slice) -> None:
+    unet = diffusers_unet()
+    convolutions = [module.conv1 for module in unet.modules() if type(module).__name__ == "ResnetBlock2D"]
+    for convolution in convolutions:
+        nn.init.normal_(convolution.bias)
+    for convolution in convolutions[lacking]:
+        convolution.bias = None
+    unet = lib_onediff.compile_unet(unet)
+    call = a_call(unet)
+    assert torch.allclose(served(unet, call), diffusers_output(unet, call), atol=1e-5)
+    assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
+
+
 def test_dropout_in_training_mode_and_an_extra_parameter_are_left_to_the_host() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL, dropout=0.5))
     for change, reason in (

@@ -174,15 +174,20 @@ def time_embedding(layout: UNetLayout, weights: Weights, ops: Operators, call: U
 
 def block_shifts(layout: UNetLayout, weights: Weights, ops: Operators, embedding: Tensor) -> dict[str, Tensor]:
     """The vectors (batch, channels) that the residual blocks add after their first convolution: the block's projection
-    of the time embedding, plus the convolution's bias if every block has one. One product computes all projections.
+    of the time embedding, plus the bias of the first convolution if it has one. The convolution itself is therefore
+    computed without its bias (Layers._residual_block). One product computes all projections.
 
     embedding: (batch, width). The keys are the paths of the blocks' projections (ResidualBlock.embedding.path).
     """
     projected = ops.linear(ops.silu(embedding), weights[layout.embeddings.name])
     blocks = layout.residual_blocks
     biases = [bias_of(weights, block.in_convolution.path) for block in blocks]
-    if all(bias is not None for bias in biases):
-        projected = projected + ops.join([bias for bias in biases if bias is not None])
+    known = next((bias for bias in biases if bias is not None), None)
+    if known is not None:
+        projected = projected + ops.join([
+            known.new_zeros(block.embedding.out_features) if bias is None else bias
+            for block, bias in zip(blocks, biases, strict=True)
+        ])
     shifts = projected.split([block.embedding.out_features for block in blocks], dim=1)
     return {block.embedding.path: shift for block, shift in zip(blocks, shifts, strict=True)}
 
