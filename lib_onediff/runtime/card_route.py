@@ -324,7 +324,7 @@ class OneCard:
         dtype = bound.binding.dtype
         key = ShapeKey.of(layout.architecture, dtype, call, backend, flags, network.weight_marks, lossy)
         entry = self._services.table.entry(key, layout.model_name)
-        return entry.switch_to(network.identity(), network.sampling_now, bound.replaced)
+        return entry.switch_to(network.identity(), network.sampling_now, bound.host_code.replaced)
 
     def _admitted(self, device: Device, call: Call, lossy: Lossy, flags: Flags) -> Entry:
         """As _entry, but raises Refusal if the backend does not compute such calls, such as patched calls with 8-bit

@@ -207,7 +207,7 @@ class Binding:
     def shapes(self) -> Weights:
         """As weights(), with two differences: a weight in few bits is a tensor on the meta device with the shape and
         dtype of the decoded weight, and a fused layer of apart has its members' biases, joined to a copy.
-        AppliedFunctions takes shapes from these, and applies functions to these biases. Raises as weights."""
+        AppliedFunctions takes shapes from these, and applies functions to these biases. Raises Refusal as weights()."""
         found = dict(self.weights())
         for name, paths in self.apart.items():
             biases = [bias for path in paths if (bias := self.layers.weight_and_bias(path)[1]) is not None]
@@ -260,9 +260,9 @@ class Binding:
         return found, biases
 
     def weights_on(self, device: torch.device, name: str) -> LayerWeights:
-        """The weight and bias of the group of this name on a device: views of the host's parameters if these are there,
-        in one storage, otherwise copies, joined. On the meta device, they have shapes and no values. The bias is None
-        if no layer of the group has one. KeyError for a name that is not in groups, such as those in apart."""
+        """The weight and bias of the group of this name on a device: views of the host's parameters if these are on it
+        already, in one storage, otherwise copies, joined. On the meta device, they have shapes and no values. The bias
+        is None if no layer of the group has one. KeyError for a name that is not in groups, such as those in apart."""
         found: list[Any] = []
         for parts in self.parts(name):
             there = joined(parts) if parts and all(part.device == device for part in parts) else None
@@ -298,7 +298,7 @@ class Binding:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the network computes in: the one to which the host casts, or else that of its weights."""
+        """The dtype that the network computes in: cast_to, or HostLayers.dtype if the host casts nothing."""
         return self.cast_to or self.layers.dtype
 
     def _first_weight(self) -> Tensor:

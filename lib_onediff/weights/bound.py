@@ -4,7 +4,7 @@ from __future__ import annotations
 import logging
 import time
 import weakref
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -13,33 +13,19 @@ from torch import Tensor, nn
 
 from ..core.call import Call
 from ..core.epoch import Epoch
-from ..core.origins import package
 from ..core.refusal import Refusal
 from .binding import Binding
 from .contents import PART, Contents, ContentsReader, MemorySpan
 from .digests import WeightsDigest, digest_of_values
+from .host_code import HostCode
 from .main_memory import MainMemory
 from .module_tree import Baseline, Parameters, Part, Tree
 from .on_the_fly import OnTheFly
-from .reached import Reached
-from .scan import (
-    APPLIED_AT_CALL,
-    HostTraits,
-    foreign_parts,
-    has_unseen_state,
-    reason_of,
-    refuse_foreign_code,
-    replaced_names,
-)
+from .scan import APPLIED_AT_CALL, HostTraits
 from .streaming import Streaming, Units, streaming_of
 from .values import Tokens
 
 log = logging.getLogger("onediff")
-# The number of digests of a network's code that are remembered.
-MOST_MET = 64
-# The number of unknown digests in a row after which the network is refused: each new one costs a check against the
-# host.
-MOST_NEW = 8
 
 
 class BoundNetwork:
@@ -55,11 +41,9 @@ class BoundNetwork:
     refreshed: the epoch at the last refresh. Objects that are made after it from the binding are valid for this epoch.
     channels_last: whether the convolutions' weights are in channels-last order.
     on_the_fly: the functions that the host applies to its weights at each use.
-    code_changes: how often code that our own operators depend on, such as torch's functions, was found changed.
+    host_code: decides whether the network's code can be served, and counts its changes.
     streaming: copies weights in main memory to the device that computes; None if all weights are on the device.
     reader: a kernel that computes checksums of weights; None: torch's operators are used.
-    replaced: for each function that the network calls and that other code has replaced: a sentence for users with the
-        function and the author.
     """
 
     def __init__(
@@ -78,20 +62,9 @@ class BoundNetwork:
         self.refreshed = self.baseline.epoch
         self.reader: ContentsReader | None = None
         self._tokens = Tokens()
-        # Reached.facts of the host's code when the network was first read.
-        self._first: dict[str, str] | None = None
-        # The digests of the code so far, and the number of new ones in a row.
-        self._met: dict[str, None] = {}
-        self._new_ones = 0
-        # Reached.facts_of_ours that the graphs and copies of weights were made with, and how often these have changed.
-        self._code: Mapping[str, str] = {}
-        self.code_changes = 0
+        self.host_code = HostCode(host_traits)
         # Whether reading the modules failed by a fault of ours.
         self._has_failed = False
-        self.replaced: tuple[str, ...] = ()
-        # The code that was searched for replaced functions last, and the reason to refuse it, if any.
-        self._judged: Reached | None = None
-        self._unseen = ""
         # The step of partial reads of the contents (see Contents.part); 0: contents are not compared.
         self._part = 0
         self.channels_last = False
@@ -134,7 +107,7 @@ class BoundNetwork:
     @property
     def binding(self) -> Binding:
         """The binding to the module's layers, as refresh() or layout_now() has read them last; see has_binding. Raises
-        Refusal before the first of these, after release(), and if the last one could not read the layout."""
+        Refusal before the first reading, after release(), and if the last reading gave no layout."""
         if self._binding is None:
             raise Refusal("OneDiff has not read this model's weights yet; it does so in the model's next step")
         return self._binding
@@ -173,7 +146,7 @@ class BoundNetwork:
     def drop_applied(self) -> None:
         """Free GPU memory: the tensors made from functions and casts that the host applies to its weights (LoRAs beside
         a layer, and changed or cast copies; OnTheFly.drop), and the buffers for streamed weights. Graphs that read
-        these become invalid; the next refresh makes them again."""
+        this memory become invalid; the next refresh makes the tensors and buffers again."""
         if self.streaming is not None:
             self.streaming = None
             self.baseline.parameters = None
@@ -381,7 +354,7 @@ class BoundNetwork:
     def forget_baseline(self) -> None:
         """Make the next call read and bind everything again, after something has failed with these weights. Drops the
         notes for comparisons, and the buffers for streamed weights: with weights in main memory, streaming_now() raises
-        Refusal until then. The binding, the tensors of on_the_fly, `replaced` and the epoch stay."""
+        Refusal until then. The binding, the tensors of on_the_fly, `host_code` and the epoch stay."""
         self.baseline.tree = None
         self.baseline.parameters = None
         self.baseline.contents = None
@@ -411,19 +384,16 @@ class BoundNetwork:
 
     def _look_at_modules(self) -> None:
         """Compare the modules and their code with the baseline, and read them again if they have changed. Raises
-        Refusal if the network cannot be run, also if that was found earlier, or if its code was new in more than
-        MOST_NEW calls in a row."""
+        Refusal if the network cannot be run, also if that was found earlier, or if its code is new at every call
+        (HostCode.refuse_if_always_new)."""
         known = self.baseline.tree
         if known is not None and known.is_unchanged(self.module):
-            self._new_ones = 0
+            self.host_code.note_unchanged()
         else:
             self._read_anew()
         if self._refusal is not None:
             raise Refusal(self._refusal)
-        if self._new_ones > MOST_NEW:
-            # Each change needs a check against the host, which takes longer than the host alone.
-            what = self.replaced[0] if self.replaced else "the model's code was changed"
-            raise Refusal(f"{what}; it is new at every step, and OneDiff would have to check its result each time")
+        self.host_code.refuse_if_always_new()
 
     def _read_anew(self) -> None:
         """Read the modules and their code, and make them the baseline. If the network cannot be run, set _refusal to
@@ -449,22 +419,8 @@ class BoundNetwork:
             self._drop_binding()
             raise
         self.baseline.tree = tree
-        self._note_code(tree.reached)
-
-    def _note_code(self, reached: Reached) -> None:
-        """Count the new versions of the network's code in a row (_new_ones), and the changes of code that our operators
-        depend on (code_changes). After such a change, graphs and copies of weights are invalid."""
-        facts = reached.facts_of_ours
-        if self._code and facts != self._code:
-            # Our operators call torch's functions by name. Graphs and copies of weights contain results of the old
-            # ones.
-            self.code_changes += 1
+        if self.host_code.note(tree.reached):
             self._note_moved()
-        self._code = facts
-        self._new_ones = 0 if reached.digest in self._met else self._new_ones + 1
-        self._met[reached.digest] = None
-        while len(self._met) > MOST_MET:
-            del self._met[next(iter(self._met))]
 
     def _tree_now(self) -> Tree:
         """A Tree of the modules as they are now. Reuses what is unchanged since the baseline's tree."""
@@ -473,17 +429,17 @@ class BoundNetwork:
         return Tree(self.module, ignored, traits.placed, self._tokens, self.baseline.tree, traits.synced)
 
     def _read_layout_of(self, tree: Tree) -> None:
-        """Judge the network's code, set `replaced`, and read the module's layout. Make a binding for it, unless layers
-        and layout are those of the present one (Binding.follow): then that stays, with the copies of weights.
+        """Check the network's code (HostCode.check), and read the module's layout. Make a binding for it, unless the
+        present binding has the same layers and an equal layout (Binding.follow): then the present binding stays, with
+        the copies of weights.
 
-        tree: of the module as it is now; its code is judged, and nothing else is read from it. The caller has counted
+        tree: of the module as it is now; its code is checked, and nothing else is read from it. The caller has counted
         the change of structure in the epoch. Raises Refusal, with the reason, if the network cannot be run; the
         convolutions are then in the host's memory order. A refusal because of the code leaves the binding; one by
         `read`, which gives no layout, drops it."""
         module = self.module
         try:
-            refuse_foreign_code(module, self.host_traits)
-            self._check_replaced_functions(tree)
+            self.host_code.check(module, tree)
         except Refusal:
             self.undo_channels_last()
             raise
@@ -495,25 +451,6 @@ class BoundNetwork:
         if self._binding is None or not self._binding.follow(module, layout):
             self._drop_binding()
             self._binding = Binding(module, layout, self.host_traits.stored)
-
-    def _check_replaced_functions(self, tree: Tree) -> None:
-        """Set `replaced`: which functions that the network calls were replaced, and by whom. Raises Refusal if the
-        result of one may depend on state that OneDiff cannot compare, so that a check of one call proves nothing for
-        the next.
-        """
-        reached = tree.reached
-        trusted = self.host_traits.trusted
-        if reached is not self._judged:
-            if self._first is None:
-                self._first = reached.facts
-            found = replaced_names(reached, tree.hosts, self._first, trusted)
-            known = {*trusted, *map(package, trusted), *tree.hosts}
-            foreign = (one for one in found if foreign_parts(one, known))
-            self.replaced = tuple(dict.fromkeys(map(reason_of, found)))
-            self._unseen = next((reason_of(one) for one in foreign if has_unseen_state(one, tree.hosts)), "")
-            self._judged = reached
-        if self._unseen:
-            raise Refusal(f"{self._unseen}, and OneDiff cannot see on what its result depends")
 
     def _drop_binding(self) -> None:
         """Drop the binding, the notes for comparisons, the buffers for streamed weights and the tensors of on_the_fly.

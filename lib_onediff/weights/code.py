@@ -79,7 +79,7 @@ class Code:
         builtin, or through a module's __getattr__. If such a name is defined in the namespace later, the code calls
         something else.
     names: all names in code outside of torch, attributes included.
-    named_by_ours, classes_of_ours: those of named and classes that OneDiff's own code reaches.
+    named_by_ours, classes_of_ours: the values of `named`, and the `classes`, that OneDiff's own code reaches.
     """
 
     def __init__(self, roots: Iterable[Any], left_out: Collection[str] = ()) -> None:
@@ -109,8 +109,7 @@ class Code:
         self._follow_all()
 
     def _follow_all(self) -> None:
-        """Follow every value in _waiting, the list of values to follow, and those found on the way, until none is left.
-        """
+        """Follow every value in _waiting, the list of values to follow, and all values found on the way."""
         while self._waiting:
             self._follow(self._waiting.pop())
 
@@ -171,9 +170,9 @@ class Code:
         self._look_up_in(space, owner, names)
 
     def _look_up_in(self, space: Space, owner: str, names: frozenset[str]) -> None:
-        """Add to `named` those of these names that are in a namespace and may affect what code computes (callables; in
-        files outside of torch also data). If a value is a Python module, look all of these names up in it too. owner:
-        the name of the namespace's module."""
+        """Look these names up in a namespace, and add to `named` each one that is found and may affect what code
+        computes: callables, Python modules that compute, and in files outside of torch also data. If a value is such a
+        module, look all of the names up in it too. owner: the name of the namespace's Python module."""
         reads_data = package(owner) not in NOT_READ
         waiting = [(space, owner)]
         seen = {id(space)}
@@ -270,7 +269,7 @@ def our_functions() -> Iterator[types.FunctionType]:
 
 
 def found_elsewhere(module: types.ModuleType, names: Collection[str]) -> set[str]:
-    """Those of these names that a Python module of torch finds only through its __getattr__, as torch._VF does. An
+    """The names among `names` that a Python module of torch finds only through its __getattr__, as torch._VF does. An
     empty set for any other module."""
     if type(module) is types.ModuleType or package(module.__name__) != TORCH:
         return set()

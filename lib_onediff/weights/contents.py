@@ -90,7 +90,7 @@ ContentsReader = Callable[[Sequence[MemorySpan], int], "Callable[[], Tensor] | N
 
 
 class Contents:
-    """The checksums of some spans of memory at the last reading. The spans may be on several devices; those on the meta
+    """The checksums of some spans of memory at the last reading. The spans may be on several devices; spans on the meta
     device are left out. The first reading is made, and waited for, when this is constructed.
 
     part: every part-th piece of a large matrix is read; 1: all. reader: a kernel for the checksums; None: torch's

@@ -16,9 +16,9 @@ from .exact_copy import copy_of
 class WeightsDigest:
     """Computes a digest of the numbers in some parameters each time that read() is called. Keeps no parameter alive.
 
-    Of parameters on the device that computes, all numbers are read. Of those elsewhere (in main memory, while a GPU
-    computes), only 1 number in contents.PART is read, to save time; but all numbers of those with gaps in their memory
-    (contents.is_dense), which are rare.
+    Of parameters on the device that computes, and of the rare ones with gaps in their memory (contents.is_dense), all
+    numbers are read. Of other parameters elsewhere (in main memory, while a GPU computes), only 1 number in
+    contents.PART is read, to save time.
     """
 
     def __init__(

@@ -233,7 +233,7 @@ class LowBitWeights:
 
     def linear_names(self, kinds: Collection[Kind]) -> frozenset[str]:
         """The names of the linear layers with a weight in one of these formats. A forward that uses these formats reads
-        no 16-bit weight of such a layer (a convolution may need both)."""
+        no 16-bit weight of such a layer. (Of a convolution, it may read the 8-bit and the 16-bit weight.)"""
         return frozenset(name for name, kind in list(self._kept) if kind in kinds and name in self._linear)
 
     def kept(

@@ -35,6 +35,8 @@ class MirrorNetwork(BoundNetwork):
         super().__init__(copy, lambda unet: source.layout, traits, is_copy=True)
         self._source = source
         self._copied_binding = source.binding
+        # HostCode.changes of the source at the last refresh.
+        self._code_changes = 0
         # The source's epoch.values at the last copy; None if the copies are not complete.
         self._copied: int | None = None
 
@@ -54,9 +56,9 @@ class MirrorNetwork(BoundNetwork):
         Also raises torch.cuda.OutOfMemoryError."""
         if self._binding is None:
             self._binding = Binding(self.module, self._source.layout)
-        if self.code_changes != self._source.code_changes:
+        if self._code_changes != self._source.host_code.changes:
             # Graphs were captured with the old code.
-            self.code_changes = self._source.code_changes
+            self._code_changes = self._source.host_code.changes
             self._note_moved()
         if channels_last != self.channels_last or not self.unmoved():
             self._bind(channels_last)

@@ -1,7 +1,7 @@
 """Finds out whether a network has changed since it was last read: compares it with its Baseline around each replay.
 
 Tree: the modules and their order, their classes, attributes and hooks, and all code that they reach by name
-(reached.py). Parameters: their identity, addresses, layouts and counts of edits. Baseline: both of these, and
+(reached.py). Parameters: their identity, addresses, layouts and counts of edits. Baseline: a Tree, a Parameters, and
 everything else that a replay is compared with. What is compared at each replay is in this file, without a Python call
 for each module; contents.py and on_the_fly.py are used as well if a network needs them.
 """
@@ -480,9 +480,9 @@ class Baseline:
 
 
 def with_surroundings(root: nn.Module, layers: Sequence[nn.Module]) -> set[int]:
-    """The ids of all modules that affect a pass through these layers: of the root, of the layers, of all modules that
-    contain them, and of the modules without parameters directly in one of these (an activation, for example), with
-    everything inside. A module may be contained in several others."""
+    """The ids of all modules that affect a pass through these layers. These are the root, the layers, all modules that
+    contain a layer, and the children without parameters of all of these (an activation, for example), with everything
+    inside of such children. A module may be contained in several others."""
     parents: dict[int, list[nn.Module]] = {}
     for module in root.modules():
         for child in module.children():
@@ -508,8 +508,8 @@ def unchanged() -> bool:
 
 
 def code_holders_in(value: Any) -> list[Any]:
-    """The functions and the objects with code (has_code) in an attribute's value: the value itself, or those of a
-    container's members that are such. [] if there are none."""
+    """The functions and the objects with code (has_code) in an attribute's value: the value itself, or members of it if
+    it is a container. [] if there are none."""
     found = objects_in(value) if isinstance(value, CONTAINERS) else [value]
     return [one for one in found if isinstance(one, FUNCTIONS) or has_code(one)]
 

@@ -213,7 +213,8 @@ class AppliedFunctions:
     An object is made for each refresh, filled once by fit(), and then only read.
 
     dtype: of the computation.
-    low_rank: LoRAs that are computed beside a layer: those of each layer by path, and of each fused layer by name.
+    low_rank: LoRAs that are computed beside a layer, by the layer's path. The LoRAs of all members of a fused layer are
+        also one entry by the fused layer's name.
     weights, biases: the changed or cast parameters, by the same paths and names. They replace the stored ones; layers
         that are not in these dictionaries keep theirs.
     lasting: whether all functions are; see WeightFunctions.

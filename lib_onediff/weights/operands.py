@@ -247,8 +247,8 @@ class Cast(OperandStep):
 
     def __init__(self, dtype: torch.dtype, replaced: Collection[str] = (), vectors: bool = False) -> None:
         """dtype: of the computation. replaced: layers whose weight is not cast, because a later step makes it. vectors:
-        whether to cast biases and the weights of norms too. False if Changed has cast copies of those that the host
-        casts; the host computes with the others as they are stored."""
+        whether to cast biases and the weights of norms too. False after Changed, which has cast copies of all biases
+        and norms that the host casts."""
         self._dtype = dtype
         self._left = replaced
         self._vectors = vectors
@@ -294,7 +294,7 @@ class WithLoras(OperandStep):
 
 class WithLowBit(OperandStep):
     """The last step: adds the eight-bit copies of weights that the option Low-bit has made. LoRAs were added to the
-    weights before these were rounded, so the operands of such layers have no LoRAs.
+    weights before the weights were rounded, so the operands of such layers have no LoRAs.
 
     replaced: the layers of which only the eight-bit weight is read. Their operand's weight has a shape and a dtype, and
     no values.

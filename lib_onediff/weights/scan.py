@@ -110,7 +110,7 @@ class Parts:
     tensors: list[Tensor] = field(default_factory=list)
 
     def mark(self) -> list[object]:
-        """A list to keep in place of the parts: it equals the mark of later parts if these are the same. Of tensors it
+        """A list to keep in place of the parts: it equals the mark of equal later parts. Of tensors it
         contains addresses, layouts and counts of edits, not the numbers. Valid as long as the objects and tensors are
         alive, because an id may be reused later."""
         tensors = self.tensors

@@ -335,8 +335,8 @@ class StreamedForward:
         return self._streaming.vector(name, "bias")
 
     def _go_on(self, unit: int) -> None:
-        """Note that the forward has reached the unit with this index, so that all readers of the units before are
-        launched, and launch all copies that only overwrite chunks of those units."""
+        """Note that the forward has reached the unit with this index, so that all readers of the units before it are
+        launched, and launch all copies that overwrite only chunks of the units before it."""
         chunks = self._copy_schedule.chunks
         copy_stream = self._streaming.copy_stream
         if self._unit < 0:

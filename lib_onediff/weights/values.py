@@ -169,7 +169,8 @@ class Digests:
         return self._of_object(value)
 
     def _of_function(self, function: types.FunctionType) -> str:
-        """The digest of a function's code, defaults and closure. For a hook of ours, that of the function beneath."""
+        """The digest of a function's code, defaults and closure. For a hook of ours, the digest of the host's function
+        beneath it."""
         host = beneath_ours(function)
         if host is not function:
             return self.of(host)
@@ -190,7 +191,7 @@ class Digests:
         return self._of_many(kind, (name, *methods), True)
 
     def _of_many(self, value: Any, parts: Iterable[str], are_sorted: bool = False) -> str:
-        """The digest of a value that consists of several. parts: the digests of these. are_sorted: whether their order
+        """The digest of a value that consists of several values. parts: their digests. are_sorted: whether their order
         is ignored. For a container with more than MOST_ENTRIES members, only its type and length, and it is added to
         `unseen`."""
         if hasattr(value, "__len__") and len(value) > MOST_ENTRIES:

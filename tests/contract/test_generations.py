@@ -152,7 +152,7 @@ def test_a_lora_counts_as_weights_and_not_as_code(host: Any) -> None:
         host.set_lora(strength)
         assert calls_of(host.generate)[1] == OURS
         bound = runtime.services.networks.get(host.unet).bound
-        digests.append((bound.sources(), bound.identity(), bound.code_changes))
+        digests.append((bound.sources(), bound.identity(), bound.host_code.changes))
     assert len({sources for sources, _, _ in digests}) == 1 and digests[-1][2] == digests[0][2]
     assert digests[0] == digests[2] and digests[1] == digests[3] != digests[0]
 

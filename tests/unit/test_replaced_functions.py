@@ -25,7 +25,7 @@ import lib_onediff
 from lib_onediff.core.origins import origin
 from lib_onediff.runtime import verify
 from lib_onediff.runtime.runtime import runtime
-from lib_onediff.weights.bound import MOST_NEW
+from lib_onediff.weights.host_code import MOST_NEW
 
 CLOSE = 1e-5
 EMBEDDINGS = diffusers.models.embeddings
