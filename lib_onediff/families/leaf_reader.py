@@ -51,13 +51,14 @@ class LeafReader:
 
     network: the module at the top. All modules that are read must be inside of it, and paths are relative to it.
     reads_loras: whether a LoRA of peft around a layer is accepted, because the host's LoraReader adds it to each call.
-        The description is that of the layer inside, under the path of the LoRA's module. False: Refusal.
+        The description then has the sizes of the layer inside, and the path of the LoRA's module. False: Refusal.
     """
 
     def __init__(self, network: nn.Module, reads_loras: bool = False) -> None:
         self._reads_loras = reads_loras
         self._packages = ("torch", package(type(network).__module__))
         self._paths: dict[nn.Module, str] = {module: name for name, module in network.named_modules()}
+        # Names of the parameters that were neither claimed nor marked as unused yet.
         self._unclaimed = {name for name, _ in network.named_parameters()}
 
     def path(self, module: nn.Module) -> str:
@@ -311,7 +312,8 @@ class LeafReader:
 @functools.cache
 def has_float32s_epsilon() -> bool:
     """Whether an RMS norm with eps=None uses float32's epsilon for float16 and bfloat16 too, in this version of torch.
-    Others use each dtype's own epsilon, which a description cannot hold. Measured once, by a small norm on the CPU."""
+    Other versions use each dtype's own epsilon, which a description cannot hold. Measured once, by a small norm on the
+    CPU."""
     small = torch.full((1,), 2.0**-4, dtype=torch.bfloat16, device="cpu")
     return torch.equal(functional.rms_norm(small, (1,)), torch.ones_like(small))
 
@@ -330,8 +332,8 @@ def is_linear(layer: Any) -> bool:
 
 
 def is_class(kind: type, module: str, *names: str) -> bool:
-    """Whether a class is the one that a Python module defines under one of these names: the same object, not another
-    class with the same name. module: the Python module's full name."""
+    """Whether the Python module of this full name defines this class under one of these names: the same object, not
+    another class with the same name."""
     return kind.__module__ == module and kind.__qualname__ in names and is_genuine(kind)
 
 

@@ -37,7 +37,7 @@ class Families:
 
     def usual_sizes(self, model: str | None = None) -> tuple[UsualSizes, ...]:
         """The usual image sizes to offer for a model, by the beginning of its Layout.model_name: "SDXL refiner" gets
-        those of "SDXL". Those of all models if the name is None or unknown. Never empty."""
+        the sizes of "SDXL". The sizes of all models if the name is None or unknown. Never empty."""
         every = tuple(sizes for family in self.all for sizes in family.usual_sizes)
         return tuple(sizes for sizes in every if (model or "").startswith(sizes.models)) or every
 

@@ -154,8 +154,8 @@ class TransformerLayers:
         return self.ops.add_linear(residual, x, self._weights_of(layer), gate, weighted)
 
     def linear(self, x: Rows, layer: Linear | FusedLinear) -> Tensor:
-        """The output of a linear layer, (batch, tokens, out); of a group of fused ones, the outputs side by side in the
-        last dimension."""
+        """The output of a linear layer, (batch, tokens, out). For a group of fused layers: the outputs of all of them,
+        side by side in the last dimension."""
         return self.ops.linear(x, self._weights_of(layer))
 
     def activated_linear(self, x: Rows, layer: Linear, activation: Activation, consumer: Linear) -> Rows:
@@ -226,7 +226,7 @@ class TransformerLayers:
     def _head_norms(
         self, attention: SelfAttention | CrossAttention
     ) -> tuple[WeightedNorm | None, WeightedNorm | None]:
-        """The norms over each head of the queries and of the keys; None for both if the attention has none."""
+        """The norms over each head of the queries and of the keys: (None, None) if the attention has no head norms."""
         if not attention.norms:
             return None, None
         query_norm, key_norm = attention.norms
@@ -237,5 +237,5 @@ class TransformerLayers:
         return self.weights[norm.path], norm
 
     def _weights_of(self, layer: Linear | FusedLinear) -> LayerWeights:
-        """The weights of a linear layer, looked up by its path; those of a group of fused ones, by the group's name."""
+        """The weights of a linear layer, looked up by its path, or of a group of fused layers, by the group's name."""
         return self.weights[layer.name if isinstance(layer, FusedLinear) else layer.path]

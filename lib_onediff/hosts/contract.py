@@ -58,7 +58,7 @@ class WebUI:
     checkpoint_paths: dotted paths of the attributes that a loaded checkpoint must have.
     unmet: why OneDiff does nothing here, in one sentence for the user: what this release, or the loaded checkpoint,
         lacks. None if nothing is missing.
-    patches: those of the classes of its networks and VAEs.
+    patches: replace the forwards of the WebUI's classes of networks and VAEs, from serve() to stop().
     """
 
     name = NO_HOST
@@ -225,8 +225,8 @@ class WebUI:
         return f"{self.kind_of(checkpoint)} is not accelerated: OneDiff serves {listed(self.models)}"
 
     def call_to_warm(self, width: int, height: int, batch: int, tokens: int, noise: Callable[..., Tensor]) -> Call:
-        """A Call with random inputs for the UNet of the loaded checkpoint, which this adopts. warm() of the adapters
-        then passes these inputs to the UNet.
+        """A Call with random inputs for the UNet of the loaded checkpoint, after adopting that UNet. The adapters'
+        warm() then passes these inputs to the UNet.
 
         width, height: in pixels. batch: the rows of the call. tokens: the context length. noise: noise(*shape) returns
         a random tensor of this shape. Raises Refusal if OneDiff is off, if no checkpoint is loaded, or if OneDiff does

@@ -181,8 +181,8 @@ def projected_text(layers: TransformerLayers, text: TextFusion, residual: Residu
 
 
 def positions_of(call: Krea2Call, prompt: Prompt, rows: int, columns: int) -> Tensor:
-    """The rotary positions of the image's tokens, followed by those of the prompt: (tokens, 3), or (batch, tokens, 3)
-    if the prompt was reordered and the call has positions of its own: then each row has its own order.
+    """The rotary positions of the image's tokens, followed by the prompt's: (tokens, 3); or (batch, tokens, 3) if the
+    prompt was reordered and the call has positions, because each row has another order then.
 
     Without call.positions, the prompt's tokens are at (0, 0, 0) and the image's at (0, row, column). rows, columns: of
     the image's patches."""

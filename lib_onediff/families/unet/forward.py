@@ -66,6 +66,9 @@ class Pass:
     points of the call's patches (begin, embedding) and computes the time embedding.
 
     hidden_states are (batch, channels, height, width), in the weights' dtype.
+
+    control, patches: the call's; a Control or PatchPoints that does nothing if the call has None.
+    layers: computes the stages of this call.
     """
 
     def __init__(self, layout: UNetLayout, weights: Weights, ops: Operators, call: UNetCall) -> None:

@@ -1,6 +1,6 @@
 """The structure of a UNet: a tree of stages that says which parameter does what, without holding any parameter.
 
-The same tree describes the modules of ldm, sgm, Forge and diffusers; readers make it (read.py, and those of hosts).
+The same tree describes the modules of ldm, sgm, Forge and diffusers. Readers make it: read.py, and the hosts' readers.
 """
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ class StreamBlock(Block):
 
 @dataclass(frozen=True)
 class ZImageLayout(Layout):
-    """A Z-Image or Lumina 2 transformer. Its first blocks refine image and prompt separately, the others both together.
+    """A Z-Image or Lumina 2 transformer. Its first blocks refine the image's and the prompt's tokens separately, the
+    later blocks all tokens together.
 
     patches: the linear layer over the values of a patch. patch: the patch's side in latent pixels.
     time: the embedding of the share of the image, 1 - timestep, times time_scale.

@@ -27,6 +27,7 @@ from ..sampler_schedule import sampling_of
 from .layers import CASTS, NOTED, SYNCED, WRITTEN, LorasOnTheFly, check_layers, merge_wanted_loras, wanted_loras
 from .patches import TRUSTED, does_nothing_now, patches_of, replaced_concatenation
 
+# The WebUI's Python modules with the classes of UNets, and of VAEs' decoders and encoders.
 UNET_MODULES = ("ldm.modules.diffusionmodules.openaimodel", "sgm.modules.diffusionmodules.openaimodel")
 VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodules.model")
 # ldm's module is trusted, because undoing an attention optimisation gives sgm's VAE the attention of ldm's, which is
@@ -34,6 +35,7 @@ VAE_MODULES = ("ldm.modules.diffusionmodules.model", "sgm.modules.diffusionmodul
 VAE_TRAITS = HostTraits(
     (*TRUSTED, "ldm.modules.diffusionmodules.model"), written=frozenset({"last_z_shape"}), synced=SYNCED,
 )
+# What this adapter reads or replaces in the WebUI; a release that lacks one of these is refused (check_needs).
 NEEDS = (
     # UNetModel.forward is the WebUI's own patch of modules.sd_unet, which passes on arguments after the context.
     *(Need(module, "UNetModel.forward", ("x", "timesteps", "context")) for module in UNET_MODULES),
