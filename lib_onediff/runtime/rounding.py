@@ -19,30 +19,34 @@ from ..core.layer_weights import LayerWeights
 from ..core.operators import Heads, Operators, Residual
 from ..core.precision import HALF_SUMS, ROUNDING_HALF_SUMS, Flags, tf32_is_on
 
-# Relative errors accepted without a measurement: five times the usual error in float32, twice that in the others.
+# Relative errors accepted without a measurement of the network's amplification: in float32 five times the usual error,
+# in float16 and bfloat16 twice the usual error.
 NO_QUESTION = {torch.float32: 5e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 # Relative errors above these are never accepted, however much the network amplifies rounding: the image could change
 # visibly.
 MOST_ERROR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 # TF32 rounds the inputs of products to ten bits of mantissa, as float16 does.
 LIKE_TF32 = torch.float16
-# The limit is the measured spread times this.
+# limit_for's limit is the measured spread times this.
 MARGIN = 3.0
-# The number of noises tried if the inputs of layers are rounded to eight bits.
+# The number of noises that spread() tries if the inputs of layers are rounded to eight bits.
 DRAWS = 8
 
 
 def rounds_as(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> torch.dtype:
-    """The dtype whose rounding error is expected of a network of this dtype: float16 for float32 if we or the host use
-    TF32, otherwise the dtype itself. flags: see rounding_limit."""
+    """The dtype whose rounding error is expected of a network of this dtype: float16 (as TF32 rounds) for float32 on a
+    GPU if our call or the host uses TF32, otherwise the dtype itself. flags: see rounding_limit."""
     is_float32_on_gpu = dtype == torch.float32 and device.type == "cuda"
     return LIKE_TF32 if is_float32_on_gpu and (tf32_is_on() or any(value for _, value in flags)) else dtype
 
 
 def rounding_limit(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> float:
     """The largest relative error of an output in this dtype that is ever accepted, however much the network amplifies
-    rounding. flags: torch's switches for precision in our call (see precision.flags_for); the host computes with those
-    that are set now. If either uses TF32 or sums in half precision, a wider limit applies."""
+    rounding. The limit is wider if our call sums in half precision, or if our call or the host uses TF32.
+
+    flags: torch's switches for precision in our call (see core.precision.flags_for). The host's are those that are set
+    now.
+    """
     if (HALF_SUMS, True) in flags:
         return ROUNDING_HALF_SUMS
     return MOST_ERROR[rounds_as(dtype, device, flags)]
@@ -57,12 +61,12 @@ def no_question(dtype: torch.dtype, device: torch.device, flags: Flags = ()) -> 
 
 
 def limit_for(error: float, least: float, most: float, spread: Callable[[], float] | None) -> float:
-    """The limit with which to compare an error: the largest relative error that rounding explains, from least to most.
-    The comparison is left to the caller.
+    """The limit with which the caller must compare `error`: the largest relative error that rounding explains, between
+    least and most.
 
-    For an error up to least, the limit is least, and for one above most it is most; neither needs a measurement. In
-    between, it is MARGIN times the result of spread(), clipped to [least, most]; least if spread is None (nothing can
-    be measured) or its result is not finite.
+    If the error is at most least, the limit is least; if the error is above most, or NaN, the limit is most: these need
+    no measurement. In between, the limit is MARGIN times the result of spread(), clipped to [least, most]; it is least
+    if spread is None (nothing can be measured) or gives a result that is not finite.
     """
     if error > most or math.isnan(error):
         return most
@@ -73,29 +77,30 @@ def limit_for(error: float, least: float, most: float, spread: Callable[[], floa
 
 
 def precision_of(dtype: torch.dtype) -> float:
-    """The relative error of one operator's result in a dtype: the dtype's eps for float32, from the order of summation;
-    eps / 2 for a narrower dtype, whose sums are float32 and whose result is rounded once."""
+    """The relative error of one operator's result in a dtype. For float32 it is eps, from the order of summation; for a
+    narrower dtype eps / 2, because the sums are in float32 and only the result is rounded."""
     return torch.finfo(dtype).eps * (1.0 if dtype == torch.float32 else 0.5)
 
 
-# Operators that do not round, or round exactly as the host does.
+# Operators that do not round, or that round exactly as the host does: they get no noise.
 EXACT_OPERATIONS = frozenset({
     "sinusoids", "join", "concatenate", "resize", "image_to_tokens", "tokens_to_image", "bias_or_zeros",
     "channels_last",
 })
 
 
-# The noise of a product whose input the host rounds to eight bits and the reference does not: float8 (e4m3), and int8
-# beside a LoRA. A row of normally distributed numbers has an error of 2**-7 in int8, one with outliers more.
+# The relative noise of a product whose input the host rounds to eight bits and the reference does not, by the dtype to
+# which it is rounded: float8 (e4m3), and int8 in layers with a LoRA. A row of normally distributed numbers has an error
+# of 2**-7 in int8, a row with outliers a larger one.
 ROUNDING_OF_INPUTS = {torch.float8_e4m3fn: 2.0**-5, torch.int8: 2.0**-6}
 
 
 class RoundingNoise:
     """The operators of `ops`, with their results multiplied by 1 + precision * n, where n is normally distributed noise
-    of a fixed seed. spread() compares an output of these with an exact one.
+    of a fixed seed. spread() compares an output of these operators with the output of `ops`.
 
-    If a layer's inputs are rounded to int8, the reference operators round them too. So noise that moves an input across
-    the middle between two integers has the same effect as in the host's network.
+    If the host rounds a layer's inputs to int8, the reference operators round them too. So noise that moves an input
+    across the middle between two integers has the same effect as in the host's network.
     """
 
     def __init__(self, ops: Operators, precision: float, device: torch.device, seed: int = 0) -> None:
@@ -105,16 +110,15 @@ class RoundingNoise:
 
     def __getattr__(self, name: str) -> Any:
         """The operator of this name in `ops`, with noise on its results; without noise if it is one of
-        EXACT_OPERATIONS.
-        """
+        EXACT_OPERATIONS."""
         operator = getattr(self._ops, name)
         if name in EXACT_OPERATIONS:
             return operator
         return lambda *args, **kwargs: self._noisy(operator(*args, **kwargs), self._precision_for(args))
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """The operator split_heads, with noise only on heads that are normed or rotated: the others are views of the
-        input, and so exact."""
+        """The operator split_heads, with noise only on heads that are normed or rotated: all other heads are views of
+        the input, and so exact."""
         found = []
         for heads, part in zip(self._ops.split_heads(projected, parts), parts, strict=True):
             is_view = part.norm is None and part.rotary is None
@@ -122,8 +126,9 @@ class RoundingNoise:
         return found
 
     def _precision_for(self, arguments: tuple[Any, ...]) -> float:
-        """The relative noise for an operator with these arguments: more than usual if one is a layer whose input the
-        host rounds to eight bits and `ops` does not; see ROUNDING_OF_INPUTS."""
+        """The relative noise for an operator with these arguments: the usual precision; or the value of
+        ROUNDING_OF_INPUTS, if that is larger and one argument is a layer whose input the host rounds to eight bits and
+        `ops` does not."""
         for one in arguments:
             if isinstance(one, LayerWeights) and one.low_bit:
                 dtype = one.low_bit[0].values.dtype
@@ -132,8 +137,8 @@ class RoundingNoise:
         return self._precision
 
     def _noisy(self, found: Any, precision: float) -> Any:
-        """An operator's result with noise on every tensor: a tensor, a tuple or list of these, or a Residual, of which
-        only the tokens get noise."""
+        """An operator's result with noise on every tensor. found: a tensor; a tuple or list of results; or a Residual,
+        of which only the tokens get noise."""
         if isinstance(found, Residual):
             return found._replace(tokens=self._noisy(found.tokens, precision))
         if isinstance(found, (tuple, list)):
@@ -148,12 +153,13 @@ def spread(
     rounds_inputs: bool = False,
 ) -> float:
     """How far rounding moves an output: the relative difference between compute(ops) and the same forward with noise on
-    each operator's result. Takes two forwards and the memory of one.
+    each operator's result. Takes two forwards and the memory of one forward.
 
-    compute: the forward, with the operators that it gets. ops: the reference operators. dtype: that of rounds_as().
-    rounds_inputs: the inputs of layers are rounded to eight bits. In a small network few inputs are near the middle
-    between two steps, and most noises move none across it, so DRAWS noises are tried, with a forward each, and the
-    largest difference counts.
+    compute: compute(operators) returns the output of the forward with these operators. ops: the reference operators.
+    dtype: the result of rounds_as(), whose rounding the noise imitates. rounds_inputs: whether inputs of layers are
+    rounded to eight bits. In a small network, few inputs are near the middle between two eight-bit values, and most
+    noises move none across it; so DRAWS noises are tried, with one forward each, and the largest difference is
+    returned.
     """
     exact = compute(ops).float()
     length = exact.norm().clamp_min(torch.finfo(torch.float32).tiny)

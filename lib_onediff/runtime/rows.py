@@ -14,12 +14,13 @@ from ..core.table import Entry, State, ratio_of
 from ..store.history import HistoryRow
 from .low_bit_errors import ClassError
 
-# (model, resolution): also a core.table.Place.
+# (model, resolution), as a tuple or a core.table.Place.
 Name = tuple[Any, ...]
+# Returns the bytes of GPU memory that dropping the graphs of these shapes would free.
 GivesBack = Callable[[Collection[ShapeKey]], int]
 # The state of a resolution that only earlier processes have used.
 ON_DISK = "on disk"
-# A row shows the best state of its shapes, because the next image most likely uses that shape.
+# The order by which a row shows the best state of its shapes: the next image most likely uses that shape.
 BEST_FIRST = (State.READY, State.PROVED, State.COLD, State.FAILED)
 
 
@@ -29,8 +30,9 @@ class LowBitErrors:
 
     model: the model's name for users ("SDXL").
     budget: the largest error that the settings allow.
-    error: of the UNet's output with all classes in use; None if none is in use, or if it was not measured.
-    classes: each class of layers alone, used or not.
+    error: the error of the UNet's output with all classes in use together; None if none is in use, and if it was not
+        measured.
+    classes: the error of each class of layers alone, whether or not it is in use.
     """
 
     model: str
@@ -44,13 +46,13 @@ class Totals:
     """Sums over all resolutions, in plain values.
 
     vram: bytes of GPU memory that OneDiff takes, mostly for graphs.
-    budget: bytes that it may take; 0 without a GPU.
+    budget: bytes of GPU memory that OneDiff may take; 0 without a GPU.
     disk: bytes of the cache folder.
     calls: the number of UNet calls by route, in this process.
-    hit_rate: the part of them that a graph served; None before the first.
-    low_bit: bytes of the 8-bit weights, beside the WebUI's own or instead of them.
-    low_bit_layers: the number of their layers.
-    offloaded: bytes of streamed weights, if the WebUI keeps a part of the weights in main memory.
+    hit_rate: the part of these calls that a graph served, from 0 to 1; None before the first call.
+    low_bit: bytes of the 8-bit weights that were made for the option Low-bit.
+    low_bit_layers: the number of layers with such weights.
+    offloaded: bytes of the weights that are streamed; 0 unless the WebUI keeps a part of the weights in main memory.
     low_bit_errors: the measured errors of each checkpoint that uses Low-bit.
     """
 
@@ -70,20 +72,22 @@ class ShapeRow:
     """One shape of a resolution, in plain values.
 
     batch: rows of one UNet call: twice the number of images if prompt and negative prompt are batched.
-    tokens: the context length; 0 for a decode of the VAE.
+    tokens: the context length; 0 for a decode or encode of the VAE.
+    dtype: the dtype's name without "torch.".
     state: a State's value, or ON_DISK.
-    reason: why it is not a better one, for users.
+    reason: why the shape is not computed faster, for users; "" if there is no reason.
     step_ms, host_ms: median milliseconds of a call by OneDiff and by the host; None without times.
-    ratio: host_ms / step_ms, the speedup; None until both have enough times.
-    bytes: GPU memory that dropping this graph alone would free; 0 without a graph.
+    ratio: host_ms / step_ms, the speedup; None until step_ms and host_ms are from enough calls.
+    bytes: GPU memory that dropping this shape's graph alone would free; 0 without a graph.
     uses: the number of calls.
-    needs: bytes that its graph takes of the memory that graphs share.
+    needs: bytes that the shape's graph takes in the memory pool that graphs share; 0 if unknown.
     last_used: time.time() of the last call.
-    relative_error: against the host's own output; None if it was not compared.
+    relative_error: of our output against the host's own; None if they were not compared.
+    pinned: whether the user has pinned the resolution.
     label: see core.call.Call.label.
     part: the pass of a network that a step policy has cut; "" for the whole network.
     backend: the backend's name; "" if unknown.
-    lossy: words for what it computes lossily; see core.key.Lossy.
+    lossy: words for the backend's lossy computation; see core.key.Lossy.
     """
 
     batch: int
@@ -110,20 +114,22 @@ class ShapeRow:
 class ResolutionRow:
     """All shapes of one model at one resolution ("512x512", in pixels).
 
-    state: of the best shape.
-    reason: why it is not faster, from the most recently used shape that has a reason, even if another shape is ready;
-        "" for none.
+    state: the state of the best shape; ON_DISK if this process has not used the resolution.
+    reason: why images are not faster here: the reason of the most recently used shape that has one, even if another
+        shape is ready; "" if no shape has one.
     images: the number of images that this process has made here.
-    uses: the number of calls, also by earlier processes if this one made none.
-    prewarm_s: seconds of its last pre-warm; None if there was none.
-    saved_s: seconds by which pre-warming has shortened the first image; None if unknown.
-    step_ms, host_ms, ratio: means over all steps of the last image that OneDiff has made here, with cached and
-        extrapolated ones; before the first image, those of the most used shape.
+    uses: the number of this process's calls here; if it made none, of the calls of earlier processes.
+    last_used: time.time() of the last call here.
+    prewarm_s: seconds of the last pre-warm here by this process; None if there was none.
+    saved_s: seconds by which that pre-warm has shortened the first image; None if unknown.
+    step_ms, host_ms, ratio: means over all steps of the last image that OneDiff has made here, cached and extrapolated
+        steps included; before the first image, the values of the most used shape.
     bytes: GPU memory that purging this row would free. It is not the sum over the shapes, and rows do not add up,
         because graphs overlap in one memory pool, which shrinks only when its largest graph is removed.
-    needs: bytes that its largest graph takes of that pool.
-    shapes: the most recently used first. The VAE's shapes come last, in the row of each model with their resolution,
-        and do not count in the other fields.
+    needs: bytes that the row's largest graph takes in that pool.
+    pinned: whether the user has pinned the resolution.
+    shapes: the model's shapes, the most recently used first, and after them the shapes of the VAE's decodes and encodes
+        at this resolution, which do not count in the other fields.
     """
 
     resolution: str
@@ -145,7 +151,8 @@ class ResolutionRow:
 
     @property
     def is_decode(self) -> bool:
-        """Whether only the VAE has used this resolution, as for the tiles of a tiled decode."""
+        """Whether this is a row of the VAE: no UNet has used its resolution, as for the tiles of a tiled decode. False
+        for a row without shapes."""
         return bool(self.shapes) and not any(shape.tokens for shape in self.shapes)
 
 
@@ -154,12 +161,13 @@ def rows_of(
     gives_back: GivesBack = lambda keys: 0,
     parts: Mapping[Any, ImagePart] = MappingProxyType({}), images: Mapping[Any, int] = MappingProxyType({}),
 ) -> list[ResolutionRow]:
-    """One row for each model and resolution in the entries and the history. Rows, and shapes in a row, are sorted with
-    the most recently used first.
+    """One row for each model and resolution in the entries and the history, except that the VAE's shapes are in the
+    rows of the models at their resolution (with_decodes_below). Rows, and shapes in a row, are sorted with the most
+    recently used first.
 
-    history: rows of earlier processes, used for resolutions without an entry. pins: the pinned (model, resolution)
-    pairs. gives_back: returns the bytes that dropping the graphs of some shapes would free. parts, images: by (model,
-    resolution), the steps of the last image and the number of images; see CallStats.
+    history: rows of earlier processes, used for a model and resolution without an entry. pins: the pinned (model,
+    resolution) pairs. gives_back: see GivesBack. parts, images: by (model, resolution), the steps of the last image and
+    the number of images; see CallStats.
     """
     groups = grouped(entries, attrgetter("place"))
     rows = [
@@ -173,8 +181,8 @@ def rows_of(
 
 
 def grouped(found: Iterable[Any], name: Callable[[Any], Name]) -> dict[Name, list[Any]]:
-    """Entries, or rows of the history, in groups of the same name(). The groups, and the members of a group, are sorted
-    with the most recently used first."""
+    """The items of `found` in groups by the result of name(item). found: objects with last_used, such as entries. The
+    groups, and the items of a group, are sorted with the most recently used first."""
     groups: dict[Name, list[Any]] = {}
     for one in sorted(found, key=lambda one: -one.last_used):
         groups.setdefault(name(one), []).append(one)
@@ -182,9 +190,13 @@ def grouped(found: Iterable[Any], name: Callable[[Any], Name]) -> dict[Name, lis
 
 
 def with_decodes_below(rows: list[ResolutionRow]) -> list[ResolutionRow]:
-    """The rows, with the VAE's shapes appended to the rows of all models with the same resolution. A row of the VAE
-    stays if no model has used its resolution."""
-    decodes = {row.resolution: row.shapes for row in rows if row.is_decode}
+    """The rows, with the shapes of the VAE's rows (is_decode) appended to the shapes of each model's row at the same
+    resolution. A row of the VAE is left out if a model has a row at its resolution, else it stays."""
+    decodes: dict[str, tuple[ShapeRow, ...]] = {}
+    for row in rows:
+        if row.is_decode:
+            # A VAE's decoder and its encoder have a row each.
+            decodes[row.resolution] = decodes.get(row.resolution, ()) + row.shapes
     models = {row.resolution for row in rows if not row.is_decode}
     return [
         row if row.is_decode else replace(row, shapes=row.shapes + decodes.get(row.resolution, ()))
@@ -196,8 +208,9 @@ def resolution_row(
     entries: list[Entry], pinned: bool = False, gives_back: GivesBack = lambda keys: 0,
     part: ImagePart | None = None,
 ) -> ResolutionRow:
-    """The row of one model and resolution. entries: its shapes, at least one, the most recently used first. part: the
-    steps of the last image here, whose times the row gets; None: the times are those of usual_shape()."""
+    """The row of one model and resolution. entries: the entries of its shapes, at least one, the most recently used
+    first. part: the steps of the last image at this place, whose times the row gets; None: the row gets the times of
+    usual_shape()."""
     state = min((entry.state for entry in entries), key=BEST_FIRST.index).value
     shapes = tuple(shape_row(entry, pinned, gives_back({entry.key})) for entry in entries)
     row = row_of((entries[0].model, entries[0].key.resolution), state, shapes)
@@ -207,13 +220,15 @@ def resolution_row(
 
 
 def usual_shape(shapes: tuple[ShapeRow, ...]) -> ShapeRow:
-    """The most used of the shapes that have times and are no cached passes; the most used of all if there is none."""
+    """The most used one of the shapes that have times and are no cached passes; if there is no such shape, the most
+    used one of all."""
     timed = [shape for shape in shapes if shape.step_ms is not None and shape.part != CACHED]
     return max(timed or shapes, key=lambda shape: (shape.uses, shape.batch, shape.last_used))
 
 
 def row_of(name: Name, state: str, shapes: tuple[ShapeRow, ...]) -> ResolutionRow:
-    """A row with these shapes, at least one, the most recently used first. Its times are those of usual_shape()."""
+    """A row with these shapes, at least one, the most recently used first. The row's times are those of
+    usual_shape()."""
     usual = usual_shape(shapes)
     model, resolution = name
     return ResolutionRow(
@@ -235,7 +250,7 @@ def remembered_shape(row: HistoryRow, pinned: bool) -> ShapeRow:
 
 
 def shape_row(entry: Entry, pinned: bool, gives_back: int) -> ShapeRow:
-    """A ShapeRow of an entry. gives_back: bytes of GPU memory that dropping its graph alone would free."""
+    """A ShapeRow of an entry. gives_back: bytes of GPU memory that dropping the entry's graph alone would free."""
     key = entry.key
     return ShapeRow(
         batch=key.batch, tokens=key.tokens, dtype=str(key.dtype).removeprefix("torch."), state=entry.state.value,

@@ -35,8 +35,10 @@ from .two_gpus import TwoGpusRoute
 from .vae.route import DecoderRoute
 
 log = logging.getLogger("onediff")
+# The reason, for users, of a call of a network that was not adopted.
 NOT_HANDED_OVER = "OneDiff is not switched on for this UNet"
-# The reason for a fault of ours until the host has answered: if the host raises as well, the inputs were wrong.
+# The reason, for users, of a call with a fault of ours. It stays if the host raises too, because then the inputs were
+# wrong; if the host answers, Guard.give_up's sentence replaces it.
 NOT_UNDERSTOOD = "OneDiff could not compute with the inputs of this step: {}"
 # Bytes beside the weights that a step of the largest UNet takes in the host's forward, if the host does not split it.
 HOST_NEEDS = 1 << 30
@@ -46,13 +48,13 @@ class Runtime:
     """Routes the calls of every network that a host has handed over (adopt). Every method may be called from any
     thread.
 
-    services: the shared objects. Some of them, and of their methods, are attributes here as well.
-    stepping, by_card, two_gpus: the routes of a call, in this order.
+    services: the shared objects. Some of them, and some of their methods, are attributes of the runtime too.
+    stepping, two_gpus, by_card: the parts of a call's route, in this order.
     cache: the methods for pages and the API.
     vae: the route of decodes.
-    webui: the adapter of the WebUI that OneDiff runs in (a hosts.contract.WebUI), which must survive a reload of
-        scripts.
-    patches: the replaced methods of diffusers' classes (hosts.hooks.TablePatch), by class and name.
+    webui: the adapter of the WebUI that OneDiff runs in (a hosts.contract.WebUI), kept here to survive a reload of
+        scripts; None without a WebUI.
+    patches: the replaced methods of diffusers' classes (hosts.hooks.TablePatch), by class and method name.
     """
 
     def __init__(
@@ -60,7 +62,7 @@ class Runtime:
         families: Iterable[Family] | None = None,
     ) -> None:
         """policies: the step policies, the outermost first. devices: the backends, the fastest first, the reference
-        last. families: of the networks that are served. By default, all are those of the registries."""
+        last. families: the families of networks that may be served. Each is None for the registry's."""
         services = Services(devices, families)
         self.services = services
         self.guard = services.guard
@@ -109,8 +111,8 @@ class Runtime:
         return self.services.settings
 
     def configure(self, settings: Settings) -> None:
-        """Set the runtime's settings, which apply from the next call on. If they use no second GPU, the copies of
-        networks there are freed."""
+        """Set the runtime's settings, which apply from the next call on. If the settings use no second GPU, or OneDiff
+        is off in them, all networks' copies on a second GPU are freed."""
         self.services.settings = settings
         if settings.second_gpu == ONE_GPU or not settings.enabled:
             self.two_gpus.forget_all()
@@ -119,8 +121,8 @@ class Runtime:
 
     def adopt(self, unet: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()) -> None:  # noqa: B008
         """Serve a network from now on, or replace the settings of a served one. The network itself is not changed
-        before its first call. settings: for this network; None: the runtime's apply. host_traits: ignored for a served
-        one."""
+        before its first call. settings: the settings for this network; None: the runtime's apply. host_traits: ignored
+        if the network is served already."""
         services = self.services
         with services.lock:
             known = services.networks.get(unet)
@@ -133,8 +135,9 @@ class Runtime:
             services.devices.prepare_early(unet, settings or self.settings)
 
     def leave_alone(self, network: nn.Module, sentence: str) -> None:
-        """Show in the status, and log, why OneDiff leaves a network, or its whole pipeline, to its own forward. The
-        sentence is shown as long as the network lives; "" removes it. Does not stop serving; see release()."""
+        """Log a sentence for users, and show it in the status as long as the network lives: why OneDiff leaves the
+        network, or its whole pipeline, to its own forward. sentence: "" removes the network's sentence. This changes
+        only what is shown: release() stops serving."""
         if sentence:
             self._left_alone[network] = sentence
             log.warning("OneDiff: %s.", sentence)
@@ -142,13 +145,14 @@ class Runtime:
             self._left_alone.pop(network, None)
 
     def status(self) -> dict[str, Any]:
-        """The status of the last image, as plain values; see Cache.status. "left_alone" has the sorted sentences of
+        """The status of the last image, as plain values: Cache.status, and under "left_alone" the sorted sentences of
         leave_alone(), each once."""
         return {**self.cache.status(), "left_alone": sorted(set(self._left_alone.values()))}
 
     def release(self, unet: nn.Module) -> None:
-        """Stop serving a network, and restore it: its parameters are ordinary ones again, with the same values. All
-        memory of ours for it is freed. Does nothing for a network that is not served."""
+        """Stop serving a network, and restore it: its parameters are ordinary ones again, with the same values. All of
+        our memory for the network is freed, and failures of its shapes are forgotten. Does nothing for a network that
+        is not served."""
         services = self.services
         with services.lock:
             network = services.networks.get(unet)
@@ -171,8 +175,8 @@ class Runtime:
         self.vae.release_all()
 
     def model_name(self, unet: nn.Module | None) -> str | None:
-        """A network's model name for users ("SD1"), also of a network that is not served; None if no family knows it,
-        or for None. Does not wait for a call in progress."""
+        """A network's model name for users ("SD1"), also of a network that is not served; None if no family knows the
+        network, and if unet is None. Does not wait for a call in progress."""
         network = None if unet is None else self.services.networks.get(unet)
         if network is not None:
             # Before its first call, it has no layout.
@@ -182,7 +186,7 @@ class Runtime:
         return None if unet is None else attempted(lambda: str(self.services.families.read(unet).model_name)).answer
 
     def _known_name(self, unet: nn.Module) -> str | None:
-        """See model_name. The result is remembered, because it is read for every call that the host computes."""
+        """The result of model_name, remembered, because it is read for every call that the host computes."""
         if unet not in self._names:
             self._names[unet] = self.model_name(unet)
         return self._names[unet]
@@ -190,16 +194,18 @@ class Runtime:
     # --- samplings ------------------------------------------------------------------------------------------------
 
     def sampling_of(self, network: Network) -> Sampling:
-        """A network's sampling in progress. If none was announced, a Sampling whose why_not says so, in which policies
-        are inactive. In a warm-up, one with the times of a warm-up."""
+        """A network's sampling in progress: the one announced for this network alone, else the one announced for all
+        networks. If none was announced, a Sampling whose why_not says so, in which policies are inactive. In a warm-up,
+        always a Sampling with WARM_UP_TIMES."""
         if self.services.is_warm_up:
             return Sampling(times=lambda: WARM_UP_TIMES)
         return network.sampling or self._sampling or Sampling(why_not=UNANNOUNCED)
 
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
-        """Called by a host at the start of a sampling with a network. Drops what belongs to the last sampling, and
-        frees GPU memory for the host if it is short. sampling: None if nothing is known of its steps. of_all: the
-        sampling may use other networks too, such as a refiner."""
+        """Called by a host at the start of a sampling with a network. Drops the network's plans of the last sampling,
+        and frees GPU memory for the host if it is short. sampling: None if nothing is known of its steps. of_all:
+        whether the sampling may use other networks too, such as a refiner: then it counts for every network; if False,
+        for a network that is not served it has no effect."""
         network = self.services.networks.get(unet)
         self.call_stats.begin_image()
         if of_all:
@@ -212,10 +218,12 @@ class Runtime:
             self.pressure.before_sampling(network.architecture, budget)
 
     def room_lacked(self, unet: nn.Module, image_size: Hashable) -> int:
-        """Bytes of GPU memory that OneDiff needs beside the weights in a sampling at this image size, as earlier ones
-        have shown while a part of the weights had to stay in main memory. 0 if nothing is known, OneDiff is off, or the
-        network is not served. A host calls this before it moves the weights to the GPU for a sampling, and leaves so
-        much free."""
+        """Bytes of GPU memory that OneDiff still needs beside the weights for a sampling at this image size. A host
+        calls this before it moves the weights to the GPU for a sampling, and leaves that many bytes free.
+
+        Known from earlier samplings at this size in which a part of the weights had to stay in main memory. 0 if there
+        was none, if OneDiff is off, or if the network is not served.
+        """
         services = self.services
         network = services.networks.get(unet)
         if network is None:
@@ -231,8 +239,8 @@ class Runtime:
             return network.room_lacked(image_size)
 
     def end_sampling(self, unet: nn.Module | None = None) -> None:
-        """Called by a host at the end of a sampling. Everything kept for that sampling is dropped. unet: None for the
-        samplings of all networks."""
+        """Called by a host at the end of a sampling. The memories of step policies are dropped. unet: the only network
+        whose sampling ends; None for the samplings of all networks, and the one announced with of_all."""
         if unet is None:
             self._sampling = None
         for one, network in self.services.networks.items():
@@ -247,11 +255,12 @@ class Runtime:
     ) -> Tensor:
         """The network's output for a call, by the fastest route that agrees with the host.
 
-        host: the host's own forward of the same call. host_traits: those of a host that does not call adopt(), so that
-        the network is adopted here; None: an unknown network is left to the host. guidance: returns which rows of the
+        host: the host's own forward of the same call. host_traits: if given, a network that is not served yet is
+        adopted here with these traits; None: such a network is left to the host. guidance: returns which rows of the
         batch are the prompt's, or raises Refusal; None if the host cannot tell.
 
-        Raises only exceptions of the host. If we cannot serve, the host computes the call, and status() has the reason.
+        Raises only exceptions of the host. If OneDiff cannot serve the call, the host computes it, and status() has the
+        reason.
         """
         around = sys.exc_info()[1]
         try:
@@ -279,8 +288,9 @@ class Runtime:
             return self.guard.as_raised(work).output
 
     def note_served(self, served: Served) -> Stopwatch | None:
-        """Count a call that OneDiff has served, for the log of its image. Returns the stopwatch with the times that the
-        host takes for such calls; None if there is none. A failure here is logged, and does not affect the call."""
+        """Count a call that OneDiff has served, in the log of its image. Returns the stopwatch with the times that the
+        host takes for such calls; None if there is none, or if counting fails: that is logged, and nothing is
+        raised."""
         try:
             return self.call_stats.note_served(served)
         except Exception as error:
@@ -289,10 +299,10 @@ class Runtime:
 
     def _becomes_plain(self, settings: Settings) -> bool:
         """Whether all step policies and the second GPU are off in these settings, so that calls may go straight to
-        their plans. run() calls this if the settings are another object than those of the last plain call.
+        their plans.
 
-        If so, these settings are kept as `_plain`, so that the next call need not ask again, and the policies' reasons
-        for being inactive are cleared.
+        If they are off, the settings are kept as `_plain`, for which run() does not call this again, and the policies'
+        reasons for being inactive are cleared. Otherwise `_plain` becomes None.
         """
         if settings.second_gpu != ONE_GPU or self.stepping.any_is_on(settings):
             # So that the next call without policies clears the reasons that policies set at this one.
@@ -303,8 +313,9 @@ class Runtime:
         return True
 
     def network_and_settings(self, unet: nn.Module) -> tuple[Network, Settings]:
-        """A network's record, and the settings that apply to it now: those of the generation in progress, else its own,
-        else the runtime's. Raises Refusal if the network is not served, OneDiff is off, or gradients are recorded."""
+        """A network's record, and the settings that apply to the network now: those of the generation in progress;
+        outside of generations and in warm-ups the network's own; without these the runtime's. Raises Refusal if the
+        network is not served, OneDiff is off, or gradients are recorded."""
         network = self.services.networks.get(unet)
         if network is None:
             raise Refusal(NOT_HANDED_OVER)
@@ -324,12 +335,15 @@ class Runtime:
         self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, latent: Tensor | None = None,
         tried: Entry | None = None,
     ) -> Answer:
-        """The answer of the host's own forward to a call that we did not serve. The call is counted, with the reason.
+        """The answer of the host's own forward to a call that OneDiff did not serve. The call is counted, with the
+        reason.
 
-        attempt: the failed attempt to serve it; has the reason. If that ran out of GPU memory, ours is freed first.
-        hook: what was attempted, in words for Guard.note. latent: the call's; None if it could not be read. tried: the
-        entry that was tried last; None if there was none. A fault of ours is logged only after the host has answered:
-        if the host raises too, the inputs are wrong. Raises what the host raises.
+        attempt: the failed attempt to serve the call; has the reason. If the attempt ran out of GPU memory, OneDiff's
+            is
+        freed first. hook: what was attempted, in words for Guard.give_up. latent: the call's latent; None if it could
+            not
+        be read. tried: the entry that was tried last; None if there was none. A fault of ours is logged only after the
+        host has answered: if the host raises too, the inputs are wrong. Raises only exceptions of the host.
         """
         fault = attempt.fault
         if attempt.outcome is Outcome.OUT_OF_MEMORY:
@@ -348,19 +362,19 @@ class Runtime:
         return Answer(output, host_times=host_times)
 
     def _give_up(self, hook: str, fault: Exception) -> None:
-        """Log a fault of ours in a call that the host has answered, and show it as the call's reason. hook: see
-        Guard.give_up."""
+        """Log a fault of ours in a call that the host has answered, and show the fault as the call's reason. hook: see
+        by_host."""
         self.call_stats.explain(self.guard.give_up(hook, fault))
 
     def unread(self, unet: nn.Module, attempt: Attempt[Any], host: Host) -> Tensor:
-        """The host's output for a call whose arguments could not be turned into a Call, counted with that reason.
-        attempt: the failed attempt to do so."""
+        """The host's output for a call whose arguments could not be turned into a Call. The call is counted, with the
+        attempt's reason. attempt: the failed attempt to make the Call."""
         self.guard.attempt("counting a call", self.two_gpus.note)
         return self.by_host(unet, attempt, "the UNet's forward", host).output
 
     def note_host(self, reason: str, unet: nn.Module | None = None) -> None:
-        """Called before the host runs a call without OneDiff: counts it, with the reason. unet: the network that runs,
-        whose weights get the memory layout of the host again (_leave_as_found); None if it is unknown."""
+        """Called before the host runs a call without OneDiff: counts the call, with the reason. unet: the network that
+        runs: its weights get the host's memory layout again (_leave_as_found); None if it is unknown."""
         self.call_stats.note_host(reason, None if unet is None else self._known_name(unet))
         self.two_gpus.note()
         if unet is not None:
@@ -368,12 +382,12 @@ class Runtime:
 
     def _leave_as_found(self, unet: nn.Module) -> None:
         """Undo the channels-last layout of the convolutions' weights before the host's own forward, and drop the graphs
-        captured over it. So an image that the host makes alone is bit-exact.
+        that read the weights in it, so that an image that the host makes alone is bit-exact.
 
-        Does nothing without that layout, and for a call inside of another one's graphs. Nor if we have served an
-        earlier call of this sampling (without an announced sampling: the last call): if we and the host alternate,
-        moving the weights at each call would cost too much. The host then convolves in channels-last order, which may
-        round differently.
+        Does nothing if the weights do not have that layout, for a call that an extension's function makes inside of our
+        graphs (Services.is_between_graphs), and if OneDiff has served an earlier call of this sampling, or outside of
+        samplings the last call (Network.has_served): if OneDiff and the host alternate, moving the weights at each call
+        would cost too much. The host then convolves in channels-last order, which may round differently.
         """
         network = self.services.networks.get(unet)
         if network is None or not network.bound.channels_last or self.services.is_between_graphs:
@@ -391,7 +405,7 @@ class Runtime:
 
 class OursOrHosts:
     """The innermost core.policy.Compute: computes a network's calls on one GPU or two, or by the host if OneDiff
-    refuses."""
+    refuses or fails."""
 
     def __init__(
         self, runtime: Runtime, unet: nn.Module, network: Network, settings: Settings, is_plain: bool
@@ -404,8 +418,8 @@ class OursOrHosts:
         self._is_plain = is_plain
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The answer to a call, by OneDiff, or by the host if OneDiff refuses or fails. host is never None here. Raises
-        only exceptions of the host."""
+        """The answer to a call, by OneDiff, or by the host if OneDiff refuses or fails. host must not be None, although
+        core.policy.Compute allows that. Raises only exceptions of the host."""
         assert host is not None, "policies for whole batches pass the host's own forward with each call"
         host = as_host(host)
         card = self._runtime.by_card.card(self._network, self._settings)
@@ -416,8 +430,8 @@ class OursOrHosts:
         return runtime.by_host(self._unet, made, "the UNet's forward", host, call.latent, card.tried)
 
     def _ours(self, card: OneCard, call: Call, host: Host) -> Answer:
-        """The answer by OneDiff, on two GPUs if the settings say so and the call can be split, else on one. Calls that
-        are served are counted. card: computes on one GPU. Raises what CardRoute.answer raises."""
+        """The answer by OneDiff, on two GPUs if the settings say so and the call can be split, else on one. A call that
+        OneDiff has computed is counted. card: computes on one GPU. Raises the exceptions of CardRoute.answer."""
         two_gpus = self._runtime.two_gpus
         settings = self._settings
         if settings.second_gpu != ONE_GPU:
@@ -434,8 +448,8 @@ class OursOrHosts:
         return answer._replace(host_times=self._runtime.note_served(answer.served))
 
     def check(self, call: Call, served: Served) -> None:
-        """Raises Refusal. Only policies for each GPU compute cached passes, which need such a check, and CardRoute
-        does it for them."""
+        """Always raises Refusal. Only policies that decide for each GPU compute cached passes, which need a check, and
+        OneCard.check does the check for them."""
         raise Refusal("cached steps are checked on each GPU, not for the whole batch")
 
 

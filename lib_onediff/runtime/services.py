@@ -26,7 +26,7 @@ from .graphs.accounting import Holdings
 from .graphs.cache import GraphCache, MemoryPressure
 from .network import Network
 
-# Reasons why the host computes, in one line for the user.
+# Reasons, for users, why the host computes a call or a decode.
 SWITCHED_OFF = "OneDiff is switched off"
 TRAINING = "PyTorch records gradients, as for training (use torch.inference_mode())"
 
@@ -34,17 +34,23 @@ TRAINING = "PyTorch records gradients, as for training (use torch.inference_mode
 class Services:
     """The runtime's shared objects, made once. Code that launches or captures work on a GPU runs inside computing().
 
-    networks: every UNet or transformer that OneDiff serves, with its record.
+    families, decoders: the families of networks, and of VAEs, that may be served.
+    guard: catches and logs our faults.
+    settings: the runtime's settings; see Runtime.settings.
+    call_stats: counts calls and images. generations: the generations in progress.
+    networks: every UNet or transformer that OneDiff serves, with its record; copies on a second GPU too.
     table, history: the state of each shape, in this process and on the disk.
-    holdings: counts the memory of all graphs. graphs: makes and drops them. pressure: frees them for the host.
+    tuning_cache: measured choices of kernels, errors of Low-bit, and the like, also on the disk.
+    devices: the backends.
+    holdings: counts the memory of all graphs. graphs: makes and drops the graphs. pressure: drops graphs for the host.
     order, lock: see StreamOrder. The lock also protects bindings, graphs and 8-bit weights.
     is_between_graphs: whether a call is being replayed, or captured, in segments, between which functions of other
-        extensions run. Such a function may call the UNet again; PatchedRoute sets this flag, and the host computes that
-        inner call, because its graph would overwrite memory that the next segment reads.
+        extensions run. Such a function may call the UNet again; PatchedRoute sets this flag, and the host computes the
+        inner call, because a graph of the inner call would overwrite memory that the next segment reads.
     """
 
     def __init__(self, devices: Iterable[Device] | None = None, families: Iterable[Family] | None = None) -> None:
-        """devices, families: by default those of the registries."""
+        """devices, families: None for those of the registries."""
         self.families = FAMILIES if families is None else Families(families)
         self.decoders = DECODERS
         self.guard = Guard()
@@ -73,8 +79,8 @@ class Services:
         )
 
     def _kept_shapes(self) -> Callable[[Entry], bool]:
-        """A function that returns whether an entry must stay in the table when others are removed to keep it small: at
-        the time of this call, the shape had a graph or its resolution was pinned."""
+        """A function for the table, which removes entries to stay small: it returns whether an entry must stay, because
+        its shape had a graph, or its resolution was pinned, when _kept_shapes was called."""
         pins = self.history.pins()
         graphs: set[ShapeKey] = set()
         for network in self.networks.values():
@@ -89,20 +95,20 @@ class Services:
 
     def time_ms(self, call: Call) -> TimeMs:
         """A timer with which backends choose between kernels: timer(work) captures work() as a graph on the call's
-        device, and returns the milliseconds that a replay takes. work() must compute its matrix products in the call's
-        dtype: their workspaces are allocated before the capture."""
+        device, and returns the milliseconds that a replay takes. work() must compute its matrix products in the dtype
+        of the call's latent, because the products' workspaces are allocated before the capture."""
         return partial(self.holdings.made.time_ms, call.latent.device, call.latent.dtype)
 
     def computing(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context in which only this thread launches work of ours, and the device is torch's current GPU: other
-        threads wait for the lock, and the GPU finishes their work first. It can be entered again and again; see
-        StreamOrder.turn."""
+        """A context in which only this thread launches work of ours, and the device is torch's current GPU. Other
+        threads wait for the lock; this thread's work starts when the GPU has finished theirs. The context can be
+        entered several times, also inside of itself; see StreamOrder.turn."""
         return self.order.turn(device)
 
     def release_memory(self) -> int:
         """Drop all graphs and other GPU memory of OneDiff, except networks' copies on a second GPU (GraphCache.free),
-        and return unused memory to the driver. Returns the number of bytes that this frees. Shapes that were checked
-        need no new check.
+        and return unused memory to the driver. Returns the number of bytes of GPU memory that this frees. Shapes that
+        were checked need no new check.
 
         Called if GPU memory has run out, and by pages and the API while no image is being made (see
         hosts.contract.WebUI.exclusively). Takes the lock.

@@ -18,15 +18,16 @@ from .services import Services
 class RecordingCompute:
     """The Compute that a policy gets for one call: passes calls to the next Compute, and records the results.
 
-    The records tell a fault of the policy from one of the next Compute. After a fault of the policy, an answer that is
-    recorded need not be computed again.
+    By the records, a fault of the policy is told from a fault of the next Compute. After a fault of the policy, a
+    recorded answer need not be computed again.
 
-    answer: the next Compute's answer to the call as the host made it; None if there is none yet.
-    raised: the last exception of the next Compute; None if there was none.
+    answer: the next Compute's last answer to the host's call (a call that the policy made with the host's own forward
+        of the whole call); None if there is none yet.
+    raised: the last Exception of the next Compute (a HostError is none); None if there was none.
     """
 
     def __init__(self, compute: Compute, host: Host | None) -> None:
-        """compute: the next one. host: the host's own forward of the call for which the policy was asked."""
+        """compute: the next Compute. host: the host's own forward of the call for which the policy was asked."""
         self._compute = compute
         self._host = host
         self.answer: Answer | None = None
@@ -35,9 +36,9 @@ class RecordingCompute:
     def __call__(self, call: Call, host: Host | None) -> Answer:
         """The answer of the next Compute to a call that the policy makes.
 
-        If host is the one of the original call, or None, an exception of the host passes as a HostError. Otherwise the
-        policy has made a call of its own, such as of some rows: then an Exception of the host is raised without
-        HostError, and so counts as the policy's fault.
+        If host is the `host` of __init__, or None, an exception of the host is raised as a HostError, which ends the
+        call. With another host, the policy has made a call of its own, such as one of some rows: then an Exception of
+        the host is raised without HostError, so that it counts as the policy's fault.
         """
         is_whole = host is None or host is self._host
         try:
@@ -52,14 +53,14 @@ class RecordingCompute:
         return answer
 
     def check(self, call: Call, served: Served) -> None:
-        """See Compute.check; done by the next Compute. Its exception is recorded, and raised."""
+        """See core.policy.Compute.check; done by the next Compute. An exception is recorded, and raised."""
         with self._noting():
             self._compute.check(call, served)
 
     @contextlib.contextmanager
     def _noting(self) -> Iterator[None]:
-        """A context that sets `raised` to an Exception of the code inside, and lets it pass. Any other exception, such
-        as a KeyboardInterrupt, is only passed on."""
+        """A context that sets `raised` to an Exception of the code inside, and raises it again. Any other exception,
+        such as a HostError or a KeyboardInterrupt, is raised without being recorded."""
         try:
             yield
         except Exception as error:
@@ -74,19 +75,18 @@ class PolicyLayer:
         self, policy: StepPolicy, compute: Compute, guard: Guard,
         step_context_of: Callable[[Call, Host | None], StepContext],
     ) -> None:
-        """compute: the next one. step_context_of: makes the StepContext of a call, given the call and the host's
-        forward of it."""
+        """compute: the next Compute. step_context_of: step_context_of(call, host) makes the StepContext of a call."""
         self._policy = policy
         self._compute = compute
         self._guard = guard
         self._step_context_of = step_context_of
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The answer of the policy; that of the next Compute if the policy refuses or fails.
+        """The answer of the policy; if the policy refuses or fails, the answer of the next Compute.
 
-        A refusal is the reason in the policy's status. After a fault, the policy is inactive for the rest of this run
-        of the sampling; if the next Compute has answered the original call by then, that answer is used. An exception
-        of the next Compute is passed on.
+        A refusal's reason is shown in the policy's status. After a fault, the policy is inactive until the next
+        sampling_run (core.sampling.Position); if the next Compute has answered the host's call before the fault, that
+        answer is used. An exception of the next Compute is raised.
         """
         host = None if host is None else as_host(host)
         step_context = self._step_context_of(call, host)
@@ -99,7 +99,7 @@ class PolicyLayer:
                 self._guard.attempt("counting a policy's steps", note)
 
     def _answer(self, step_context: StepContext, call: Call, host: Host | None) -> Answer:
-        """See __call__, which also counts the policy's steps."""
+        """See __call__, which in addition counts the policy's steps."""
         policy = self._policy
         chosen = attempted(lambda: policy.answerer(step_context))
         if chosen.outcome is Outcome.REFUSED:
@@ -121,14 +121,15 @@ class PolicyLayer:
         return recording.answer or self._compute(call, host)
 
     def _charge(self, step_context: StepContext, fault: Exception) -> None:
-        """Log a fault of the policy, and make the policy inactive for the rest of this run of the sampling."""
+        """Log a fault of the policy, and make the policy inactive until the next sampling_run. A policy without a
+        memory of this network tries again at the next call."""
         policy = self._policy
         note_inactive(policy, self._guard.note(policy.title, fault))
         if (memory := step_context.memories.get(policy.name)) is not None:
             memory.is_broken = True
 
     def check(self, call: Call, served: Served) -> None:
-        """See Compute.check; done by the next Compute."""
+        """See core.policy.Compute.check; done by the next Compute."""
         self._compute.check(call, served)
 
 
@@ -141,7 +142,7 @@ class Stepping:
     def __init__(
         self, services: Services, policies: Iterable[StepPolicy], sampling_of: Callable[[Network], Sampling]
     ) -> None:
-        """sampling_of: returns the sampling in progress of a network."""
+        """sampling_of: returns the sampling in progress of a network; see Runtime.sampling_of."""
         self._services = services
         self._sampling_of = sampling_of
         self.policies = tuple(policies)
@@ -149,8 +150,8 @@ class Stepping:
         self._last_names: tuple[Settings, tuple[StepPolicy, ...], frozenset[str]] | None = None
 
     def _names_on(self, settings: Settings) -> frozenset[str]:
-        """The names of the policies that these settings turn on. Settings are immutable, so the last result is reused
-        for the same object."""
+        """The names of the policies that these settings turn on. The last result is kept, and returned again for the
+        same Settings object, which is immutable."""
         last = self._last_names
         if last is None or last[0] is not settings or last[1] is not self.policies:
             names = frozenset(policy.name for policy in self.policies if policy.is_on(settings))
@@ -159,8 +160,8 @@ class Stepping:
         return last[2]
 
     def any_is_on(self, settings: Settings, whole_batch: bool | None = None) -> bool:
-        """Whether these settings turn any policy on. whole_batch: count only policies that decide for a whole batch
-        (True) or for each GPU's rows (False), see StepPolicy.whole_batch; None: count all."""
+        """Whether these settings turn any policy on. whole_batch: True: only policies that decide for a whole batch
+        count; False: only those that decide for each GPU's rows (StepPolicy.whole_batch); None: all count."""
         names = self._names_on(settings)
         return any(policy.name in names and whole_batch in (None, policy.whole_batch) for policy in self.policies)
 
@@ -168,9 +169,9 @@ class Stepping:
         self, compute: Compute, whole_batch: bool, network: Network, settings: Settings,
         guidance: Guidance | None = None, is_counted: bool = True,
     ) -> Compute:
-        """`compute`, wrapped in a PolicyLayer for each policy that is on and decides for a whole batch (True) or for
-        each GPU's rows (False); `compute` itself if there is none. Such policies that are off lose their memory and
-        their reason for being inactive. guidance, is_counted: see StepContext."""
+        """`compute`, wrapped in a PolicyLayer for each policy that is on and whose StepPolicy.whole_batch equals
+        whole_batch; `compute` itself if there is none. The policies with the same whole_batch that are off lose their
+        memory of this network, and their reason for being inactive. guidance, is_counted: see StepContext."""
         mine = [policy for policy in self.policies if policy.whole_batch is whole_batch]
         names = self._names_on(settings)
         on = [policy for policy in mine if policy.name in names]
@@ -205,6 +206,6 @@ class Stepping:
 
 
 def note_inactive(policy: StepPolicy, reason: str = "") -> None:
-    """Set or clear the sentence in a policy's status that says why it is inactive. reason: for users; "" clears it, as
-    for a policy that is off."""
+    """Set the sentence in a policy's status that tells users why the policy is inactive. reason: "" clears the
+    sentence, because the policy is active or off."""
     policy.status["reason"] = f"{policy.title} is inactive: {reason}" if reason else ""

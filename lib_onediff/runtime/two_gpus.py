@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from .services import Services
 from .stepping import Stepping
 
 log = logging.getLogger("onediff")
+# Reasons, for users, why one GPU computes a call.
 NO_SECOND = "PyTorch sees only one GPU"
 ONE_ROW = "the step computes a single latent, which cannot be split"
 CAPTURES = "code outside of OneDiff is capturing a CUDA graph"
@@ -42,8 +43,8 @@ FULL = "out of memory on {}: one GPU computes until the weights or the settings 
 
 
 def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
-    """The first GPU other than `first` with room for `needs` bytes. Raises Refusal, with the reason for users, if there
-    is none or `first` is no GPU. cards: reads the GPUs' memory."""
+    """The first GPU, in the order of their indices and without `first`, that has room for `needs` bytes. Raises
+    Refusal, with the reason for users, if there is none, or if `first` is no GPU. cards: reads the GPUs' memory."""
     all_cards = cards.all()
     if first not in all_cards:
         raise Refusal(f"this UNet is on the {first.type.upper()}, not on a GPU")
@@ -59,7 +60,7 @@ def second_card(first: torch.device, needs: int, cards: Card) -> torch.device:
 
 
 class SecondGpuFull(Refusal):
-    """The second GPU's memory is full, so one GPU computes until the weights or the settings change."""
+    """The second GPU's memory is full, so one GPU computes until the weights or the memory budget change."""
 
 
 @dataclass
@@ -69,9 +70,9 @@ class Pair:
     unet: the copy: modules of our own that only have parameters.
     network: the copy's record; its `bound` is the mirror.
     mirror: updates the copy when the original's weights change.
-    device: the second GPU.
+    device: the second GPU, on which the copy is.
     first: the GPU of the original.
-    bytes: of the copied weights.
+    bytes: the size of the copied weights.
     """
 
     unet: nn.Module
@@ -82,13 +83,13 @@ class Pair:
     bytes: int
 
     def rows(self, call: Call, rows: slice) -> Call:
-        """A call of these rows, copied to the second GPU. The copies are launched without waiting; the GPU makes them
-        when the first GPU has computed the inputs."""
+        """A call of these rows of a call, copied to the second GPU. The CPU only launches the copies: the GPUs make
+        them when the first GPU has computed the inputs."""
         return mapped(take_rows(call, rows), lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def follow(self, first: Network) -> None:
-        """Give the copy's record the settings and the sampling of `first`, the original's record. A new sampling drops
-        the copy's plans. Called before each call."""
+        """Give the copy's record the settings and the sampling of `first`, the original's record. If the original is in
+        another sampling than at the last call, the copy's plans are dropped. Called before each call of the copy."""
         self.network.settings = first.settings
         if self.network.samplings != first.samplings:
             self.network.plans.clear()
@@ -98,19 +99,39 @@ class Pair:
         self.network.no_room_for_low_bit = first.no_room_for_low_bit
 
 
-def one_card_finding(reason: str, lasts: bool, network: Network, settings: Settings) -> tuple[Any, ...]:
-    """A key that remembers why one GPU computes a network's calls. The reason holds as long as a key made again from
-    the same reason is equal: until the memory budget or the weights change, or another sampling begins. lasts: whether
-    the reason outlives the sampling."""
-    bound = network.bound
-    sampling = None if lasts else network.samplings
-    return reason, lasts, settings.memory_budget, bound.epoch.structure, bound.epoch.values, sampling
+class WhyOneCard(NamedTuple):
+    """Why one GPU computes a network's calls, and the conditions under which the reason was found. The reason holds as
+    long as the conditions are the same.
+
+    reason: for users.
+    memory_budget: the option of the settings.
+    structure, values: of the network's epoch.
+    sampling: Network.samplings; None if the reason holds for later samplings too.
+    """
+
+    reason: str
+    memory_budget: int
+    structure: int
+    values: int
+    sampling: int | None
+
+    @classmethod
+    def of(cls, reason: str, lasts: bool, network: Network, settings: Settings) -> WhyOneCard:
+        """A reason under the present conditions. lasts: whether it holds for later samplings too."""
+        epoch = network.bound.epoch
+        return cls(
+            reason, settings.memory_budget, epoch.structure, epoch.values, None if lasts else network.samplings
+        )
+
+    def holds(self, network: Network, settings: Settings) -> bool:
+        """Whether the conditions are the same now."""
+        return self == WhyOneCard.of(self.reason, self.sampling is None, network, settings)
 
 
 class TwoGpusRoute:
     """Computes calls on two GPUs, if the settings choose that.
 
-    is_used: whether any call has tried it; before that, there is nothing to forget.
+    is_used: whether answer() was ever called; before that, there is nothing to forget.
     cards: reads the GPUs' memory.
     """
 
@@ -125,7 +146,7 @@ class TwoGpusRoute:
         self.is_used = False
         self.cards = Card()
         self._pairs: WeakDictionary[nn.Module, Pair] = WeakDictionary()
-        self._on_one_card: WeakDictionary[nn.Module, tuple[Any, ...]] = WeakDictionary()
+        self._on_one_card: WeakDictionary[nn.Module, WhyOneCard] = WeakDictionary()
         # The number of calls that both have computed.
         self._calls = 0
         # How the GPUs shared the last call, or why one GPU computed it, in words for users.
@@ -133,15 +154,17 @@ class TwoGpusRoute:
         self._why_one_card = ""
         self._logged: set[str] = set()
 
-    def status(self) -> dict[str, Any]:
-        """The status for users: "calls", the number computed on two GPUs; "split", how the last call was shared, or ""
-        with the "reason" why it was not; "bytes" of copied weights."""
+    def status(self) -> dict[str, int | str]:
+        """The status for users: "calls": the number of calls computed on two GPUs; "split": how the GPUs have shared
+        the last call, "" if one GPU computed it; "reason": why one GPU computed it, "" if two did, or if the option is
+        off; "bytes": the bytes of all copied weights."""
         copies = sum(pair.bytes for pair in self._pairs.values())
         return {"calls": self._calls, "split": self._split, "reason": self._why_one_card, "bytes": copies}
 
     def note(self, split: str = "", why_one: str = "") -> None:
-        """Set the status, and log a sentence that was not logged before: how both GPUs have shared the last call, or
-        why one has computed it although the option is on. Without arguments, the option is off."""
+        """Set what the status says of the last call, and log that if the same words were not logged before. split: how
+        two GPUs have shared the call. why_one: why one GPU has computed the call although the option is on. Without
+        arguments, the status says nothing, because the option is off or OneDiff has not computed the call."""
         self._split = split
         self._why_one_card = why_one
         sentence = f"two GPUs: {split}" if split else f"one GPU: {why_one}" if why_one else ""
@@ -150,8 +173,9 @@ class TwoGpusRoute:
             log.info("%s", sentence)
 
     def forget(self, unet: nn.Module) -> None:
-        """Free a network's copy on the second GPU, and forget why one GPU computed the network. Called when the network
-        is released, or one GPU computes it from now on."""
+        """Free a network's copy on the second GPU, and forget why one GPU computed the network's calls. Does nothing
+        for a network without a copy or such a reason. Called when the network is released, or when one GPU computes it
+        from now on. When the last network is forgotten, the status is cleared."""
         self._on_one_card.pop(unet, None)
         pair = self._pairs.pop(unet, None)
         if pair is not None:
@@ -160,17 +184,18 @@ class TwoGpusRoute:
             self.note()
 
     def forget_all(self, but: nn.Module | None = None) -> None:
-        """Free the copies of all networks on second GPUs, except that of `but`; see forget()."""
+        """forget() all networks that have a copy on a second GPU, except `but`; None: no exception."""
         for unet in self._pairs:
             if unet is not but:
                 self.forget(unet)
 
     def answer(self, network: Network, settings: Settings, call: Call, host: Host) -> Answer | None:
-        """The output of a call by both GPUs, counted. None if one GPU must compute it: then the reason is in the
-        status, and is remembered if it holds for later calls too.
+        """The output of a call by two GPUs; the call is counted. None if one GPU must compute the call: then nothing is
+        counted, and the status has the reason. A reason that showed only while the call was computed is remembered: in
+        an announced sampling until the next one begins; if the second GPU is full, or after a fault of ours, which is
+        logged, until the weights or the memory budget change, and then the copy is freed too.
 
-        A fault of ours here is logged, and gives None. Raises HostError, and torch.cuda.OutOfMemoryError if the first
-        GPU is full.
+        Raises HostError, and torch.cuda.OutOfMemoryError if the first GPU is full.
         """
         self.is_used = True
         allowed = attempted(lambda: self._refuse(network, settings, call))
@@ -194,14 +219,14 @@ class TwoGpusRoute:
             lasts = True
         if lasts:
             self._services.guard.attempt("giving the second GPU back", lambda: self.forget(unet))
-        # Remember the reason. Outside of announced samplings, try again at the next call, unless it lasts.
+        # Outside of announced samplings, a reason that does not last is not remembered: the next call tries again.
         if lasts or in_sampling:
-            self._on_one_card[unet] = one_card_finding(reason, lasts, network, settings)
+            self._on_one_card[unet] = WhyOneCard.of(reason, lasts, network, settings)
         self.note(why_one=reason)
         return None
 
     def _count(self, served: Served, split: str) -> None:
-        """Count a call by both GPUs. split: how they have shared it, for users."""
+        """Count a call by two GPUs. split: how the GPUs have shared the call, for users."""
         self._calls += 1
         self.note(split)
         # The host computes on one GPU, and is not timed in these calls.
@@ -209,16 +234,16 @@ class TwoGpusRoute:
             self._services.call_stats.note_served(served)
 
     def _refuse(self, network: Network, settings: Settings, call: Call) -> None:
-        """Raise Refusal if it is known, before anything is computed, that one GPU must compute the call."""
+        """Raise Refusal if it is known, before anything is computed, that one GPU must compute the call. Forgets a
+        remembered reason that does not hold any more."""
         if call.latent.shape[0] < 2:
             raise Refusal(ONE_ROW)
         if call.latent.is_cuda and torch.cuda.is_current_stream_capturing():
             raise Refusal(CAPTURES)
         known = self._on_one_card.get(network.bound.module)
         if known is not None:
-            reason, lasts, *_ = known
-            if known == one_card_finding(reason, lasts, network, settings):
-                raise Refusal(reason)
+            if known.holds(network, settings):
+                raise Refusal(known.reason)
             del self._on_one_card[network.bound.module]
         if network.bound.has_binding:
             refuse_marked_weights(network)
@@ -228,10 +253,12 @@ class TwoGpusRoute:
     def _serve(
         self, network: Network, settings: Settings, call: Call, host: Host
     ) -> tuple[Served, str]:
-        """The output, and how the GPUs have shared the call, for users ("cuda:0 + cuda:1, 1+1 rows"). Makes the copy on
-        the second GPU at the first call. Raises Refusal if one GPU must compute the call.
+        """How the call was served, and how the GPUs have shared it, for users ("cuda:0 + cuda:1, 1+1 rows"). The first
+        GPU computes the first half of the rows, and the middle one of an odd number. The copy on the second GPU is made
+        at the first call. Raises Refusal if one GPU must compute the call, and the exceptions of CardRoute.answer.
 
-        If the second GPU has a plan, its work is launched first, so that it computes while the first GPU's is launched.
+        If the second GPU has a plan for its rows, they are launched first, so that the second GPU computes while the
+        first GPU's rows are launched.
         """
         first_card = call.latent.device
         batch = call.latent.shape[0]
@@ -269,8 +296,9 @@ class TwoGpusRoute:
     def _second(
         self, pair: Pair, network: Network, settings: Settings, call: Call, rows: slice, host: Host
     ) -> Served:
-        """The second GPU's rows, without a plan: the copy of the weights is brought up to date, and a first output is
-        compared with the host's. host: the host's forward of the whole call, on the first GPU."""
+        """How the second GPU's rows were served, by the slow path: the copy of the weights is brought up to date, and
+        the first output of a shape is compared with the host's. rows: the second GPU's rows of the call. host: the
+        host's forward of the whole call, on the first GPU. Raises SecondGpuFull, and the exceptions of served_of."""
 
         def of_host() -> Tensor:
             with self.cards.using(call.latent.device):
@@ -284,8 +312,8 @@ class TwoGpusRoute:
     # --- the copy -------------------------------------------------------------------------------------------------
 
     def _pair(self, network: Network, first: torch.device) -> Pair | None:
-        """The existing copy of a network on the GPU `first`. None if there is none, or if the network has other layers
-        or is on another GPU by now: then the copy is freed."""
+        """The existing Pair of a network that is on the GPU `first`. None if there is none, or if the network has other
+        layers or was on another GPU when its copy was made: then the copy is freed."""
         pair = self._pairs.get(network.bound.module)
         if pair is None or pair.first == first and pair.mirror.is_of(network.bound):
             return pair
@@ -293,8 +321,9 @@ class TwoGpusRoute:
         return None
 
     def _choose(self, network: Network, first: torch.device) -> torch.device:
-        """The GPU for a copy, with enough room if the size is known (before the network's first call it is not). Frees
-        the copies of other networks if that is necessary. Raises Refusal if no GPU has room."""
+        """The GPU for a network's copy: one with room for the weights, or, before the network's first call, any,
+        because the weights' size is unknown. If no GPU has room, the copies of other networks are freed first. Raises
+        Refusal if no GPU has room after that either."""
         needs = bytes_of(network.bound.binding) if network.bound.has_binding else 0
         try:
             return second_card(first, needs, self.cards)
@@ -306,8 +335,9 @@ class TwoGpusRoute:
             return second_card(first, needs, self.cards)
 
     def _make(self, network: Network, settings: Settings, first: torch.device) -> Pair:
-        """Allocate a network's copy on the second GPU, and serve it like a network. Its values are copied at its next
-        refresh. Raises Refusal if there is no GPU with room, or if a copy of the weights would not be enough."""
+        """Allocate a network's copy on the second GPU, and serve the copy like a network. The weights' values are
+        copied later, at the copy's next refresh. Raises Refusal if no GPU has room, and for refuse_marked_weights;
+        SecondGpuFull if the allocation fails."""
         refuse_marked_weights(network)
         binding = network.bound.binding
         device = self._choose(network, first)
@@ -323,8 +353,8 @@ class TwoGpusRoute:
 
     @contextlib.contextmanager
     def _on(self, device: torch.device) -> Iterator[None]:
-        """A context in which `device`, the second GPU, is torch's current one, and torch.cuda.OutOfMemoryError becomes
-        SecondGpuFull, since then the first GPU's memory need not be freed."""
+        """A context in which `device`, the second GPU, is torch's current one. A torch.cuda.OutOfMemoryError inside is
+        raised as SecondGpuFull, so that the first GPU's memory is not freed for it."""
         try:
             with self.cards.using(device):
                 yield
@@ -333,8 +363,8 @@ class TwoGpusRoute:
 
 
 def refuse_marked_weights(network: Network) -> None:
-    """Raise Refusal if the host changes its weights at each use (Network.weight_marks) or streams them from main
-    memory, so that a copy of the stored weights on the second GPU would not be enough."""
+    """Raise Refusal if a copy of the stored weights on the second GPU would not be enough: because the host changes its
+    weights at each use (Network.weight_marks), or because some of them are streamed from main memory."""
     if network.weight_marks:
         raise Refusal(f"the WebUI computes with {' and '.join(network.weight_marks)}")
     if network.bound.streaming is not None:
@@ -342,8 +372,8 @@ def refuse_marked_weights(network: Network) -> None:
 
 
 def served_of(answer: Answer) -> Served:
-    """How one GPU's rows were served. Raises Refusal if a step policy has extrapolated them, so that nothing was
-    computed and two GPUs gain nothing."""
+    """How one GPU's rows were served. Raises Refusal if a step policy has extrapolated the rows: then nothing was
+    computed, and a second GPU gains nothing."""
     if answer.served is None:
         raise Refusal("this step is extrapolated, so one GPU suffices")
     return answer.served

@@ -59,6 +59,19 @@ def test_state_is_the_best_and_the_reason_the_latest() -> None:
     assert row_of(ready, proved).reason == ""
 
 
+def a_decode(model: str, batch: int, last_used: float) -> Entry:
+    key = ShapeKey.of_decode(model, torch.empty(batch, 4, 9, 8), False, "eager", torch.float16, (), ())
+    return Entry(key, model=model, last_used=last_used)
+
+
+def test_decodes_and_encodes_are_in_the_row_of_the_model_at_their_resolution() -> None:
+    decodes = [a_decode("VAE decoder", 1, 50), a_decode("VAE encoder", 2, 10)]
+    (row,) = rows_of([an_entry(64, 72, last_used=20), *decodes])
+    assert (row.model, row.last_used) == ("SD1", 20)
+    assert [(shape.batch, shape.tokens) for shape in row.shapes] == [(2, 77), (1, 0), (2, 0)]
+    assert [row.model for row in rows_of(decodes)] == ["VAE decoder", "VAE encoder"]
+
+
 def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
     for _ in range(3):
         served(unet, a_call(unet))

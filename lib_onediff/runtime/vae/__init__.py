@@ -1,1 +1,2 @@
-"""Decodes and encodes of VAEs. route: a host's call. decode: our forward for it. wider_type: chooses its dtype."""
+"""Decodes and encodes of VAEs. route: serves a host's call. decode: runs our forward for the call. wider_type: chooses
+the dtype of our forward."""

@@ -49,14 +49,15 @@ class HostNotFinite(Refusal):
 
 
 class HostDecode(NamedTuple):
-    """A host's call of a VAE's decoder or encoder. Names are those of a decode; for an encode, `latent` is the image,
-    and the two functions return the latent's mean and log variance.
+    """A host's call of a VAE's decoder or encoder. The fields are named for a decode; in an encode, `latent` is the
+    image, and decode() and image() return the latent's mean and log variance.
 
     decoder: the host's module, a decoder or an encoder.
     latent: the module's input, (batch, channels, h, w).
-    decode: computes the host's own result anew at every call, to time it.
-    image: returns the host's own result, computed at the first call and then remembered, to compare with and to return.
-    upcast_attention: compute attention scores in float32.
+    decode: computes the host's own result anew at every call, so that it can be timed.
+    image: returns the host's own result, to compare with and to return; computed at the first call, and then
+        remembered.
+    upcast_attention: whether attention scores are computed in float32.
     """
 
     decoder: nn.Module
@@ -70,10 +71,10 @@ class Decoded(NamedTuple):
     """The result of one decode or encode by our forward.
 
     image: in the host's dtype; for an encode, the latent's mean and log variance.
-    entry: of the shape with the backend and dtype that computed it.
-    reason: why a faster backend, or the one in the settings, did not compute it, for users. "" if none was skipped, and
-        if in_type() was to use the reference backend alone.
-    is_finite: whether it has neither NaN nor infinite values.
+    entry: the entry of the shape with the backend and dtype that computed the image.
+    reason: why a faster backend, or the one in the settings, did not compute the image, for users; "" if no backend was
+        passed over, and for in_type(uncompared=True), which uses the reference backend alone.
+    is_finite: whether the image has neither NaN nor infinite values.
     """
 
     image: Tensor
@@ -84,13 +85,14 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True)
 class Decode:
-    """One decode, or one encode, by our forward. See HostDecode for the names in an encode.
+    """One decode, or one encode, by our forward. Names are as in HostDecode: in an encode, the image is the latent's
+    mean and log variance.
 
     notice: called with every entry that is tried; the route shows the last one in its status.
-    layout, weights: of the decoder, as they are now. Nothing may keep the weights after the decode.
+    layout, weights: the decoder's layout and weights, as they are now. Nothing may keep the weights after the decode.
     identity: a digest of the weights and of the code of the host's forward; see BoundNetwork.identity.
     host: the host's call.
-    settings: that apply to it.
+    settings: the settings that apply to the call.
     """
 
     services: Services
@@ -102,11 +104,11 @@ class Decode:
     settings: Settings
 
     def in_type(self, dtype: torch.dtype, uncompared: bool = False) -> Decoded:
-        """The image, computed in a dtype by the fastest backend that does not fail, and cast to the latent's dtype. It
-        is not compared with the host's; see checked(). It may have NaN; see Decoded.is_finite.
+        """The image, computed in a dtype by the fastest backend that does not fail, and cast to the latent's dtype. The
+        image may have NaN (Decoded.is_finite), and is not compared with the host's: the caller passes it to checked().
 
-        uncompared: there will be no host image to compare with, so only the reference backend is used, without a
-            reason. Raises Refusal if no backend can decode, and torch.cuda.OutOfMemoryError.
+        uncompared: True if there is no host image to compare with: then only the reference backend is used. Raises
+        Refusal if no backend can decode, and torch.cuda.OutOfMemoryError.
         """
         services = self.services
         found = services.devices.launched(
@@ -129,11 +131,11 @@ class Decode:
         )
 
     def checked(self, made: Decoded) -> Decoded:
-        """The same object. At the first use of a shape, its image is compared with the host's own, unless this machine
-        has done so before.
+        """Returns `made`. At the first use of its shape, its image is compared with the host's own before, unless the
+        history has such a comparison of this machine.
 
-        Raises Refusal if the two differ by more than rounding explains, so that the host's image must be used, and
-        HostNotFinite.
+        Raises Refusal if the images differ by more than rounding explains, so that the host's image must be used;
+        HostNotFinite if the host's image has NaN or infinite values; and HostError.
         """
         if made.entry.state is not State.COLD:
             return made
@@ -142,8 +144,9 @@ class Decode:
         return made
 
     def _compare(self, made: Decoded) -> None:
-        """Make a COLD entry PROVED, because of an earlier check in the history, or by comparing the image with the
-        host's and timing the host. If the two differ, the entry is FAILED. Raises what checked() raises."""
+        """Make a COLD entry PROVED: because of an earlier comparison in the history, or by comparing the image with the
+        host's, and timing the host. If the images differ, the entry becomes FAILED. Raises the exceptions of checked();
+        after HostNotFinite, the entry is still COLD."""
         entry = made.entry
         history = self.services.history
         if not history.recall(entry):
@@ -178,13 +181,14 @@ class Decode:
 
     @property
     def _small(self) -> Tensor:
-        """A tensor with the latent's height and width, for the shape's key and the estimate of memory: the latent of a
-        decode; every n-th pixel of an image to encode."""
+        """A tensor with the height and width of a latent, for the shape's key and the estimate of memory: the latent of
+        a decode; of an image to encode, every n-th pixel, where n is Layout.reduction."""
         step = self.layout.reduction
         return self._latent[..., ::step, ::step]
 
     def _entry(self, dtype: torch.dtype, backend: str) -> Entry:
-        """The entry of this decode in a dtype and with a backend, switched to the verdict for the present weights."""
+        """The entry of this decode in a dtype and with a backend, switched to the verdict for the present weights.
+        Calls notice() with it."""
         layout = self.layout
         upcast = self.host.upcast_attention
         flags = flags_for(self.settings, dtype, self._latent.device, upcast)
@@ -196,14 +200,14 @@ class Decode:
 
     def _by_backend(self, device: Device, use: KernelUse, latent: Tensor, entry: Entry, reason: str) -> Decoded:
         """The image by one backend, whose kernels are loaded first if necessary. reason: why a faster backend did not
-        compute it. Raises Refusal if the entry has failed before, or the kernels cannot be loaded."""
+        compute the image. Raises Refusal if the entry is FAILED, or if the kernels cannot be loaded."""
         if entry.state is State.FAILED:
             raise Refusal(entry.reason)
         device.prepare(use)
         return self._computed(device, entry, latent, reason)
 
     def _spread(self, entry: Entry) -> float:
-        """How far rounding moves this image, as a relative error; see rounding.spread."""
+        """How far rounding in the entry's dtype moves the image, as a relative error; see rounding.spread."""
         key = entry.key
         latent = self._latent.to(entry.key.dtype)
         weights = self._weights_in(key.dtype)
@@ -216,15 +220,15 @@ class Decode:
             return spread(image, ops, rounds_as(key.dtype, latent.device, key.precision), latent.device)
 
     def _weights_in(self, dtype: torch.dtype) -> Weights:
-        """The weights in a dtype; the stored ones if that is the latent's. Each is cast when it is read, so that there
-        is never a copy of all."""
+        """The weights in a dtype; the stored weights themselves if it is the latent's dtype. Otherwise each weight is
+        cast when it is read, so that there is never a copy of all weights."""
         if dtype == self._latent.dtype:
             return self.weights
         return Operands(self.weights, [Cast(dtype, vectors=True)])
 
     def _computed(self, used: Device, entry: Entry, latent: Tensor, reason: str) -> Decoded:
-        """The image by a backend whose kernels are loaded, in the host's dtype. latent: in the dtype to compute in.
-        reason: of the result, see Decoded."""
+        """The image by a backend (used) whose kernels are loaded, in the host's dtype. latent: in the dtype to compute
+        in. reason: becomes Decoded.reason."""
         key = entry.key
         device = latent.device
         stored = self._latent.dtype

@@ -1,4 +1,4 @@
-"""Serves the decodes and encodes of a host's VAE by our forward, or by the host's with a reason."""
+"""Serves the decodes and encodes of a host's VAE by our forward, or by the host's forward, with a reason."""
 from __future__ import annotations
 
 import logging
@@ -31,14 +31,15 @@ from .wider_type import NOT_FINITE, NoTypeHelps, WiderType
 
 log = logging.getLogger("onediff")
 
+# The route of a decode by our forward; the other one is core.image.HOST.
 OURS = "ours"
 # The channels of an image. No latent has three.
 COLOURS = 3
 
 
 class DecoderRoute:
-    """Routes the calls of every VAE decoder and encoder that a host has handed over. A "decoder" is either of the two,
-    and a "decode" also an encode, if nothing else is said."""
+    """Routes the calls of every VAE decoder and encoder that a host has handed over (adopt). "Decoder" means a decoder
+    or an encoder here, and "decode" a decode or an encode, if nothing else is said."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -58,8 +59,9 @@ class DecoderRoute:
     def adopt(
         self, decoder: nn.Module, settings: Settings | None = None, host_traits: HostTraits = HostTraits()  # noqa: B008
     ) -> None:
-        """Serve a decoder, or an encoder, from now on, or replace the settings of a served one. The module is never
-        changed. settings: for this module; None: the runtime's apply. host_traits: ignored for a served one."""
+        """Serve a decoder from now on, or replace the settings of a served one. The module is never changed. settings:
+        the settings for this module; None: the runtime's apply. host_traits: ignored if the module is served
+        already."""
         with self._lock:
             known = self._decoders.get(decoder)
             if known is not None:
@@ -84,15 +86,16 @@ class DecoderRoute:
             self.release(decoder)
 
     def note_host(self, reason: str, is_decode: bool = True) -> None:
-        """Show in the status that the host decodes a latent without OneDiff, and why. is_decode: False if the host may
-        not decode at all: then the reason is shown, and no decode is counted."""
+        """Show in the status that the host decodes a latent without OneDiff, and why. is_decode: False if it is not
+        known whether the host decodes: then the reason is shown, and no decode is counted."""
         self._entry = None
         self._note(HOST, reason)
         self._calls[HOST] += is_decode
 
     def status(self) -> dict[str, Any]:
-        """The route of the last decode (or encode), its reason and its times, as plain values; None where unknown.
-        Times are medians at its size in milliseconds. "calls" counts decodes alone, by route."""
+        """The last decode or encode, as plain values: "route" (OURS or HOST; None before the first), "reason", and of
+        the entry that was tried last "backend", "resolution", "decode_ms", "host_ms" (medians) and "relative_error";
+        each of these is None if unknown. "calls" counts decodes by route, without encodes."""
         entry = self._entry
         return {
             "route": self._route,
@@ -111,14 +114,15 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: Callable[[], Tensor], upcast_attention: bool = False,
         check: Callable[[], object] = lambda: None,
     ) -> Tensor:
-        """The decoder's image of a latent, (batch, channels, h, w).
+        """The decoder's image of a latent, (batch, channels, h, w); for an encoder, the output for an image.
 
-        host: the host's own decode of the same latent. check: raises Refusal if the host must decode, for a reason that
-        its adapter finds; called first. upcast_attention: compute attention scores in float32.
+        host: the host's own decode of the same latent. check: called first; raises Refusal if the host must decode, for
+        a reason that the host's adapter finds. upcast_attention: whether attention scores are computed in float32.
 
-        Raises only exceptions of the host. If we cannot serve, the host decodes, and status() has the reason. If the
-        image has NaN, ours or the host's, the latent is decoded again in a wider dtype. If that does not help, the
-        host's own image is returned, so that the host handles it as it would without OneDiff.
+        Raises only exceptions of the host. If OneDiff cannot serve the decode, the host decodes, and status() has the
+        reason. If an image, OneDiff's or the host's, has NaN or infinite values, the latent is decoded again by OneDiff
+        in a wider dtype. If that does not help, the host's own image is returned, so that the host handles it as it
+        would without OneDiff. A warm-up's decode does not change the route, reason and times in status().
         """
         services = self._services
         before = (self._route, self._reason, self._entry)
@@ -136,7 +140,7 @@ class DecoderRoute:
         self, decoder: nn.Module, latent: Tensor, host: HostFunction, upcast_attention: bool,
         check: Callable[[], object],
     ) -> Tensor:
-        """See decode, which also adds the time to the image's. Raises HostError for exceptions of the host."""
+        """See decode, which in addition counts the time for the image. Raises HostError for exceptions of the host."""
         host_decode = HostDecode(decoder, latent, host, cache(host), upcast_attention)
         self._entry = None
         tried = attempted(lambda: self._serve(host_decode, check), host_oom_is_ours=True)
@@ -155,8 +159,8 @@ class DecoderRoute:
         return self._ours(host_decode).serve()
 
     def _admitted(self, host_decode: HostDecode) -> tuple[BoundNetwork, Settings]:
-        """The decoder with its weights, and the settings that apply to it now. Raises Refusal if OneDiff is switched
-        off, or does not serve this decoder."""
+        """The decoder with its weights, and the settings that apply to the decoder now. Raises Refusal if OneDiff is
+        switched off, or does not serve this decoder."""
         known = self._decoders.get(host_decode.decoder)
         if known is None:
             # This also happens if another thread has just switched OneDiff off.
@@ -171,8 +175,9 @@ class DecoderRoute:
         return known[0], settings
 
     def _ours(self, host_decode: HostDecode) -> WiderType:
-        """An object that decodes by our forward, with the weights as they are now. Raises Refusal if our forward does
-        not support the decoder or the latent."""
+        """An object that decodes by our forward, with the weights as they are now; nothing is decoded yet. Raises
+        Refusal if our forward does not support the decoder or the latent, if OneDiff is switched off, or if it does not
+        serve this decoder."""
         bound, settings = self._admitted(host_decode)
         # on_card, because the kernels that read the weights' contents are loaded on torch's current GPU.
         with self._lock, on_card(host_decode.latent.device):
@@ -188,8 +193,9 @@ class DecoderRoute:
         return WiderType(decode)
 
     def _by_host(self, host_decode: HostDecode, tried: Attempt[Decoded]) -> Tensor:
-        """The host's own image, or ours in a wider dtype if the host's is not finite. tried: the failed attempt to
-        serve the decode; has the reason. If it ran out of GPU memory, ours is freed first.
+        """The host's own image; if that is not finite, ours in a wider dtype, if that is (see _in_place_of). tried: the
+        failed attempt to serve the decode; has the reason. If the attempt ran out of GPU memory, OneDiff's is freed
+        first.
 
         A fault of ours is logged only after the host has answered: if the host raises too, the inputs are wrong.
         """
@@ -211,9 +217,12 @@ class DecoderRoute:
         return shown
 
     def _in_place_of(self, image: Any, host_decode: HostDecode, reason: str, may_help: bool) -> Tensor:
-        """The host's `image` if it is finite, or OneDiff is switched off; otherwise our image in a wider dtype. If ours
-        is not finite either, the host's, and a warning is logged. reason: why we did not decode, for the log. may_help:
-        False if a wider dtype was tried already."""
+        """The host's `image`, or in its place our image in a wider dtype, if the host's is not finite and ours is.
+
+        Returns the host's image too if OneDiff is switched off or does not serve the decoder, with gradients on, and if
+        `image` is not a tensor of four dimensions. If neither image is finite, logs a warning. reason: why OneDiff did
+        not decode, for the log and the status. may_help: False if a wider dtype was tried already: then none is tried.
+        """
         is_image = isinstance(image, Tensor) and image.dim() == 4 and image.is_floating_point()
         if not is_image or torch.is_grad_enabled():
             return image
@@ -245,7 +254,7 @@ class DecoderRoute:
         self._entry = entry
 
     def _note_ours(self, made: Decoded, latent: Tensor) -> None:
-        """Note and count a result of our forward; see _note and _count."""
+        """Note and count a result of our forward (_note, _count)."""
         self._note(OURS, made.reason)
         self._count(OURS, latent)
 
@@ -256,8 +265,9 @@ class DecoderRoute:
         self._calls[route] += not encodes
 
     def _note(self, route: str, reason: str) -> None:
-        """Note the route of the last decode, and log it if it has changed. reason: why it was not ours, or not faster.
-        """
+        """Note the route of the last decode, and its reason, for the status and the image. Logs a line if one of the
+        two has changed, but the same line only once in SECONDS_UNTIL_LOGGED_AGAIN. reason: why the route is not OURS,
+        or why the decode was not faster; "" for none."""
         self._services.call_stats.note_decode(route, reason)
         changed = (route, reason) != (self._route, self._reason)
         self._route = route
@@ -271,8 +281,8 @@ class DecoderRoute:
 
 
 def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
-    """Raise Refusal if the latent's device or dtype is not that of the decoder's weights. Then the host would fail too,
-    or convert them."""
+    """Raise Refusal if the latent's device or dtype is not that of the decoder's weights: the host's own forward then
+    fails too, or converts the latent or the weights."""
     if latent.device != binding.device:
         raise Refusal(f"the latent is on {latent.device}, but the VAE's weights are on {binding.device}")
     if latent.dtype != binding.dtype:
@@ -281,8 +291,8 @@ def refuse_misplaced(binding: Binding, latent: Tensor) -> None:
 
 
 def refuse_surroundings(latent: Tensor) -> None:
-    """Raise Refusal if our forward does not support the modes that are set around the decode: gradients, global module
-    hooks, autocast to another dtype."""
+    """Raise Refusal if a mode is set around the decode that our forward does not support: recorded gradients, global
+    module hooks, or autocast to another dtype than the latent's."""
     if torch.is_grad_enabled():
         raise Refusal(TRAINING)
     refuse_global_hooks()
@@ -294,13 +304,13 @@ def refuse_surroundings(latent: Tensor) -> None:
 
 
 def image_or_latent(tensor: Tensor) -> str:
-    """The word for a VAE's input or output: "image" for (batch, COLOURS, h, w), otherwise "latent"."""
+    """The word for a VAE's input or output: "image" for a tensor (batch, COLOURS, h, w), otherwise "latent"."""
     return "image" if tensor.shape[1] == COLOURS else "latent"
 
 
 def described(route: str | None, reason: str) -> str:
-    """A line for users on how a decode was served, such as "VAE: accelerated". route: OURS or HOST; None before the
-    first decode: then "". reason: why it was not ours, or not faster; "" for none."""
+    """A line for users on how a decode was served, such as "VAE: accelerated"; "" if route is None, before the first
+    decode. route: OURS or HOST. reason: why the route is not OURS, or why the decode was not faster; "" for none."""
     if route is None:
         return ""
     if route == OURS:
