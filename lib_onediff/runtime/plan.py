@@ -17,7 +17,7 @@ from ..core.policy import Served
 from ..core.precision import autocast_dtype, flags_for, is_autocast_on
 from ..core.settings import Settings
 from ..core.table import Entry, State
-from ..weights.module_tree import Part
+from ..weights.baseline import Part
 from .network import Network
 from .services import Services
 

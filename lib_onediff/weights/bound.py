@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from ..core.call import Call
 from ..core.epoch import Epoch
 from ..core.refusal import Refusal
+from .baseline import Baseline, Parameters, Part
 from .binding import Binding
 from .contents import PART, Contents, ContentsReader, MemorySpan
 from .digests import WeightsDigest, digest_of_values
 from .host_code import HostCode
 from .main_memory import MainMemory
-from .module_tree import Baseline, Parameters, Part, Tree
+from .module_tree import Tree
 from .on_the_fly import OnTheFly
 from .scan import APPLIED_AT_CALL, HostTraits
 from .streaming import Streaming, Units, streaming_of

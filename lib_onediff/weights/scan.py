@@ -29,8 +29,9 @@ from ..core.origins import (
     package,
 )
 from ..core.refusal import Refusal
+from .baseline import layout_of
 from .code import NOT_READ, Code, Named, names_in
-from .module_tree import FORWARDS, layout_of
+from .module_tree import FORWARDS
 from .reached import Reached
 from .stored import StoredReader
 from .values import FUNCTIONS, Digests, Tokens

@@ -4,7 +4,8 @@ from __future__ import annotations
 import edits_in_samplings
 import pytest
 
-from lib_onediff.weights.module_tree import ModuleStates, Parameters
+from lib_onediff.weights.baseline import Parameters
+from lib_onediff.weights.module_tree import ModuleStates
 
 
 @pytest.mark.parametrize("network", ["sdxl", "cosmos", "anima"])
