@@ -57,6 +57,7 @@ def test_functions_that_the_network_never_reads_are_named_only_if_other_function
     ({"block_inner_modifiers": [function_of("x.py")]}, ["block_inner_modifiers by x.py"]),
     ({"group_norm_wrapper": function_of("iclight.py")}, ["group_norm_wrapper by iclight.py"]),
     ({"of_tomorrow": [function_of("new.py")]}, ["of_tomorrow by new.py"]),
+    ({"of_tomorrow": [(0.5, function_of("new.py"))]}, ["of_tomorrow by new.py"]),
     ({"num_frames": 2}, ["num_frames"]),
     ({"patches": {"attn2_patch": [len]}, "of_tomorrow": {"strength": len}},
      ["patches[attn2_patch] by builtins", "of_tomorrow[strength] by builtins"]),

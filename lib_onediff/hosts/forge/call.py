@@ -37,10 +37,11 @@ SEVERAL_PROMPTS = "several prompts, areas or other predictions are computed toge
 
 
 class HostCall(NamedTuple):
-    """The arguments of a call of the host's forward. Those that are tensors here may be anything until
-    require_tensors() has passed.
+    """The arguments of a call of the host's forward, as the host gives them: x, timesteps, context and y may be values
+    of any type, also None, until require_tensors() has checked them.
 
-    x: the latent. context: the prompt. y: a UNet's extra embedding, such as SDXL's pooled prompt and sizes.
+    x: the latent. context: the prompt. y: a UNet's extra embedding, such as SDXL's pooled prompt and sizes; None
+        without.
     control: the residuals of ControlNets, lists by part of the UNet ("input"); None without.
     options: transformer_options; {} if the host passes none.
     others: further arguments, by name.
@@ -73,8 +74,10 @@ class HostCall(NamedTuple):
             raise unsupported_inputs("the latent, the timestep, the prompt or the pooled prompt is not a tensor")
 
     def run(self, forward: Callable[..., Tensor], unet: nn.Module) -> Tensor:
-        """The output of the host's own forward (forward) of this network for these arguments. May be called several
-        times: the forward removes elements from the lists in control, and gets copies of them."""
+        """The output of `forward`, the host's own forward of unet's class, for the network unet and these arguments.
+        May be called several times: the forward removes elements from the lists in control, so it gets copies of the
+        lists.
+        """
         control = None if self.control is None else {
             part: list(values) if isinstance(values, list) else values for part, values in self.control.items()
         }
@@ -207,15 +210,29 @@ def is_plain(value: Any) -> bool:
 
 
 def describe(name: str, part: Any, value: Any) -> str:
-    """An entry of transformer_options in words for the user, such as "patches[attn1_patch] by an_extension": its name,
-    and the author of the first function in it, if there is one.
+    """An entry of transformer_options in words for the user, such as "patches[attn1_patch] by an_extension": the
+    entry's name, and the author of the first function in the entry (first_function); without a function, the name
+    alone.
 
-    name: the option's. part: the key in the option's mapping; "" if the option is no mapping. value: what is there.
+    name: the option's name. part: the entry's key if the option is a mapping; "" if it is none. value: the option's
+    value, or in a mapping the one at this key.
     """
     label = f"{name}[{part}]" if part != "" else name
-    while isinstance(value, (Mapping, list, tuple)) and value:
-        value = next(iter(value.values() if isinstance(value, Mapping) else value))
-    return f"{label} by {author(value)}" if callable(value) else label
+    function = first_function(value)
+    return label if function is None else f"{label} by {author(function)}"
+
+
+def first_function(value: Any) -> Any:
+    """The first callable in an entry of transformer_options: the entry itself, or one in its mappings, lists and tuples
+    at any depth. None if there is none."""
+    if callable(value):
+        return value
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if not isinstance(value, (list, tuple)):
+        return None
+    found = (first_function(inside) for inside in value)
+    return next((function for function in found if function is not None), None)
 
 
 def control_of(control: Mapping[str, Any] | None) -> Control | None:

@@ -87,10 +87,12 @@ def read_layers(block: Any, leaves: LeafReader) -> GatedLayers:
 
 
 def krea2_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """Our Call for this call of the host's network (given), whose context is (batch, tokens, width) or
-    (batch, 1, tokens, width), without padding. Our context is padded to a multiple of some tokens and has a mask, so
-    that prompts of most lengths share a shape. Raises Refusal if only the host can compute the call. how: the arguments
-    of transformer_call after `given`."""
+    """Our Call for a call of the host's network. Raises Refusal if only the host can compute the call.
+
+    given: the host's call, whose context is (batch, tokens, width) or (batch, 1, tokens, width), without padding. The
+    context of our Call is padded to a multiple of some tokens and has a mask, so that prompts of most lengths share a
+    shape. how: upcast_attention, names_read, image_prompts and changed, in this order, as for transformer_call.
+    """
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> Krea2Call:
         return Krea2Call(latent, timestep, *filled_prompt(context), **others)

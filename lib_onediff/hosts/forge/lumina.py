@@ -54,9 +54,13 @@ def attention_of(attention: Any, leaves: LeafReader) -> SelfAttention:
 
 
 def z_image_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """Our Call for this call of the host's network (given), Z-Image or Lumina 2. Its prompts, which all have the same
-    length, are padded to the multiple of tokens that the network uses. Raises Refusal if only the host can compute the
-    call. how: the arguments of transformer_call after `given`."""
+    """Our Call for a call of the host's network, Z-Image or Lumina 2. Raises Refusal if only the host can compute the
+    call.
+
+    given: the host's call. Its prompts, which all have the same length, are padded in our Call to the multiple of
+    tokens that the network uses. how: upcast_attention, names_read, image_prompts and changed, in this order, as for
+    transformer_call.
+    """
 
     def call_of(latent: Tensor, timestep: Tensor, context: Tensor, **others: Any) -> ZImageCall:
         context, lengths, _ = joined_prompts(list(context), network.pad_tokens_multiple or 1)
