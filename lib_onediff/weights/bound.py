@@ -37,14 +37,16 @@ class BoundNetwork:
     epoch: versions that count the changes found in this process. Objects made at another epoch may be invalid.
     identity(): a digest of weights and code, equal in any process. It is the key of verdicts.
 
+    host_traits: the properties of the host, which its adapter knows.
     is_copy: whether the module is a copy of ours on another device, which no other code changes.
     baseline: the network at the last look for changes; replays are compared with it.
     refreshed: the epoch at the last refresh. Objects that are made after it from the binding are valid for this epoch.
-    channels_last: whether the convolutions' weights are in channels-last order.
-    on_the_fly: the functions that the host applies to its weights at each use.
+    channels_last: whether we have put the convolutions' weights in channels-last order.
+    on_the_fly: the functions and casts that the host applies to its weights at each use.
     host_code: decides whether the network's code can be served, and counts its changes.
-    streaming: copies weights in main memory to the device that computes; None if all weights are on the device.
-    reader: a kernel that computes checksums of weights; None: torch's operators are used.
+    streaming: copies weights in main memory to the device that computes; None if all weights are on the device, and
+        after the buffers were freed; see streaming_now().
+    reader: a kernel that computes checksums of weights, set by the runtime; None: torch's operators are used.
     """
 
     def __init__(
@@ -161,8 +163,8 @@ class BoundNetwork:
         return self.on_the_fly.bytes + (0 if self.streaming is None else self.streaming.bytes)
 
     def retry(self) -> None:
-        """If reading the network has failed by a fault of ours, let the next call read it again. Called at the begin of
-        each sampling: reading may succeed in another image. Otherwise, does nothing."""
+        """If reading the network has failed by a fault of ours, let the next call read it again; otherwise, do nothing.
+        Called at the beginning of each sampling: reading may succeed in another image."""
         if self._has_failed:
             self._has_failed = False
             self._refusal = None
@@ -209,7 +211,8 @@ class BoundNetwork:
 
         It is computed from biases and norms, which few LoRAs change: they are copied to the CPU (3 MB of SDXL's), which
         waits for the device. sampling: the number of the sampling in progress, in which the digest is computed once,
-        whatever is edited; None: outside of samplings, where it is computed after every change.
+        whatever is edited; None: outside of samplings, where it is computed after every change. Raises Refusal without
+        a binding.
         """
         state = self._holds_for(sampling)
         if self._checkpoint[0] != state:
@@ -224,7 +227,7 @@ class BoundNetwork:
         sampling: the number of the sampling in progress, in which the digest is computed once, whatever is edited;
         None: outside of samplings, where it is computed after every change. It takes 13 ms for SDXL on an H200, waits
         for the device, and takes seconds on a CPU. Of weights in main memory that a GPU computes with, it reads 1
-        number in contents.PART.
+        number in contents.PART. Raises Refusal without a binding.
         """
         state = self._holds_for(sampling)
         if self._identity[0] != state:
