@@ -186,9 +186,9 @@ class WarmUp:
         return self._webui.model_name()
 
     def add(self, sizes: Iterable[Size], source: str, *, tokens: int = TOKENS, first: bool = False) -> list[SizeJob]:
-        """Queue a job for each size, also for sizes that are ready, and return copies of the jobs. For a size and
-        number of tokens with a pending job, none is queued, and the copy is of that job. Returns at once; the work is
-        done between images.
+        """Queue a job for each size, also for sizes that are ready, and return copies of the jobs. If a job of the same
+        size and tokens is pending already, no other one is queued, and a copy of the pending job is returned. Returns
+        at once; the work is done between images.
 
         source: where this was started, for users. tokens: the length of the context, 77 for each started 75 tokens of
         the prompt. first: whether these sizes come before all sizes that wait already. Raises ValueError, with a

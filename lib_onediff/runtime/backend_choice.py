@@ -187,8 +187,8 @@ class LowBitRoute:
         bits and within the error budget; with lossy.only, those of all layers whose 8-bit weights fit on the GPU.
         Unknown errors are measured first, in this call.
 
-        is_first: whether this is the shape's first call, which is compared with the host. In it, tune() runs first, so
-        that later calls compute the same layers in eight bits.
+        is_first: whether this is the shape's first call, which is compared with the host. In that call, tune() runs
+        first, so that later calls compute the same layers in eight bits.
 
         Raises Refusal if no layer may be in eight bits, if the errors cannot be measured in this call, or if the GPU
         has no room. After running out of memory, the network's 8-bit weights are dropped, and refused until the next

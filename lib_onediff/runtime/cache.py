@@ -201,8 +201,8 @@ class Cache:
         """Pin a resolution ("512x512") of a model, so that its graphs are dropped last, also in later processes; or, if
         `pinned` is False, unpin it.
 
-        Returns whether the resolution is known, that is, has a row in rows() or is pinned; an unknown one is not
-        pinned. Raises NotKept if the pin could not be written to the disk.
+        Returns True if that was done; False, with nothing changed, for a resolution without a row in rows(), unless it
+        is pinned and is to be unpinned. Raises NotKept if the pin could not be written to the disk.
         """
         known = any((row.resolution, row.model) == (resolution, model) for row in self.rows())
         known = known or (not pinned and (model, resolution) in self._services.history.pins())

@@ -86,8 +86,7 @@ class CallStats:
 
     generations: the generations in progress. Their logs receive the steps that are counted here.
     last_call: the last call of any network, for the status line.
-    parts: for each place, the ImagePart of the last image at which OneDiff computed steps there. A place without such
-        an image has no key.
+    parts: for each place where OneDiff has computed steps, the ImagePart of the last such image.
     images: the number of finished images at each place.
     calls: the number of calls of UNets and transformers by route, warm-ups included.
     """
@@ -364,9 +363,8 @@ class CallStats:
         """Count a call that the host computes, keep it as last_call, and log its reason (see _note_last). Returns the
         stopwatch of the host's calls like it; None if unknown; see count.
 
-        reason: why OneDiff does not compute the call, for users. model: the network's name for users. latent: the
-            call's
-        input. host: the host's stopwatch at this shape. Each of the last three is None if unknown.
+        reason: why OneDiff does not compute the call, for users. model: the network's name for users. latent: the input
+        of the call. host: the host's stopwatch at this shape. model, latent and host are None if unknown.
         """
         self._place = Place(model, self._resolution(latent))
         self.calls[HOST] += 1

@@ -144,7 +144,7 @@ class OneCard:
     def _check(self, call: Call, served: Served, functions: FunctionCalls | None, host: Host | None) -> bool:
         """Compare an output with the host's, unless an output of this shape with these weights was compared before; an
         image's output is compared although a warm-up's was. Cached passes are not compared: check() does that. Returns
-        whether it was compared now.
+        whether the output was compared now.
 
         functions: see _serve_locked; rewound first, because the host calls the same functions again. host: None if the
         host cannot compute this call. Raises Refusal if the output must not be used: because it differs from the

@@ -204,8 +204,8 @@ class Runtime:
     def begin_sampling(self, unet: nn.Module, sampling: Sampling | None = None, of_all: bool = True) -> None:
         """Called by a host at the start of a sampling with a network. Drops the network's plans of the last sampling,
         and frees GPU memory for the host if it is short. sampling: None if nothing is known of its steps. of_all:
-        whether the sampling may use other networks too, such as a refiner: then it counts for every network; if False,
-        for a network that is not served it has no effect."""
+        True: the sampling may use other networks too, such as a refiner, and is in progress for every network; False:
+        for unet alone, if unet is served."""
         network = self.services.networks.get(unet)
         self.call_stats.begin_image()
         if of_all:
@@ -338,12 +338,10 @@ class Runtime:
         """The answer of the host's own forward to a call that OneDiff did not serve. The call is counted, with the
         reason.
 
-        attempt: the failed attempt to serve the call; has the reason. If the attempt ran out of GPU memory, OneDiff's
-            is
+        attempt: the failed attempt to serve the call; has the reason. If it ran out of GPU memory, OneDiff's memory is
         freed first. hook: what was attempted, in words for Guard.give_up. latent: the call's latent; None if it could
-            not
-        be read. tried: the entry that was tried last; None if there was none. A fault of ours is logged only after the
-        host has answered: if the host raises too, the inputs are wrong. Raises only exceptions of the host.
+        not be read. tried: the entry that was tried last; None if there was none. A fault of ours is logged only after
+        the host has answered: if the host raises too, the inputs are wrong. Raises only exceptions of the host.
         """
         fault = attempt.fault
         if attempt.outcome is Outcome.OUT_OF_MEMORY:
