@@ -116,8 +116,9 @@ class Cache:
     # --- showing --------------------------------------------------------------------------------------------------
 
     def rows(self) -> list[ResolutionRow]:
-        """A row for each resolution of each model that was used in this process, is kept on the disk, or is pinned; the
-        most recently used first. If a call holds the lock, the graphs' memory in the rows may be older (see _look)."""
+        """A row for each resolution of each model that was used in this process, or by earlier processes with the same
+        Fingerprint; the most recently used first. A pin alone makes no row. If a call holds the lock, the graphs'
+        memory in the rows may be of an earlier time (see _look)."""
         services = self._services
         return rows_of(
             services.table.entries(), services.history.rows(), services.history.pins(), self._look().gives_back,

@@ -20,7 +20,7 @@ from ..weights.low_bit import WantedKinds
 # that is left, but hardly change the image.
 MIDDLE = 0.5
 LATE = 0.2
-# The halves of an image, as bits of a number of halves that were, or still have to be, measured.
+# The halves of an image, as bits: a number such as BOTH says which halves were, or still have to be, measured.
 FIRST_HALF = 1
 SECOND_HALF = 2
 BOTH = FIRST_HALF | SECOND_HALF

@@ -184,7 +184,7 @@ class TwoGpusRoute:
             self.note()
 
     def forget_all(self, but: nn.Module | None = None) -> None:
-        """forget() all networks that have a copy on a second GPU, except `but`; None: no exception."""
+        """Forget all networks that have a copy on a second GPU (see forget), except `but`; None: all of them."""
         for unet in self._pairs:
             if unet is not but:
                 self.forget(unet)
@@ -254,8 +254,9 @@ class TwoGpusRoute:
         self, network: Network, settings: Settings, call: Call, host: Host
     ) -> tuple[Served, str]:
         """How the call was served, and how the GPUs have shared it, for users ("cuda:0 + cuda:1, 1+1 rows"). The first
-        GPU computes the first half of the rows, and the middle one of an odd number. The copy on the second GPU is made
-        at the first call. Raises Refusal if one GPU must compute the call, and the exceptions of CardRoute.answer.
+        GPU computes the first half of the rows; of an odd number, it computes one row more than the second GPU. The
+        copy on the second GPU is made at the first call. Raises Refusal if one GPU must compute the call, and the
+        exceptions of CardRoute.answer.
 
         If the second GPU has a plan for its rows, they are launched first, so that the second GPU computes while the
         first GPU's rows are launched.
