@@ -42,10 +42,11 @@ def compile_unet(unet: Network, settings: Settings | None = None, **options: Any
     settings: None for the defaults. options: values of Settings by name, such as deepcache_interval=3, which override
     those of settings. A second call replaces the settings of the first one.
 
-    A network of any other class, even one derived from these, keeps its own forward; so does, as long as that holds, a
-    network with parts that OneDiff does not support. Both raise nothing: the reason is in the log, and for the class
-    also in status()["left_alone"]. Measurements are kept in the folder of the environment variable ONEDIFF_CACHE, if it
-    is set. Raises ValueError for a wrong option, and TypeError if unet is not a module or settings not a Settings.
+    A network of any other class, even of one derived from these, keeps its own forward; this is no error, and the
+    reason is in the log and in status()["left_alone"]. A network of these classes with parts that OneDiff does not
+    support also runs its own forward, until the parts are replaced; the reason is in the log. Measurements are kept in
+    the folder of the environment variable ONEDIFF_CACHE, if it is set. Raises ValueError for a wrong option, and
+    TypeError if unet is not a module or settings not a Settings.
     """
     must_be_network(unet, "compile_unet")
     chosen = settings_of(settings, options)

@@ -12,8 +12,8 @@ HostMethod = Callable[..., Any]
 
 
 def replace_next_call(target: Any, method: str, replacement: Callable[..., Any]) -> None:
-    """Replace the method of this name (method) of one object (target) for the method's next call. At that call, the
-    replacement is removed from the object, and then called. Does not keep the object alive.
+    """Replace the method named `method` of one object, `target`, for the method's next call. At that call, the object
+    first gets back the method that it had, and then `replacement` is called. Does not keep the object alive.
 
     replacement: replacement(original, *args, **kwargs) returns the result of the call. original is the method that the
         object had before, bound; if the object is being deleted, a function that does nothing.

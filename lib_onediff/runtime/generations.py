@@ -37,9 +37,9 @@ class Generation:
         self.resolution: str | None = None
 
     def note_batch(self, p: Any, is_cut_short: bool) -> None:
-        """Count the images of a batch that is done in the log. p: the host's processing object of the batch. If p is a
-        copy of the owner, as extensions make for images of their own, its images are not counted. is_cut_short: whether
-        the user has interrupted the batch: then the log is marked as interrupted, for a copy too."""
+        """Add the number of a finished batch's images to the log. p: the host's processing object of the batch. If p is
+        a copy of the owner, as extensions make for images of their own, its images are not counted. is_cut_short:
+        whether the user has interrupted the batch: then the log is marked as interrupted, for a copy too."""
         if self.owner == id(p):
             self.log.images += getattr(p, "batch_size", 1)
         self.log.is_interrupted |= is_cut_short

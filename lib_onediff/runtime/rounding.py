@@ -1,10 +1,10 @@
 """The error that rounding explains: every operator rounds its result, and the network amplifies the difference.
 
-An error up to NO_QUESTION is accepted, one above MOST_ERROR is not. In between, the limit is measured for this network
-and these inputs: the reference operators compute the forward twice, the second time with noise of the dtype's precision
-on each operator's result. The host's output and a correct one of ours were 0.3 to 1.4 times as far apart as these two,
-in every network that was tried, trained or random, also in those that amplify rounding a thousandfold. An error in our
-code is not amplified rounding, and exceeds the limit.
+An error up to NO_QUESTION is accepted, and an error above MOST_ERROR is not. In between, the limit is measured for this
+network and these inputs: the reference operators compute the forward twice, the second time with noise of the dtype's
+precision on each operator's result. In every network that was tried, trained or random, the difference between the
+host's output and a correct one of ours was 0.3 to 1.4 times the difference between these two reference outputs, even in
+networks that amplify rounding a thousandfold. An error in our code is not amplified rounding, and exceeds the limit.
 """
 from __future__ import annotations
 

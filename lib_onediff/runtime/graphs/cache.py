@@ -78,8 +78,8 @@ class GraphCache:
 
         budget: in MiB, for all of OneDiff on the device; 0: a quarter of the GPU's memory. Returns how many bytes of
         free GPU memory the graph lacks, which the caller may ask the host for (negative: how many are left over); 0 if
-        the GPU's free memory did not matter, because the budget decided or the pool does not grow. If the graph is not
-        made, nothing is raised: entry.no_graph has the reason if no later call may make it, otherwise entry.waits.
+        the GPU's free memory did not matter, because the budget decided or the pool does not grow. If the graph does
+        not fit, it is not made: entry.no_graph has the reason if no later call may make it, otherwise entry.waits.
         Raises torch.cuda.OutOfMemoryError, and RuntimeError if the forward cannot be captured.
         """
         device = entry.key.device
@@ -140,8 +140,8 @@ class GraphCache:
         return growth + self._holdings.card.spare(device) - self._holdings.left(device)
 
     def _make(self, network: Network, entry: Entry, call: Call) -> None:
-        """Capture the graph: the entry becomes READY, and entry.needs becomes the measured bytes if the graph is the
-        first one of a new pool. Raises the exceptions of GraphMaker.prepare."""
+        """Capture the graph: the entry becomes READY, and if the graph is the first one of a new pool, entry.needs is
+        raised to the measured bytes. Raises the exceptions of GraphMaker.prepare."""
         key = entry.key
         before = self._holdings.made.bytes(key.device, key.architecture)
         operators = self._operators_of(key.backend, network.has_wide_norms)
