@@ -37,6 +37,7 @@ MOST_OBJECTS = 4096
 HOLD_NOTHING = frozenset({int, float, bool, str, bytes, type(None), Tensor, nn.Parameter})
 # The types of attributes that may be counters.
 COUNTERS = (bool, int, float)
+# Modules whose names end so are scripts of the WebUI, which names them by their files.
 SCRIPT = ".py"
 
 
@@ -45,8 +46,9 @@ def prove(
     yardstick: Callable[[], Tensor] | None, is_warm_up: bool, functions: Iterable[Any] = (), times_host: bool = True,
     allowed: float = 0.0, spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> bool:
-    """Prove a shape: compare its first output with the host's, unless this machine has done so before. If they agree,
-    the entry becomes PROVED (READY stays). Calls with functions of other extensions are always compared.
+    """Prove a shape: compare its first output with the host's, unless the history has its verdict from before. If the
+    two outputs agree, the entry becomes PROVED (READY stays). Calls with functions of other extensions are always
+    compared. In a warm-up, the host is timed also if nothing is compared.
 
     output: ours.
     host: the host's own forward of this call. yardstick, is_warm_up, spread, rounds_inputs: see why_it_differs.
@@ -55,14 +57,14 @@ def prove(
     its time can be compared. allowed: the relative error that the backend may have, if it is more than rounding
     explains.
 
-    Returns whether the caller should write the verdict to the history (History.keep_verdict). Raises Refusal if our
-    output must not be used; the entry is FAILED then, unless neither output was finite. If only the host's output is
-    not finite, ours is used, and a warning is logged.
+    Returns whether the caller should write the verdict to the history (History.keep_verdict): True if the two outputs
+    were compared and agree, in an image's call without functions of other extensions. Raises Refusal if our output must
+    not be used; the entry becomes FAILED then, except if neither output was finite. If only the host's output is not
+    finite, a warning is logged, and the entry becomes PROVED, so that ours is used.
     """
     is_news = False
-    # Patched calls are compared anew, because the extension's code may have changed. A warm-up's check, of noise, is
-    # enough for warm-ups alone.
-    known = not entry.key.patches and (history.recall(entry) or (is_warm_up and entry.state is not State.COLD))
+    # Patched calls are compared anew, because the extension's code may have changed.
+    known = not entry.key.patches and history.recall(entry)
     if known and is_warm_up and times_host and entry.host.settled_ms is None:
         time_host(entry, output.device, host, often=True)
     if not known:
@@ -96,15 +98,16 @@ def why_it_differs(
     spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> str | None:
     """Compare our output with the host's, and time the host. Returns None if they agree, HOST_NOT_FINITE if the host's
-    output has NaN or infinite values, otherwise the difference in words for the user. Sets entry.relative_error, and
-    leaves the entry's state to the caller.
+    output has NaN or infinite values, otherwise the difference in words for the user. Sets entry.relative_error if the
+    host's output is finite and the shapes (and dtypes) agree; leaves the entry's state to the caller.
 
-    yardstick: the host's forward with its approximations (such as 8-bit attention) switched off; if given, our output
-    is compared with this one instead. is_warm_up: time the host ENOUGH times, however long that takes. times_host,
-    allowed: see prove. same_type: whether our output must have the host's dtype; under autocast, a UNet's may differ.
-    spread: measures how far rounding moves this output (rounding.spread); called only if the error is neither usual nor
-    too large. rounds_inputs: the host rounds the inputs of layers to int8 or float8. Two correct outputs then differ
-    by more, because values near the middle between two steps may be rounded in different directions.
+    yardstick: the host's forward with its approximations (such as 8-bit attention) switched off; if given, its output
+    takes the place of the host's in all of this. is_warm_up: time the host ENOUGH times, however long that takes.
+    times_host, allowed: see prove. same_type: whether our output must have the host's dtype; under autocast, a UNet's
+    may differ. spread: measures how far rounding moves this output (rounding.spread); called only for errors between
+    the two limits that need no measurement (see rounding.limit_for). rounds_inputs: the host rounds the inputs of
+    layers to int8 or float8. Two correct outputs then differ by more, because values near the middle between two steps
+    may be rounded in different directions.
     """
     with torch.no_grad():
         # This run is not timed: the first run at a size loads kernels and picks algorithms.
@@ -151,9 +154,10 @@ def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], T
     """Compare a cached pass of a step policy with a full pass of the same call, which has just written the memory that
     the cached pass reads, so that the two outputs must be equal within rounding error.
 
-    entry: of the cached pass. output: of the full pass. cached: computes the cached pass. Returns the difference in
-    words for the user, and leaves the entry's state to the caller. None if they are equal, when the entry becomes
-    PROVED, and also if the full pass's output is not finite, when the entry stays as it is.
+    entry: of the cached pass. output: of the full pass. cached: computes the cached pass.
+    Returns None if the two are equal; the entry becomes PROVED. Returns None too if the full pass's output is not
+    finite; the entry stays as it is. Otherwise returns the difference in words for the user, and the caller sets the
+    entry's state. Sets entry.relative_error if it compared.
     """
     again = cached()
     if not bool(torch.isfinite(output).all()):
@@ -172,9 +176,9 @@ def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], T
 
 def computed_twice(entry: Entry, compute: Callable[[], Tensor], functions: Iterable[Any] = ()) -> Tensor | None:
     """The output of a forward that calls functions of other extensions, which is run twice with the same random
-    numbers. None if the two outputs differ, because a function keeps state that rewinder_of does not find, or writes to
-    its inputs. At the end, also after an exception, the random states and the functions' state are as before, because
-    the host runs after this."""
+    numbers. None if the two outputs differ by more than rounding, because a function keeps state that rewinder_of does
+    not find, or writes to its inputs. At the end, also after an exception, the random states and the functions' state
+    are as before, because the host runs after this."""
     rewind = rewinder_of_all(entry.key.device, functions)
     try:
         output = compute()
@@ -210,7 +214,8 @@ def rewinder_of_all(device: torch.device, functions: Iterable[Any] = ()) -> Call
 
 
 def relative_error(output: Tensor, expected: Tensor) -> float:
-    """||output - expected|| / ||expected||, in float32; NaN if either has NaN. Waits for the device."""
+    """||output - expected|| / ||expected|| of two tensors of one shape, in float32; NaN if either has NaN. If expected
+    is 0 everywhere: 0 for an equal output, else huge or infinite. Waits for the device."""
     difference = (output.float() - expected.float()).norm()
     return float(difference / expected.float().norm().clamp_min(torch.finfo(torch.float32).tiny))
 
@@ -220,9 +225,9 @@ def rewinder_of(functions: Iterable[Any]) -> Callable[[], None]:
     use of a shape calls them more often than the host would; with their state restored, they draw random numbers and
     count as if they had been called once.
 
-    The state consists of: random.Random objects in the globals of their modules; bool, int and float attributes of the
-    objects that they can reach, if the class belongs to their package or to a script of the WebUI; and lists that are
-    attributes of the objects that they are methods of (ControlNet's reference mode records in such lists).
+    The state consists of: random.Random objects in the globals of the functions' modules; bool, int and float
+    attributes of the objects that objects_of finds from the functions, by the functions' packages; and, for a function
+    that is a bound method, lists that are attributes of its object (ControlNet's reference mode records in such lists).
     """
     functions = list(functions)
     generators: dict[int, random.Random] = {}

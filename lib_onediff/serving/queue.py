@@ -56,7 +56,8 @@ class Limits:
 
     def accept(self, request: Request) -> Request:
         """The request, with a random seed if it has none. Raises HTTPException 422, with a sentence for the client, if
-        a value is above its limit or below the least possible one, or if the size is not one that can be made."""
+        steps, guidance, the seed, or the letters of both prompts are out of range, or if no image of this size can be
+        made (see core.sizes.Size), or none within `pixels`."""
         try:
             Size(request.width, request.height)
         except ValueError as problem:
@@ -74,8 +75,8 @@ class Limits:
 class Queue:
     """A first-come, first-served queue of requests. All methods run in one event loop.
 
-    waiting: the number of requests that are not begun.
-    answered: the number of begun requests that are over, failed ones and those whose client has hung up included.
+    waiting: the number of accepted requests that are not begun.
+    answered: the number of begun requests that are over, also if they failed or their client has hung up.
     ending: whether end() was called, so that new requests are refused.
     """
 
@@ -119,7 +120,8 @@ class Queue:
 
     async def _image(self, request: Request) -> bytes:
         """The image of a request whose turn has come, begun anew if the replica dies, up to Limits.tries times in all.
-        Raises HTTPException 500 if the image failed, and 503 if every try did."""
+        Raises HTTPException 500 with the sentence of `make` if the image failed, which is not tried again, and 503 if
+        the replica died at every try."""
         for _ in range(self._limits.tries):
             try:
                 answer = await self._make(request)
@@ -132,7 +134,7 @@ class Queue:
         raise HTTPException(503, f"The image was started {self._limits.tries} times and never finished.")
 
     async def end(self) -> None:
-        """Refuse new requests from now on, and return when all others are answered."""
+        """Refuse new requests from now on, and return when all earlier ones are over."""
         self.ending = True
         while self.waiting or self._making:
             await asyncio.sleep(SECONDS_BETWEEN_LOOKS)

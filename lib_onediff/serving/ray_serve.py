@@ -42,8 +42,9 @@ class Config(BaseModel, extra="forbid"):
     model: a folder in diffusers' layout. replicas: the number of processes that make images.
     gpus: for each replica, which may be a fraction; 0: it computes on the CPU.
     cache: the cache folder; "": that of the environment variable ONEDIFF_CACHE, or none.
-    sizes: the sizes that a replica makes ready before it serves, as "1024x1024, 832x1216"; "": the most used ones.
-    guidance: the CFG scale with which these are made ready.
+    sizes: the sizes that a replica makes ready before it serves, as "1024x1024, 832x1216" ("x2" for two images has no
+        effect here); "": the model's most used ones in the cache folder, which are none without a folder.
+    guidance: the CFG scale with which these sizes are made ready.
     allowed_hosts: the Host names that requests may have besides IP addresses and localhost, separated by commas; "*":
         any.
     limits: see Limits. options: keyword arguments of compile_pipe.
@@ -72,7 +73,9 @@ class Painter:
     takes minutes; Ray Serve sends requests after that."""
 
     def __init__(self, load: Callable[[Config], Any], config: Config) -> None:
-        """load: returns the diffusers pipeline, which is compiled here."""
+        """load: returns the diffusers pipeline, which is compiled here. What it raises is raised, as is ValueError for
+        Config.sizes that cannot be read and what the pipeline raises at one of these sizes: the replica does not
+        start."""
         # One thread makes all images, because CUDA libraries keep handles and workspaces for each thread.
         self._thread = ThreadPoolExecutor(1)
         self._failures = 0
@@ -124,7 +127,7 @@ class Front:
         self.queue = Queue(painter.make.remote, config.limits, config.replicas * AT_A_REPLICA)
 
     async def end(self) -> None:
-        """Refuse new requests from now on, and return when all others are answered."""
+        """Refuse new requests from now on, and return when all earlier ones are over."""
         await self.queue.end()
 
 
@@ -155,8 +158,8 @@ async def ready(response: Response) -> dict[str, Any]:
 
 
 def http(config: Config) -> FastAPI:
-    """The HTTP application of a Front: POST /image and GET /ready. It refuses foreign origins and Host names, as
-    api.gate does for the demo."""
+    """The HTTP application of a Front: POST /image and GET /ready. It refuses requests of foreign origins, and those
+    whose Host names Config.allowed_hosts does not allow, by api.gate, as the demo does."""
     names = {host_name(name.strip()) for name in config.allowed_hosts.split(",")} - {""}
     origins = Origins(strict_host="*" not in names, names=names)
     # There are no logins, so the gate gets no function that identifies a user.
@@ -191,7 +194,8 @@ def build(config: Config, load: Callable[[Config], Any] = load) -> serve.Applica
 
 
 def end(name: str = "default") -> None:
-    """Shut the service down: refuse new requests, wait until all others are answered, and delete the application. name:
-    the application's in Ray Serve. Call it in any process that is connected to the Ray cluster."""
+    """Shut the service down: refuse new requests, wait until all earlier ones are over, however long that takes, and
+    delete the application. name: the application's in Ray Serve. Call it in any process that is connected to the Ray
+    cluster."""
     serve.get_app_handle(name).end.remote().result()
     serve.delete(name)

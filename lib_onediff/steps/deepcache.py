@@ -31,7 +31,7 @@ class Line:
     """Extrapolates a tensor that changes from step to step, by a line through its values at the last two computed
     steps: Liu et al. 2025, "From Reusing to Forecasting" (TaylorSeer, arXiv 2503.06923).
 
-    values: Epoch.values of the weights that computed both; -1 before the first.
+    values: Epoch.values of the weights that computed all known tensors; -1 before the first tensor.
     """
 
     def __init__(self) -> None:
@@ -39,8 +39,8 @@ class Line:
         self.values = -1
 
     def note(self, step: int, computed: Tensor, values: int) -> None:
-        """Add a copy of the tensor that a step has computed; only the last two steps' are kept. A second call of the
-        same step replaces the tensor of the first.
+        """Add a copy of the tensor that a step has computed; only the tensors of the last two steps are kept. A second
+        call for the same step replaces the tensor of the first call.
 
         step: its index in the sampling. values: Epoch.values of the weights; if they changed, older tensors are
             dropped.
@@ -77,9 +77,10 @@ class Line:
 class CachedFeature:
     """What is known of the deep feature of one prompt at one shape. Its tensor is in the slot, or in `backup`.
 
-    made_at: the index of the whole step that computed it; None before the first one, and while one is computed.
-    values: Epoch.values of the weights at that step.
-    backup: a copy of its tensor, made when another prompt's feature takes the slot; None if there is none.
+    made_at: the index of the whole step that computed it; None if there is no valid tensor: before the first whole
+        step, while one is computed, and after one that the host computed.
+    values: Epoch.values of the weights at that step; -1 before the first one.
+    backup: a copy of the computed tensor, made when another prompt's feature takes the slot; None if there is none.
     line: the line through its last two computed tensors; empty if features are reused.
     """
 
@@ -94,8 +95,9 @@ class CacheSlot:
     """The memory of the deep feature of one shape. All prompts share it, because a CUDA graph has fixed addresses.
 
     memory: that of the cut, which passes write and read.
-    current: the feature that is in the memory now; None if it has none that is still valid. features: the features of
-        all prompts, by the prompt's number.
+    current: the feature whose tensor is in the memory now, as it was computed or extrapolated; None before the first
+        one, and after drop_older has forgotten it.
+    features: the features of all prompts, by the prompt's number.
     """
 
     memory: CutMemory
@@ -104,14 +106,16 @@ class CacheSlot:
 
     def make_room(self, feature: CachedFeature) -> None:
         """Give the slot to this feature, before a full pass of its prompt overwrites the memory. Another prompt's
-        feature is backed up. This feature is invalid (made_at is None) until the caller sets made_at after the pass."""
+        feature that has the slot is backed up. The feature that gets the slot is invalid (made_at is None) until the
+        caller sets its made_at after the pass."""
         self._take(feature)
         feature.made_at = None
         feature.backup = None
 
     def bring_back(self, feature: CachedFeature, step: int, slope: float) -> None:
-        """Copy this feature into the memory, before a cached pass of its prompt reads it: extrapolated to `step` if its
-        line has two tensors of the same weights, else as it was computed. Another prompt's feature is backed up.
+        """Make sure that this feature is in the memory, before a cached pass of its prompt reads it: extrapolated to
+        `step` if its line has two tensors of the weights that computed the feature, else as it was computed. Another
+        prompt's feature that has the slot is backed up.
 
         slope: the factor on the line's slope (Schedule.slope). The feature must have been computed (made_at is not
             None).
@@ -127,7 +131,8 @@ class CacheSlot:
             self.memory.write(content)
 
     def drop_older(self, oldest: int) -> None:
-        """Forget the features that were computed before the step of this index, or never."""
+        """Forget the features that were computed before the step of index `oldest`, and those that have no valid tensor
+        (made_at is None)."""
         self.features = {
             prompt: feature for prompt, feature in self.features.items()
             if feature.made_at is not None and feature.made_at >= oldest
@@ -136,8 +141,8 @@ class CacheSlot:
             self.current = None
 
     def _take(self, feature: CachedFeature) -> None:
-        """Make this feature the current one, and back up the one before. Does not change the memory: the caller fills
-        it afterwards."""
+        """Make this feature the current one, and back up the tensor of the feature that was, if it is another and has
+        no backup yet. Does not change the memory: the caller fills it afterwards."""
         other = self.current
         self.current = feature
         if other is not None and other is not feature and other.made_at is not None and other.backup is None:
@@ -151,8 +156,8 @@ class DeepCacheMemory(StepMemory):
 
     slots: by the call's signature and the depth of the cut.
     prompts: tells the sampling's prompts apart.
-    failure: why the last cached pass that was tried did not serve its step, so that a full pass did; for users, "" if
-        none has failed.
+    failure: why a cached pass was last refused in this run, for users; cached passes that succeed later do not clear
+        it. "" if none was refused.
     """
 
     keeps_tensors = True
@@ -166,8 +171,8 @@ class DeepCacheMemory(StepMemory):
 class DeepCache:
     """The step policy DeepCache, one object for each runtime; implements core.policy.StepPolicy.
 
-    status: counts of full and of cached passes, and why the last call was not cached, for users ("" if it was to be
-        full).
+    status: the numbers of calls under FULL and CACHED. "reason": "" if the last call was answered by a cached pass;
+        otherwise DeepCacheMemory.failure, or the reason of answerer()'s Refusal, which the caller of answerer() sets.
     """
 
     name = "deepcache"
@@ -185,11 +190,12 @@ class DeepCache:
         return settings.has_cache
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A function that answers the call by a cached pass if its step is not whole and its prompt has a feature;
-        otherwise by a full pass. See StepPolicy.answerer.
+        """A function that answers the call by a cached pass if its step is not whole, its prompt has a feature, and the
+        cached pass is not refused (see Passes.cached); otherwise by a full pass. See StepPolicy.answerer.
 
         Raises Refusal if extensions compute within the network, if DeepCache is off for this kind of network (with the
-        reason ""), if the network cannot be cut, or if the calls of a step cannot be told apart (Prompts).
+        reason ""), if the network cannot be cut, if the call's position in its sampling is unknown, or if the calls of
+        a step cannot be told apart (Prompts).
         """
         call = step_context.call
         if call.patches is not None:
@@ -241,8 +247,8 @@ class Passes:
     """Computes one call by a full or by a cached pass. A new object for each call.
 
     memory: what DeepCache keeps for the network. depth: see core.call.Cut. slot: of the call's shape. feature: that of
-    the call's prompt, one of slot.features. slope: the factor on the slope of its line (Schedule.slope); 0 reuses the
-    last feature as it is.
+    the call's prompt, one of slot.features. slope: the factor on the slope of the feature's line (Schedule.slope); 0
+    reuses the last feature as it is.
     """
 
     step_context: StepContext
@@ -253,11 +259,12 @@ class Passes:
     slope: float
 
     def full(self, compute: Compute) -> Answer:
-        """The answer of the whole network. Its feature is kept; but if the host computes the call, there is none.
+        """The answer of the whole network. The feature that the pass computes is kept; if the host computes the call,
+        no feature is kept, and nothing of the following happens.
 
-        Then a cached pass with this feature is checked against the output (Compute.check, which does so once a shape).
-        If they differ, later cached passes of this shape are refused, and memory.failure has the reason. In a warm-up,
-        a cached pass is also run once, so that its graph is captured.
+        A cached pass with this feature is checked against the answer's output (Compute.check, which does so once a
+        shape). If the two outputs differ, later cached passes of this shape are refused, and memory.failure has the
+        reason; the answer stays valid. In a warm-up, a cached pass is also run once, so that its graph is captured.
         """
         step_context = self.step_context
         slot = self.slot
@@ -285,9 +292,9 @@ class Passes:
         return answer
 
     def cached(self, compute: Compute) -> Answer | None:
-        """The answer of the outer part alone, with the kept feature. None if a full pass is needed instead: the cached
-        pass of this shape was not checked or has failed, or the feature was computed from other weights; memory.failure
-        has the reason then."""
+        """The answer of the outer part alone, with the kept feature. None if `compute` refuses the cached pass, so that
+        a full pass is needed: among others, because a cached pass of this shape was not checked or has failed, or the
+        feature was computed from other weights. memory.failure has the reason then."""
         with self.step_context.ordered():
             self.slot.bring_back(self.feature, self.step_context.position().step.index, self.slope)
         try:

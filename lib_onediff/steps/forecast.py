@@ -25,15 +25,16 @@ from .schedules import TRANSFORMER, schedule_for
 
 # The number of steps at the beginning that are always computed: the output changes most there.
 FIRST_COMPUTED = 3
-# A Family.schedule without searched schedules: none were searched for this policy.
+# Given to schedule_for as the kind of network. No kind has this name, so that the DeepCache authors' rule applies: the
+# searched schedules are those of DeepCache.
 NO_TABLE = ""
 
 
 class PromptOutputs:
     """The network's outputs for one prompt at one shape.
 
-    line: the line through the last two computed ones. host: how long the host's own forward takes for such a call; None
-        before the first call, and if unknown.
+    line: the line through the last two that OneDiff has computed. host: how long the host's own forward takes for such
+        a call; None before the first call that OneDiff has computed, and if unknown.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,8 @@ class ForecastMemory(StepMemory):
 class Forecast:
     """The step policy that extrapolates outputs, one object for each runtime; implements core.policy.StepPolicy.
 
-    status: the number of extrapolated calls, and why the last call was not considered, for users.
+    status: "calls": the number of extrapolated calls. "reason": the reason of answerer()'s Refusal of the last call,
+        for users, which the caller of answerer() sets; "" if the call was extrapolated or was to be computed.
     """
 
     name = "forecast"
@@ -74,13 +76,13 @@ class Forecast:
         return settings.forecast_interval > 1
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """A function that answers the call by extrapolating its output; at whole steps, or without two outputs of the
-        present weights, it computes the call. Outputs that the host has computed are not used for the line. See
-        StepPolicy.answerer.
+        """A function that answers the call by extrapolating its output. At the first FIRST_COMPUTED steps, at whole
+        steps, and without two outputs of the present weights, it computes the call. Outputs that the host has computed
+        are not used for the line. See StepPolicy.answerer.
 
-        Raises Refusal if extensions compute within the network, if the sampler is not fit for a line, if the calls of a
-        step cannot be told apart (Prompts), and with the reason "" in a warm-up and if other options than DeepCache's
-        for UNets decide about this network.
+        Raises Refusal if extensions compute within the network, if the sampler is not fit for a line, if the call's
+        position in its sampling is unknown, or if the calls of a step cannot be told apart (Prompts). The reason is ""
+        in a warm-up, and for transformers with an interval of their own (Settings.transformer_interval).
         """
         call = step_context.call
         if call.patches is not None:

@@ -24,7 +24,7 @@ from ..core.table import Stopwatch
 UNKNOWN_ROWS = "it is unknown which part of the batch belongs to the negative prompt"
 SEVERAL_CALLS = "the image has more than one prompt and one negative prompt, or an extension adds calls of its own"
 UNLIKE_HALVES = "prompt and negative prompt are computed from different latents (by an extension or a script?)"
-# The tolerance in comparing the part of the sampling that is done with the setting.
+# A step is taken for late enough if this fraction of the sampling is missing: fractions of steps are rounded.
 ROUNDING = 1e-6
 
 
@@ -35,9 +35,9 @@ class GuidanceMemory(StepMemory):
     prompt and one negative prompt make the image (several prompts, areas, perturbed attention), and the policy does not
     apply.
 
-    host: how long the host's own forward takes for a whole pair; None if unknown.
-    refusal: why the policy does not apply for the rest of the run, for users; "" if it does.
-    is_confirmed: whether the two halves of a pair were compared and have equal latents.
+    host: how long the host's own forward takes for a whole pair; None before the first pair, and if unknown.
+    refusal: why the policy does not apply for the rest of the run, for users; "" if it applies. Never cleared.
+    is_confirmed: whether the two halves of a pair were compared in this run and have equal latents.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class GuidanceMemory(StepMemory):
         self._kinds: set[bool] = set()
 
     def note_call(self, time: float, is_pair: bool) -> bool:
-        """Note that a call at this timestep is a pair or not, and set `refusal` if the timestep has both kinds. Returns
-        whether the call belongs to the network's first step in this run: which calls a step has is not known there, so
-        the whole call must be computed."""
+        """Note a call at this timestep, and set `refusal` if the timestep has had both pairs and other calls. Returns
+        whether the call has the timestep of the network's first call in this run: there it is not known yet which calls
+        a step has, so the caller must compute the whole call."""
         if self._first_time is None:
             self._first_time = time
         if time != self._time:
@@ -66,8 +66,8 @@ class GuidanceMemory(StepMemory):
 class GuidanceEnd:
     """The step policy that skips the negative prompt, one object for each runtime; implements core.policy.StepPolicy.
 
-    status: the number of calls without the negative prompt, and why the last call had it, for users ("" if it was to
-    have it).
+    status: "without_negative": the number of calls without the negative prompt. "reason": the reason of answerer()'s
+    Refusal of the last call, for users, which the caller of answerer() sets; "" if the policy decided about the call.
     """
 
     name = "guidance"
@@ -83,11 +83,12 @@ class GuidanceEnd:
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
         """A function that answers the call: by computing all of it in the first skip_negative_after percent of the
-        steps, and only the prompt's half after them. See StepPolicy.answerer.
+        steps and at the run's first step, and only the prompt's half after them. See StepPolicy.answerer.
 
-        Raises Refusal if the halves of the call are unknown or have different latents, if some rows cannot be computed
-        without the others, if a step has other calls too, and with the reason "" in a warm-up. May wait for the GPU
-        once in a run, to compare the halves' latents.
+        Raises Refusal if it is unknown which half of the call is the prompt's, if other extensions' functions compute
+        in the network, or if the call's position in its sampling is unknown. Also, for the rest of the run, if a step
+        has calls that are not pairs, or the halves of a pair have different latents. The reason is "" in a warm-up. May
+        wait for the GPU once in a run, to compare the halves' latents.
         """
         if step_context.is_warm_up:
             raise Refusal("")
@@ -116,8 +117,8 @@ class GuidanceEnd:
         return lambda compute: self._prompt_alone(step_context, guided, found, compute)
 
     def _whole(self, step_context: StepContext, guided: GuidanceMemory, compute: Compute) -> Answer:
-        """The answer of the whole call. The host's times for it are kept in guided.host: calls with the prompt alone
-        are compared with them."""
+        """The answer of the whole call. Keeps the host's times for such a call in guided.host, with which the times of
+        calls with the prompt alone are compared."""
         answer = compute(step_context.call, step_context.host)
         guided.host = answer.host_times
         self.status["reason"] = ""

@@ -13,6 +13,7 @@ from ..core.call import Call
 from ..core.edits import UNCOUNTED, edit_counts
 from ..core.refusal import Refusal
 
+# The reason of a refusal, for users.
 TILES = "an extension calls the UNet several times a step with the same prompt (tiles?)"
 # The number of prompts of one sampling that are remembered, the newest; scheduled and alternating words make several.
 MOST_PROMPTS = 32
@@ -33,8 +34,8 @@ class SeenPrompt(NamedTuple):
     content: list[Tensor]
 
     def is_same(self, tensors: list[Tensor]) -> bool:
-        """Whether these are the same tensor objects, not edited since. False if torch does not count the edits of one
-        of them: it may be the same then, and is_equal() must decide. Does not wait for the GPU."""
+        """Whether these are the same tensor objects, not edited since. False also if torch does not count the edits of
+        one of them: then only is_equal() can tell. Does not wait for the GPU."""
         is_unedited = UNCOUNTED not in self.edits and self.edits == edit_counts(tensors)
         return is_unedited and all(known() is tensor for known, tensor in zip(self.objects, tensors, strict=True))
 
@@ -48,9 +49,9 @@ class Prompts:
     newest MOST_PROMPTS are remembered; an older one that comes again gets a new number.
 
     Calls of a step with the same prompt and shape are taken for the several calls of a second-order sampler (Heun).
-    They may as well be tiles of the image, computed one by one by an extension. These are recognised at the first
-    timestep of the sampling, at which a sampler makes one call for each prompt. Later timesteps may have two: a Heun
-    step ends at the timestep at which the next one begins.
+    They may as well be tiles of the image, computed one by one by an extension. Tiles are recognised at the first
+    timestep of the sampling, at which a sampler makes one call for each prompt. At later timesteps it may make two for
+    each prompt: a Heun step ends at the timestep at which the next step begins.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,8 @@ class Prompts:
         to step, so that policies keep their memory by it. time: the call's timestep.
 
         Compares the prompt's tensors with those of earlier calls, which waits for the GPU unless they are the same
-        objects. Raises Refusal if the calls may be tiles, at this call and at all later ones of the sampling.
+        objects. Raises Refusal if the calls may be tiles, from the second call of the first timestep with the same
+        prompt and shape to the end of the sampling.
         """
         found = call.signature, self._number(list(call.prompt))
         if self._first_time is None:

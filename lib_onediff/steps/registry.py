@@ -8,6 +8,6 @@ from .guidance_end import GuidanceEnd
 
 
 def step_policies() -> tuple[StepPolicy, ...]:
-    """One new object of each policy, the outermost first: its answerer() gets the next ones as the function that
-    computes calls. New objects, because each has the counts of one runtime."""
+    """One new object of each policy, the outermost first: the function that its answerer() returns gets the next policy
+    as the Compute to call. The objects are new because each has the counts of one runtime."""
     return GuidanceEnd(), Forecast(), DeepCache()

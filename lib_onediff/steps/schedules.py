@@ -17,13 +17,15 @@ from typing import NamedTuple
 TRANSFORMER = "transformer"
 # The slope of networks without a searched schedule; see Schedule.
 SLOPE = 0.5
-# The same at interval 2 from this number of steps on. On emoji-sd, at CFG scales of 4 and 7, it is 1.0 to 2.3 dB closer
-# than SLOPE with 30 and 50 steps, and up to 3.1 dB less close with 10. At interval 3 it is less close at 7.
+# The slope of such networks at interval 2, from this number of steps on. On emoji-sd, at CFG scales of 4 and 7, it is
+# 1.0 to 2.3 dB closer than SLOPE with 30 and 50 steps, and up to 3.1 dB less close with 10. At interval 3 and a CFG
+# scale of 7, it is less close.
 LARGER_SLOPE = 0.75
 FEWEST_STEPS_FOR_IT = 30
-# The exponent of the DeepCache authors' non-uniform schedule. POWER_STEP: see authors_whole_steps().
+# The exponent of the DeepCache authors' non-uniform schedule, and the step by which authors_whole_steps() lowers it.
 POWER = 1.4
 POWER_STEP = 0.02
+# Added before a position is truncated to an index: a power that should be a whole number may lie just below it.
 ROUNDING = 1e-6
 
 
@@ -42,13 +44,13 @@ class Schedule(NamedTuple):
 
     @property
     def interval(self) -> int:
-        """The mean number of steps from one whole step to the next, rounded: the setting (DeepCache interval) for which
-        this searched schedule is made."""
+        """The mean number of steps from one whole step to the next, rounded. For a searched schedule, this is the
+        setting (DeepCache interval) that it was searched for."""
         return round(self.steps / len(self.whole))
 
     def last_whole(self, index: int, before: bool = False) -> int:
-        """The index of the last whole step that is not later than the step of this index; 0 if there is none. before:
-        leave out the step itself."""
+        """The index of the last whole step that is not later than the step `index`; 0 if there is none. before: of the
+        last whole step earlier than the step `index`."""
         return max((one for one in self.whole if one <= index - before), default=0)
 
     def stretched(self, total: int, count: int) -> Schedule:
@@ -81,11 +83,12 @@ TABLES = read_tables(Path(__file__).with_name("schedules.json"))
 @lru_cache(maxsize=256)
 def schedule_for(kind: str, total: int, interval: int) -> Schedule:
     """The schedule of a sampling: the nearest searched one, stretched; for a kind of network without searched ones, the
-    DeepCache authors' rule, with the last step whole too. Computed once for the same arguments, because every call of a
-    sampling needs it.
+    DeepCache authors' rule, with the last step whole too. Every step is whole with an interval of 1, and in a sampling
+    of few steps (see whole_step_count). Computed once for the same arguments, because every call of a sampling
+    needs it.
 
     kind: the network's Family.schedule. total: the number of steps. interval: the mean number of steps from one whole
-    step to the next, as set by the user; 1 or less makes every step whole.
+    step to the next, as set by the user.
     """
     found = nearest_searched(kind, total, interval)
     slope = unsearched_slope(total, interval) if found is None else found.slope
@@ -113,8 +116,8 @@ def whole_step_count(total: int, interval: int) -> int:
 
 def nearest_searched(kind: str, total: int, interval: int) -> Schedule | None:
     """The searched schedule for this kind of network (Family.schedule) whose number of steps is nearest to `total`, by
-    their ratio; of several, the one whose share of whole steps is nearest to the interval's; then the one with more of
-    them. Not stretched. None for a kind without searched schedules."""
+    their ratio; of several, the one whose share of whole steps is nearest to that of whole_step_count(); of several
+    again, the one with most whole steps. Not stretched. None for a kind without searched schedules."""
     share = Fraction(whole_step_count(total, interval), total)
 
     def distance(one: Schedule) -> tuple[Fraction, Fraction, int]:
@@ -128,7 +131,7 @@ def authors_whole_steps(total: int, interval: int) -> frozenset[int]:
     """The indices of the whole steps by the DeepCache authors' non-uniform schedule (sample_from_quad_center) with its
     center at step 0: close together at the beginning of a sampling and rarer later, ceil(total / interval) of them.
 
-    If their exponent puts two whole steps at the same index, it is lowered until all differ.
+    If the authors' exponent (POWER) puts two whole steps at the same index, it is lowered until all indices differ.
     """
     count = -(-total // interval)
     power = POWER

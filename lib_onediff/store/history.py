@@ -36,18 +36,20 @@ KINDS = (VERDICTS, TUNED, CHOSEN)
 # The version of the rule by which a check accepts errors. It is part of a verdict's name, so that a new rule does not
 # find verdicts of an older one.
 CHECK = "check 2"
-# REPLACE gives the latest finding the highest rowid, whatever the clock shows.
+# Writes a finding: (machine, kind, name, JSON text). REPLACE gives the latest finding the highest rowid, whatever the
+# clock shows.
 SAVE = "REPLACE INTO finding VALUES (?, ?, ?, ?)"
 FINDINGS = "SELECT name, value FROM finding WHERE machine IN (?, '') AND kind = ? ORDER BY rowid"
-# Uses add up. In every other column the latest known value replaces the earlier one.
+# Writes a row of a shape. Uses add up. In every other column the latest known value replaces the earlier one.
 RECORD = """
     INSERT INTO history VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
     ON CONFLICT (machine, architecture, model, resolution, batch, tokens, dtype) DO UPDATE SET
     uses = uses + excluded.uses, last_used = excluded.last_used,
     step_ms = coalesce(excluded.step_ms, step_ms), host_ms = coalesce(excluded.host_ms, host_ms),
     relative_error = coalesce(excluded.relative_error, relative_error)"""
-# With max(last_used), SQLite takes the bare columns from the row that has the maximum. Rows with values of other types
-# were not written by OneDiff, and are left out.
+# Reads the fields of HistoryRow; parameters: machine, whether to take every machine. With max(last_used), SQLite takes
+# the bare columns from the row that has the maximum. Rows with values of other types were not written by OneDiff, and
+# are left out.
 ROWS = """
     SELECT architecture, model, resolution, batch, tokens, dtype, sum(uses), max(last_used), step_ms, host_ms,
     relative_error FROM history WHERE (machine = ? OR ?)
@@ -99,8 +101,9 @@ class History:
     """Everything that OneDiff keeps for later processes. Findings are in memory and, from open() to close(), in a
     folder; uses and times of shapes are in the folder alone.
 
-    Safe in any thread. Only open(), close(), rows(), most_used(), pin(), commit() and forget() wait for the disk; a
-    thread writes everything else a little later.
+    Safe in any thread. open(), close(), rows(), most_used(), pin(), commit() and forget() wait for the database, and
+    size_bytes() and is_shared_with_newer list the folder. Everything else works in memory, and a thread writes it to
+    the database a little later.
     """
 
     def __init__(self) -> None:
@@ -137,8 +140,8 @@ class History:
 
     def open(self, folder: Path, gpu: str = "cpu", machine: str = "") -> None:
         """Load the findings of this folder, and write to it until close() or the end of the process. Findings that are
-        in memory already are kept, and written to the folder. Another folder is closed before. Does nothing if this
-        folder is open.
+        in memory already replace those of the same name in the folder. If another folder is open, it is closed first.
+        Does nothing if this folder is open.
 
         A folder that cannot be read or written raises nothing: `trouble` has the cause then.
         gpu: the name of the card; the times of other cards are not stored. machine: a digest of everything else that
@@ -163,8 +166,8 @@ class History:
             self._host_ms = {row.shape: row.host_ms for row in self.rows() if row.host_ms}
 
     def close(self) -> None:
-        """Write everything that is pending, and stop using the folder. Findings stay in memory. What the disk does not
-        take is lost; nothing is raised."""
+        """Write everything that is pending, and stop using the folder. Findings stay in memory. If the write fails,
+        what was pending is lost, and nothing is raised."""
         atexit.unregister(self.close)
         with contextlib.suppress(NotKept):
             self.commit()
@@ -173,16 +176,17 @@ class History:
     # --- uses and times -------------------------------------------------------------------------------------------
 
     def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:
-        """Store the new uses of these entries, and their times. New are those since the last keep() of an entry; an
-        entry without any is left out. Does nothing without a folder.
+        """Add the uses of each entry since its last keep() to those stored, and store its times (history_row). An entry
+        is left out if it had no call since, and always if it is of a cached pass. Of another card than that given to
+        open(), uses are stored, and no times. Does nothing without a folder; does not wait for the disk.
 
-        in_images: False for warm-ups: their times are stored, but they do not count as uses.
+        in_images: False for the calls of warm-ups: the entries' times are stored, and no uses are added.
         """
         for entry in entries if self._store is not None else ():
             with self._lock:
                 uses = entry.uses - entry.kept_uses
                 entry.kept_uses = entry.uses
-            # A cached pass has no row of its own: its steps are part of the mean times of the whole shape.
+            # A cached pass has no row of its own: its steps are part of the mean times of the full pass's shape.
             if uses > 0 and not entry.key.is_cached_pass:
                 row = history_row(entry, uses if in_images else 0)
                 if not self._is_of_this_card(entry):
@@ -197,19 +201,21 @@ class History:
     def rows(self, every_machine: bool = False) -> list[HistoryRow]:
         """The stored rows, one for each shape, the most used first; empty without a folder or if it cannot be read.
 
-        every_machine: False: those of the `machine` given to open(). True: also those of other drivers and versions of
-            torch and OneDiff; uses are summed then, and times are the latest.
+        every_machine: False: the rows of the `machine` given to open(). True: also the rows of other drivers and
+            versions of torch and OneDiff; a shape's uses are then summed, and its other values are those of the row
+            that was used last.
         """
         store = self._store
         found = [] if store is None else store.read(ROWS, self._machine, every_machine)
         return [HistoryRow(*values) for values in found]
 
     def most_used(self, model: str | None, count: int) -> list[WantedSize]:
-        """Up to `count` sizes at which this model ("SD1") had the most calls, the most used first, on any machine; none
-        if the model is None.
+        """Up to `count` sizes at which this model ("SD1") had the most calls, the most used first, on any machine; []
+        if the model is None, or without a folder.
 
         Each resolution comes once, with the number of images at once and the prompt length in tokens that were used
-        most often there. Resolutions that a user cannot choose are left out.
+        most often there; a length that a user cannot choose becomes TOKENS. Resolutions that a user cannot choose are
+        left out.
         """
         by_resolution: dict[str, Counter[tuple[int, int]]] = {}
         for row in self.rows(every_machine=True):
@@ -227,7 +233,7 @@ class History:
         return found[:count]
 
     def _is_of_this_card(self, entry: Entry) -> bool:
-        """Whether the entry's times may be stored: they are of the card given to open(), or of the CPU."""
+        """Whether times of this entry may be stored and read: it is of the card given to open(), or of the CPU."""
         return card_name(entry.key.device) in (self._gpu, entry.key.device.type)
 
     # --- findings -------------------------------------------------------------------------------------------------
@@ -236,7 +242,8 @@ class History:
         """Whether this shape has a verdict: a process on this machine has compared it with the host, with these weights
         and this card, and it agreed.
 
-        If so, the entry gets the relative error of that check, and the host's stored time if it has none of its own.
+        If so, the entry gets the relative error of that check, and the host's stored time if the entry has no settled
+        one (Stopwatch.remembered). The entry's state is left to the caller.
         """
         error = self._findings[VERDICTS].get(verdict_name(entry))
         if not is_error(error):
@@ -248,8 +255,9 @@ class History:
         return True
 
     def keep_verdict(self, entry: Entry) -> None:
-        """Store the relative error of an entry that has passed its check, so that later processes need not check again.
-        Does nothing if the error is None or not finite. Does not wait for the disk."""
+        """Store the relative error of an entry that has passed its check, so that the shape need not be checked again
+        with these weights, in this process and later ones. Does nothing if the error is None or not finite. Does not
+        wait for the disk."""
         if is_error(entry.relative_error):
             self._remember(VERDICTS, verdict_name(entry), entry.relative_error)
 
@@ -264,20 +272,22 @@ class History:
         self._remember(TUNED, name, value)
 
     def pins(self) -> frozenset[tuple[str, str]]:
-        """Every pinned (model, resolution), such as ("SD1", "512x512"), from all machines that share the folder."""
+        """Every pinned (model, resolution), such as ("SD1", "512x512"): those of the folder when it was opened, from
+        all machines that share it, and those of this process."""
         chosen = self._findings[CHOSEN].copy()
         pinned = (name.split(" ", 2) for name, is_pinned in chosen.items() if is_pinned is True)
         return frozenset((words[2], words[1]) for words in pinned if len(words) == 3)
 
     def pin(self, model: str, resolution: str, pinned: bool) -> None:
         """Pin a resolution ("512x512") of a model ("SD1"), or unpin it if `pinned` is False. Waits until it is on the
-        disk. Raises NotKept if it could not be written: it is valid in this process alone then."""
+        disk. The pin is valid in this process alone if it could not be written, which raises NotKept, and without a
+        folder, which raises nothing."""
         self._remember(CHOSEN, pin_name(model, resolution), pinned)
         self.commit()
 
     def _remember(self, kind: str, name: str, value: Any) -> None:
-        """Set the finding of this kind (one of KINDS) and name in memory at once, and in the folder soon. value:
-        anything that JSON can represent; raises TypeError otherwise."""
+        """Set the finding of this kind (one of KINDS) and name in memory at once, and in the folder, if one is open,
+        soon. value: anything that JSON can represent; raises TypeError otherwise."""
         encoded = json.dumps(value)
         with self._lock:
             self._findings[kind][name] = value
@@ -286,8 +296,8 @@ class History:
     # --- the disk -------------------------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """Write everything that is pending to the disk, and wait for it. Raises NotKept if that fails: it stays pending
-        then. Does nothing without a folder."""
+        """Write everything that is pending to the disk, and wait for that. Raises NotKept if the write fails;
+        everything stays pending then. Does nothing without a folder."""
         store = self._store
         if store is not None:
             store.commit()
@@ -297,11 +307,12 @@ class History:
         architectures: Collection[str] = (),
     ) -> None:
         """Delete the rows and verdicts of these resolutions ("512x512") of this model ("SD1"), in memory and on the
-        disk, of all machines. None stands for all resolutions, or for all models.
+        disk, of all machines. resolutions: None for all of them; model: None for all models. Pins always stay.
 
-        If both are None, tuned choices, damaged files and files of earlier versions are deleted too. Pins always stay.
-        architectures: verdicts name no model, but Layout.architecture. Verdicts of the architectures in the model's
-            rows are deleted, and of these.
+        If resolutions and model are both None, tuned choices, damaged files and files of earlier versions are deleted
+        too.
+        architectures: more values of Layout.architecture whose verdicts belong to the model. A verdict names an
+            architecture and no model; the architectures in the model's stored rows need not be given.
         Raises NotKept if the disk could not be written; memory is purged then, and the folder is not.
         """
         everything = resolutions is None and model is None
@@ -309,7 +320,8 @@ class History:
         names = {model, *architectures, *(row.architecture for row in rows if row.model == model)}
 
         def goes(resolution: str, name: str) -> bool:
-            """Whether the row of this model, or the verdict of this architecture, is deleted."""
+            """Whether to delete a row of this resolution and model, or a verdict of this resolution and architecture.
+            name: the model or the architecture."""
             return (resolutions is None or resolution in resolutions) and (model is None or name in names)
 
         def is_gone(verdict: str) -> bool:
@@ -336,13 +348,13 @@ class History:
                 store.delete()
 
     def size_bytes(self) -> int:
-        """The bytes of OneDiff's files in the cache folder, without those of a newer version; 0 without a folder."""
+        """The bytes of OneDiff's files in the cache folder, without those of newer versions; 0 without a folder."""
         store = self._store
         return 0 if store is None else store.size_bytes()
 
     def _write_soon(self, statement: str, *values: Any) -> None:
-        """Hand an SQL statement and its parameters to the store; a thread writes all of them WRITE_AFTER_SECONDS after
-        the first. Does nothing without a folder."""
+        """Hand an SQL statement and its parameters to the store. A thread runs all pending statements
+        WRITE_AFTER_SECONDS after the first of them was handed over. Does nothing without a folder."""
         store = self._store
         if store is None:
             return
@@ -363,7 +375,8 @@ class History:
 
     def _write(self) -> None:
         """Write everything that is pending; run by the thread that _write_soon starts. A failure raises nothing:
-        `trouble` has the cause, and the next write tries again."""
+        `trouble` has the cause. No retry is planned: the statements stay pending until something new is stored, or a
+        method that waits for the database is called (see History)."""
         with self._lock:
             self._writer = None
         with contextlib.suppress(NotKept):
@@ -371,8 +384,9 @@ class History:
 
 
 def findings_of(rows: Iterable[tuple]) -> dict[str, Any]:
-    """The findings in rows of (name, JSON text), as values by name. The oldest row comes first, so the last of a name
-    counts. Rows that are not valid JSON are left out. OneDiff 0.2.0's list of pins becomes one finding for each pin."""
+    """The findings in rows of (name, JSON text), as values by name. The oldest row comes first; of several rows with
+    one name, the last counts. Rows that are not valid JSON are left out. OneDiff 0.2.0's list of pins becomes one
+    finding for each pin."""
     found = {}
     for name, value in rows:
         with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -392,8 +406,8 @@ def pin_name(model: str, resolution: str) -> str:
 
 
 def verdict_name(entry: Entry) -> str:
-    """The name of the finding that an entry was checked. It differs for every key, weights, card and version of the
-    check (CHECK), by a digest at the end. Resolution and architecture come first, because forget() selects by them."""
+    """The name of an entry's verdict. It differs for every key, weights, card and version of the check (CHECK), by a
+    digest at the end. Resolution and architecture come first, because forget() selects by them."""
     key = entry.key
     label = f"{key!r} {entry.weights} on {card_name(key.device)}, {CHECK}"
     digest = hashlib.sha256(label.encode()).hexdigest()[:16]
@@ -411,10 +425,11 @@ def is_error(value: Any) -> bool:
 def history_row(entry: Entry, uses: int) -> HistoryRow:
     """A new row for an entry, to be recorded. uses: the number of calls to add; 0 for warm-ups.
 
-    Times are means over all steps of the entry's last image; before the first image, the medians of its stopwatches.
-    Readers of a row divide its two times, so both must be of one measurement: the host's time is set only if both were
-    measured often enough. Until then our time is set alone, to show how long a call takes; but not if the store has a
-    host's time from an earlier session, by which it would be divided.
+    step_ms and host_ms are means over all steps of the entry's last image; before its first image, the medians of its
+    stopwatches. Readers of a row divide the two times, so they must be of one measurement: host_ms is None unless both
+    were measured often enough (Entry.ratio). Until then step_ms is set alone, to show how long a call takes; but it is
+    None too if the store has a host's time from an earlier session (Stopwatch.remembered), by which it would be
+    divided.
     """
     key = entry.key
     step_ms, host_ms, ratio = entry.in_image or (entry.own.median_ms, entry.host.median_ms, entry.ratio)

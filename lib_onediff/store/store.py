@@ -14,8 +14,10 @@ from typing import Any
 
 from ..core.refusal import NotKept
 
+# An SQL statement and its parameters.
 Statement = tuple[str, Sequence[Any]]
 
+# SQLite's mark, in the file, of the program that a database belongs to.
 APPLICATION_ID = 0x0D1FF001
 # The schema's number, which is part of the file name: versions of OneDiff with different schemas can share a folder.
 VERSION = 2
@@ -48,7 +50,8 @@ REFUSALS = ("is locked", "locking protocol", "is full", "readonly", "unable to o
 STORES_TRIED = 3
 # The largest number of statements that wait in memory while the disk cannot be written.
 PENDING = 4096
-# How long to wait for another program's lock. After a wait in vain, later ones are short, so that images do not stall.
+# How long an access waits for another program's lock. After a failed one, later waits are short, so that images do not
+# stall.
 BUSY_SECONDS = 5.0
 BUSY_SECONDS_IN_TROUBLE = 0.05
 
@@ -64,8 +67,8 @@ class Damaged(Exception):
 
 class Store:
     """A SQLite database in a folder, with the tables of SCHEMA. Added statements wait in memory until commit() writes
-    them. If that fails, they stay in memory, `trouble` has the cause, and the next access tries again. Safe in any
-    thread.
+    them. If that fails, they stay in memory, `trouble` has the cause, and the next commit() or read() tries again. Safe
+    in any thread.
 
     Every access opens the file anew, because a user may delete it between two images. Files are numbered, and the one
     with the highest number is used; after damage, a file with the next number is begun. The damaged file is not
@@ -87,8 +90,8 @@ class Store:
 
     @property
     def trouble(self) -> str | None:
-        """Why the last commit failed or, if it did not, what was damaged, as a sentence for the user; None if all is
-        well."""
+        """Why the last commit() failed; if it succeeded, which file was damaged since the last delete(). A sentence for
+        the user; None if all is well."""
         if self._cause:
             return (
                 "Checks, measurements and pins of resolutions cannot be saved, and what OneDiff learns "
@@ -111,15 +114,16 @@ class Store:
 
     def commit(self, work: Callable[[sqlite3.Connection], object] | None = None) -> None:
         """Run all added statements, and then work(connection), in one transaction. Raises NotKept if that fails: the
-        statements stay for the next commit, work() does not. A damaged file is set aside, and all of it runs again on a
-        new one, up to STORES_TRIED files in all: so work() may run more than once.
+        statements stay for the next commit(), which does not run this work() again. If the file is damaged, the
+        statements and work() run again on a new file, up to STORES_TRIED files in all; so work() may run more than
+        once.
 
         work: must not call commit() or read() of this store, which would wait for this commit for ever. If it raises an
             OSError, the disk counts as not writable; an invalid statement counts as damage. Other exceptions are passed
             on, and nothing is written then.
 
-        Does nothing if there is nothing to run and the last commit succeeded. Takes about 20 ms, and BUSY_SECONDS the
-        first time that another program has locked the file.
+        Does nothing if there is nothing to run and the last commit() succeeded. Takes about 20 ms; up to BUSY_SECONDS
+        if another program has locked the file, and up to BUSY_SECONDS_IN_TROUBLE if the last commit() failed.
         """
         with self._lock:
             for _ in range(STORES_TRIED):
@@ -157,8 +161,9 @@ class Store:
             raise NotKept(f"This is kept until the WebUI is closed, but cannot be written to the disk: {self._cause}.")
 
     def read(self, statement: str, *values: Any) -> list[tuple]:
-        """The rows of a SELECT with these parameters, after a commit() of what is pending. No rows if the file cannot
-        be read or is damaged; nothing is raised, see `trouble`."""
+        """The rows of a SELECT with these parameters, after a commit() of what is pending. [] if the file is missing,
+        cannot be read or is damaged; nothing is raised. `trouble` tells of damage and of a failed commit(), but not
+        why the file could not be read if nothing was pending."""
         with contextlib.suppress(NotKept):
             self.commit()
         path = self.path
@@ -168,7 +173,7 @@ class Store:
         except Damaged:
             self._set_aside(path)
         except Unusable:
-            # The commit() above has noted the cause.
+            # A missing file has no rows. Any other cause is noted by the next commit() that has something to write.
             pass
         return []
 
@@ -185,8 +190,8 @@ class Store:
         self._damage = ""
 
     def size_bytes(self) -> int:
-        """The bytes of all OneDiff's files in the folder, with damaged ones and those of earlier versions, but without
-        those of newer versions, which delete() would not remove. 0 if the folder cannot be read."""
+        """The bytes of all OneDiff's files in the folder, damaged ones and those of earlier versions included; files of
+        newer versions do not count, because delete() keeps them. 0 if the folder cannot be read."""
         size = 0
         for file in (one for one in self._files(ALL_STORES) if not is_newer(one)):
             # A journal of SQLite may be gone by now.
@@ -201,7 +206,7 @@ class Store:
 
     @property
     def _busy_seconds(self) -> float:
-        """How many seconds the next access waits for another program's lock: few after a failure."""
+        """How many seconds the next access waits for another program's lock; fewer after a commit() that failed."""
         return BUSY_SECONDS_IN_TROUBLE if self._cause else BUSY_SECONDS
 
     def _set_aside(self, path: Path) -> None:
@@ -224,8 +229,9 @@ class Store:
 def opened(path: Path, mode: str, busy_seconds: float) -> Iterator[sqlite3.Connection]:
     """A context with a connection to a SQLite file, which is closed at the end. The folder is created if it is missing.
 
-    mode: "rwc" creates the file if it is missing; with "rw", this is Unusable. busy_seconds: how long each statement
-    waits for another program's lock. Raises Damaged or Unusable, also for errors of the statements that run inside.
+    mode: "rwc" creates the file if it is missing; "rw" raises Unusable then. busy_seconds: how long each statement
+    waits for another program's lock.
+    Raises Damaged or Unusable, also for SQLite's and the disk's errors in the statements of the with block.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -287,7 +293,7 @@ def schema_of(connection: sqlite3.Connection) -> frozenset[tuple[str, str, str]]
 
 @functools.cache
 def our_schema() -> frozenset[tuple[str, str, str]]:
-    """What schema_of() returns for a database that was made by SCHEMA. Computed once."""
+    """The result of schema_of() for a database that was made by SCHEMA. Computed once."""
     with contextlib.closing(sqlite3.connect(":memory:")) as connection:
         for statement in SCHEMA:
             connection.execute(statement)
@@ -302,7 +308,7 @@ def check_integrity(connection: sqlite3.Connection) -> None:
 
 def write(connection: sqlite3.Connection, pending: Iterable[Statement]) -> None:
     """Create the tables if the file is empty, run the pending statements in order, and delete the oldest rows beyond
-    LIMITS. The caller has begun a transaction. Raises Damaged as is_ours() does."""
+    LIMITS. Must run in a transaction. Raises Damaged as is_ours() does, and SQLite's errors."""
     for statement in () if is_ours(connection) else SCHEMA:
         connection.execute(statement)
     for waiting in pending:

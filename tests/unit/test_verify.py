@@ -156,7 +156,7 @@ class Recalled(History):
 
 @pytest.mark.parametrize(("recalled", "state", "patches", "is_warm_up", "is_compared"), [
     (False, State.COLD, False, False, True), (True, State.COLD, False, False, False),
-    (True, State.PROVED, False, True, False), (False, State.PROVED, False, True, False),
+    (True, State.PROVED, False, True, False),
     # A shape that was proved with noise alone, or that is COLD, is compared in a call of an image.
     (False, State.PROVED, False, False, True), (False, State.COLD, False, True, True),
     # Functions of other extensions may compute something else each time.

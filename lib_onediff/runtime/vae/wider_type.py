@@ -16,13 +16,14 @@ from ...core.refusal import Refusal
 from .decode import Decode, Decoded, HostNotFinite, is_finite, short_name
 
 log = logging.getLogger("onediff")
+# The values of the option vae_precision: AUTO, and those that name a dtype. On a CPU, SLOW_ON_CPU count as AUTO.
 AUTO = "auto"
 NAMED: Mapping[str, torch.dtype] = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 SLOW_ON_CPU = frozenset({"fp16"})
 WIDEST = torch.float32
-# Completes "its image is ...".
+# Completes "its image is ..." in messages; also the value in the tuning cache of weights that overflow.
 NOT_FINITE = "not finite"
-# A latent from a damaged encoder cannot be told from one of a UNet that overflowed.
+# The reason of a refusal. It names two causes, because the latent does not show which of them it was.
 BAD_LATENT = (
     "the latent has NaN or infinite values already: they come from the UNet, or from the VAE's encoder if an image was "
     "encoded before"
@@ -41,11 +42,12 @@ class WiderType:
     decode: Decode
 
     def serve(self) -> Decoded:
-        """Our image in the wanted dtype, compared with the host's own at a shape's first use. If it is not finite, our
-        image in a wider dtype, uncompared; that is remembered for later decodes with the same weights, and logged.
+        """Our image in the wanted dtype, compared with the host's own at a shape's first use. If our image is not
+        finite, our image in a wider dtype, uncompared; that these weights overflow is remembered and logged, and later
+        calls compute their image in the wider dtype at once. For a host's image that is not finite, see _checked.
 
-        Raises NoTypeHelps if no dtype gives a finite image, or the latent is not finite; and what Decode.in_type and
-        Decode.checked raise.
+        Raises NoTypeHelps if our image is not finite in the widest dtype that fits in memory, or the latent is not
+        finite; and what Decode.in_type and Decode.checked raise, except HostNotFinite.
         """
         overflows = f"this VAE overflows in {short_name(self.wanted)}"
         if self.wanted != WIDEST and self._is_known:
@@ -66,16 +68,17 @@ class WiderType:
         return wider
 
     def repeat(self) -> Decoded:
-        """Our image in a wider dtype, uncompared. Called when the host's own image was not finite; logs that."""
+        """Our image in a wider dtype, uncompared. Called when the host's own image was not finite; logs that, and
+        remembers nothing. Raises NoTypeHelps if our image is not finite either, or the latent is not."""
         self._refuse_bad_latent()
         made = self._wider(f"{self._done} again", f"the VAE's own image is {NOT_FINITE}")
         log.warning("VAE: %s.", made.reason)
         return made
 
     def _checked(self, made: Decoded) -> Decoded:
-        """Our finite image after its comparison with the host's. If the host's is not finite, nothing can be compared:
-        then ours is used uncompared if it was computed in the widest dtype. Otherwise, returns the image of repeat(),
-        and later decodes with these weights begin in a wider dtype."""
+        """Our finite image `made`, after its comparison with the host's at a shape's first use. If the host's image is
+        not finite, nothing can be compared. Then, if the wanted dtype is the widest, `made` is returned uncompared;
+        otherwise the image of repeat(), and these weights are remembered as overflowing."""
         checked = attempted(lambda: self.decode.checked(made))
         if not isinstance(checked.error, HostNotFinite):
             return checked.given()
@@ -86,10 +89,11 @@ class WiderType:
         return self.repeat()
 
     def _wider(self, done: str, why: str) -> Decoded:
-        """The image in float32; in bfloat16, which has the same range and fewer digits, if the memory is too small.
-        Uncompared, and always finite: raises NoTypeHelps otherwise.
+        """The image in float32; if the memory is too small for that, in bfloat16, which has the same range and fewer
+        digits. It is not compared with the host's. Raises NoTypeHelps if it is not finite, and OutOfMemoryError if the
+        memory is too small for bfloat16 too, or bfloat16 is the wanted dtype.
 
-        done, why: for users, the words of the reason "{done} in float32, because {why}".
+        done, why: for users, the words of Decoded.reason, "{done} in float32, because {why}".
         """
         tried = attempted(lambda: self.decode.in_type(WIDEST, uncompared=True))
         if tried.outcome is Outcome.OUT_OF_MEMORY and self.wanted != torch.bfloat16:
@@ -105,8 +109,8 @@ class WiderType:
 
     @property
     def wanted(self) -> torch.dtype:
-        """The dtype in the settings. With AUTO it is the latent's dtype, which the host's own options decide; also with
-        fp16 on a CPU, where fp16 is slow, as ui.effects shows to the user."""
+        """The dtype in the settings. It is the latent's dtype, which the host's own options decide, with AUTO, and with
+        fp16 on a CPU, where fp16 is slow (ui.effects tells the user so)."""
         choice = self.decode.settings.vae_precision
         latent = self.decode.host.latent
         is_slow = choice in SLOW_ON_CPU and latent.device.type == "cpu"
@@ -119,16 +123,18 @@ class WiderType:
 
     @property
     def _name(self) -> str:
-        """The name in the tuning cache under which the overflow of these weights in the wanted dtype is kept."""
+        """The name in the tuning cache under which it is kept that these weights overflow in the wanted dtype."""
         return f"VAE {self.decode.identity}, {short_name(self.wanted)}"
 
     @property
     def _is_known(self) -> bool:
-        """Whether these weights have overflowed in the wanted dtype before, in this process or an earlier one."""
+        """Whether our image or the host's was not finite with these weights in the wanted dtype before, in this process
+        or an earlier one."""
         return bool(self.decode.services.tuning_cache.get(self._name) == NOT_FINITE)
 
     def _remember(self) -> None:
-        """Keep on the disk that these weights overflow in the wanted dtype; see _is_known."""
+        """Keep in the tuning cache, and so on the disk, that these weights overflow in the wanted dtype: see
+        _is_known."""
         self.decode.services.tuning_cache.set(self._name, NOT_FINITE)
 
     def _refuse_bad_latent(self) -> None:
