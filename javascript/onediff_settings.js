@@ -52,7 +52,8 @@ window.onediffSettings = (() => {
 
     function ask() {
         const button = document.getElementById("onediff_settings_ask");
-        if (button) button.click();
+        // The options are not known before the section is first seen; the WebUI's other settings are applied without it.
+        if (button && told) button.click();
     }
 
     function hear(seen) {

@@ -20,7 +20,7 @@ def test_the_line_of_totals_counts_resolutions_by_state_and_calls_by_route() -> 
     line = text_of(cache_table.totals_html(TOTALS, rows, jobs, Path("/cache/<onediff>")))
     for part in ("Graph memory 6 MiB", "Disk 3 MiB /cache/&lt;onediff&gt;", "Served by a graph 63 %", "Queue 1 size",
                  "Resolutions 3 (1 ready, 1 checked, 1 failed)",
-                 "12 CUDA graph, 3 without CUDA graphs, 4 the WebUI alone"):
+                 "12 by a CUDA graph, 3 without CUDA graphs, 4 by the WebUI alone"):
         assert part in line
     assert "inside" not in line
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import pytest
@@ -256,6 +257,18 @@ def test_pending_options_are_marked_and_errors_are_below_their_fields(page, webu
         wait_for_bar(f"{changed} changed options are not applied.")
         page.find("#settings_submit").click()
         wait_for_bar("")
+
+
+def test_the_webuis_own_settings_are_applied_before_onediffs_were_seen(page) -> None:
+    page.refresh()
+    if not page.there("settings_submit"):
+        pytest.skip("this gradio puts the settings on the page when they are first shown")
+    page.driver.get_log("browser")
+    page.run("document.getElementById('settings_submit').click()")
+    # The page asks for the values in force 0.3 s later.
+    time.sleep(1)
+    page.wait_for_answers()
+    assert [entry["message"] for entry in page.driver.get_log("browser") if "onediff" in entry["message"]] == []
 
 
 def test_a_run_without_onediff_shows_no_warning(page) -> None:

@@ -115,6 +115,17 @@ def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI)
     assert errors == [] and panel.page.run("return document.querySelectorAll('.toast-body').length") == 0
 
 
+def test_the_legend_has_only_words_that_this_machine_shows(panel: Panel) -> None:
+    fold = "#onediff_cache .onediff-legend summary"
+    panel.click_at(fold)
+    words = "return [...document.querySelectorAll('.onediff-legend dt')].filter(at => at.checkVisibility())"
+    explained = panel.page.run(f"{words}.map(at => at.innerText)")
+    has_gpu = "Graph memory" in panel.text("cache_totals")
+    assert {"checked", "WebUI step"} < set(explained)
+    assert ("VRAM" in explained) == ("ready" in explained) == has_gpu
+    panel.click_at(fold)
+
+
 def test_pinning_and_purging(panel: Panel, webui: WebUI) -> None:
     def pinned() -> set[str]:
         return {resolution for resolution, row in panel.rows().items() if "pinned" in row}

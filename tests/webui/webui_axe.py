@@ -22,6 +22,7 @@ for (const at of [root, ...root.querySelectorAll('*')]) {
 RESTORE = """
 const [root] = arguments;
 for (const at of [root, ...root.querySelectorAll('[data-ends]')]) { at.style.background = ''; delete at.dataset.ends; }
+for (const at of root.querySelectorAll('.onediff-title, .onediff-settings-apply')) at.style.visibility = '';
 """
 # The elements for the second pass: those with a gradient, and those whose contrast axe could not measure.
 AGAIN = """

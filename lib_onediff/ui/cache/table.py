@@ -17,7 +17,6 @@ from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
 from ..amounts import NOTHING, ago, counted, memory, milliseconds, minutes, seconds, times
 from ..jobs import small_button
 from ..markup import bar_html, fact_html
-from ..status import ROUTES
 
 # The most rows that the page shows.
 MOST_ROWS = 200
@@ -39,6 +38,8 @@ SORTED_BY: Mapping[str, Callable[[ResolutionRow], Any]] = {
     "Pre-warming": lambda row: row.prewarm_s, "Images": lambda row: row.images or None,
     "Last used": lambda row: row.last_used or None,
 }
+# How a counted number of calls was computed, by the API's names of routes.
+CALLS = {"graph": "by a CUDA graph", "plain": "without CUDA graphs", "host": "by the WebUI alone"}
 # Why a size is among "Yours", for its tooltip.
 IN_TXT2IMG = "as in the txt2img tab"
 MOST_USED = "used with this model"
@@ -67,6 +68,8 @@ MEANINGS = {
     "Images": "made at this size since the WebUI was started, not counting interrupted ones",
     "Error": "relative difference from the WebUI's output when it was checked",
 }
+# The states and columns that no row has on a machine without a GPU.
+OF_GPU = {"ready", VRAM}
 # The meanings of the totals above the table, for their tooltips.
 TOTALS = {
     "Graph memory": "GPU memory of all graphs, and its limit",
@@ -194,9 +197,12 @@ def size_html(kind: str, size: str, why: str, much: float) -> str:
 
 
 def legend_html() -> str:
-    """The legend below the table, folded: the meanings of its states and columns."""
-    meanings = {STATE_NAMES.get(state, state): meaning for state, meaning in STATES.items()} | MEANINGS
-    words = "".join(f"<dt>{word}</dt><dd>{html.escape(meaning)}</dd>" for word, meaning in meanings.items())
+    """The legend below the table, folded: the meanings of its states and columns. style.css hides those that only a
+    machine with a GPU has."""
+    words = ""
+    for name, meaning in (STATES | MEANINGS).items():
+        kind = " data-onediff-of-gpu" if name in OF_GPU else ""
+        words += f"<dt{kind}>{STATE_NAMES.get(name, name)}</dt><dd{kind}>{html.escape(meaning)}</dd>"
     return f'<details class="onediff-legend"><summary>Legend</summary><dl>{words}</dl></details>'
 
 
@@ -296,7 +302,7 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
         for state in ("ready", "proved", "failed", "on disk") if states[state]
     )
     pending = sum(job.pending for job in jobs)
-    calls = ", ".join(f"{count} {ROUTES.get(route, route)}" for route, count in totals.calls.items() if count)
+    calls = ", ".join(f"{count} {CALLS.get(route, route)}" for route, count in totals.calls.items() if count)
     budget = totals.budget
     held = f"{memory(totals.vram)} of {memory(budget)}" if budget else memory(totals.vram)
     hit_rate = NOTHING if totals.hit_rate is None else f"{100 * totals.hit_rate:.0f} %"
