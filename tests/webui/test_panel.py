@@ -115,7 +115,9 @@ def test_images_make_rows_and_what_is_selected_stays(panel: Panel, webui: WebUI)
     assert errors == [] and panel.page.run("return document.querySelectorAll('.toast-body').length") == 0
 
 
-def test_the_legend_has_only_words_that_this_machine_shows(panel: Panel) -> None:
+def test_the_legend_has_only_words_that_this_machine_shows(panel: Panel, webui: WebUI) -> None:
+    webui.txt2img()
+    panel.wait_for_rows("64x64")
     fold = "#onediff_cache .onediff-legend summary"
     panel.click_at(fold)
     words = "return [...document.querySelectorAll('.onediff-legend dt')].filter(at => at.checkVisibility())"
