@@ -24,8 +24,6 @@ from .cuda.native import Native
 from .oneflow.route import OneFlow
 from .torch.device import CudaGraphs, Eager
 
-AUTO = "auto"
-
 
 def devices_here(tuning_cache: TuningCache, output: Output) -> tuple[Device, ...]:
     """A new object of each backend, the fastest first, the reference last. tuning_cache: keeps measurements. output:
@@ -41,8 +39,9 @@ def graph_maker(output: Output) -> GraphMaker:
 class Devices:
     """Chooses among backends. The last one, the reference, serves every call on every torch.device.
 
-    devices: all backends, the fastest first.
+    devices: all backends, the fastest first; kept as `all`.
     read: returns a network's layout; see Families.read.
+    reference: the last backend.
     """
 
     def __init__(self, devices: Iterable[Device], read: Callable[[nn.Module], Any]) -> None:
@@ -52,7 +51,7 @@ class Devices:
         self._worker = ThreadPoolExecutor(1, "onediff-devices")
 
     def named(self, name: str) -> Device:
-        """The backend of this name. There must be one."""
+        """The backend of this name. Raises StopIteration if there is none."""
         return next(device for device in self.all if device.name == name)
 
     def has_graphs(self, name: str | None) -> bool:
@@ -66,9 +65,12 @@ class Devices:
 
     def candidates(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
         """The backends to try for a whole call of a network of this dtype on this device, at least one: the one in the
-        settings, then the slower ones. Those that the settings do not ask for, that refuse, or that adds_to rules out
-        are left out. Candidates.reason has the first refusal if it comes before the first backend found; otherwise "".
-        is_warm_up: see Device.refuse."""
+        settings and all slower ones, or all backends if the setting is "auto". Backends that the settings do not ask
+        for, that refuse, or that adds_to rules out are left out.
+
+        Candidates.reason is the first refusal of a backend that is faster than all those found; "" if there is none.
+        is_warm_up: see Device.refuse.
+        """
         found: list[Device] = []
         reason = ""
         for one in self._from(settings.backend):
@@ -91,7 +93,8 @@ class Devices:
 
     def launched(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> Candidates:
         """As candidates(), for work that is launched operator by operator and never captured in a graph, such as a
-        VAE's decode. A backend that can only run graphs is replaced by the reference."""
+        VAE's decode. Backends that can only run graphs are replaced by the reference. Without a GPU, Candidates.reason
+        is ""."""
         found = self.candidates(settings, device, dtype, is_warm_up)
         launching = dict.fromkeys(one if one.traits.serves_ungraphed else self.reference for one in found.devices)
         # Without a GPU, the reason is about missing graphs, which do not matter here.
@@ -99,7 +102,8 @@ class Devices:
 
     def start_line(self, settings: Settings) -> str:
         """One line for the console when the WebUI starts: the backend that float16 networks will use on this machine,
-        with device and torch version, and why no faster one. If OneDiff is off, the line says that instead."""
+        with device and torch version, and why no faster backend is used. If OneDiff is off, the line says "switched
+        off" in place of the backend, and no reason."""
         kinds = ("cuda", torch.cuda), ("xpu", getattr(torch, "xpu", None)), ("mps", torch.backends.mps)
         device = torch.device(next((kind for kind, module in kinds if module and module.is_available()), "cpu"))
         is_newer = release(torch.__version__) > release(NEWEST_TORCH)
@@ -115,11 +119,12 @@ class Devices:
         return next((reader for one in self.all if (reader := one.contents_reader(device)) is not None), None)
 
     def operators(self, name: str, wide_norms: bool = False) -> Operators:
-        """The operators of the backend of this name; see Device.operators."""
+        """The operators of the backend of this name, which must exist; see Device.operators."""
         return self.named(name).operators(wide_norms)
 
     def forget_measurements(self) -> None:
-        """Make all backends forget their measurements, so that the next calls measure again."""
+        """Make all backends forget their measurements in this process. The next calls read them from the tuning cache,
+        and measure those that it does not have."""
         for one in self.all:
             one.forget_measurements()
 
@@ -129,7 +134,8 @@ class Devices:
         self, network: nn.Module, settings: Settings, read: Callable[[nn.Module], Any] | None = None
     ) -> None:
         """Start to load the kernels for the first calls of this network, in a thread, so that the first image does not
-        wait for them. Returns at once. Does nothing if OneDiff is off, or the network is neither on the CPU nor on a
+        wait for them. Returns at once. Does nothing if OneDiff is off, or if the network has no parameters or is
+        neither on the CPU nor on a GPU. If the network is on the CPU and there is a GPU, kernels are loaded for the
         GPU. A failure is not reported here: the first call meets it again.
 
         read: returns the network's layout, for a network that belongs to no Family, such as a VAE; None: Families.read.
@@ -165,11 +171,11 @@ class Devices:
 
 
 def adds_to(found: Sequence[Device], device: Device) -> bool:
-    """Whether a slower backend (device) is worth trying if the backends in `found` fail. True if there are none.
+    """Whether a slower backend (device) is worth trying if the backends in `found` fail. True if `found` is empty.
 
-    Not if it needs channels-last weights and the first one does not: the weights stay in the memory format that the
-    first one needs. Not if it has no graphs and an earlier one has: it would launch the same operators that have failed
-    in the graph.
+    False if the slower backend needs channels-last weights and the first of `found` does not: the weights stay in the
+    memory format that the first one needs. False also if the slower backend has no graphs and a backend in `found` has:
+    the slower one would launch the same operators that have failed in the graph.
     """
     if not found:
         return True

@@ -29,11 +29,11 @@ from .kernels.operators import NativeOperators
 from .kernels.rounding import Rule
 from .tuning import BATCH, EPS, cross_attentions, gated_trial, one_per_row_class
 
-# The sizes of the inputs: rows of tokens; and sides of a feature map, one for the kernel for small ones and one for
-# each class.
+# The sizes of the inputs: rows of tokens; and sides of feature maps in pixels, one for the kernel for small images and
+# one for each class (launch_config.SMALL and LARGE).
 ROWS = 4
 SIDES = ROWS, 32, 48
-# A function that launches one kernel, or a few, once.
+# A function without arguments that launches one kernel, or a few, once.
 Launch = Callable[[], object]
 
 
@@ -45,8 +45,9 @@ def load_kernels(
     `device`.
 
     users: the layout's kernel_users: descriptions of layers (core.leaves) with their sizes. dtype: the network's.
-    launches: the launch configs with which the kernels will run. kinds: the 8-bit formats in use. rules: those for the
-    inputs of layers that the host stores in INT8. Raises what a launch raises.
+    launches: the launch configs with which the kernels will run. kinds: the 8-bit formats in which Low-bit or FP8
+    weights of the host are computed. rules: the rules by which inputs of layers that the host stores in INT8 are
+    rounded; empty without such layers. Raises what a launch raises.
     """
     works = exact_launches(list(users), dtype, device, launches)
     for kind in kinds:
@@ -63,9 +64,9 @@ def load_kernels(
 
 
 def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
-    """Load the kernel of every candidate of configs.EXACT_GATED_PRODUCT on this device, so that Native.tune, which
-    measures them in a user's call, does not wait for the driver to compile them. dtype: float16 or bfloat16. Raises
-    what a launch raises."""
+    """Load the kernels of all candidates of configs.EXACT_GATED_PRODUCT that can be fast on this device, so that
+    Native.tune, which measures them in a user's call, does not wait for the driver to compile them. dtype: float16 or
+    bfloat16. Raises what a launch raises."""
     with on_card(device), torch.inference_mode(False), torch.no_grad():
         trial = gated_trial(partial(torch.zeros, dtype=dtype, device=device), ROWS, low_bit.ALIGNED, device)
         for config in trial.kernel.candidates:
@@ -73,8 +74,8 @@ def load_candidates(dtype: torch.dtype, device: torch.device) -> None:
 
 
 def exact_launches(users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches) -> list[Launch]:
-    """Functions that together launch every kernel for a network of this dtype without 8-bit formats. Nothing is
-    launched here. users, launches: see load_kernels."""
+    """Functions that together launch every kernel for a network of this dtype without 8-bit formats. The functions take
+    no arguments; nothing is launched before they are called. users, launches: see load_kernels."""
     make = partial(torch.zeros, dtype=dtype, device=device)
     ops = NativeOperators(launches)
 
@@ -129,8 +130,9 @@ def exact_launches(users: list[Any], dtype: torch.dtype, device: torch.device, l
 def low_bit_launches(
     users: list[Any], dtype: torch.dtype, device: torch.device, launches: Launches, kind: Kind
 ) -> list[Launch]:
-    """Functions that together launch every kernel that writes tokens and feature maps in this 8-bit format (kind).
-    Nothing is launched here. users, launches: see load_kernels."""
+    """Functions that together launch every kernel that writes tokens and feature maps in this 8-bit format (kind), for
+    weights that Low-bit has quantized or that the host stores in FP8. Nothing is launched before they are called.
+    users, launches: see load_kernels."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def launch_layer_norm(width: int) -> None:
@@ -190,7 +192,7 @@ def low_bit_launches(
 
 def stored_launches(users: list[Any], dtype: torch.dtype, device: torch.device, rule: Rule) -> list[Launch]:
     """Functions that together launch every kernel for layers that the host stores in INT8: those that quantize the
-    layers' input by this rule, and the product. Nothing is launched here. users: see load_kernels."""
+    layers' input by this rule, and the product. Nothing is launched before they are called. users: see load_kernels."""
     make = partial(torch.zeros, dtype=dtype, device=device)
 
     def fits(width: int) -> bool:
@@ -260,20 +262,20 @@ def residual_norms(users: Iterable[Any]) -> list[AdaptiveNorm | RMSNorm]:
 
 def gelu_widths(users: Sequence[Any]) -> list[int]:
     """The widths of the tokens to which a network applies an ungated GELU: those between the two linear layers of a
-    feed-forward. Only networks with adaptive norms and without SwiGLU have such feed-forwards; for others it is empty.
-    """
+    feed-forward. Empty for networks without adaptive norms, and for networks with SwiGLU: they have no such
+    feed-forwards."""
     if any(isinstance(user, SwiGLU) for user in users):
         return []
     return [configs.FEED_FORWARD * norm.width for norm in one_per_row_class(users, AdaptiveNorm)]
 
 
 def gate_activation(gate: SwiGLU | SigmoidGate) -> Activation:
-    """The activation of a gate."""
+    """The activation of a gate: SiLU for a SwiGLU, the sigmoid function for a SigmoidGate."""
     return Activation.SILU if isinstance(gate, SwiGLU) else Activation.SIGMOID
 
 
 def norm_weights(norm: AdaptiveNorm | RMSNorm, make: Callable[..., Tensor]) -> list[LayerWeights | None]:
-    """A weight for this norm in each dtype that it may have; [None] for an AdaptiveNorm, which has no weight. make: see
+    """A weight for this norm in each dtype of norm_dtypes; [None] for an AdaptiveNorm, which has no weight. make: see
     norm_inputs."""
     if isinstance(norm, AdaptiveNorm):
         return [None]
@@ -282,7 +284,7 @@ def norm_weights(norm: AdaptiveNorm | RMSNorm, make: Callable[..., Tensor]) -> l
 
 
 def norm_dtypes(dtype: torch.dtype) -> list[torch.dtype]:
-    """The dtypes that the weight of an RMS norm may have in a network of this dtype."""
+    """The dtypes that the weight of an RMS norm may have in a network of this dtype: this dtype, and float32."""
     return list(dict.fromkeys((dtype, torch.float32)))
 
 
@@ -292,8 +294,9 @@ def norm_inputs(
 ) -> tuple[Residual, Modulation]:
     """The inputs of a norm: a residual of ROWS rows with an update and a gate, and a modulation.
 
-    make: make(*shape) returns a tensor of the network's dtype. weight: the norm's. If norm is an RMSNorm, the update
-    has a norm too (Residual.norm), with the same weight. update_dtype: the update's dtype; None: the network's.
+    make: make(*shape) returns a tensor of the network's dtype. weight: the norm's; None for an AdaptiveNorm. If norm is
+    an RMSNorm, the update has a norm too (Residual.norm), with the same weight. update_dtype: the update's dtype; None:
+    the network's.
     """
     update = make(BATCH, ROWS // BATCH, norm.width)
     shift, factor, gate = make(BATCH, 3 * norm.width).chunk(3, dim=1)

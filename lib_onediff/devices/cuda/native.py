@@ -33,16 +33,17 @@ from .low_bit.choice import LowBit
 from .tuning import tune_down, tune_gated, tune_half_sums, tune_kernels, tune_stored
 
 log = logging.getLogger("onediff")
-# The kernel that computes checksums: the words that a program sums, the words of each load, and its warps.
+# For the kernel that computes checksums: how many words a program sums, how many words it loads at once, and its warps.
+# A word has WORD bytes.
 WORDS = 1 << 13
 BLOCK = 1024
 WARPS = 4
 
 
 def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
-    """A function that launches the checksums of these spans by our kernel, as sums_of; the kernel is loaded here, by a
-    first launch. None if the kernel cannot be used or fails, with a line in the log: the caller then uses PyTorch's
-    operators. It is a weights.contents.ContentsReader."""
+    """A function that launches the checksums of these spans by our kernel; see sums_of. The kernel is loaded here, by a
+    first launch, which reads the spans. None if the kernel cannot be used or fails, which is logged: the caller then
+    uses PyTorch's operators. read_contents is a weights.contents.ContentsReader."""
     try:
         sums = sums_of(spans, part)
         if sums is not None:
@@ -58,11 +59,12 @@ def read_contents(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor
 
 
 def sums_of(spans: Sequence[MemorySpan], part: int) -> Callable[[], Tensor] | None:
-    """A function that launches the checksums of these spans, and returns them as int64 (spans,) on their device,
-    without waiting for them. It reads the spans' memory by address: whoever calls it must make sure that the memory
-    exists. None if the kernel does not support the spans: they are on several devices, or not whole words.
+    """A function that launches the checksums (weights/contents.py) of these spans, and returns them as int64 (spans,)
+    on their device, without waiting for them. It reads the spans' memory by address: its caller must make sure that the
+    memory exists. None if the kernel does not support the spans: they are on several devices, or an address or a number
+    of bytes is no multiple of WORD.
 
-    spans: at least one. part: of a large matrix, only every part-th piece is summed; see MemorySpan.stride.
+    spans: at least one. part: in a large matrix, only every part-th piece is summed; see MemorySpan.stride.
     """
     device = spans[0].device
     if any(span.device != device or span.nbytes % WORD or span.address % WORD for span in spans):
@@ -125,7 +127,7 @@ class Native(Device):
 
     def why_not_lossy(self, option: str, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a value of Settings.low_bit (option) has no effect for a model of this dtype on a device, in one sentence
-        for the user; None if the device supports it."""
+        for the user; None if the device supports one of the option's formats."""
         return self.why_not(device) or self.low_bit.why_not(option, device, dtype)
 
     def contents_reader(self, device: torch.device) -> ContentsReader | None:
@@ -167,9 +169,13 @@ class Native(Device):
             self._tune_kernels(use, time_ms)
 
     def _kernel_set(self, use: KernelUse) -> tuple[Hashable, tuple[Kind, ...], tuple[Rule, ...]]:
-        """Which kernels a network needs: a key of the network (its architecture, dtype and device); the 8-bit formats
-        that it uses and the device supports; and the rules for the inputs of layers that are stored in INT8. The three
-        together are the key in _loading."""
+        """Which kernels a network needs: (a key of the network, the 8-bit formats, the rules). The three together are
+        the key in _loading.
+
+        The key is (architecture, dtype, device). The formats are those in the settings, and FP8 if the host stores
+        weights in it, as far as the device supports them. The rules are for the inputs of layers that the host stores
+        in INT8; () without such layers, or if the device does not support INT8.
+        """
         stored = {dtype for dtype, _ in use.stored}
         wanted = KINDS_OF.get(use.low_bit, ())
         used = [kind for kind in KINDS if kind in wanted or kind.dtype in stored]
@@ -220,8 +226,8 @@ class Native(Device):
         return any(measured)
 
     def forget_measurements(self) -> None:
-        """Forget the choices of kernels and formats in this process. The next calls read them from the tuning cache,
-        and measure only those that it does not have. See Device.forget_measurements."""
+        """Forget the choices of kernels and formats in this process. The next calls read the choices from the tuning
+        cache, and measure only those that it does not have. See Device.forget_measurements."""
         self._tuned.clear()
         self.low_bit.forget()
         self._launches.forget()

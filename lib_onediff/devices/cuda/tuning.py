@@ -26,14 +26,15 @@ from .kernels import tokens as native_tokens
 from .kernels.launch_config import LaunchConfig, Launches, Trial, attention_kernel, random_on, row_class, tuned
 from .low_bit import float8
 
+# The number of groups of the group norms, and the eps of the norms, that are measured or loaded.
 GROUPS = 32
 EPS = 1e-5
 # The standard deviation of random int8 numbers.
 SPREAD = 32.0
-# Networks with wider tokens are taken for single-stream transformers: see is_single_stream.
+# Networks whose tokens are wider than this are taken for single-stream transformers: see is_single_stream.
 WIDEST_USUAL = 2048
-# The sizes that are measured, for each class those that take the most time in a network: sides of a feature map, rows
-# of tokens, queries and keys of a cross-attention.
+# The sizes that are measured, for each class those that take the most time in a network: batch; side of a feature map
+# in pixels; rows of tokens; queries and keys of a cross-attention.
 BATCH = 2
 SIDES = {configs.SMALL: 32, configs.LARGE: 64}
 ROWS = 4096
@@ -44,8 +45,8 @@ KEYS = 77
 def tune_kernels(
     launches: Launches, users: Iterable[Any], dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> int:
-    """Measure every kernel and class of shapes of a network that was not measured on this GPU before, and store the
-    choices of launch configs. Returns how many were measured. Takes seconds, once on a machine, because several
+    """Measure every kernel and class of shapes of a network that was not measured on this GPU model before, and store
+    the choices of launch configs. Returns how many were measured. Takes seconds, once on a machine, because several
     variants of each kernel are loaded.
 
     users: the layout's kernel_users: descriptions of layers (core.leaves) with their sizes. dtype: the network's.
@@ -55,8 +56,9 @@ def tune_kernels(
 
 
 def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
-    """The trials for a network with these layers (users), one after the other; the caller measures each. make:
-    make(*shape) returns a tensor of random numbers in the network's dtype."""
+    """The trials for a network with these layers (users), one after the other; the caller measures each. For group
+    norms, the widest one is measured; for layer norms, one of each row class. make: make(*shape) returns a tensor of
+    random numbers in the network's dtype."""
     widest = max((leaf.channels for leaf in users if isinstance(leaf, GroupNorm)), default=0)
     vector = make(widest)
     for shape_class, side in SIDES.items() if widest else ():
@@ -86,15 +88,15 @@ def trials(users: list[Any], make: Callable[..., Tensor]) -> Iterator[Trial]:
 
 
 def one_per_row_class(users: Iterable[Any], layer_class: Any) -> Iterable[Any]:
-    """The layers of this class among the users, one for each row_class of their width: all layers of a row class have
-    the same kernels."""
+    """The layers of this class among the users, but only one for each row_class of their width: all layers of a row
+    class have the same kernels."""
     return {row_class(leaf.width): leaf for leaf in users if isinstance(leaf, layer_class)}.values()
 
 
 def cross_attentions(users: Iterable[Any], dtype: torch.dtype) -> list[tuple[Shape, Shape]]:
     """(shape of the queries, shape of the keys) of cross-attentions, as (batch, heads, tokens, head width), one for
-    each head width in the network that our attention kernel supports; empty if it does not support the dtype. Batch and
-    tokens are those of a usual call, not of a network."""
+    each head width in the network that our attention kernel supports. Empty if the kernel does not support the dtype or
+    any of the widths. Batch and tokens are those of a usual call (BATCH, QUERIES, KEYS)."""
     heads = {user.head_width: user.heads for user in users if isinstance(user, CrossAttention)}
     widths = native_tokens.ATTENTION_WIDTHS if dtype in native_tokens.ATTENTION_DTYPES else ()
     return [
@@ -118,7 +120,12 @@ def product_trial(
     product: Product, make: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, kind: Kind,
     result: torch.dtype,
 ) -> Trial | None:
-    """The trial of an 8-bit product's launch configs; None if a library computes it, which has none to choose.
+    """The trial of the launch configs of the kernel that an 8-bit product depends on; None if that is a library's
+    product, which has no launch configs.
+
+    For a convolution or an INT8 product, this is the product's own kernel. For an FP8 product whose input comes from a
+    GEGLU (GATED), it is the kernel of the feed-forward's first product, which writes this input in float8. For any
+    other FP8 product, and for FP8 in a single-stream transformer, None.
 
     make: make(*shape) returns a tensor of random numbers, because a GPU multiplies zeros faster. dtype: the model's.
     kind: the 8-bit format. result: the dtype of the library's float8 products; see float8.product.
@@ -169,8 +176,8 @@ def is_single_stream(width: int) -> bool:
 def tune_stored(
     launches: Launches, product: tuple[int, int, int, torch.dtype], device: torch.device, time_ms: TimeMs
 ) -> bool:
-    """Measure the launch config of a product with a weight stored in INT8 and store the choice, if it is unknown on
-    this GPU. Returns whether it was measured. product: an item of Launches.stored_products."""
+    """Measure the launch config of a product with a weight stored in INT8 and store the choice; return True. If there
+    is a choice for this GPU model, do nothing and return False. product: an item of Launches.stored_products."""
     rows, out, width, dtype = product
     if launches.chosen(configs.INT8_PRODUCT, products.product_class(rows, out, width), dtype) is not None:
         return False
@@ -182,7 +189,7 @@ def tune_stored(
 def tune_down(
     launches: Launches, product: tuple[int, int, int, torch.dtype], device: torch.device, time_ms: TimeMs
 ) -> bool:
-    """As tune_stored, for the product with the down matrices of LoRAs. product: an item of Launches.down_products."""
+    """As tune_stored, for a product with the down matrices of LoRAs. product: an item of Launches.down_products."""
     rows, ranks, width, dtype = product
     if launches.chosen(configs.DOWN_PRODUCT, products.product_class(rows, ranks, width), dtype) is not None:
         return False
@@ -201,8 +208,8 @@ def down_trial(make: Callable[..., Tensor], rows: int, ranks: int, width: int) -
 def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, device: torch.device, time_ms: TimeMs
 ) -> bool:
     """Measure whether the product of tokens (rows, width) with a weight (8 width, width) is faster with its GEGLU in
-    the same kernel, and in which launch config, if that is unknown on this GPU. Stores the choice. Returns whether it
-    was measured."""
+    the same kernel, and in which launch config; store the choice and return True. If there is a choice for this GPU
+    model, do nothing and return False."""
     make = random_on(device, dtype)
     shape_class = products.product_class(rows, 2 * configs.FEED_FORWARD * width, width)
     if launches.chosen(configs.EXACT_GATED_PRODUCT, shape_class, dtype) is not None:
@@ -213,8 +220,8 @@ def tune_gated(launches: Launches, rows: int, width: int, dtype: torch.dtype, de
 def gated_trial(
     make: Callable[..., Tensor], rows: int, width: int, device: torch.device, shape_class: str = ""
 ) -> Trial:
-    """The trial of tune_gated. make: make(*shape) returns a tensor of the network's dtype. shape_class: "" if the trial
-    only serves to load its kernels, so that nothing is stored."""
+    """The trial of tune_gated. make: make(*shape) returns a tensor of the network's dtype. shape_class: see
+    Launches.of; "" if the trial only serves to launch its kernels, and nothing is stored."""
     tokens = make(rows, width)
     weight = make(2 * configs.FEED_FORWARD * width, width)
     bias = make(8 * width)
@@ -231,8 +238,8 @@ def gated_trial(
 
 
 def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device, time_ms: TimeMs) -> bool:
-    """Measure whether a float16 convolution is faster with float16 sums, if that is unknown on this GPU, and store the
-    choice. Returns whether it was measured. size: an item of Launches.convolutions."""
+    """Measure whether a float16 convolution is faster with float16 sums, and store the choice; return True. If there is
+    a choice for this GPU model, do nothing and return False. size: an item of Launches.convolutions."""
     kernel = configs.CONVOLUTIONS[torch.float16]
     shape_class = "x".join(map(str, size))
     if launches.chosen(kernel, shape_class, torch.float16) is not None:
@@ -241,8 +248,8 @@ def tune_half_sums(launches: Launches, size: Sequence[int], device: torch.device
 
 
 def half_sums_trial(make: Callable[..., Tensor], size: Sequence[int], device: torch.device) -> Trial:
-    """The trial of tune_half_sums. size: see there. Candidates with a larger error than float8.WORST_PROBE_ERROR
-    against torch's convolution do not agree. make: make(*shape) returns a tensor in float16."""
+    """The trial of tune_half_sums. size: an item of Launches.convolutions. A candidate agrees if its error against
+    torch's convolution is below float8.WORST_PROBE_ERROR. make: make(*shape) returns a tensor in float16."""
     batch, height, width, channels, out = size
     image, weight = (
         make(*shape).to(memory_format=torch.channels_last)

@@ -24,9 +24,11 @@ from ..torch import operators as torch_ops
 # The value of masked scores before the softmax: finite in float16, and far below any real score.
 LOWEST = -60000.0
 
+
 class OneFlowOperators:
     """Operators for OneFlow's tensors, those that UNets need. core.operators.Operators describes their arguments; those
-    that only other backends need, such as consumer, are ignored. Images are contiguous."""
+    that only other backends need, such as consumer, are ignored. Images are contiguous. Layers have neither LoRAs nor
+    8-bit weights (OneFlow.refuse_call). Arguments that no UNet uses, such as a modulation, raise AssertionError."""
 
     # These only use methods that tensors of both libraries have.
     materialize = staticmethod(torch_ops.materialize)
@@ -86,14 +88,14 @@ class OneFlowOperators:
         self, residual: Residual, layer: LayerWeights, norm: LayerNorm, consumer: LayerWeights,
         modulation: Modulation | None = None,
     ) -> tuple[Residual, Tensor]:
-        """(the residual, summed to plain tokens; its layer norm). Only layer norms without modulation."""
+        """(the residual, summed to plain tokens; its layer norm). norm: only layer norms. modulation must be None."""
         assert modulation is None, "no norm of a UNet is modulated"
         tokens = self.materialize(residual)
         return Residual(tokens), functional.layer_norm(tokens, (norm.width,), layer.weight, layer.bias, norm.eps)
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
-        """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part.
-        Only heads without norm and rotation, and parts of equal width."""
+        """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part. The
+        parts must have as many heads as each other, and neither norm nor rotation."""
         pieces = projected.chunk(len(parts), dim=-1)
         heads = []
         for piece, part in zip(pieces, parts, strict=True):
@@ -105,15 +107,15 @@ class OneFlowOperators:
         self, residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        """residual + linear(x, layer), added at once to new tokens. Only without gate and norm."""
+        """residual + linear(x, layer), added at once to new tokens. gate and norm must be None."""
         assert gate is None and norm is None, "no UNet adds layers with a gate or a norm"
         return residual._replace(tokens=residual.tokens + self.linear(x, layer))
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
-        """Softmax attention over (batch, heads, tokens, head width), by two products and a softmax. upcast, mask, and
-        fewer heads of keys than of queries: see Operators.attention; no Filled."""
+        """Softmax attention over (batch, heads, tokens, head width), by two products and a softmax. Keys may have fewer
+        heads than queries. upcast, mask: see Operators.attention, but mask must not be Filled."""
         assert not isinstance(mask, Filled), "no UNet has rows that are filled up"
         dtype, (batch, heads, queries, width) = query.dtype, query.shape
         if upcast:
@@ -140,13 +142,13 @@ class OneFlowOperators:
         return value * activated(gate, unit.activation)
 
     def gated_linear(self, x: Tensor, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Tensor:
-        """gated(linear(x, layer), unit)."""
+        """gated(linear(x, layer), unit): (..., in) -> (..., out / 2)."""
         return self.gated(self.linear(x, layer), unit, consumer)
 
     def activated_linear(
         self, x: Tensor, layer: LayerWeights, activation: Activation, consumer: LayerWeights
     ) -> Tensor:
-        """activation(linear(x, layer))."""
+        """activation(linear(x, layer)): (..., in) -> (..., out)."""
         return activated(self.linear(x, layer), activation)
 
     def concatenate(self, image: Tensor, skip: Tensor) -> Tensor:
@@ -154,7 +156,8 @@ class OneFlowOperators:
         return flow.cat([image, skip], dim=1)
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
-        """Nearest-neighbour resizing, as torch.nn.functional.interpolate defines it."""
+        """An image (batch, channels, h, w), resized to (height, width) by nearest neighbour as
+        torch.nn.functional.interpolate defines it."""
         scales = height / image.shape[2], width / image.shape[3]
         # What functional.interpolate calls, which warns of its module in every graph.
         return flow._C.upsample_nearest_2d(
@@ -168,8 +171,8 @@ class OneFlowOperators:
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """activation(x). Raises KeyError for an activation that is not listed here: a substitute would make a wrong image.
-    """
+    """activation(x). Raises KeyError for an activation that this function does not list: a substitute would make a
+    wrong image."""
     functions: dict[Activation, Callable[[Tensor], Tensor]] = {
         Activation.SILU: functional.silu,
         Activation.GELU: functional.gelu,
@@ -210,7 +213,8 @@ def unowned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def run_graph(graph: Callable[..., Any], given: list[torch.Tensor]) -> list[torch.Tensor]:
-    """A graph's outputs for these contiguous inputs, as new tensors of torch's. Waits until they are computed."""
+    """A graph's outputs for these contiguous inputs, at least one, as new torch tensors. Waits until they are computed.
+    """
     if given[0].is_cuda:
         # OneFlow launches on streams of its own, which are not ordered with torch's.
         torch.cuda.current_stream(given[0].device).synchronize()

@@ -34,8 +34,10 @@ log = logging.getLogger("onediff")
 
 # The dimensions of a UNet's latent: batch, channels, height, width.
 IMAGE_DIMENSIONS = 4
-# A graph's memory is kept until the process ends.
+# The largest number of graphs: a graph's memory is kept until the process ends.
 MOST_GRAPHS = 8
+# Reasons of Refusals. TOO_MANY: with the number of graphs; FAILED: with the compiler's message; STRIDED: with the path
+# of a layer.
 TOO_MANY = (
     "OneFlow has compiled {} graphs, which is OneDiff's limit, because their memory is never freed: restart the WebUI "
     "to use OneFlow at other sizes"
@@ -55,7 +57,7 @@ class OneFlowRunner:
 
     graph: the compiled graph of OneFlow.
     variables: environment variables that are set before each run; see oneflow_variables.
-    running: the lock that is held while OneFlow runs or compiles.
+    running: the lock of the OneFlow object, which is held while OneFlow runs or compiles.
     """
 
     graph: Any
@@ -73,11 +75,11 @@ class OneFlowRunner:
 
 
 class OneFlow(Device):
-    """The backend; one object for the process. Callers hold the runtime's lock (Services.lock).
+    """The OneFlow backend; one object for the process. Callers hold the runtime's lock (Services.lock).
 
     output: computes a call; see Families.output.
     most: the largest number of graphs, because their memory is never freed.
-    failure: the compiler's message when it failed; "" until then. After a failure, nothing is compiled any more.
+    failure: the compiler's message after it has failed; "" before. After a failure, nothing is compiled any more.
     """
 
     name = "oneflow"
@@ -108,9 +110,9 @@ class OneFlow(Device):
         return settings.backend == self.name
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
-        """Raise Refusal, with the reason, if OneFlow does not work on this device with this dtype, or was not tested
-        yet. is_warm_up: wait for the test. If it raises nothing, it keeps the environment variables that these settings
-        need, for the runners that are made next."""
+        """Raise Refusal, with the reason, if OneFlow does not work on this device with this dtype, or if the test of
+        that has not ended yet. is_warm_up: wait for the test. If OneFlow works, the environment variables that these
+        settings need are kept for the runners that are made next."""
         lack = self._gate.why_not(device, dtype, is_warm_up)
         if lack is not None:
             raise Refusal(lack)
@@ -118,7 +120,7 @@ class OneFlow(Device):
 
     def refuse_call(self, call: Call, weight_marks: Sequence[str]) -> None:
         """Raise Refusal, with the reason, if OneFlow cannot compute this call. It serves whole UNets with plain
-        weights, on the device of its first graph. weight_marks: see Network."""
+        weights, on the device of its first graph. weight_marks: see Device.refuse_call."""
         if weight_marks:
             # Its graphs contain the addresses of the stored weights, and read these as they are.
             raise Refusal(f"the backend {self.name} does not support {' and '.join(weight_marks)}")
@@ -135,8 +137,8 @@ class OneFlow(Device):
 
     def allowed_error(self, dtype: torch.dtype) -> float:
         """The relative error up to which OneFlow's output counts as correct: that of float16 sums for float16,
-        otherwise 0.0 (no more than rounding explains). It applies even if the settings allow no such sums, because the
-        same graph also serves with them: an environment variable switches them at each run."""
+        otherwise 0.0 (no more than rounding explains). For float16 it applies even if the settings allow no such sums,
+        because the same graph also serves calls with such sums: an environment variable switches them at each run."""
         return ROUNDING_HALF_SUMS if dtype == torch.float16 else 0.0
 
     def operators(self, wide_norms: bool = False) -> Operators:
@@ -145,11 +147,13 @@ class OneFlow(Device):
 
     def runner(self, network: Any, key: ShapeKey, call: Call, is_warm_up: bool) -> OneFlowRunner:
         """A runner with the graph for a call. A new shape, or a moved weight, needs a new graph: the first call starts
-        another thread, which compiles it for seconds.
+        to compile it in another thread, which takes seconds.
 
         Raises Refusal while any graph is being compiled, even if this call's graph is ready, because OneFlow runs
-        nothing meanwhile. With is_warm_up, it waits for this call's graph instead. Raises Refusal also if no further
-        graph may be compiled, or if this one has failed.
+        nothing meanwhile. With is_warm_up, waits for this call's graph instead. Raises Refusal also if this call's
+        graph has failed, or if it would be a new one that may not be compiled (_refuse_another).
+
+        network: the call's runtime.network.Network. key: the call's shape and settings.
         """
         binding = network.bound.binding
         weights = binding.weights()
@@ -183,11 +187,11 @@ class OneFlow(Device):
             raise Refusal(STRIDED.format(strided))
 
     def _compile(self, build: Callable[..., Any], weights: Weights, given: list[Tensor]) -> Any | None:
-        """The compiled graph; None if that fails, or if an earlier one has failed: then `failure` has the reason.
-        Raises nothing. Runs in the worker's thread, for seconds.
+        """The compiled graph; None if compiling fails, or if an earlier graph has failed: then `failure` has the
+        reason. Raises nothing. Runs in the worker's thread, for seconds.
 
-        build: see graph_of. weights: keeps them alive for the first run, which compiles the graph and reads them.
-        given: the inputs of that run.
+        build: see operators.graph_of. weights: keeps them alive for the first run, which compiles the graph and reads
+        them. given: the inputs of that run.
         """
         if self.failure:
             return None
@@ -212,8 +216,9 @@ def oneflow_variables(settings: Settings) -> dict[str, str]:
 
 
 def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
-    """The forward of calls like this one, as a function for graph_of: forward(weights, *tensors), with the tensors of
-    contiguous(call) as separate arguments, all of them OneFlow's. It returns a tuple with the output."""
+    """The forward of calls like this one, as a function for operators.graph_of: forward(weights, *tensors), where the
+    tensors are those of contiguous(call), as separate arguments. Weights and tensors are OneFlow's. It returns a tuple
+    with the output."""
     # The call's structure without its tensors, so that the graph does not keep them alive.
     nothing: Any = torch.empty(0, dtype=torch.float32, device="cpu")
     like = mapped(call, lambda tensor: nothing)
@@ -229,7 +234,7 @@ def forward_of(output: Output, layout: Any, call: Call) -> Callable[..., Any]:
 
 
 def contiguous(call: Call) -> list[Tensor]:
-    """Contiguous copies of a call's tensors, in order: the inputs of a graph."""
+    """Contiguous copies of a call's tensors, in a fixed order: the inputs of a graph."""
     return tensors_of(cloned_inputs(call, torch.contiguous_format))
 
 

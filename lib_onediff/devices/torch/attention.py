@@ -31,7 +31,7 @@ FUSED = {
     CUDNN: "_scaled_dot_product_cudnn_attention", FLASH: "_scaled_dot_product_flash_attention",
     EFFICIENT: "_scaled_dot_product_efficient_attention", MATH: "_scaled_dot_product_attention_math",
 }
-# Their arguments after query, key and value: no mask, and no log-sum-exp for gradients.
+# The arguments of these functions after query, key and value: no mask, and no log-sum-exp for gradients.
 GIVEN: dict[str, tuple[Any, ...]] = {CUDNN: (None, False), FLASH: (), EFFICIENT: (None, False), MATH: ()}
 # The kernels that support fewer heads of keys than of queries, if torch does (HAS_GQA).
 SHARE_KEY_HEADS = {CUDNN, FLASH}
@@ -41,10 +41,10 @@ SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient", MATH: "m
 HAS_CUDNN = hasattr(torch, FUSED[CUDNN]) and "attn_bias" in str(getattr(torch.ops.aten, FUSED[CUDNN]).default._schema)
 # Whether torch has a GEMM of float16 or bfloat16 with a float32 output: torch 2.8 and newer, on NVIDIA GPUs.
 GEMM_WIDENS = "dtype_out" in torch.ops.aten.baddbmm.overloads() and torch.version.hip is None
-# Of torch's kernels, only EFFICIENT supports wider heads than this. torch's MATH would store all scores: 4 GiB at
-# 1024x1024 pixels.
+# The widest heads of NARROW. Of torch's kernels, only EFFICIENT supports wider ones; MATH would store all scores: 4 GiB
+# at 1024x1024 pixels.
 WIDEST_HEAD = 256
-# Fewer keys than this count as this many in class_of.
+# Fewer keys than this count as this many in class_of. Our own kernel for cross-attentions computes at most this many.
 FEW_KEYS = 256
 # FLASH needs heads whose width is a multiple of this; torch itself would pad them.
 FLASH_WIDTHS = 8
@@ -52,15 +52,16 @@ FLASH_WIDTHS = 8
 SCORES_BYTES = 64 << 20
 # The largest bytes of scores for which MATH is a candidate.
 MATH_SCORES_BYTES = 4 << 20
-# The candidates by head width; the first is used without a measurement.
+# The candidates for heads up to WIDEST_HEAD, and for wider ones. The first one is used without a measurement.
 NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)))
 WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
 # The candidates for rows of tokens that are filled up to one length (core.operators.Filled). TORCH uses a mask of keys.
 FILLED = Kernel("attention of filled rows", ((TORCH,), (CUDNN,), (FLASH,)))
-# How many tokens of each row do not count when the candidates of FILLED are measured.
+# How many tokens of each row are padding when the candidates of FILLED are measured.
 NOT_USED = 9
 # The largest relative difference between two correct implementations at random inputs. A wrong one differs by about 1.
 WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
+# The dtypes of attention over filled rows without a mask of keys.
 HALF_TYPES = (torch.float16, torch.bfloat16)
 Shape = tuple[int, ...]
 
@@ -69,7 +70,8 @@ class Attention:
     """Softmax attention over (batch, heads, tokens, width), as torch's scaled_dot_product_attention.
 
     Uses the implementation that measure() has found to be the fastest for shapes of the same class. Without a
-    measurement, on a CPU, or with a mask, it uses torch's own choice.
+    measurement, it uses torch's own choice, or GEMM for heads wider than WIDEST_HEAD. On a CPU, or with a mask that is
+    a tensor, it always uses torch's own choice.
 
     launches: has the measurements.
     """
@@ -81,7 +83,7 @@ class Attention:
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool = False, mask: Tensor | Filled | None = None
     ) -> Tensor:
         """The output, in query's dtype and shape. If the chosen implementation does not support the inputs, torch's own
-        choice is used. upcast, mask: see Operators.attention."""
+        choice is used. upcast, mask: see Operators.attention. Raises torch.cuda.OutOfMemoryError."""
         if upcast and query.dtype != torch.float32:
             return self(query.float(), key.float(), value.float(), mask=mask).to(query.dtype)
         if query.device.type != "cuda" or isinstance(mask, Tensor):
@@ -98,7 +100,8 @@ class Attention:
 
     def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, is_filled: bool = False) -> str:
         """The name of the implementation to use for queries and keys of these shapes (batch, heads, tokens, width) on
-        the current GPU: TORCH, CUDNN and so on. is_filled: the rows are padded to one length (Filled)."""
+        the current GPU: TORCH, CUDNN and so on. Without a measurement, the first candidate of NARROW, WIDE or FILLED.
+        is_filled: the rows are padded to one length (Filled)."""
         kernel = FILLED if is_filled else kernel_of(query_shape)
         [picked] = self._launches.of(kernel, class_of(query_shape, key_shape), dtype)
         return str(picked)
@@ -107,11 +110,12 @@ class Attention:
         self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs,
         is_filled: bool = False,
     ) -> bool:
-        """Time every implementation for shapes of this class, and store the fastest correct one as the choice. Returns
-        True; if that was done before, does nothing and returns False. Arguments as pick.
+        """Time every implementation for shapes of this class, store the fastest correct one as the choice, and return
+        True. If there is a choice for this GPU model, do nothing and return False. query_shape, key_shape, dtype,
+        is_filled: see pick.
 
         Takes tens of milliseconds and three times the memory of the attention itself. Does not change the user's random
-        generators. Raises torch.cuda.OutOfMemoryError.
+        generators. Raises torch.cuda.OutOfMemoryError, and what the first candidate raises.
         """
         kernel = FILLED if is_filled else kernel_of(query_shape)
         shape_class = class_of(query_shape, key_shape)
@@ -141,8 +145,9 @@ def kernel_of(query_shape: Shape) -> Kernel:
 
 
 def class_of(query_shape: Shape, key_shape: Shape) -> str:
-    """The name of the class of shapes within which one implementation is used: head width, numbers of queries and keys,
-    rounded up to powers of two, and how many heads of queries share a head of keys."""
+    """The name of the class of shapes within which one implementation is used. It consists of the head width; the
+    numbers of queries and of keys, rounded up to powers of two, for keys at least FEW_KEYS; and how many heads of
+    queries share a head of keys."""
     queries, keys = (1 << (shape[2] - 1).bit_length() for shape in (query_shape, key_shape))
     name = f"width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
     shared_by = query_shape[1] // key_shape[1]
@@ -151,8 +156,9 @@ def class_of(query_shape: Shape, key_shape: Shape) -> str:
 
 def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Softmax attention over (batch, heads, tokens, width) by the implementation of this name, such as FLASH. Keys may
-    have fewer heads than queries. Raises RuntimeError if it does not support the inputs, or if the host has switched it
-    off in torch."""
+    have fewer heads than queries. Raises RuntimeError if the implementation does not support the inputs, is missing in
+    this torch, or was switched off in torch by the host, and for MATH if the scores would take more than
+    MATH_SCORES_BYTES."""
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value)
     if key.shape[1] != query.shape[1] and not (HAS_GQA and name in SHARE_KEY_HEADS):
@@ -171,8 +177,8 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: Filled) -> Tensor:
-    """Attention of rows that are filled up to one length (Filled), by the implementation of this name. Raises as
-    attend.
+    """Attention of rows that are filled up to one length (Filled), by the implementation of this name: TORCH, CUDNN or
+    FLASH. Raises RuntimeError as attend, and for CUDNN and FLASH if query is not in half precision.
 
     The kernels for sequences of different lengths (varlen) get two sequences for each row: the tokens that are used,
     and the padding. So no token attends to padding, and the shapes do not depend on the lengths.
@@ -249,10 +255,10 @@ def may_use(backend: str) -> bool:
 
 def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int = SCORES_BYTES) -> Tensor:
     """Softmax attention over (batch, heads, tokens, width) by two GEMMs and a softmax, for heads of any width, with
-    scores in float32. Keys have as many heads as queries.
+    scores in float32. Keys must have as many heads as queries.
 
-    Queries are processed in chunks whose scores take at most scores_bytes, but at least one query at a time. Their
-    softmax takes as much again.
+    Queries are processed in chunks whose scores take at most scores_bytes, but at least one query at a time. The
+    softmax of a chunk takes as much memory again.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
@@ -269,14 +275,14 @@ def gemm_attention(query: Tensor, key: Tensor, value: Tensor, scores_bytes: int 
 
 
 def sums_in_half() -> bool:
-    """Whether torch is set at the moment to sum float16 products in float16, which the settings may allow. While it is,
-    its GEMM has no float32 output."""
+    """Whether torch is set at the moment to sum float16 products in float16, which the settings may allow. While that
+    is so, torch's GEMM has no float32 output."""
     return bool(switch_of(switches.matmul, "allow_fp16_accumulation"))
 
 
 def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
-    """scale * query @ key^T, written to `scores`, float32 (batch * heads, queries, keys), and returned. In half
-    precision, large scores would be inexact or infinite."""
+    """scale * query @ key^T, written to `scores`, float32 (batch * heads, queries, keys), and returned. query, key:
+    (batch * heads, tokens, width). In half precision, large scores would be inexact or infinite."""
     if query.device.type == "cuda" and query.dtype != torch.float32 and GEMM_WIDENS and not sums_in_half():
         return torch.baddbmm(
             scores, query, key.transpose(1, 2), out_dtype=torch.float32, beta=0, alpha=scale, out=scores
@@ -285,8 +291,10 @@ def score(query: Tensor, key: Tensor, scale: float, scores: Tensor) -> Tensor:
 
 
 def inputs_of(make: Callable[..., Tensor], query_shape: Shape, key_shape: Shape) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value of these shapes (batch, heads, tokens, width), with the strides of our forward: slices of
-    the output of a fused projection, (batch, tokens, parts * heads * width). make: make(*shape) returns a tensor."""
+    """Query, key and value for queries and keys of these shapes (batch, heads, tokens, width), with the strides of our
+    forward: slices of the output of a fused projection, (batch, tokens, parts * heads * width). If the shapes are
+    equal, query, key and value share one projection, otherwise key and value share one. make: make(*shape) returns a
+    tensor."""
     batch, heads, queries, width = query_shape
     key_heads, keys = key_shape[1:3]
 

@@ -11,8 +11,8 @@ from . import operators as torch_ops
 
 
 class Eager(Device):
-    """Launches PyTorch's operators one by one, on any device. It is the reference: it serves whatever no other backend
-    serves."""
+    """Launches PyTorch's operators one by one, on any device. It is the reference: it serves all calls that no other
+    backend serves, and refuses none."""
 
     name = "eager"
 
@@ -26,13 +26,14 @@ class Eager(Device):
 
 
 class CudaGraphs(Eager):
-    """PyTorch's operators, captured as CUDA graphs. For GPUs on which our own kernels cannot run."""
+    """PyTorch's operators, captured as CUDA graphs. For GPUs on which our own kernels cannot run. It computes nothing
+    without a graph."""
 
     name = "cudagraph"
     traits = Traits(has_graphs=True, serves_ungraphed=False)
 
     def refuse(self, settings: Settings, device: torch.device, dtype: torch.dtype, is_warm_up: bool) -> None:
-        """Raise Refusal unless the device is a GPU with CUDA graphs. The other arguments make no difference here."""
+        """Raise Refusal unless the device is an NVIDIA or AMD GPU. The other arguments make no difference here."""
         refuse_without_gpu(device)
 
 

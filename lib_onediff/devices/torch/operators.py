@@ -49,8 +49,9 @@ def join(vectors: Sequence[Tensor]) -> Tensor:
 def linear(x: Tensor, layer: LayerWeights) -> Tensor:
     """A linear layer with its LoRAs: (..., in) -> (..., out). The weight may be a 1x1 convolution's, (out, in, 1, 1).
 
-    LoRAs are added, or merged into a copy of the weight, whichever takes less memory traffic. If a weight exists in
-    eight bits only, layer.weight is a tensor on torch's meta device; it is multiplied by quantized.py's functions.
+    LoRAs are added, or merged into a copy of the weight, whichever takes less memory traffic. If the weight exists in
+    eight bits only, layer.weight is a tensor on torch's meta device, and the 8-bit weight is decoded or multiplied as
+    it is; see quantized.is_decoded.
     """
     layer = layer._replace(weight=layer.weight.flatten(1))
     if layer.weight.is_meta and is_decoded(layer):
@@ -66,10 +67,10 @@ def linear(x: Tensor, layer: LayerWeights) -> Tensor:
 
 def merges(layer: LayerWeights, numbers: int) -> bool:
     """Whether merging a layer's LoRAs into its weight (out, in) takes less memory traffic than adding their products.
+    False for a layer without LoRAs, and for LoRAs with scales, because the host rounds the input of those as well.
 
     Merging reads and writes the weight once more. Adding reads the input once more, and reads or writes the output four
-    times. LoRAs with scales are never merged, because the host rounds their input as well. numbers: how many numbers
-    the layer's input has. False for a layer without LoRAs.
+    times. numbers: how many numbers the layer's input has.
     """
     if layer.low_rank is None or layer.low_rank.scales:
         return False
@@ -116,7 +117,8 @@ def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
 
 
 def convolution(image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
-    """A square 2D convolution with its LoRAs, padded with zeros or, if shape.circular, with the opposite edge."""
+    """A square 2D convolution with its LoRAs: (batch, in, h, w) -> (batch, out, h, w), padded with zeros or, if
+    shape.circular, with the opposite edge."""
     padding = shape.padding
     if shape.circular:
         image = functional.pad(image, [padding] * 4, mode="circular")
@@ -149,8 +151,9 @@ def residual_norm(
     residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm, consumer: LayerWeights,
     modulation: Modulation | None = None,
 ) -> tuple[Residual, Tensor]:
-    """(the residual, summed to plain tokens; its norm, modulated, in the dtype of the consumer's weight). RMS norms are
-    computed in float32. layer: the norm's weight and bias; None for an AdaptiveNorm."""
+    """(the residual with only its tokens, to which all its other parts were added; its norm with modulation, in the
+    dtype of the consumer's weight). RMS norms are computed in float32. layer: the norm's weight and bias; None for an
+    AdaptiveNorm."""
     tokens = materialize(residual)
     if isinstance(norm, RMSNorm):
         assert layer is not None
@@ -172,7 +175,7 @@ def rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
 
 
 def wide_rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
-    """The RMS norm, computed and returned in float32. torch has no RMS norm before 2.4."""
+    """The RMS norm of x (..., width), computed and returned in float32. torch has no RMS norm before 2.4."""
     wide = x.float()
     weight = layer.weight.float() + 1 if norm.plus_one else layer.weight
     return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps) * weight
@@ -180,7 +183,7 @@ def wide_rms_norm(x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
 
 def split_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
     """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part, with
-    its norm and rotary embedding applied. Parts without these are views of `projected`."""
+    its norm and rotary embedding applied. Parts without norm and rotary embedding are views of `projected`."""
     numbers = [part.number for part in parts]
     width = projected.shape[-1] // sum(numbers)
     pieces = projected.split([number * width for number in numbers], dim=-1)
@@ -218,7 +221,7 @@ def add_linear(
     residual: Residual, x: Tensor, layer: LayerWeights, gate: Tensor | None = None, norm: WeightedNorm | None = None
 ) -> Residual:
     """residual + gate * norm(linear(x, layer)), without gate or norm if it is None. The sum is computed now, as new
-    tokens, and not deferred."""
+    tokens, and not deferred. The given residual's own update and biases stay as they are."""
     tokens = residual.tokens
     update = linear(x, layer)
     if norm is not None:
@@ -229,8 +232,8 @@ def add_linear(
 
 
 def materialize(residual: Residual) -> Tensor:
-    """The residual's value, as one tensor; the residual's own tokens if nothing is deferred. The native backend calls
-    it too, with residuals that have deferred updates and biases."""
+    """The residual's value, as one tensor in the dtype of its tokens; the tokens themselves if the other parts are all
+    None. The native backend calls this function too, with residuals that have updates and biases."""
     tokens = residual.tokens
     update = residual.update
     if update is not None and residual.update_scales is not None:
@@ -271,8 +274,9 @@ def scaled_dot_product_attention(
 
 
 def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    """torch's scaled_dot_product_attention, for keys and values that may have fewer heads than the queries. They are
-    repeated only if torch's kernel does not support that. A query that sees no key may give NaN."""
+    """torch's scaled_dot_product_attention, for keys and values that may have fewer heads than the queries. Keys and
+    values are repeated if shares_key_heads says that torch's kernel does not support fewer heads. A query that sees no
+    key may give NaN. mask: True where a query sees a key; None: everywhere."""
     heads = query.shape[1]
     if key.shape[1] == heads:
         return functional.scaled_dot_product_attention(query, key, value, mask)
@@ -282,9 +286,9 @@ def grouped_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
 
 
 def shares_key_heads(query: Tensor, mask: Tensor | None) -> bool:
-    """Whether to use torch's enable_gqa for fewer heads of keys than of queries. On a GPU, only flash attention and
-    cuDNN support it, in half precision and without a mask. In all other cases, torch would repeat the heads itself, and
-    store all scores."""
+    """Whether to use torch's enable_gqa, if keys have fewer heads than queries. On a GPU, only flash attention and
+    cuDNN support it, in half precision and without a mask; otherwise torch would repeat the heads itself, and store all
+    scores. False if torch does not have it."""
     if not HAS_GQA:
         return False
     return query.device.type != "cuda" or (mask is None and query.dtype in (torch.float16, torch.bfloat16))
@@ -292,13 +296,13 @@ def shares_key_heads(query: Tensor, mask: Tensor | None) -> bool:
 
 def repeated(heads: Tensor, count: int) -> Tensor:
     """Heads of keys or values, (batch, heads, tokens, width), each repeated count / heads times, so that there are
-    `count` heads."""
+    `count` heads. count: a multiple of heads."""
     return heads.repeat_interleave(count // heads.shape[1], dim=1)
 
 
 def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None) -> Tensor:
-    """A gated linear unit: value * activation(gate) of the two halves of tokens, (..., 2 n) -> (..., n). unit says
-    which half is the gate."""
+    """A gated linear unit: value * activation(gate) of the two halves of tokens, (..., 2 n) -> (..., n). The gate is
+    the first half if unit.gate_first, otherwise the second."""
     value, gate = tokens.chunk(2, dim=-1)
     if unit.gate_first:
         value, gate = gate, value
@@ -306,7 +310,7 @@ def gated(tokens: Tensor, unit: GatedUnit, consumer: LayerWeights | None = None)
 
 
 def sigmoid_gated(x: Tensor, gate: Tensor, consumer: LayerWeights | None = None) -> Tensor:
-    """x * sigmoid(gate)."""
+    """x * sigmoid(gate), of the same shape each."""
     return x * torch.sigmoid(gate)
 
 
@@ -321,7 +325,7 @@ def activated_linear(x: Tensor, layer: LayerWeights, activation: Activation, con
 
 
 def activated(x: Tensor, activation: Activation) -> Tensor:
-    """activation(x), as a new tensor."""
+    """activation(x), as a new tensor. activation: any Activation."""
     if activation is Activation.SILU:
         return functional.silu(x)
     if activation is Activation.SIGMOID:
@@ -345,7 +349,7 @@ def concatenate(image: Tensor, skip: Tensor) -> Tensor:
 
 
 def resize(image: Tensor, height: int, width: int) -> Tensor:
-    """An image (batch, channels, h, w), resized by nearest neighbour."""
+    """An image (batch, channels, h, w), resized to (height, width) by nearest neighbour."""
     return functional.interpolate(image, size=(height, width), mode="nearest")
 
 
@@ -361,7 +365,7 @@ def tokens_to_image(tokens: Tensor, height: int, width: int) -> Tensor:
 
 
 def bias_or_zeros(norm: LayerWeights) -> Tensor:
-    """A norm's bias; if it has none, new zeros of the shape, dtype and device of its weight."""
+    """A norm's bias; new zeros of the shape, dtype and device of its weight if the norm has no bias."""
     return torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
 
 
@@ -371,12 +375,13 @@ def channels_last(image: Tensor) -> Tensor:
 
 
 class WideNorms:
-    """This module's operators, for a host that computes group norms in float32, as under torch.autocast: the norm and
-    the SiLU after it are computed in float32, and the result is rounded once, after the SiLU. All other operators are
-    the module's own."""
+    """The operators of this module, but with group norms in float32, for a host that computes them so, as under
+    torch.autocast: the norm and the SiLU after it are computed in float32, and the result is rounded once, after the
+    SiLU."""
 
     def __getattr__(self, name: str) -> Any:
-        """The function of this name in this module: any operator but group_norm."""
+        """The function of this name in this module, which is how all operators but group_norm are found. Raises
+        KeyError if there is none."""
         return globals()[name]
 
     def group_norm(

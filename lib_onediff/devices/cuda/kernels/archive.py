@@ -22,6 +22,7 @@ import torch
 from ....core.refusal import Refusal
 from ....core.version import written
 
+# The archive, its member with the manifest, and the folder of the sources that were compiled.
 ARCHIVE = Path(__file__).with_name("kernels.zip")
 MANIFEST = "manifest.json"
 SOURCES = ARCHIVE.with_name("source")
@@ -32,8 +33,8 @@ DAMAGE = (
 )
 # The oldest compute capability for which kernels are compiled.
 OLDEST_CAPABILITY = (7, 5)
-# The CUDA version of driver 525, the first that loads PTX 8.0; and of the first drivers for the architectures whose PTX
-# is newer: 8.4 and 8.6.
+# The CUDA version of driver 525, the first that loads PTX 8.0; and, for each architecture whose PTX is newer (8.4 and
+# 8.6), that of the first driver that loads it.
 OLDEST_DRIVER = (12, 0)
 OLDEST_DRIVER_NAME = "525"
 NEWER_DRIVER = {"89": (12, 4), "90a": (12, 7)}
@@ -54,7 +55,8 @@ class Tiles(NamedTuple):
 class Variant(NamedTuple):
     """A compiled variant of a kernel for one architecture.
 
-    file, start, bytes: the member of the archive, and the part of it that has the PTX.
+    file, start, bytes: the member of the archive that has the PTX, the index of the PTX's first byte in it, and the
+        PTX's number of bytes.
     name: the name of the kernel's function in the PTX.
     threads: the number of threads in a block.
     shared: the bytes of shared memory of a block.
@@ -76,7 +78,7 @@ class Manifest(NamedTuple):
     """The contents of the archive.
 
     digest: the digest of the sources that were compiled; see digest_of_sources.
-    kernels: the Variant for each architecture, such as "80" or "90a", by key_name.
+    kernels: for the key_name of each variant, the Variant for each architecture, such as "80" or "90a".
     """
 
     digest: str
@@ -104,8 +106,9 @@ def type_of(argument: Any) -> Any:
 
 
 def key_name(key: tuple[Any, ...]) -> str:
-    """The name of a variant in the archive, such as "tokens.gelu_block fp16 2 3 1024": the parts of its key, without
-    those that are None."""
+    """The name of a variant in the archive: the parts of its key that are not None, separated by spaces.
+    "tokens.gelu_block fp16 2 3 1024" has 2 warps, 3 stages and the constant 1024. Tiles are written as "fp16[128x64]",
+    and a bool as 1 or 0."""
     def name(part: Any) -> str:
         if isinstance(part, tuple):
             return f"{name(part[0])}[{'x'.join(map(str, part[1]))}]"
@@ -123,7 +126,8 @@ def variant(
     zero byte.
 
     capability: the card's compute capability. driver: the newest CUDA version that the driver supports. Raises Refusal
-    if the archive has no such variant, or cannot be read.
+    if the archive cannot be read, does not have this key, or has it only for architectures that card or driver do not
+    support.
     """
     name = key_name(key)
     by_architecture = manifest().kernels.get(name, {})
@@ -151,7 +155,8 @@ def number(architecture: str) -> int:
 
 @functools.cache
 def manifest() -> Manifest:
-    """The archive's manifest, read once. Raises Refusal if it cannot be read."""
+    """The archive's manifest, read once. Raises Refusal if it cannot be read or is invalid; then the next call reads it
+    again."""
     with opened() as archive:
         content = json.loads(archive.read(MANIFEST))
         sizes = {member.filename: member.file_size for member in archive.infolist()}
@@ -179,8 +184,8 @@ def variant_of(given: Any, sizes: Mapping[str, int]) -> Variant:
 
 @functools.lru_cache(maxsize=16)
 def text_of(file: str) -> bytes:
-    """The content of a member of the archive (file): the PTX of all variants of a kernel for an architecture. The last
-    16 are kept in memory. Raises Refusal if the archive cannot be read."""
+    """The content of a member of the archive (file): the PTX of all variants of a kernel for an architecture. The
+    contents of the 16 members that were used last are kept in memory. Raises Refusal if the archive cannot be read."""
     with opened() as archive:
         return archive.read(file)
 
@@ -197,15 +202,15 @@ def opened() -> Iterator[zipfile.ZipFile]:
 
 
 def check_sources() -> None:
-    """Raise Refusal if the archive was not compiled from the present sources, because its kernels might take other
-    arguments, or if it cannot be read."""
+    """Raise Refusal if the archive cannot be read, or was not compiled from the present sources: then its kernels might
+    take other arguments."""
     if manifest().digest != digest_of_sources():
         raise Refusal("OneDiff's file of kernels belongs to another version of OneDiff: install OneDiff again")
 
 
 @functools.cache
 def digest_of_sources() -> str:
-    """The SHA-256 digest of the kernels' sources, in hexadecimal. Windows line ends (CRLF) count as LF, so that it is
-    the same in every checkout."""
+    """The SHA-256 digest of the kernels' sources, in hexadecimal, computed once. Windows line ends (CRLF) count as LF,
+    so that the digest is the same in every checkout."""
     files = sorted(SOURCES.glob("*.py"))
     return hashlib.sha256(b"\0".join(path.read_bytes().replace(b"\r\n", b"\n") for path in files)).hexdigest()

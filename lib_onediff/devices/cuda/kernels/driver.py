@@ -16,11 +16,12 @@ import torch
 
 from ....core.refusal import Refusal
 
+# The name of the driver's library.
 LIBRARY = "nvcuda.dll" if os.name == "nt" else "libcuda.so.1"
 # CUDA_ERROR_OUT_OF_MEMORY, and CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
 OUT_OF_MEMORY = 2
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
-# The shared memory that a block may have without asking for more.
+# The bytes of shared memory that a block may have without MAX_DYNAMIC_SHARED_SIZE_BYTES.
 USUAL_SHARED_BYTES = 48 << 10
 # The size of a CUtensorMap in bytes, and the alignment of its address.
 MAP_BYTES = 128
@@ -33,7 +34,7 @@ class Driver:
     """The functions of NVIDIA's driver. They use the current thread's CUDA context, which torch has created.
 
     Every method may raise RuntimeError with the driver's reason, torch.cuda.OutOfMemoryError, and Refusal if the
-    library lacks the function.
+    library lacks a function that it calls.
 
     library: the driver's library, loaded by ctypes.
     """
@@ -57,7 +58,7 @@ class Driver:
             raise Refusal(f"NVIDIA's driver has no {name}: install the driver again") from None
 
     def _reason(self, status: int) -> str:
-        """The driver's text for a status; the number if it has none."""
+        """The driver's text for a status; the number as a string if the driver has none."""
         text = c_char_p()
         with contextlib.suppress(Refusal):
             self._function("cuGetErrorString")(status, byref(text))
@@ -122,7 +123,8 @@ class Driver:
 
 @functools.cache
 def driver_here() -> Driver:
-    """This machine's driver, loaded once. Raises Refusal if it cannot be loaded, or is incomplete."""
+    """This machine's driver, loaded once. Raises Refusal if it cannot be loaded, or has no function that launches
+    kernels."""
     try:
         return Driver(ctypes.CDLL(LIBRARY))
     except OSError as error:

@@ -26,17 +26,21 @@ from ....weights.low_bit import Kind
 from .launch_config import ADDITION, APPLICATION, STATISTICS, LaunchConfig
 from .launching import ceil_div, launch, power_of_two
 
+# How many channels a program processes, and how many pixels when it resizes.
 CHANNEL_BLOCK = 64
 ROWS = 64
+# How many programs are wanted for each multiprocessor when an image is divided into strips, and the largest number of
+# strips of an image.
 STRIPS_PER_PROCESSOR = 20
 MOST_STRIPS = 128
 # How many numbers the joining kernel loads at once. With more, the driver would translate it for half a second.
 JOINED_NUMBERS = 2048
+# The largest image of the kernel for small images, in pixels, and how many pixels it loads at once.
 SMALL_IMAGE_PIXELS = 256
-# The narrowest groups of the kernel for small images. It would read narrower ones in too small pieces, and each width
-# needs a kernel of its own.
-SMALL_IMAGE_GROUP_WIDTH = 40
 SMALL_ROWS = 64
+# The narrowest groups of the kernel for small images, in channels. It would read narrower ones in too small pieces, and
+# each width needs a kernel of its own.
+SMALL_IMAGE_GROUP_WIDTH = 40
 # The largest number of groups of a norm that writes eight bits.
 MOST_GROUPS = 32
 
@@ -45,9 +49,10 @@ MOST_GROUPS = 32
 class PartialStatistics:
     """The statistics of an image, measured in strips of pixels.
 
-    statistics: float32 (batch, strips, 2, channels): the mean, and the sum of squared deviations from it.
+    statistics: float32 (batch, strips, 2, channels): each channel's mean in the strip, and its sum of squared
+        deviations from that mean.
     pixels: the number of pixels in a strip; the last strip has the remaining ones.
-    bounds: the lowest and the highest value of each channel in a strip, in the same shape; None if not measured.
+    bounds: each channel's lowest and highest value in the strip, in the shape of statistics; None if not measured.
     """
 
     statistics: Tensor
@@ -59,9 +64,11 @@ def measure(
     image: Tensor, config: LaunchConfig = STATISTICS.candidates[0], bounded: bool = False,
     known: PartialStatistics | None = None,
 ) -> PartialStatistics:
-    """The statistics of an image (batch, channels, height, width) in channels-last memory. bounded: with bounds. known:
-    earlier statistics of this image. They are returned, and nothing is measured, unless bounds are wanted and missing
-    in them."""
+    """The statistics of an image (batch, channels, height, width) in channels-last memory. bounded: with bounds.
+
+    known: earlier statistics of this image, or None. They are returned, and nothing is measured, except if bounded and
+    they have no bounds: then everything is measured again.
+    """
     if known is not None and (known.bounds is not None or not bounded):
         return known
     return add_and_measure(None, image, None, None, config, bounded)
@@ -95,8 +102,9 @@ def add_and_measure(
 
 
 def wanted_strips(device: torch.device, programs_per_strip: int) -> int:
-    """The number of strips into which an image is divided, so that every multiprocessor of the GPU has work. More
-    strips would only make joining slower. programs_per_strip: how many programs of the kernel process one strip."""
+    """The number of strips into which an image is divided, from 1 to MOST_STRIPS, so that every multiprocessor of the
+    GPU has work. More strips would only make joining slower. programs_per_strip: how many programs of the kernel
+    process one strip."""
     return min(MOST_STRIPS, max(1, STRIPS_PER_PROCESSOR * processors(device) // programs_per_strip))
 
 
@@ -115,14 +123,16 @@ def group_norm(
 ) -> Any:
     """The group norm of concatenate(first, second) + shift, followed by SiLU if silu; sums are in float32.
 
-    first, second: (batch, channels, height, width) in channels-last memory; second may be None. shift: (batch,
-        channels) or None.
-    measured: the statistics of first and of second, each None if they must be measured here.
+    first, second: (batch, channels, height, width) in channels-last memory; second may be None. weight, bias: (channels
+        of both images,). shift: (batch, channels of both images) or None.
+    measured: the statistics of first and of second, each None if they must be measured here. The kernel for small
+        images does not use them.
     kind: return a QuantizedImage in this 8-bit format, for at most MOST_GROUPS groups; None: return a tensor of first's
         dtype in channels-last memory.
-    at_once: whether to use the single kernel for small images, which is correct for all sizes, but cannot write eight
-        bits; None: use it for images and groups of the sizes at which it is faster (SMALL_IMAGE_PIXELS,
-        SMALL_IMAGE_GROUP_WIDTH). Then kind must be None for such images.
+    at_once: True: use the single kernel for small images, which is correct for all sizes, but cannot write eight bits,
+        so kind must be None. False: use the three kernels. None: use the single kernel where it is faster, which is for
+        at most SMALL_IMAGE_PIXELS pixels with groups of at least SMALL_IMAGE_GROUP_WIDTH channels; for these sizes,
+        kind must be None.
     """
     batch, here, height, width = first.shape
     there = 0 if second is None else second.shape[1]
@@ -168,8 +178,8 @@ def group_norm(
 
 
 def join_block(group_width: int) -> int:
-    """The block size of the joining kernel for groups of so many channels: a power of two, because the kernel is
-    compiled for each block size."""
+    """The block size of the joining kernel for groups of this many channels: a power of two, at least 32, because the
+    kernel is compiled for each block size."""
     return max(32, power_of_two(group_width))
 
 

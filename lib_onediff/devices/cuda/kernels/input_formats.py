@@ -24,7 +24,8 @@ from .rounding import Rule, rule_of
 # result_dtype(device, dtype): the dtype of the outputs of float8 products for a model of this dtype; None if the device
 # has no such products.
 ResultDtype = Callable[[torch.device, torch.dtype], torch.dtype | None]
-# choose(product, dtype, kinds): the one of these formats in which a product is the fastest; None: the model's dtype.
+# choose(product, dtype, kinds): the one of these formats in which a product is the fastest; None if that is the model's
+# dtype (dtype), or unknown.
 Choose = Callable[[Product, torch.dtype, Sequence[Kind]], Kind | None]
 
 
@@ -43,8 +44,12 @@ class InputFormats:
 
     def of_image(self, shape: torch.Size, groups: int, consumer: LayerWeights | None) -> Kind | None:
         """The format of an image of this shape (batch, channels, height, width) that a group norm writes for a
-        convolution. consumer: the convolution's weights; None if the next layer is unknown, which gives None. groups:
-        the norm's number of groups."""
+        convolution.
+
+        consumer: the convolution's weights; None if the next layer is unknown. groups: the norm's number of groups.
+        None, the model's dtype, also if the consumer is None or has no 8-bit weight, for fewer than FEWEST_PIXELS
+        pixels, and for more than images.MOST_GROUPS groups.
+        """
         batch, channels, height, width = shape
         pixels = height * width
         if consumer is None or not consumer.low_bit or pixels < FEWEST_PIXELS or groups > images.MOST_GROUPS:
@@ -53,13 +58,16 @@ class InputFormats:
         return self._choose(product, consumer.weight.dtype, kinds_of(consumer))
 
     def of_tokens(self, tokens: Tensor, consumer: LayerWeights, source: str) -> Kind | None:
-        """The format in which an operator writes tokens for a linear layer, the consumer. tokens: the operator's input
-        or output, (..., any width): only the number of its rows counts. source: see InputFormats."""
+        """The format in which an operator writes tokens for a linear layer, the consumer. None, the model's dtype, also
+        if the consumer has no 8-bit weight.
+
+        tokens: the operator's input or output, (..., any width): only the number of its rows counts. source: see
+        InputFormats. Raises Refusal if the host stores the consumer's weight with an invalid rotation.
+        """
         return self.of_rows(tokens.numel() // tokens.shape[-1], consumer, source)
 
     def of_rows(self, rows: int, consumer: LayerWeights, source: str) -> Kind | None:
-        """As of_tokens, given only the number of rows into which the tokens are flattened. Also raises what of_stored
-        raises."""
+        """As of_tokens, given only the number of rows into which the tokens are flattened."""
         if not consumer.low_bit:
             return None
         if consumer.weight.is_meta:
@@ -68,15 +76,16 @@ class InputFormats:
         return self._choose(Product(rows, width, out, source), consumer.weight.dtype, kinds_of(consumer))
 
     def with_plain(self, tokens: Tensor, consumer: LayerWeights, source: str) -> tuple[Kind | None, bool]:
-        """The format of the consumer's input, and whether the tokens must be written in the model's dtype too, because
-        the consumer's LoRAs read them so. Without such LoRAs, the format is that of of_tokens."""
+        """The format of the consumer's input, and whether the tokens must also be written in the model's dtype: (INT8,
+        True) if reads_both(consumer), otherwise (the format of of_tokens, False). Raises as of_tokens."""
         kind = self.of_tokens(tokens, consumer, source)
         if kind is None and self.reads_both(consumer):
             return INT8, True
         return kind, False
 
     def reads_both(self, consumer: LayerWeights) -> bool:
-        """Whether a layer reads its input in int8, and its LoRAs read the same input in the model's dtype."""
+        """Whether a layer reads its input in int8, and its LoRAs read the same input in the model's dtype. The weight
+        of such a layer exists in INT8 only, and the host stores it so. False for a layer without LoRAs."""
         if not consumer.weight.is_meta or consumer.low_rank is None:
             return False
         weight = consumer.low_bit[0]
@@ -84,8 +93,8 @@ class InputFormats:
 
     def of_stored(self, layer: LayerWeights) -> Kind | None:
         """The format in which our products or the library's multiply this layer's weight, which the host stores in
-        eight bits. None if neither can: the caller then uses torch's operators, which decode the weight. Raises Refusal
-        if the weight's rotation is invalid."""
+        eight bits; None if neither can: the caller then uses torch's operators, which decode the weight. FP8 with LoRAs
+        gives None too: decoding is faster there. Raises Refusal if the weight's rotation is invalid."""
         weight = layer.low_bit[0]
         check_rotation(weight)
         out, width = weight.values.shape
@@ -103,10 +112,11 @@ class InputFormats:
     def _of_quantized_only(self, consumer: LayerWeights) -> Kind | None:
         """of_rows for a weight that exists in eight bits only.
 
-        The weight's format if Low-bit has made it (`stored` is False): such a layer has neither LoRAs beside it nor a
-        rotation. For a weight that the host stores so: that of of_stored, which also raises Refusal; but None, the
-        model's dtype, if LoRAs read the input too, or if the rotation has groups of a size that our kernels do not
-        rotate."""
+        If Low-bit has made the weight (`stored` is False), its format: such a layer has neither LoRAs beside it nor a
+        rotation. If the host stores the weight so, of_stored(consumer); but None, the model's dtype, if the layer has
+        LoRAs, which read the input too, or if the weight is rotated in groups of a size that our kernels do not rotate.
+        Raises Refusal as of_stored.
+        """
         weight = consumer.low_bit[0]
         if not weight.stored:
             return kind_of(weight.values)

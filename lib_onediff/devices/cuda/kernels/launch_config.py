@@ -20,12 +20,13 @@ from ....core.device import TimeMs
 from ....weights.low_bit import FP8, INT8
 
 log = logging.getLogger("onediff")
-# The numbers that a kernel is launched with; or (name,) of an implementation of attention. (0,): see LIBRARY.
+# The numbers that a kernel is launched with, in an order that each Kernel below has in a comment; or (name,) of an
+# implementation of attention. (0,): see LIBRARY.
 LaunchConfig = tuple[Any, ...]
 # A candidate replaces the first one if it takes less than this part of its time: two measurements of the same kernel
 # differ by less.
 WORTH_CHANGING = 0.97
-# The classes of shapes of images: see image_class.
+# The classes of shapes of images (see image_class), and the smallest large image, in pixels.
 SMALL = "small"
 LARGE = "large"
 LARGE_IMAGE_PIXELS = 48 * 48
@@ -37,8 +38,11 @@ WIDEST_SMALL_HEAD = 64
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, or an operator that several implementations compute. candidates: its launch configs; the first was the
-    fastest at most shapes on an H200."""
+    """A kernel, or an operator that several implementations compute.
+
+    name: the kernel's name in the tuning cache. candidates: its launch configs; the first was the fastest at most
+    shapes on an H200.
+    """
 
     name: str
     candidates: tuple[LaunchConfig, ...]
@@ -50,9 +54,10 @@ APPLICATION = Kernel("group norm application", ((32, 4), (16, 1), (32, 2), (64, 
 ADDITION = Kernel("addition", ((8, 1), (16, 1), (16, 2), (32, 2), (32, 4)))
 # (tokens, warps)
 LAYER_NORM = Kernel("layer norm", ((2, 2), (1, 1), (1, 4), (4, 4)))
+# An implementation of a library, in place of our kernel.
+LIBRARY: LaunchConfig = (0,)
 # (queries, keys, warps, stages); or LIBRARY, for the implementation that devices/torch/attention.py chooses. Blocks of
 # wide heads may not fit into the shared memory of a GPU.
-LIBRARY: LaunchConfig = (0,)
 ATTENTION = Kernel("attention over few keys", ((64, 64, 4, 2), (64, 128, 4, 1), (128, 128, 8, 1), LIBRARY))
 WIDE_ATTENTION = Kernel("attention over few keys", (LIBRARY, (64, 64, 4, 2), (64, 64, 4, 1), (64, 128, 8, 1)))
 # (columns, warps)
@@ -64,7 +69,8 @@ INT8_PRODUCT = Kernel("int8 product", (
     (64, 256, 64, 8, 8, 3), (64, 64, 128, 8, 4, 3), (128, 256, 64, 8, 8, 3), (128, 128, 128, 8, 4, 3),
     (64, 128, 128, 8, 4, 3),
 ))
-# The product with the down matrices of LoRAs: (rows, ranks of a tile, depth, warps, stages); or LIBRARY.
+# The product with the down matrices of LoRAs: (rows of a tile, ranks of a tile, depth, warps, stages); or LIBRARY, for
+# torch's product.
 DOWN_PRODUCT = Kernel("LoRA product", (
     LIBRARY, (64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (32, 32, 256, 4, 3), (64, 128, 64, 4, 4), (64, 16, 128, 4, 4),
 ))
@@ -81,9 +87,10 @@ EXACT_GATED_PRODUCT = Kernel("gated product", (
     LIBRARY, (1, 128, 128, 64, 8, 8, 3), (1, 128, 128, 64, 16, 8, 4), (0, 128, 64, 64, 8, 4, 3),
     (0, 128, 128, 32, 8, 8, 4), (0, 64, 64, 64, 8, 4, 3),
 ))
-# (1 or 0 as for GATED_PRODUCT; rows and columns of pixels, channels of the output, depth of a tile, tiles of a group,
-# warps, stages): see kernels.products. By the dtype of the factors. In float16, as many products as the tile is deep
-# are summed in float16; that took 1.3 to 2 times as long as cuDNN on an H200.
+# Of convolutions, by the dtype of image and weight: (1 or 0 as for GATED_PRODUCT; rows and columns of pixels, channels
+# of the output, depth of a tile, tiles of a group, warps, stages); see kernels.products. In float16, as many products
+# as the tile is deep are summed in float16; that took 1.3 to 2 times as long as cuDNN (LIBRARY) on an H200.
+# COPIED_CONVOLUTIONS: the candidates in float8 and int8 that begin with 1.
 COPIED_CONVOLUTIONS = (
     (1, 8, 8, 128, 128, 8, 4, 3), (1, 8, 16, 128, 128, 8, 4, 3), (1, 16, 16, 128, 128, 8, 8, 3),
     (1, 16, 16, 64, 128, 8, 8, 3), (1, 8, 16, 128, 64, 8, 4, 4),
@@ -111,7 +118,8 @@ class Launches:
     It also collects the sizes that calls have used, so that Native.tune can measure them later. The operators add to
     these sets:
 
-    convolutions: (batch, height, width, input channels, output channels), computed while float16 sums were allowed.
+    convolutions: (batch, height, width, input channels, output channels) of float16 convolutions that were computed
+        while float16 sums were allowed.
     stored_products: (rows, out, width, dtype) of products with weights that the host stores in INT8.
     down_products: (rows, ranks, width, dtype) of products with the down matrices of LoRAs of such layers.
 
@@ -126,14 +134,14 @@ class Launches:
         self._known: dict[tuple[str, str, torch.dtype, int], LaunchConfig] = {}
 
     def of(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig:
-        """The launch config to use: the one that was chosen, or the kernel's first candidate. shape_class: a name, such
-        as those of image_class and row_class. Called at every launch."""
+        """The launch config to use on the current GPU: the one that was chosen, or the kernel's first candidate if none
+        was. shape_class: a name, such as those of image_class and row_class. Called at every launch."""
         known = self._known.get((kernel.name, shape_class, dtype, current_card()))
         return known or self.chosen(kernel, shape_class, dtype) or kernel.candidates[0]
 
     def chosen(self, kernel: Kernel, shape_class: str, dtype: torch.dtype) -> LaunchConfig | None:
-        """The launch config that was chosen for the current GPU; None if none was, or if it is no candidate any more.
-        Reads the tuning cache, which of() does not at every launch."""
+        """The launch config that was chosen for the current GPU; None if none was, or if the stored one is no longer a
+        candidate. Always reads the tuning cache; of() reads it only until a choice was found."""
         value = self._tuning_cache.get(choice_name(kernel, shape_class, dtype))
         config = tuple(value) if isinstance(value, list) else None
         if config not in kernel.candidates:
@@ -158,7 +166,7 @@ def image_class(pixels: int) -> str:
 
 
 def attention_kernel(head_width: int) -> Kernel:
-    """The kernel for attention over few keys with heads of this width."""
+    """ATTENTION or WIDE_ATTENTION: the kernel for attention over few keys with heads of this width."""
     return ATTENTION if head_width <= WIDEST_SMALL_HEAD else WIDE_ATTENTION
 
 
@@ -169,7 +177,7 @@ def row_class(width: int) -> str:
 
 
 def choice_name(kernel: Kernel, shape_class: str, dtype: torch.dtype) -> str:
-    """The name of a choice in the tuning cache: it depends on the GPU's model."""
+    """The name of a choice in the tuning cache. It includes the current GPU's model."""
     return name_on_this_card(f"kernel {kernel.name}, {shape_class}, {str(dtype).removeprefix('torch.')}")
 
 
@@ -189,9 +197,9 @@ class Trial(NamedTuple):
 
 
 def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs) -> bool:
-    """Measure a kernel's candidates and store the fastest as its choice, if there is none for this GPU. Returns whether
-    anything was measured. dtype: the one by which the choice is looked up. Raises what the first candidate raises, and
-    torch.cuda.OutOfMemoryError; other candidates that fail are left out."""
+    """Measure a kernel's candidates and store the fastest as its choice for this GPU; return True. If there is a
+    choice, do nothing and return False. dtype: the one by which the choice is looked up. Raises what the first
+    candidate raises, and torch.cuda.OutOfMemoryError; other candidates that fail are left out."""
     if launches.chosen(trial.kernel, trial.shape_class, dtype) is not None:
         return False
     launches.choose(trial.kernel, trial.shape_class, dtype, best_config(trial, time_ms))
@@ -200,7 +208,8 @@ def tuned(launches: Launches, trial: Trial, dtype: torch.dtype, time_ms: TimeMs)
 
 def best_config(trial: Trial, time_ms: TimeMs) -> LaunchConfig:
     """The fastest candidate of the kernel that this GPU can run and whose output is correct; the first one, unless
-    another is clearly faster (WORTH_CHANGING). Raises as tuned."""
+    another takes less than WORTH_CHANGING of its time. Raises what the first candidate raises, and
+    torch.cuda.OutOfMemoryError."""
     first, *others = trial.kernel.candidates
     best = first
     best_ms = time_ms(partial(trial.run, first)) * WORTH_CHANGING

@@ -94,11 +94,11 @@ def why_not(device: torch.device) -> str | None:
 @functools.cache
 def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int], Sequence[Any]], None]:
     """A function, run(grid, arguments), that launches the kernel with this key (archive.key_of) on the device's current
-    stream; both as in launch.
+    stream. grid, arguments: as in launch.
 
     Loads the kernel from the archive, once for each key and device. That takes the driver some 50 ms if it has not
-    translated the PTX before. The device must be the current one, also when run is called. Raises as launch, and so
-    does run.
+    translated the PTX before. The device must be the current one, now and whenever run is called. Raises as launch; run
+    raises as launch too.
     """
     driver = driver_here()
     variant, ptx = archive.variant(key, torch.cuda.get_device_capability(device), driver.version())
@@ -127,7 +127,7 @@ def loaded(key: tuple[Any, ...], device: torch.device) -> Callable[[Sequence[int
 
 def aligned(number: int, name: str) -> int:
     """The given address or size, unchanged. Raises Refusal if it is not a multiple of ALIGNED, because the kernel would
-    read wrong memory. name: the kernel's, for the message."""
+    read wrong memory. name: the kernel's name in the message."""
     if number % ALIGNED:
         raise Refusal(
             f"OneDiff's kernel {name} needs sizes and addresses (in bytes) that are multiples of {ALIGNED}, and one is "
@@ -168,7 +168,7 @@ def layout_of(variant: archive.Variant) -> tuple[str, list[int]]:
 def launch_source(
     kernel: str, grid: Sequence[int], arguments: Sequence[Any], warps: int, stages: int, constants: dict[str, int]
 ) -> None:
-    """As launch, but from the source: Triton compiles it if that was not done before."""
+    """As launch, but by Triton, which compiles the source if it has not done so before."""
     file, name = kernel.split(".")
     source = getattr(import_module(f".source.{file}", __package__), name)
     source[tuple(grid)](*map(triton_argument, arguments), **constants, num_warps=warps, num_stages=stages)

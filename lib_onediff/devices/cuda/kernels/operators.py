@@ -59,9 +59,10 @@ class VirtualConcatenation(NamedTuple):
         return torch.Size((batch, channels + self.second.shape[1], height, width))
 
 
-# After so many group norms in a row that wrote 16 bits, additions do not measure the bounds that a norm in eight bits
-# needs. It is more than the group norms that a network has at one size of feature maps.
+# After this many group norms in a row that wrote 16 bits, additions no longer measure the bounds that a norm in eight
+# bits needs. It is more than the group norms that a network has at one size of feature maps.
 MOST_NORMS_AT_A_SIZE = 16
+# An image, as the operator before it writes it.
 Image = Tensor | VirtualConcatenation
 # The input of a linear layer, as the operator before it writes it.
 Rows = Tensor | QuantizedTokens
@@ -75,8 +76,9 @@ class NativeOperators:
     be in eight bits (QuantizedTokens, QuantizedImage): see input_formats.py. If a weight exists in eight bits only,
     LayerWeights.weight is a tensor on torch's meta device, which has the layer's dtype and shape.
 
-    launches: the launch config of each kernel; None: each kernel's first one. attention: computes attention where our
-        own kernel does not; as Operators.attention. result_dtype, choose: see input_formats.py.
+    launches: the launch config of each kernel; None: each kernel's first one.
+    attention: computes attention where our own kernel does not; as Operators.attention. result_dtype, choose: see
+        input_formats.py. Without choose, no layer is computed in eight bits if its weight exists in the model's dtype.
     """
 
     def __init__(
@@ -126,9 +128,10 @@ class NativeOperators:
 
     def _with_loras(self, x: QuantizedTokens, layer: LayerWeights, bias: Tensor | None) -> Tensor:
         """x @ weight^T + bias plus the products of the layer's LoRAs, for an x in eight bits: (rows, out) in the
-        layer's dtype. The LoRAs read x.plain; without it, they are merged into the 8-bit weight already."""
-        dtype, low_rank = layer.weight.dtype, layer.low_rank
-        # Without x.plain, the LoRAs are merged into the 8-bit weight already.
+        layer's dtype. The LoRAs read x.plain. If x.plain is None, nothing is added, because the LoRAs are merged into
+        the 8-bit weight already."""
+        dtype = layer.weight.dtype
+        low_rank = layer.low_rank
         if low_rank is None or x.plain is None:
             return self._product(x, layer, bias).to(dtype)
         rows = x.plain.flatten(0, -2)
@@ -139,15 +142,16 @@ class NativeOperators:
 
     def _down_product(self, rows: Tensor, down: Tensor) -> Tensor:
         """The product of rows (rows, in) and the down matrices of LoRAs (ranks, in): (rows, ranks). For LoRAs of a
-        layer that is stored in INT8. Adds the size to Launches.down_products, to be measured."""
+        layer whose weight is stored in INT8. Adds the size to Launches.down_products, to be measured."""
         count = len(rows)
         shape_class = products.product_class(count, *down.shape)
         self._launches.down_products.add((count, *down.shape, down.dtype))
         return products.down_product(rows, down, self._launches.of(configs.DOWN_PRODUCT, shape_class, down.dtype))
 
     def pointwise(self, image: Image, layer: LayerWeights) -> Tensor:
-        """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w). For a VirtualConcatenation, the sum of
-        two products."""
+        """A 1x1 convolution as a GEMM, with its LoRAs: (batch, in, h, w) -> (batch, out, h, w). For a
+        VirtualConcatenation, the sum of two products, one for each image; if the weight exists in eight bits only, the
+        images are concatenated first."""
         first, second = halves(image)
         weight = layer.weight.flatten(1)
         channels = first.shape[1]
@@ -194,8 +198,8 @@ class NativeOperators:
 
     def _convolution(self, image: Tensor, layer: LayerWeights, shape: Convolution) -> Tensor:
         """As convolution, for an image in the layer's dtype and channels-last memory; the layer's bias is added too.
-        Sums are in float16 if the settings allow it and that was measured to be faster. Where they allow it, adds the
-        size to Launches.convolutions, to be measured."""
+        Sums are in float16 if the settings allow it and that was measured to be faster. While the settings allow it,
+        the size is added to Launches.convolutions, to be measured."""
         weight = layer.weight
         is_half = image.dtype == weight.dtype == torch.float16
         is_plain = has_kernel(shape) and layer.bias is None and layer.low_rank is None
@@ -213,7 +217,8 @@ class NativeOperators:
         consumer: LayerWeights | None = None,
     ) -> Any:
         """The group norm of image + shift (batch, channels), followed by SiLU if silu. Returns a QuantizedImage if the
-        consumer is computed in eight bits, otherwise a tensor in channels-last memory."""
+        consumer's input is in eight bits (InputFormats.of_image), otherwise a tensor in channels-last memory. consumer:
+        None if the next layer is unknown."""
         first, second = halves(image)
         kind = self._formats.of_image(image.shape, norm.groups, consumer)
         if consumer is not None:
@@ -228,8 +233,9 @@ class NativeOperators:
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
         consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        """(the residual with its update added, its norm for the consumer). The update is added in place, so the given
-        residual must not be used afterwards. layer: the norm's weight and bias; None for an AdaptiveNorm."""
+        """(the residual with its update added, its norm in the format of the consumer's input). The update is added in
+        place, so the given residual must not be used afterwards. layer: the norm's weight and bias; None for an
+        AdaptiveNorm."""
         dtype = consumer.weight.dtype
         if isinstance(norm, LayerNorm) and layer is not None and modulation is None:
             return self._layer_norm(residual, layer, norm, consumer)
@@ -302,7 +308,8 @@ class NativeOperators:
 
     def _add_in_place(self, residual: Residual, x: Tensor, layer: LayerWeights) -> Residual:
         """add_linear with a weight in the model's dtype and without gate and norm: the GEMM adds to the residual's
-        tokens in place, and the layer's bias becomes the residual's. The residual must have no update."""
+        tokens in place, and the layer's bias becomes the residual's. LoRAs are added too, or merged into a copy of the
+        weight if that is faster. The residual must have no update."""
         # The GEMM adds to its output at no cost, but not a bias as well: the biases are deferred.
         if residual.bias is not None:
             residual = Residual(self.materialize(residual))
@@ -315,17 +322,21 @@ class NativeOperators:
         return Residual(tokens, residual.deferred_bias, layer.bias)
 
     def materialize(self, residual: Residual) -> Tensor:
-        """The residual's value, as one tensor. An update is added in place, so the given residual must not be used
-        afterwards; without an update and biases, it is the residual's own tokens."""
+        """The residual's value, as one tensor. An update is added to the residual's tokens in place, so the given
+        residual must not be used afterwards. The result is a new tensor if the residual has biases, otherwise the
+        tokens themselves."""
         config = self._launches.of(configs.LAYER_NORM, row_class(residual.tokens.shape[-1]), residual.tokens.dtype)
         return native_tokens.materialize(updated(residual), config)
 
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
-        """Softmax attention over (batch, heads, tokens, head width). Uses our own kernel for at most FEW_KEYS keys in
-        half precision without a mask, as in cross-attentions, unless the launch config to use is LIBRARY; otherwise the
-        attention given to the constructor. upcast, mask: see Operators.attention."""
+        """Softmax attention over (batch, heads, tokens, head width). upcast, mask: see Operators.attention.
+
+        Uses our own kernel for cross-attentions: at most FEW_KEYS keys, half precision, no mask, no upcast, as many
+        heads of keys as of queries, a head width in tokens.ATTENTION_WIDTHS, and heads that are adjacent in memory; but
+        not if the launch config to use is LIBRARY. In all other cases, uses the attention given to the constructor.
+        """
         width = query.shape[3]
         few = key.shape[2] <= FEW_KEYS and query.dtype in native_tokens.ATTENTION_DTYPES and not upcast
         is_plain = mask is None and key.shape[1] == query.shape[1] and width in native_tokens.ATTENTION_WIDTHS
@@ -360,8 +371,13 @@ class NativeOperators:
         return native_tokens.gated(numbers, gates, activation, config)
 
     def gated_linear(self, x: Rows, layer: LayerWeights, unit: GatedUnit, consumer: LayerWeights) -> Rows:
-        """gated(linear(x, layer), unit, consumer): (..., in) -> (..., out / 2). Uses one kernel for product and GEGLU
-        where that was measured to be faster."""
+        """gated(linear(x, layer), unit, consumer): (..., in) -> (..., out / 2).
+
+        One kernel computes the product and its GEGLU, if that was measured to be faster, in two cases: in half
+        precision, for a consumer without an 8-bit weight and a layer without LoRAs; and in float8, if x is in float8
+        and the consumer reads float8. The layer must have a bias in either case. Otherwise, they are computed one after
+        the other.
+        """
         if unit != GEGLU:
             return self.gated(self.linear(x, layer), unit, consumer)
         dtype = layer.weight.dtype
@@ -399,8 +415,8 @@ class NativeOperators:
 
     def split_heads(self, projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
         """(batch, tokens, heads of all parts * head width) -> one (batch, heads, tokens, head width) for each part,
-        with its norm and rotary embedding applied. With norms, our kernel writes to `projected`, and the results are
-        views of it."""
+        with its norm and rotary embedding applied. If a part has a norm, our kernel may overwrite `projected`; the
+        results may be views of it in any case."""
         if native_tokens.has_heads_kernel(projected, parts):
             return native_tokens.normed_heads(projected, parts)
         return torch_ops.split_heads(projected, parts)
@@ -418,12 +434,14 @@ class NativeOperators:
         return VirtualConcatenation(image, skip)
 
     def resize(self, image: Tensor, height: int, width: int) -> Tensor:
-        """An image (batch, channels, h, w), resized by nearest neighbour, in channels-last memory."""
+        """An image (batch, channels, h, w), resized to (height, width) by nearest neighbour, in channels-last memory.
+        """
         return native_images.resize(channels_last(image), height, width)
 
     def _add(self, image: Tensor | None, update: Tensor, bias: Tensor | None, output: Tensor) -> None:
         """Write image + update + bias to output; image and bias may be None. The output's statistics are measured in
-        the same pass and kept for the group norm that follows, except for images so small that it does not use them."""
+        the same pass. They are kept for the group norm that follows, unless the image is so small that this norm does
+        not use them (images.SMALL_IMAGE_PIXELS)."""
         config = self._config(configs.ADDITION, output)
         # If a norm at this size has written eight bits, the next one may too, and needs the bounds.
         bounded = self._exact_norms < MOST_NORMS_AT_A_SIZE
@@ -446,8 +464,8 @@ class NativeOperators:
         return x if kind is None else rounding.rounded(x, kind, rule=rule_for(consumer))
 
     def _update(self, x: QuantizedTokens, layer: LayerWeights) -> tuple[Tensor, Tensor | None]:
-        """The layer's product x @ weight^T, without bias, as a Residual's update (..., out) and update_scales (..., 1).
-        The scales are None if the product is scaled already."""
+        """The layer's product x @ weight^T as a Residual's update (..., out) and update_scales (..., 1), without bias;
+        in int8, the products of its LoRAs are included. The scales are None if the update is scaled already."""
         if x.values.dtype == INT8.dtype:
             return self._with_loras(x, layer, None).view(*x.shape, -1), None
         update, scales = float8.update(x, weight_like(x, layer))
@@ -478,8 +496,8 @@ class NativeOperators:
 
 
 def halves(image: Image) -> tuple[Tensor, Tensor | None]:
-    """(first, second) of a VirtualConcatenation; (image, None) for an ordinary image. Both in channels-last memory,
-    copied if necessary."""
+    """(first, second) of a VirtualConcatenation; (image, None) for an ordinary image. Images are in channels-last
+    memory, copied if necessary."""
     if isinstance(image, VirtualConcatenation):
         return channels_last(image.first), channels_last(image.second)
     return channels_last(image), None

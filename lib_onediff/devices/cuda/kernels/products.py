@@ -27,6 +27,7 @@ from .archive import Tiles
 from .launch_config import Kernel, LaunchConfig
 from .launching import ceil_div, launch
 
+# The compute capability of the GPUs that copy tiles by themselves.
 HOPPER = (9, 0)
 
 
@@ -61,10 +62,12 @@ def int8_product(
 
 
 def joint_loras(low_rank: LowRank, out: int) -> tuple[Tensor, Tensor]:
-    """(down, up) of a layer's LoRAs. down_product with down (ranks, in) gives `hidden` of int8_product, and up is its
-    `up`: (out, ranks / n) if the layer is n fused ones of equal sizes and ranks, otherwise (out, ranks).
+    """The LoRAs of a layer as (down, up) for int8_product: down (ranks, in) is for down_product, whose result is
+    `hidden` there; up is `up` there.
 
-    out: the layer's number of outputs. Both are contiguous. up is a view if the ups are adjacent in memory.
+    up is (out, ranks / n) if the layer is n fused ones of equal sizes and ranks, and both are multiples of RANKS;
+    otherwise (out, ranks), with ranks rounded up to a multiple of RANKS by zeros. out: the layer's number of outputs.
+    down and up are contiguous. up is a view if the ups are adjacent in memory.
     """
     down = low_rank.down.flatten(1)
     ups = [up for _, up in low_rank.ups]
@@ -85,8 +88,8 @@ def joint_loras(low_rank: LowRank, out: int) -> tuple[Tensor, Tensor]:
 def down_product(tokens: Tensor, down: Tensor, config: LaunchConfig) -> Tensor:
     """tokens (rows, in) times the down matrices of LoRAs (ranks, in): (rows, ranks).
 
-    Both are contiguous and in half precision. config: see configs.DOWN_PRODUCT; LIBRARY is torch's product, and for the
-    others in and ranks must be multiples of 16. Raises what a launch raises.
+    tokens and down are contiguous and in half precision. config: see configs.DOWN_PRODUCT. With LIBRARY, torch computes
+    the product; with any other config, in and ranks must be multiples of 16. Raises what a launch raises.
     """
     if config == configs.LIBRARY:
         return functional.linear(tokens, down)
@@ -132,7 +135,7 @@ def launch_gated(
 ) -> None:
     """Launch the kernel of gated_product and exact_gated_product, which writes to output (rows, n).
 
-    scales: those of the tokens, of the weight and of the output; () in half precision. config: see
+    scales: (scale of the tokens, scales of the weight, scale of the output); () in half precision. config: see
     configs.GATED_PRODUCT, but not LIBRARY.
     """
     copied, m, n, k, group, warps, stages = config
@@ -161,9 +164,13 @@ def convolution(
 
 
 def half_sums_convolution(image: Tensor, weight: Tensor, config: LaunchConfig) -> Tensor:
-    """As convolution, for an image (batch, channels, height, width) and a weight (out channels, channels, 3, 3) in
-    float16 and channels-last memory; the result is in float16. As many products as the tile of `config` is deep are
-    summed in float16, and these sums in float32."""
+    """The 3x3 convolution of an image (batch, channels, height, width) and a weight (out channels, channels, 3, 3) in
+    float16 and channels-last memory, padded with one pixel of zeros at each side: (batch, out channels, height, width)
+    in float16 and channels-last memory. Adds no bias.
+
+    As many products as the tile of `config` is deep are summed in float16, and these sums in float32. Numbers of
+    channels are multiples of 16. config: see configs.CONVOLUTIONS, but not LIBRARY. Raises what a launch raises.
+    """
     taps = weight.permute(0, 2, 3, 1).flatten(1)
     return launch_convolution(image.permute(0, 2, 3, 1), taps, (), image.dtype, config)
 
@@ -171,11 +178,11 @@ def half_sums_convolution(image: Tensor, weight: Tensor, config: LaunchConfig) -
 def launch_convolution(
     image: Tensor, weight: Tensor, scales: tuple[Tensor, ...], result: torch.dtype, config: LaunchConfig
 ) -> Tensor:
-    """Launch the kernel of both convolutions, and return its output (batch, out channels, height, width), in
-    channels-last memory.
+    """Launch the kernel of convolution and half_sums_convolution, and return its output (batch, out channels, height,
+    width), in channels-last memory.
 
-    image: (batch, height, width, channels). weight: (out channels, 9 * channels). scales: of the image and the weight;
-    () in float16. result: the output's dtype.
+    image: (batch, height, width, channels). weight: (out channels, 9 * channels). scales: (scales of the images, scales
+    of the weight); () in float16. result: the output's dtype.
     """
     copied, down, across, n, k, group, warps, stages = config
     batch, height, width, channels = image.shape
@@ -195,9 +202,9 @@ def launch_convolution(
 
 
 def of_card(kernel: Kernel, device: torch.device) -> Kernel:
-    """The same Kernel with only those candidates that can be fast on a device. On cards that copy tiles by themselves
-    (compute capability 9.0), these are the candidates that use that (which begin with 1); on others, those that do not.
-    LIBRARY stays in any case. A device that is no GPU keeps all."""
+    """The same Kernel with only those candidates that can be fast on a device: on GPUs of compute capability 9.0, which
+    copy tiles by themselves, the candidates that use that (they begin with 1); on other GPUs, the candidates that do
+    not (they begin with 0). LIBRARY stays on all GPUs. A device that is no GPU keeps all candidates."""
     if device.type != "cuda":
         return kernel
     copies = torch.cuda.get_device_capability(device) == HOPPER

@@ -9,15 +9,16 @@ from . import rounding
 
 
 def contiguous(residual: Residual) -> Residual:
-    """The same residual with contiguous tokens and a contiguous update; each is copied only if it is not contiguous."""
+    """The same residual with contiguous tokens and a contiguous update, each copied only if it is not contiguous. The
+    update may be None."""
     update = None if residual.update is None else residual.update.contiguous()
     return residual._replace(tokens=residual.tokens.contiguous(), update=update)
 
 
 def updated(residual: Residual) -> Residual:
     """The residual with its update added to the tokens, after the update's scales, norm and gate were applied. The
-    biases are not added. Adds in place, so the given residual must not be used afterwards. A residual without an update
-    is returned as it is."""
+    biases are not added, and stay. Adds to the tokens in place, so the given residual must not be used afterwards;
+    tokens that are not contiguous are copied. A residual without an update is returned as it is."""
     update = residual.update
     if update is None:
         return residual
@@ -43,5 +44,5 @@ def updated(residual: Residual) -> Residual:
 
 
 def without_update(residual: Residual, tokens: Tensor) -> Residual:
-    """A residual with these tokens and the given one's biases, without an update and its scales, gate and norm."""
+    """A residual with these tokens and the biases of the given residual, without update, scales, gate and norm."""
     return residual._replace(tokens=tokens, update=None, update_scales=None, gate=None, norm=None)

@@ -30,8 +30,8 @@ HOSTS_LAYER_NORM = 1, 4
 GROUP = 256
 # The oldest compute capability on which matrix products (Rule.MATRIX) are the fastest way to rotate rows.
 HAS_MATRIX_UNITS = (8, 0)
-# The widest rows of norms with modulation, of which one program holds a whole row. Gated units with wider rows use
-# MOST_WARPS.
+# The widest rows, in numbers, of norms with modulation, of which one program holds a whole row; and of gated units with
+# fewer warps than MOST_WARPS.
 WIDEST_NORM = 8192
 
 
@@ -46,8 +46,10 @@ class Norm(IntEnum):
 class Rule(IntEnum):
     """How int8 rows are rounded: see source/hosts_rule.py.
 
-    OURS: for weights that Low-bit has quantized. HOSTS: as the hosts round the input of a weight stored in INT8.
-    BUTTERFLIES, MATRIX: the same after a rotation (ConvRot), computed by sums and differences, or by matrix units.
+    OURS: for weights that Low-bit has quantized.
+    HOSTS: as the hosts round the input of a weight that is stored in INT8.
+    BUTTERFLIES, MATRIX: as HOSTS, after a rotation of the rows (ConvRot), which BUTTERFLIES computes by sums and
+    differences, and MATRIX by matrix units.
     """
 
     OURS = 0
@@ -58,15 +60,16 @@ class Rule(IntEnum):
 
 def rule_of(weight: QuantizedWeight, device: torch.device) -> Rule:
     """The rule for the input of a layer with this weight: Rule.OURS if Low-bit has quantized the weight, or if it is in
-    float8; otherwise that of the hosts. If the weight is rotated in groups of another size than GROUP, the rule does
-    not include the rotation: the caller must rotate the rows first."""
+    float8; otherwise hosts_rule(). If the weight is rotated in groups of another size than GROUP, the rule does not
+    include the rotation: the caller must rotate the rows first."""
     is_ours = not weight.stored or weight.values.dtype.is_floating_point
     return Rule.OURS if is_ours else hosts_rule(weight.rotation, device)
 
 
 def hosts_rule(rotation: int, device: torch.device) -> Rule:
-    """The rule for the input of a layer whose weight the host stores in INT8. rotation: see QuantizedWeight; only GROUP
-    is part of a rule, see rule_of."""
+    """The rule for the input of a layer whose weight the host stores in INT8. rotation: see QuantizedWeight. If it is
+    GROUP, the rule rotates: MATRIX from HAS_MATRIX_UNITS on, BUTTERFLIES on older GPUs. For any other rotation, and for
+    none (0), HOSTS."""
     if rotation != GROUP:
         return Rule.HOSTS
     has_units = device.type == "cuda" and torch.cuda.get_device_capability(device) >= HAS_MATRIX_UNITS
@@ -113,9 +116,9 @@ def residual_norm(
     """The residual with its update added, and its norm with modulation, in an 8-bit format or, if kind is None, in the
     model's dtype. Only for inputs that has_norm_kernel accepts.
 
-    layer: the norm's weight; None for an AdaptiveNorm. dtype: the model's. In float8, the norm has one scale, which
-    depends only on weight and modulation. is_plain_too: also return the norm in the model's dtype, as
-    QuantizedTokens.plain; not for Rule.OURS.
+    layer: the norm's weight; None for an AdaptiveNorm. modulation: None if there is none. dtype: the model's. In
+    float8, the norm has one scale, which depends only on weight and modulation. is_plain_too: also return the norm in
+    the model's dtype, as QuantizedTokens.plain; not for Rule.OURS.
 
     Adds the update to the residual's tokens in place. Tokens, update and update_scales must be contiguous, and there
     must be no biases.
@@ -140,9 +143,9 @@ def residual_norm(
 
 
 def add_update(residual: Residual, dtype: torch.dtype) -> None:
-    """Add the residual's update to its tokens in place, with its scales, norm and gate, by the kernel of residual_norm.
-    The residual itself still has the update, so the caller must drop it (residuals.without_update). dtype: the gate's.
-    Only for residuals that has_norm_kernel accepts."""
+    """Add the residual's update to its tokens in place, with the update's scales, norm and gate, by the kernel of
+    residual_norm. The residual itself still has the update, so the caller must drop it (residuals.without_update).
+    dtype: the gate's. Only for residuals that has_norm_kernel accepts."""
     launch_norm(residual, None, None, None, Norm.NO_NORM, None, None, None, dtype, None, Rule.OURS)
 
 
@@ -152,9 +155,9 @@ def launch_norm(
     kind: Kind | None, rule: Rule,
 ) -> None:
     """Launch the kernel of residual_norm and add_update. It adds the residual's update to the tokens in place, and
-    writes the norm to values, scales and plain, each of which may be None. kind: None for values in the model's dtype
-    (dtype).
-    """
+    writes the norm to values, scales and plain. scales is None in the model's dtype; plain is None if not wanted;
+    values, scales and plain are None for Norm.NO_NORM. In float8, scales is read: launch_scale writes it first. dtype:
+    the model's. kind: the format of values; None: the model's dtype."""
     tokens, _, _, update, update_scales, gate, update_norm = residual
     batch, count, width = tokens.shape
     # Kernels are compiled for sets of dtypes: a tensor of the right dtype replaces each one that is missing.
@@ -208,10 +211,12 @@ def launch_scale(
 def has_norm_kernel(
     residual: Residual, layer: LayerWeights | None, norm: Any, modulation: Modulation | None, dtype: torch.dtype
 ) -> bool:
-    """Whether the kernel of residual_norm supports these inputs. norm and layer None: whether add_update does.
+    """Whether the kernel of residual_norm supports these inputs; with norm and layer None, whether the kernel of
+    add_update does.
 
-    The kernel supports AdaptiveNorm and RMSNorm, tokens (batch, tokens, width) in the model's dtype, or in float32 if
-    that is float16, and gates and modulations in the model's dtype. The weights of the norm and of the update's norm
+    The kernel supports AdaptiveNorm and RMSNorm; tokens (batch, tokens, width) of at most WIDEST_NORM, in the model's
+    dtype, or in float32 if the model's dtype is float16; and gates and modulations in the model's dtype. An update with
+    a norm is supported before an RMSNorm alone, and in add_update. The weights of the norm and of the update's norm
     must both be in the model's dtype, or both in float32.
     """
     tokens = residual.tokens
@@ -282,8 +287,8 @@ def gelu_and_rounded(tokens: Tensor, rule: Rule) -> QuantizedTokens:
 
 
 def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
-    """A weight (out, in), quantized to an 8-bit format. low_bit.empty_like decides whether it has one scale or one for
-    each row."""
+    """A weight (out, in), quantized to an 8-bit format. low_bit.empty_like decides whether the weight has one scale or
+    one for each row."""
     room = empty_like(weight, kind)
     rounded_rows(weight, room.values, room.scales)
     return room

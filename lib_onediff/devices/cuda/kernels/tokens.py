@@ -16,12 +16,13 @@ HEADS = 16
 HEADS_WARPS = 4
 # The activations of gated units, in the order of source/tokens.py.
 ACTIVATIONS = (Activation.GELU, Activation.SILU, Activation.SIGMOID)
-# The block size of the GELU kernel, and its warps.
+# The block size of the GELU kernel, in numbers, and its warps.
 GELU = 1024, 2
+# The dtypes of the attention kernel.
 ATTENTION_DTYPES = (torch.float16, torch.bfloat16)
 # The head widths for which there is an attention kernel: those of SD 1, SD 2 and SDXL.
 ATTENTION_WIDTHS = (40, 64, 80, 160)
-# exp2 is one instruction, exp is two.
+# Scores are multiplied by this, because the kernel computes exp as exp2, which is one instruction; exp is two.
 LOG2_E = 1.4426950408889634
 
 
@@ -93,8 +94,8 @@ def geglu(tokens: Tensor, config: LaunchConfig = GEGLU.candidates[0]) -> Tensor:
 
 
 def rows_in_memory(tokens: Tensor) -> tuple[Tensor, int]:
-    """Tokens (..., n) whose rows are contiguous and at equal distances in memory, and that distance in numbers. It is
-    the same tensor if it has this form already, such as one half of a wider tensor; otherwise a copy."""
+    """Tokens (..., n) whose rows are contiguous and at equal distances in memory, and that distance, in numbers. The
+    same tensor if it has this form already, such as one half of a wider tensor; otherwise a copy."""
     stride = tokens.stride(-2) if tokens.dim() > 1 else tokens.shape[-1]
     expected = stride
     is_regular = tokens.stride(-1) == 1
@@ -138,9 +139,9 @@ def normed_heads(projected: Tensor, parts: Sequence[Heads]) -> list[Tensor]:
 def has_heads_kernel(projected: Tensor, parts: Sequence[Heads]) -> bool:
     """Whether the kernel of normed_heads supports these inputs.
 
-    One or two parts must have a norm, and come before the parts without. Their norms may differ only in the weights,
-    and their head width is a power of two. Either all of them have the same rotary embedding or none has one. projected
-    may be a slice of a wider product.
+    One or two parts must have a norm, and come before the parts without a norm. These norms may differ only in the
+    values of their weights, and the head width must be a power of two. Either all parts with a norm have the same
+    rotary embedding, or none has one; parts without a norm have none. projected may be a slice of a wider product.
     """
     norms = [part.norm for part in parts if part.norm is not None]
     normed = parts[:len(norms)]
@@ -163,11 +164,12 @@ def has_heads_kernel(projected: Tensor, parts: Sequence[Heads]) -> bool:
 
 def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = ATTENTION.candidates[0]) -> Tensor:
     """Softmax attention over (batch, heads, tokens, width) in half precision, with scores scaled by width**-0.5, in one
-    pass over the keys (flash attention; Dao et al. 2022). Sums and the softmax are in float32.
+    pass over the keys (flash attention; Dao et al. 2022). Sums and the softmax are in float32. The result is (batch,
+    heads, queries, width), a view of contiguous (batch, queries, heads, width).
 
-    It is for cross-attentions, with few keys (some 77), all of which one program can hold at once. The kernels of
-    libraries are made for thousands of keys, and take twice as long. The heads must be adjacent in memory (see
-    heads_lie_beside). config: see launch_config.ATTENTION, but not LIBRARY.
+    It is for cross-attentions, which have few keys (some 77): the kernels of libraries are made for thousands of keys,
+    and take twice as long. There must be as many heads of keys as of queries, and the heads of a token must be adjacent
+    in memory (heads_lie_beside). config: see launch_config.ATTENTION, but not LIBRARY.
     """
     batch, heads, queries, width = query.shape
     output = query.new_empty((batch, queries, heads, width))
@@ -182,5 +184,6 @@ def attention(query: Tensor, key: Tensor, value: Tensor, config: LaunchConfig = 
 
 
 def heads_lie_beside(tensor: Tensor) -> bool:
-    """Whether the heads of a token of (batch, heads, tokens, width) are adjacent in memory, as in a GEMM's output."""
+    """Whether the heads of a token of (batch, heads, tokens, width) are adjacent in memory, as in the output of a GEMM
+    over (batch, tokens, heads * width)."""
     return tensor.stride(3) == 1 and tensor.stride(1) == tensor.shape[3]

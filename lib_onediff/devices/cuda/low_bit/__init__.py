@@ -1,1 +1,2 @@
-"""Linear layers and convolutions in eight bits. choice: which products gain. float8: float8 products."""
+"""Linear layers and convolutions in eight bits. choice: which products gain time. float8: products in float8.
+timed_forwards: what is measured for the choice."""

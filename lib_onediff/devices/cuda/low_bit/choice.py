@@ -40,11 +40,11 @@ from .timed_forwards import product_forward
 
 log = logging.getLogger("onediff")
 Found = TypeVar("Found")
-# An 8-bit product must take less than this part of the exact product's time, and INT8 less than this part of FP8's.
-# Only short bursts are measured; at its power limit an H100's clock fell by a tenth under INT8, but not under FP8
-# (.readme/measurements.md).
+# An 8-bit product must take less than this part of the exact product's time, and an INT8 product less than this part of
+# the FP8 product's time: only short bursts are measured, and at its power limit an H100's clock fell by a tenth under
+# INT8, but not under FP8 (.readme/measurements.md).
 WORTH_ROUNDING = 0.9
-# The milliseconds that a call must gain: comparing the weights with those that were quantized takes 0.1 ms.
+# A call must gain more than this, in milliseconds: comparing the weights with those that were quantized takes 0.1 ms.
 WORTH_LOOKING_MS = 0.15
 # The memory of a forward besides weights, in outputs of its widest product: SDXL's graph at 1024x1024 takes 348 MiB,
 # which is 4.1 outputs, and a call without a graph slightly more.
@@ -55,14 +55,16 @@ class LowBit:
     """Chooses the format of each layer of a call that may be computed in eight bits, and measures the times on which
     the choice depends: those of each product in the model's dtype and in the 8-bit formats.
 
-    A layer gets a format if its product was measured to be faster in it. With lossy.only, which is for memory and not
-    for speed, every layer that can be in eight bits gets one.
+    A layer gets a format if its product was measured to be faster in that format. With lossy.only, which is for memory
+    and not for speed, every layer that can be in eight bits gets a format.
 
     tuning_cache: keeps the measured times. launches: the launch configs of our kernels.
     quantizes_every_layer: choose eight bits for every layer, even if that is slower. This way, the effect of rounding
         on images can be judged with small models, whose products gain nothing; see every_layer_quantized().
 
-    layout, in the methods: the network's. lossy: the settings that allow eight bits.
+    layout, in the methods: the network's. lossy: the settings that allow eight bits. The methods with a call need a
+    device that supports a format of lossy.low_bit for the call's dtype (why_not() is None). The runtime's BackendChoice
+    looks for that before it chooses a lossy route.
     """
 
     quantizes_every_layer = False
@@ -71,7 +73,7 @@ class LowBit:
         self.tuning_cache = tuning_cache
         self._launches = launches
         self._float8_support = functools.cache(float8_support)
-        # best(), by GPU and arguments.
+        # The results of _best(), by GPU and arguments.
         self._known = functools.cache(lambda card, *arguments: self._best(*arguments))
         # (inputs, result) by name; see _once.
         self._results: dict[str, tuple[object, Any]] = {}
@@ -91,12 +93,12 @@ class LowBit:
 
     def kinds(self, wanted: Sequence[Kind], device: torch.device, dtype: torch.dtype) -> tuple[Kind, ...]:
         """The formats in `wanted` that a device supports for a model of this dtype, in the same order; empty if none.
-        The first time with FP8, it computes a small product on the device."""
+        The first time with FP8 for a device and dtype, it computes small products on the device."""
         return tuple(kind for kind in wanted if self._lack(kind, device, dtype) is None)
 
     def _lack(self, kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why a device does not support a format for a model of this dtype, in one sentence; None if it does. For FP8,
-        a product is also tried, once for each device and dtype."""
+        products are also tried, once for each device and dtype."""
         return unmet_requirement(kind, device, dtype) if kind is INT8 else self._float8_support(device, dtype).reason
 
     def quantizer(self) -> Round:
@@ -107,7 +109,8 @@ class LowBit:
         self, attention: Callable[[Tensor, Tensor, Tensor, bool], Tensor], choose: Any = None
     ) -> Operators:
         """New operators of ours, which compute layers with 8-bit weights in eight bits. attention: computes attention,
-        as Operators.attention. choose: chooses the format of a product, as input_formats.Choose; None: best()."""
+        as Operators.attention. choose: chooses the format of a product, as input_formats.Choose; None: best() chooses.
+        """
         # The operators call this where an input is in float8, so the device has float8 products and result is a dtype;
         # for INT8 alone they do not call it.
         result: Any = lambda device, dtype: self._float8_support(device, dtype).result  # noqa: E731
@@ -125,11 +128,9 @@ class LowBit:
         """The 8-bit format of each layer's weight for a call, by the layer's name. Layers that gain nothing, or were
         not measured yet, are left out and stay in the model's dtype.
 
-        With lossy.only, no layer is left out, except convolutions. Even the keys and values of cross-attentions are
-        stored in eight bits; their weights are decoded, and multiplied in the model's dtype.
-
-        The call's device must support a format of lossy.low_bit for the call's dtype (why_not() is None). The runtime's
-        BackendChoice looks for that before it chooses a lossy route.
+        With lossy.only, all layers that can be in eight bits are in the result, except convolutions: those that gain
+        nothing get the supported format with the smallest rounding error. Even the keys and values of cross-attentions
+        are stored in eight bits; their weights are decoded, and multiplied in the model's dtype.
         """
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
@@ -147,8 +148,9 @@ class LowBit:
         return self._once("wanted, low-bit only" if lossy.only else "wanted", inputs, find)
 
     def why_none_here(self, lossy: Lossy, layout: Any, call: Call) -> str | None:
-        """Why this call does not gain by 8-bit products, in one sentence for the user; None if it gains, if its
-        products were not measured yet, or with lossy.only, which is not for speed."""
+        """Why this call does not gain by 8-bit products, in one sentence for the user: its layers are too small, or its
+        products gain WORTH_LOOKING_MS or less together. None if it gains, if a product was not measured yet, with
+        lossy.only, which is not for speed, or with quantizes_every_layer."""
         dtype = call.latent.dtype
         kinds = self._kinds_for(lossy, call)
         total = 0.0
@@ -180,7 +182,7 @@ class LowBit:
 
     def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:
         """The matrix product, with its sizes in this call, of every layer that may be in eight bits, by the layer's
-        name."""
+        name. With lossy.only or without a GPU, convolutions are left out. Empty if all layers are too small."""
         batch = call.latent.shape[0]
         height, width = call.latent.shape[-2:]
         # With lossy.only, convolutions keep the host's weights.
@@ -191,11 +193,11 @@ class LowBit:
         return self._once(name, (inputs, self._changes), lambda: low_bit_products(*inputs))
 
     def _once(self, name: str, inputs: object, find: Callable[[], Found]) -> Found:
-        """The result of find(). It is kept under `name`, and returned without another find() while `inputs` are equal
-        to those at that time. Choices are needed at every call, and take too long to find.
+        """The result of find(). It is kept under `name`, and returned without another find() while `inputs` equal those
+        of that time. One result is kept for each name. Choices are needed at every call, and take too long to find.
 
-        inputs: everything that the result depends on. Nothing else drops it, so _changes must be among them if find()
-            reads measurements or quantizes_every_layer.
+        inputs: everything that the result depends on. Nothing else drops a result, so _changes must be among the inputs
+            if find() reads measurements or quantizes_every_layer.
         """
         known = self._results.get(name)
         if known is None or known[0] != inputs:
@@ -206,9 +208,13 @@ class LowBit:
     # --- measurements ---------------------------------------------------------------------------------------------
 
     def best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
-        """The fastest of these formats for a product, by the measurements on the current GPU. None: the model's dtype,
-        which is also the answer before any measurement. dtype: the model's. With quantizes_every_layer, the first
-        format without regard to times. May be called in any thread."""
+        """The fastest of these formats for a product, by the measurements on the current GPU; None if the model's dtype
+        is best, or if nothing was measured yet. A format must take less than WORTH_ROUNDING of the time in the model's
+        dtype, and INT8 less than WORTH_ROUNDING of the time in FP8.
+
+        dtype: the model's. With quantizes_every_layer, the result is FP8 if it is among the formats, otherwise INT8,
+        without regard to times. May be called in any thread.
+        """
         return self._known(current_card(), product, dtype, tuple(kinds))
 
     def _best(self, product: Product, dtype: torch.dtype, kinds: Sequence[Kind]) -> Kind | None:
@@ -223,8 +229,8 @@ class LowBit:
         return min(takes, key=takes.__getitem__, default=None)
 
     def gains(self, product: Product, dtype: torch.dtype, kind: Kind) -> float | None:
-        """The milliseconds by which a product is faster in a format; 0.0 if that is less than WORTH_ROUNDING demands;
-        None if it was not measured."""
+        """The milliseconds by which a product is faster in a format; 0.0 if the format does not take less than
+        WORTH_ROUNDING of the time in the model's dtype; None if it was not measured."""
         times = self.measured(product, dtype, kind)
         if times is None:
             return None
@@ -246,8 +252,9 @@ class LowBit:
         self._forget_choices()
 
     def tune(self, lossy: Lossy, layout: Any, call: Call, time_ms: TimeMs) -> bool:
-        """Measure which of this call's products are faster in eight bits, if unknown. Returns whether any was measured,
-        or tried. A product that cannot be timed is logged, and stays in the model's dtype until forget().
+        """Measure which of this call's products are faster in eight bits, for those that were not measured on this GPU
+        model. Returns whether any was measured or tried; False with quantizes_every_layer. If a product cannot be
+        timed, a warning is logged, and it stays in the model's dtype until forget().
 
         time_ms: time_ms(work) returns the milliseconds of work() as a CUDA graph. Raises torch.cuda.OutOfMemoryError.
         """
@@ -276,7 +283,8 @@ class LowBit:
         self, product: Product, dtype: torch.dtype, device: torch.device, kind: Kind, time_ms: TimeMs
     ) -> None:
         """Measure a product in the model's dtype and in a format, each with its neighbours (timed_forwards.py), and
-        store both times. The kernel's launch config is measured first. Raises what a launch or time_ms raises."""
+        store both times. The launch config of the product's kernel is measured first, if it is unknown. Raises what a
+        launch or time_ms raises."""
         result: Any = self._float8_support(device, dtype).result
         trial = product_trial(product, random_on(device, dtype), device, dtype, kind, result)
         if trial is not None:

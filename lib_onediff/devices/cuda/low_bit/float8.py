@@ -16,9 +16,11 @@ from ....core.operators import QuantizedTokens
 from ....core.version import release, written
 from ....weights.low_bit import FP8, INT8, Kind
 
+# The oldest compute capability with products in each format.
 OLDEST_CAPABILITY = {FP8: (8, 9), INT8: (7, 5)}
-# In older versions, torch._scaled_mm returns a pair.
+# The oldest torch for FP8: in older versions, torch._scaled_mm returns a pair.
 OLDEST_TORCH = (2, 5)
+# The numbers of rows and of columns of the small product that is tried.
 PROBE_ROWS = 64
 # The largest accepted error of a product, relative to the same product of the rounded factors in float32.
 WORST_PROBE_ERROR = 1e-2
@@ -26,6 +28,7 @@ WORST_PROBE_ERROR = 1e-2
 
 def product(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype) -> Tensor:
     """tokens (rows, in) times weight (out, in), plus bias (out,): (rows, out) in the dtype `result`, summed in float32.
+    bias may be None.
 
     tokens has one scale; weight has one, or one for each row. Raises RuntimeError if torch or the device has no such
     product.
@@ -41,8 +44,8 @@ def product(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | Non
 def scaled_sums(
     tokens: QuantizedTokens, weight: Tensor, scale: Tensor, bias: Tensor | None, result: torch.dtype
 ) -> Tensor:
-    """torch's product of tokens (rows, in) and a weight (out, in), plus bias: (rows, out) in the dtype `result`. scale:
-    the weight's single scale (1, 1). The tokens have a single scale too."""
+    """torch's product of tokens (rows, in) and a weight (out, in), plus bias, which may be None: (rows, out) in the
+    dtype `result`. scale: the weight's single scale (1, 1). The tokens have a single scale too."""
     return torch._scaled_mm(
         tokens.values, weight.t(), scale_a=tokens.scales, scale_b=scale,
         bias=None if bias is None else bias.to(result), out_dtype=result, use_fast_accum=True,
@@ -50,11 +53,11 @@ def scaled_sums(
 
 
 def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Tensor | None]:
-    """The product of tokens and a weight in bfloat16, (rows, out), and the scales of its rows, float32 (rows, 1), by
-    which the operator that reads the product must multiply it. The scales are None if the product is scaled already,
-    because the tokens have a single scale (tokens.unit is None).
+    """(the product of tokens and a weight in bfloat16, (rows, out); scales of its rows, float32 (rows, 1)). The
+    operator that reads the product must multiply it by the scales. They are None if the tokens have a single scale
+    (tokens.unit is None): then the product is scaled already.
 
-    In bfloat16, because unscaled sums may overflow in float16.
+    The product is in bfloat16, because unscaled sums may overflow in float16.
     """
     if tokens.unit is None:
         return product(tokens, weight, None, torch.bfloat16), None
@@ -62,10 +65,10 @@ def update(tokens: QuantizedTokens, weight: QuantizedWeight) -> tuple[Tensor, Te
 
 
 class Float8Support(NamedTuple):
-    """Whether float8 products work for a model of one dtype.
+    """Whether float8 products work for a model of one dtype. One of result and reason is None.
 
-    result: the dtype of their outputs; None if there are none.
-    reason: why there are none, in one sentence; None if there are.
+    result: the dtype of the products' outputs: the model's dtype or bfloat16; None if there are no products.
+    reason: why there are none, in one sentence for the user.
     """
 
     result: torch.dtype | None
@@ -97,8 +100,9 @@ def unmet_requirement(kind: Kind, device: torch.device, dtype: torch.dtype) -> s
 
 
 def float8_support(device: torch.device, dtype: torch.dtype) -> Float8Support:
-    """Whether float8 products work on this device for a model of this dtype: computes small ones there and checks them.
-    That takes a while, so the caller keeps the result for each device and dtype. Raises torch.cuda.OutOfMemoryError."""
+    """Whether float8 products work on this device for a model of this dtype: computes small products there and checks
+    them, if the known requirements are met. That takes a while, so the caller keeps the result for each device and
+    dtype. Raises torch.cuda.OutOfMemoryError."""
     reason = unmet_requirement(FP8, device, dtype)
     if reason is not None:
         return Float8Support(None, reason)
@@ -118,9 +122,9 @@ def float8_support(device: torch.device, dtype: torch.dtype) -> Float8Support:
 
 
 def probe_error(device: torch.device, result: torch.dtype) -> float:
-    """The larger of the relative errors of two small products on a device, against float32: one with all scales applied
-    (product), and one whose rows are left unscaled (update). result: the dtype of the first one's output. Raises what
-    torch raises if it has no such product."""
+    """The larger of the relative errors of two small products on a device, against the same products in float32: one by
+    product(), with all scales applied, in the dtype `result`; and one by update(), whose rows are left unscaled. Raises
+    what torch raises if it has no such product."""
     generator = torch.Generator(device).manual_seed(0)
     rows, columns = (
         torch.randn((count, PROBE_ROWS), generator=generator, dtype=torch.float32, device=device)

@@ -9,6 +9,8 @@ format:
 - a feed-forward's second product: the whole feed-forward, from norm to norm, because the first product may write the
   second one's input in eight bits;
 - any other product: the product and the norm after it.
+
+A norm after the product writes eight bits in both measurements.
 """
 from __future__ import annotations
 
@@ -32,9 +34,10 @@ Forward = Callable[[Operators], object]
 
 
 def product_forward(product: Product, dtype: torch.dtype, device: torch.device, kind: Kind) -> Forward:
-    """A function that computes a product together with the operators around it (see above), as one call of a network
-    would. Its inputs and weights are random, of the product's sizes; the weights exist in `dtype`, which is the
-    model's, and in the 8-bit format `kind`. The memory for them is allocated here."""
+    """A function that computes a product together with the operators around it (see the top of this file), as one call
+    of a network would. Its inputs and weights are random, of the product's sizes, and are allocated here. The weights
+    exist in `dtype`, which is the model's, and in the 8-bit format `kind`; the operators that the function is given
+    decide which weights are used."""
     random = random_on(device, dtype)
     if product.size is not None:
         return convolution_forward(product, product.size, random, kind)

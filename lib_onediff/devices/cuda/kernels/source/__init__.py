@@ -1,1 +1,1 @@
-"""The kernels themselves, in Triton: the only files that import it."""
+"""The kernels, in Triton. Only these files import Triton."""

@@ -10,9 +10,17 @@ def attend(
     query, key, value, output, queries, keys, heads, scale, query_batch, query_row, key_batch, key_row, value_batch,
     value_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """output (batch, queries, heads, WIDTH). A row is what lies from one token to the next.
+    """Softmax attention of QUERIES queries of one head to all keys, which are few (flash attention): written to output.
 
-    Triton must know that the strides are multiples of 16, or it loads number by number; in every known model they are.
+    Grid: (blocks of QUERIES queries, batch * heads).
+    query, key, value: (batch, tokens, heads, WIDTH) in half precision. The heads of a token are adjacent in memory.
+    query_batch, query_row and so on: the distances from one image to the next, and from one token to the next, in
+        numbers. They must be multiples of 16, so that Triton loads several numbers at once; in every known model they
+        are.
+    output: (batch, queries, heads, WIDTH), contiguous.
+    queries, keys: the numbers of their tokens.
+    scale: WIDTH**-0.5 * log2(e), because the weights are computed by exp2.
+    BLOCK: WIDTH rounded up to a power of two, at least 16. KEYS: the number of keys that are loaded at once.
     """
     head, batch = tl.program_id(1) % heads, (tl.program_id(1) // heads).to(tl.int64)
     row = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)[:, None]

@@ -1,4 +1,14 @@
-"""Group norm of channels-last images: small ones by one kernel, large ones by what joins strips and applies."""
+"""Group norm of channels-last images. small_group_norm computes the norm of a small image. The norm of a large image
+takes three kernels: images.strip_statistics, join_statistics and scale_and_shift.
+
+The parameters that the kernels share:
+first, second: two images (batch, pixels, channels), which are normed as if the channels of second followed those of
+    first. Without a second image, second is any tensor of first's dtype, and second_channels is 0.
+pixels: height * width of an image.
+shift: (batch, channels), added to the image before the norm, in which shift_stride is the distance of rows, in numbers.
+    has_shift: 0 if there is none; shift is then any tensor of the images' dtype.
+weight, bias: (channels,). silu: 1 if SiLU follows the norm, else 0.
+"""
 from __future__ import annotations
 
 import triton
@@ -6,15 +16,16 @@ import triton.language as tl
 
 from .rounding import SMALLEST, store_nearest
 
-# SiLU gives nothing below its negative.
+# The lowest value of SiLU is the negative of this.
 LOWEST_SILU = tl.constexpr(0.2785)
-# Of a norm in eight bits, the most that there can be.
+# The largest number of groups of a norm in eight bits.
 MOST_GROUPS = tl.constexpr(32)
 
 
 @triton.jit
 def beside(first, second, pixel, channel, first_channels, second_channels):
-    """Where the channels of two images that lie side by side are."""
+    """Pointers to these channels of these pixels: into first for channels below first_channels, into second for the
+    channels from first_channels on. pixel: the index among the pixels of the whole batch."""
     here = first + pixel * first_channels + channel
     there = second + pixel * second_channels + (channel - first_channels)
     return tl.where(channel < first_channels, here, there)
@@ -25,8 +36,17 @@ def with_strips(
     total, squares, lowest, highest, statistics, bounds, place, partial_statistics, strip_pixels, channels, pixels,
     offset, inside, STRIPS: tl.constexpr, BOUNDED: tl.constexpr,
 ):
-    """The sums of distances from a centre and of their squares, with an image's strips added; BOUNDED: and the lowest
-    and the highest numbers, with its among them. offset: from centre."""
+    """The given (total, squares, lowest, highest), each (STRIPS, BLOCK) with a column for each channel of a group, with
+    all strips of one image included: the sums of the distances of its values from the group's centre, and of the
+    squares of these distances; if BOUNDED, also its lowest and highest values, without the shift.
+
+    statistics, bounds: see images.strip_statistics; bounds is read only if BOUNDED.
+    place: for each channel, the index in statistics of its mean in the first strip.
+    partial_statistics: the number of strips. strip_pixels: the pixels in a strip; the last strip has the remaining
+        ones.
+    offset: for each channel, its shift minus the group's centre.
+    inside: whether a column is a channel of this image. STRIPS: how many strips are loaded at once.
+    """
     strip = tl.arange(0, STRIPS)[:, None]
     for chunk in range(0, partial_statistics, STRIPS):
         number = tl.minimum(pixels - (chunk + strip) * strip_pixels, strip_pixels).to(tl.float32)
@@ -51,10 +71,19 @@ def join_statistics(
     second_strips, first_strip_pixels, second_strip_pixels, shift_stride, has_shift, eps, first_channels,
     second_channels, width, silu, BLOCK: tl.constexpr, STRIPS: tl.constexpr, BOUNDED: tl.constexpr,
 ):
-    """scales (sample, scale then offset, channels): what the norm does to each channel of the unshifted image. BOUNDED:
-    also largest (sample, groups), the largest that the norm and the SiLU give in a group; NaN where one is NaN.
+    """Join the statistics of one group of one image to a scale and an offset for each of its channels: the norm of the
+    image is image * scale + offset. The offset includes the shift.
 
-    first, second: the statistics of two images that lie side by side.
+    Grid: (groups, batch). shift, weight, bias, pixels, silu: see the top of this file.
+    first, second: the statistics of the two images, as images.strip_statistics writes them. first_bounds,
+        second_bounds: their bounds, which are read only if BOUNDED.
+    first_strips, second_strips: the number of strips of each image. first_strip_pixels, second_strip_pixels: the pixels
+        in a strip.
+    scales: float32 (batch, 2, channels): the scale and the offset of each channel; written.
+    largest: float32 (batch, groups), written only if BOUNDED: for each group, an upper bound for the magnitude of the
+        norm, or of its SiLU if silu; NaN if a scale in the group is NaN or infinite.
+    width: the number of channels in a group. BLOCK: width rounded up to a power of two. STRIPS: how many strips are
+        loaded at once.
     """
     group, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channels = first_channels + second_channels
@@ -96,7 +125,7 @@ def join_statistics(
         ends = scale * tl.min(lowest, 0)[None, :] + offset, scale * tl.max(highest, 0)[None, :] + offset
         high = tl.maximum(ends[0], ends[1])
         farthest = tl.maximum(high, tl.where(silu != 0, LOWEST_SILU, -tl.minimum(ends[0], ends[1])))
-        # A maximum passes over a NaN.
+        # tl.max ignores NaN, so the second summand brings it back.
         farthest = tl.max(tl.where(inside, farthest, SMALLEST), 1) + tl.sum(tl.where(inside, scale * 0.0, 0.0), 1)
         tl.store(largest + sample * (channels // width) + group + tl.zeros((1,), tl.int32), farthest)
 
@@ -106,8 +135,15 @@ def scale_and_shift(
     first, second, scales, output, largest, output_scale, pixels, first_channels, second_channels, silu, groups, most,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, ROUNDED: tl.constexpr,
 ):
-    """What the norm and the SiLU make of two images that lie side by side. scales, largest: see join_statistics.
-    ROUNDED: in eight bits, as multiples of output_scale (sample), which is written: by it the largest becomes most."""
+    """Write image * scale + offset, or its SiLU if silu, to output (batch, pixels, channels).
+
+    Grid: (blocks of ROWS pixels, blocks of BLOCK channels, batch). first, second: see the top of this file. scales: as
+    join_statistics wrote them.
+
+    ROUNDED: output is in int8 or float8, with one scale for each image: the largest number in `largest` (batch, groups)
+    for this image, divided by `most`, the largest number of the 8-bit format. The values are divided by this scale,
+    which is written to output_scale, float32 (batch,). Otherwise largest, output_scale, groups and most are not read.
+    """
     sample = tl.program_id(2).to(tl.int64)
     channels = first_channels + second_channels
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -124,7 +160,8 @@ def scale_and_shift(
     if ROUNDED:
         group = tl.arange(0, MOST_GROUPS)[None, :]
         bounds = tl.load(largest + sample * groups + group, group < groups, 0.0)
-        # As whole numbers they are in the same order, with a NaN above all; and the GPU has one instruction for it.
+        # The bits of positive floats, as integers, have the same order, with NaN above all. GPUs have one instruction
+        # for the maximum of integers.
         bits = tl.max(bounds.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)[:, None]
         farthest = bits.to(tl.float32, bitcast=True)
         nothing = tl.zeros((1, 1), tl.int32)
@@ -140,7 +177,13 @@ def small_group_norm(
     first, second, shift, weight, bias, output, pixels, shift_stride, has_shift, silu, eps, first_channels,
     second_channels, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """The whole norm of one group of one sample; the second reading of the image comes from the cache."""
+    """Write the group norm of one group of one image, or its SiLU if silu, to output (batch, pixels, channels).
+
+    Grid: (groups, batch). It reads the image three times, the second and third time from the cache. The other
+    parameters: see the top of this file.
+    WIDTH: the number of channels in a group. BLOCK: WIDTH rounded up to a power of two. ROWS: how many pixels are
+        processed at once.
+    """
     group, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
     channels = first_channels + second_channels
     lane = tl.arange(0, BLOCK)[None, :]

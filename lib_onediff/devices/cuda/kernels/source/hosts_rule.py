@@ -1,9 +1,16 @@
-"""Rows of int8 as hosts round the input of a weight that is stored in INT8: to the same integers.
+"""Rounds rows to int8 as hosts round the input of a layer whose weight is stored in INT8: to the same integers.
 
-The input is rounded to the model's type, KIND, and so are the scale by which it is divided, and the quotient. By the
-RULE, HOSTS, it is that; or it is rotated before (ConvRot): each group of 256 numbers is multiplied in float32 by a
-Hadamard matrix, by BUTTERFLIES (sums and differences), or by a MATRIX product, which GPUs before compute capability 8.0
-do slowly. The scale is taken of the rotated numbers in float32, as the hosts' CUDA kernel does.
+KIND: the model's dtype, to which the rows are rounded first. RULE: one of
+
+HOSTS: a row's scale is its largest magnitude / 127. The row is divided by the scale, both in KIND, and the quotient is
+    rounded to KIND, and then to the nearest integer, half to even.
+BUTTERFLIES, MATRIX: the row is rotated first (ConvRot): each group of GROUP numbers is multiplied by a Hadamard matrix
+    in float32. BUTTERFLIES does this by sums and differences, MATRIX by matrix products, which GPUs before compute
+    capability 8.0 compute slowly. The scale is that of the rotated row in float32, as in the hosts' CUDA kernel. Then
+    the rotated row is rounded to KIND, and the rest is as for HOSTS.
+
+OURS, the rule for weights that Low-bit quantized, is not computed here: see rounding.py. The numbers of the rules are
+those of kernels.rounding.Rule.
 """
 from __future__ import annotations
 
@@ -11,20 +18,21 @@ import triton
 import triton.language as tl
 
 OURS, HOSTS, BUTTERFLIES, MATRIX = (tl.constexpr(rule) for rule in range(4))
-# As hosts have them: the largest and smallest scale are of what a row's largest number becomes.
+# The integer to which a row's largest magnitude is scaled, and the smallest scale of a row.
 HOSTS_LARGEST, HOSTS_SMALLEST = tl.constexpr(127.0), tl.constexpr(1e-30)
-# Of a scale: what is divided by it is little more than 127.
+# The smallest divisor of a row, as a part of its scale in float32: quotients are then at most 127.2.
 SMALLEST_DIVISOR = tl.constexpr(127 / 127.2)
-# Added to a number, this leaves the nearest integer, half to even, in the lowest bits.
+# The sum of this and a small number in float32 has the nearest integer, half to even, in its lowest bits.
 TO_INTEGER = tl.constexpr(12582912.0)
+# The numbers in a group that is rotated, and the side of the square matrix that they form.
 GROUP, SIDE = tl.constexpr(256), tl.constexpr(16)
 
 
 @triton.jit
 def rounded_to(numbers, KIND: tl.constexpr):
-    """Numbers in float32, rounded to a narrower type. To bfloat16 by two instructions on integers, for which a number
-    in the middle between two goes away from zero: GPUs have a slow one. Theirs of NaN has every bit set but the sign:
-    one more would make it zero."""
+    """float32 numbers rounded to KIND, returned in float32. For bfloat16, numbers in the middle between two are rounded
+    away from zero, by two instructions on integers: the conversion is slow on GPUs. NaN is left as it is, because this
+    rounding would turn a GPU's NaN, which has all bits set but the sign, into zero."""
     if tl.bfloat16 == KIND:
         found = cut_off((numbers.to(tl.int32, bitcast=True) + 0x8000).to(tl.float32, bitcast=True))
         found = tl.where(numbers == numbers, found, numbers)
@@ -35,14 +43,15 @@ def rounded_to(numbers, KIND: tl.constexpr):
 
 @triton.jit
 def cut_off(numbers):
-    """Numbers in float32 without the digits that bfloat16 does not have."""
+    """float32 numbers truncated to the digits of bfloat16, returned in float32."""
     return (numbers.to(tl.int32, bitcast=True) & -0x10000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def by_butterflies(numbers, STRIDE: tl.constexpr):
-    """Rows (rows, columns) by the Hadamard matrix of 4, at each four numbers that are STRIDE apart. It is a half,
-    negative where the indices add up to 3."""
+    """Rows (rows, columns), in which all four numbers that are STRIDE apart are multiplied by the Hadamard matrix (4,
+    4). Its entries are -1/2 where the indices of row and column add up to 3, and 1/2 elsewhere. Four calls with the
+    strides 1, 4, 16 and 64 rotate groups of 256."""
     rows: tl.constexpr = numbers.shape[0]
     columns: tl.constexpr = numbers.shape[1]
     fours = tl.reshape(numbers, (rows * columns // (4 * STRIDE), 4, STRIDE))
@@ -51,7 +60,7 @@ def by_butterflies(numbers, STRIDE: tl.constexpr):
 
 @triton.jit
 def signs(KIND: tl.constexpr):
-    """The Hadamard matrix (16, 16) of ConvRot, of 1 and -1."""
+    """The Hadamard matrix (SIDE, SIDE) of ConvRot without its factor: its entries are 1 and -1, in KIND."""
     row, column = tl.arange(0, SIDE)[:, None], tl.arange(0, SIDE)[None, :]
     low, high = (row & 3) + (column & 3) == 3, (row >> 2) + (column >> 2) == 3
     return tl.where(low != high, -1.0, 1.0).to(KIND)
@@ -59,12 +68,13 @@ def signs(KIND: tl.constexpr):
 
 @triton.jit
 def by_matrix(numbers, KIND: tl.constexpr):
-    """Groups of rows (rows, columns), as matrices (16, 16), between two Hadamard matrices of 16. The first product is
-    exact in float32; its 24 bits go into the second one as two numbers of KIND."""
+    """Rows (rows, columns), rounded to KIND and then rotated: each group of GROUP numbers, as a matrix (SIDE, SIDE), is
+    multiplied by a Hadamard matrix from both sides. Returned in float32. The first product is exact in float32; its 24
+    bits enter the second product as two numbers of KIND, one for the high and one for the low bits."""
     rows: tl.constexpr = numbers.shape[0]
     columns: tl.constexpr = numbers.shape[1]
     matrix = signs(KIND)
-    # No number of float16 becomes too large by the first product, a sixteenth of 16 numbers.
+    # The first product has the factor 1 / SIDE, so that a sum of SIDE numbers cannot be too large for float16.
     half = turned(tl.dot(tl.reshape(numbers.to(KIND), (rows * columns // SIDE, SIDE)), matrix * (1.0 / SIDE)))
     most = cut_off(half) if tl.bfloat16 == KIND else half.to(KIND).to(tl.float32)
     whole = tl.dot((half - most).to(KIND), matrix, tl.dot(most.to(KIND), matrix))
@@ -73,14 +83,16 @@ def by_matrix(numbers, KIND: tl.constexpr):
 
 @triton.jit
 def turned(sides):
-    """Matrices of 16 rows each, one below the other, with rows as columns."""
+    """Matrices (SIDE, SIDE), stacked to (rows, SIDE), each transposed."""
     rows: tl.constexpr = sides.shape[0]
     return tl.reshape(tl.trans(tl.reshape(sides, (rows // SIDE, SIDE, SIDE)), 0, 2, 1), (rows, SIDE))
 
 
 @triton.jit
 def as_hosts_have(numbers, valid, KIND: tl.constexpr, RULE: tl.constexpr):
-    """Rows (rows, columns) in float32 before they are rounded to int8. A rotated row has whole groups."""
+    """Rows (rows, columns) in float32, rounded to KIND, and then rotated if the RULE rotates: the numbers of which
+    hosts_scale_of takes the scale, and which store_as_hosts stores. Columns that are not valid are zero. The columns of
+    rotated rows must be whole groups."""
     given = tl.where(valid, numbers, 0.0)
     if RULE == MATRIX:
         given = by_matrix(given, KIND)
@@ -94,19 +106,22 @@ def as_hosts_have(numbers, valid, KIND: tl.constexpr, RULE: tl.constexpr):
 
 @triton.jit
 def hosts_scale_of(numbers):
-    """As scale_of, by the hosts' rule."""
+    """The scale of each row by the hosts' rules, float32 (rows, 1): the row's largest magnitude / HOSTS_LARGEST, but at
+    least HOSTS_SMALLEST; NaN for a row with a NaN or an infinity. numbers: from as_hosts_have."""
     strange = tl.sum(numbers * 0.0, 1)
     return (tl.maximum(tl.max(tl.abs(numbers), 1) * (1.0 / HOSTS_LARGEST), HOSTS_SMALLEST) + strange)[:, None]
 
 
 @triton.jit
 def store_as_hosts(values, place, numbers, scale, valid, KIND: tl.constexpr, RULE: tl.constexpr):
-    """As store_rounded, by the hosts' rule."""
-    # Rounded, a scale may be too small for a byte: in float16, that of a row without a number above 0.0003.
+    """Store numbers / scale at values + place, rounded to int8 by the hosts' RULE. numbers: from as_hosts_have. scale:
+    from hosts_scale_of. valid: which numbers are stored."""
+    # A scale in float16 may be rounded down so far that quotients are larger than 127, if no number of the row is above
+    # 0.0003. The divisor is not smaller than SMALLEST_DIVISOR * scale.
     divisor = tl.maximum(scale.to(KIND).to(tl.float32), scale * SMALLEST_DIVISOR)
     given = numbers if RULE == HOSTS else rounded_to(numbers, KIND)
     ratio = (given * (1.0 / divisor)).to(KIND).to(tl.float32)
-    # A rotated number is rounded to KIND after the scale was taken, and so may be a little larger.
+    # A rotated number is rounded to KIND after its scale was computed, so its quotient may be slightly above 127.
     ratio = tl.minimum(tl.maximum(ratio, -HOSTS_LARGEST - 1), HOSTS_LARGEST)
     # The lowest eight bits of a float32 of this size are those of the integer.
     tl.store(values + place, (ratio + TO_INTEGER).to(tl.int32, bitcast=True).to(tl.int8), valid)

@@ -1,4 +1,4 @@
-"""Statistics of strips of channels-last images, additions, and their enlargement."""
+"""Statistics of strips of channels-last images, additions of images, and resizing by nearest neighbour."""
 from __future__ import annotations
 
 import triton
@@ -10,18 +10,28 @@ def strip_statistics(
     image, update, bias, output, statistics, bounds, pixels, strips, tiles, channels, adds, has_image, has_bias,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, BOUNDED: tl.constexpr,
 ):
-    """The statistics of update, each strip over tiles * ROWS pixels; or, if adds, of output = image + update + bias.
-    BOUNDED: also its bounds."""
+    """Write the statistics of one strip of image + update + bias, rounded to output's dtype; if adds, write the sum to
+    output too.
+
+    Grid: (strips, blocks of BLOCK channels, batch). A strip has tiles * ROWS pixels; the last strip has the remaining
+    ones.
+    image, update, output: (batch, pixels, channels). output may be update.
+    bias: (channels,). has_image, has_bias: 0 if there is no image or no bias, which is then any tensor of that dtype.
+    adds: 1 or 0. If 0, output is any tensor of that dtype, and is not written.
+    statistics: float32 (batch, strips, 2, channels): each channel's mean in the strip, and its sum of squared
+        deviations from that mean.
+    bounds: of the same shape: each channel's lowest and highest value in the strip. Written only if BOUNDED.
+    """
     strip, sample = tl.program_id(0), tl.program_id(2).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     inside = channel < channels
     addend = tl.load(bias + channel, inside & (has_bias != 0), 0.0).to(tl.float32)
     start = strip * tiles * ROWS
     corner = (sample * pixels + start) * channels + channel
-    # A pixel of the strip is at most sqrt(pixels) standard deviations from the strip's mean: near enough.
+    # Sums are taken around the strip's first pixel: it is at most sqrt(pixels) standard deviations from the mean.
     centre = tl.load(update + corner, inside, 0.0).to(tl.float32) + addend
     centre += tl.load(image + corner, inside & (has_image != 0), 0.0).to(tl.float32)
-    # The output may be the update itself, and everybody must have read the centre before it is written.
+    # The output may be the update itself: all threads must have read the first pixel before it is written.
     tl.debug_barrier()
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     squares = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -57,7 +67,12 @@ def nearest(
     image, output, height, width, new_height, new_width, down, across, channels, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """down, across: old size over new, in float32 as torch rounds it."""
+    """Write ROWS pixels of an image, resized by nearest neighbour, to output.
+
+    Grid: (blocks of ROWS output pixels, blocks of BLOCK channels, batch).
+    image: (batch, height * width, channels). output: (batch, new_height * new_width, channels).
+    down, across: height / new_height and width / new_width in float32, as torch computes them.
+    """
     sample = tl.program_id(2).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -1,17 +1,28 @@
-"""Matrix products and convolutions in eight bits, and convolutions summed in float16."""
+"""Matrix products in int8; products with a GEGLU in half precision and float8; products with the down matrices of
+LoRAs; and 3x3 convolutions in int8, float8 and float16.
+
+The parameters that the kernels share:
+M, N, K: the rows and columns of the tile of the output that a program computes, and how many products of each of its
+    numbers are summed at once. A grid has one axis, with one program for each tile.
+GROUP: how many rows of tiles make a group; see tile_at.
+weight_scales: float32: one for each row of the weight, which is a column of the output, if has_scales is 1; one for all
+    if has_scales is 0.
+bias: any tensor of the output's dtype if has_bias is 0.
+"""
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# Ranks of LoRAs that are multiplied at once.
+# The number of ranks of LoRAs that are multiplied at once.
 RANKS = tl.constexpr(16)
 
 
 @triton.jit
 def tile_at(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
-    """Row and column of a tile: GROUP rows of tiles are gone through column by column, so that what neighbours read
-    is still in the cache."""
+    """The row and the column of the tile with this number, counted in tiles. Tiles are numbered column by column inside
+    a group of GROUP rows of tiles, and group after group, so that programs that run at the same time read the same
+    parts of the inputs, from the cache."""
     in_group = GROUP * tiles_across
     first = tile // in_group * GROUP
     height = tl.minimum(tiles_down - first, GROUP)
@@ -20,8 +31,8 @@ def tile_at(tile, tiles_down, tiles_across, GROUP: tl.constexpr):
 
 @triton.jit
 def scaled(sums, scales, weight_scales, bias, row, column, rows, out, has_bias, has_scales):
-    """(M, N) in float32: the sums of a tile times the scales of its rows and columns, plus the bias. has_scales: 1, or
-    0 where all columns have one."""
+    """A tile (M, N) of an int8 product in float32: the sums times the scales of the tile's rows and columns, plus the
+    bias. row, column: the indices of the tile's rows and columns in the output (rows, out). scales: float32 (rows,)."""
     row_scale = tl.load(scales + row, row < rows, 0.0)
     column_scale = tl.load(weight_scales + column * has_scales, column < out, 0.0)
     offset = tl.load(bias + column, (column < out) & (has_bias != 0), 0.0).to(tl.float32)
@@ -33,12 +44,17 @@ def tile_by_tile(
     values, scales, weight, weight_scales, bias, output, hidden, up, rows, width, out, ranks, own_rows, own_ranks,
     has_bias, has_scales, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, RANKED: tl.constexpr,
 ):
-    """One program for each tile of the output, (M, N). has_scales: see scaled. RANKED: with the product of hidden,
-    (rows, ranks), and up, (out, own_ranks), added: of LoRAs. Of the ranks, each own_rows columns of the output read the
-    next own_ranks."""
+    """Write one tile of an int8 product to output (rows, out): values (rows, width) times weight (out, width), each
+    scaled, plus bias (out,), and plus the product of LoRAs if RANKED. scales: float32 (rows,).
+
+    LoRAs: hidden (rows, ranks), the tokens times the down matrices, and up (out, own_ranks). For a layer of n fused
+    ones, own_rows is out / n and own_ranks is ranks / n: the first own_rows columns of the output read the first
+    own_ranks ranks, the next own_rows columns read the next own_ranks ranks, and so on. For any other layer, own_rows
+    is out, and own_ranks is ranks. own_ranks is a multiple of RANKS. Without RANKED, hidden and up are not read.
+    """
     down, across = tile_at(tl.program_id(0), tl.cdiv(rows, M), tl.cdiv(out, N), GROUP)
     step = tl.arange(0, K)
-    # Rows that are not there stand for others, whose sums nobody stores.
+    # Rows and columns beyond the edge are replaced by the last one. Their sums are not stored.
     local_row = tl.minimum(tl.arange(0, M), rows - 1 - down * M)
     local_column = tl.minimum(tl.arange(0, N), out - 1 - across * N)
     left = values + (down * M).to(tl.int64) * width + (local_row[:, None] * width + step[None, :])
@@ -71,13 +87,14 @@ def tile_by_tile(
 def narrow_tile(
     tokens, weight, output, rows, width, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr
 ):
-    """One program for each tile of the output (rows, out), (M, N): tokens (rows, width) times weight (out, width), of
-    fewer rows than a tile of other products has. Tiles beside each other read the same tokens."""
+    """Write one tile of a product in half precision to output (rows, out), where out is small, such as the ranks of
+    LoRAs: tokens (rows, width) times weight (out, width). Tiles are numbered row by row: neighbours read the same
+    tokens."""
     across = tl.cdiv(out, N)
     row = tl.program_id(0) // across * M + tl.arange(0, M)
     column = tl.program_id(0) % across * N + tl.arange(0, N)
     step = tl.arange(0, K)
-    # Rows that are not there stand for others, whose sums nobody stores.
+    # Rows and columns beyond the edge are replaced by the last one. Their sums are not stored.
     left = tokens + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * width + step[None, :]
     right = weight + tl.minimum(column, out - 1).to(tl.int64)[None, :] * width + step[:, None]
     sums = tl.zeros((M, N), tl.float32)
@@ -92,14 +109,16 @@ def narrow_tile(
 
 @triton.jit
 def scale_of_columns(scales, weight_scales, column, out, has_scales):
-    """(1, N): the scale of all tokens times those of the weight's rows."""
+    """(1, N): the one scale of all tokens, scales[0], times the scales of these columns of the output. Columns from
+    `out` on have 0. weight_scales, has_scales: see the top of this file."""
     return (tl.load(scales) * tl.load(weight_scales + column * has_scales, column < out, 0.0))[None, :]
 
 
 @triton.jit
 def tile_of(tensor, row, rows, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr, COPIED: tl.constexpr):
-    """(ROWS, COLUMNS) of a tensor (rows, columns), of which COPIED is a descriptor. Rows that are not there stand for
-    others, columns that are not there are zero."""
+    """The tile (ROWS, COLUMNS) of a tensor (rows, columns) that begins at this row and column. COPIED: the tensor is a
+    descriptor, by which the GPU copies the tile; otherwise a pointer. Columns beyond the tensor's edge are zero. Rows
+    beyond its edge have any values: their products must not be stored."""
     if COPIED:
         tile = tensor.load([row, column])
     else:
@@ -114,9 +133,16 @@ def gated_tile(
     values, weight, output, bias, scales, weight_scales, output_scale, rows, width, half, has_scales,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, SCALED: tl.constexpr, COPIED: tl.constexpr,
 ):
-    """A program for each tile of the output, (M, N). half: the rows of weight that give values; as many that give gates
-    follow. SCALED: in eight bits; otherwise nothing has a scale. COPIED: values, weight and output are descriptors of
-    tensors, which the GPU copies by itself (compute capability 9.0)."""
+    """Write one tile of a product with its GEGLU (erf form) to output (rows, half): value * gelu(gate), where value and
+    gate are the first and the second half of values (rows, width) times weight (2 * half, width) plus bias (2 * half,).
+
+    SCALED: values, weight and output are in float8. The products are multiplied by scales[0], which is the scale of all
+    tokens, and by the weight's scales; the output is divided by output_scale[0]. Otherwise values, weight and output
+    are in half precision, and no scale is read.
+
+    COPIED: values, weight and output are descriptors of tensors, whose tiles the GPU copies by itself (compute
+    capability 9.0); otherwise they are pointers.
+    """
     down, across = tile_at(tl.program_id(0), tl.cdiv(rows, M), tl.cdiv(half, N), GROUP)
     value = tl.zeros((M, N), tl.float32)
     gate = tl.zeros((M, N), tl.float32)
@@ -148,9 +174,15 @@ def convolution_tile(
     DOWN: tl.constexpr, ACROSS: tl.constexpr, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
     COPIED: tl.constexpr,
 ):
-    """A program for each DOWN x ACROSS pixels and N channels of the output. image (batch, height, width, channels),
-    weight (out_channels, 9 * channels), output (batch, height, width, out_channels). scales (batch,): of int8 and
-    float8; float16 has none, and is summed in float16 over K products at a time. COPIED: see gated_tile."""
+    """Write DOWN x ACROSS pixels and N channels of a 3x3 convolution, padded with zeros, to output (batch, height,
+    width, out_channels). Adds no bias. Sums are in int32 for int8, and in float32 for float8; in float16, K products at
+    a time are summed in float16, and these sums in float32.
+
+    image: (batch, height, width, channels). weight: (out_channels, 9 * channels): all channels for the first of the
+        nine pixels, then all channels for the next.
+    scales: float32 (batch,): of each image. In float16, neither scales nor weight_scales are read.
+    COPIED: as in gated_tile, for image, weight and output.
+    """
     tiles_across, tiles_down = tl.cdiv(width, ACROSS), tl.cdiv(height, DOWN)
     tiles = tiles_across * tiles_down
     tile, place = tile_at(tl.program_id(0), tiles * batch, tl.cdiv(out_channels, N), GROUP)
@@ -162,7 +194,7 @@ def convolution_tile(
     sums = tl.zeros((DOWN * ACROSS, N), tl.int32 if kind == tl.int8 else tl.float32)
     for step in range(0, 9 * parts):
         tap, channel = step // parts, step % parts * K
-        # What lies beyond the last channel is zero in the image, whatever the weight has there.
+        # Beyond the last channel, the image is zero, so the weight may have any values there.
         if COPIED:
             pixels = image.load([sample, top + tap // 3 - 1, left + tap % 3 - 1, channel]).reshape(DOWN * ACROSS, K)
         else:

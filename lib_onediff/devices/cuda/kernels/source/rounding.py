@@ -1,7 +1,16 @@
-"""Rows of tokens in eight bits: of norms, gated units, and plain rows. Norms with modulation come in 16 bits too.
+"""Kernels that write rows of tokens in eight bits: norms, gated units, and the quantization of existing rows. norm_row
+writes 16 bits too.
 
-Rows of int8 are rounded by a RULE: OURS, for a weight that Low-bit rounded, once, from float32; or as a host rounds
-them, see hosts_rule.py.
+A number is stored as value * scale: value in int8 or float8, scale in float32. In float8, all rows of a norm share one
+scale; all other rows have one each, unless plain_row has ONE_SCALE.
+
+The parameters that the kernels share:
+RULE: how int8 rows are rounded. OURS, for weights that Low-bit quantized: once, from float32. The other rules: see
+    hosts_rule.py. In float8, OURS.
+PLAIN: also write the same numbers in the model's dtype to `plain`; not for OURS.
+largest: the largest number of the 8-bit format. unit: float32 (1,), to which 1.0 is written for float8.
+BLOCK: the number of columns that are processed at once: width rounded up to a power of two, except in gated_row.
+has_update, has_bias and so on: 0 if there is no update or no bias, which is then any tensor of a valid dtype.
 """
 from __future__ import annotations
 
@@ -11,46 +20,48 @@ import triton.language as tl
 from .hosts_rule import OURS, as_hosts_have, hosts_scale_of, store_as_hosts
 from .tokens import deferred_vector, gated, gelu, norm_of, normalized
 
-# Of rows of a residual: see norm_row.
+# The norms of norm_row; kernels.rounding.Norm has the same numbers.
 NO_NORM, LAYER, RMS = (tl.constexpr(norm) for norm in range(3))
-# A row of zeros has this for its largest value.
+# The smallest magnitude from which a scale is computed: that of a row of zeros.
 SMALLEST = tl.constexpr(1e-12)
 
 
 @triton.jit
 def scale_of(numbers, valid, largest):
-    """(rows, 1): by what values of eight bits are multiplied to give these rows of numbers. A row with a NaN or an
-    infinity has NaN."""
+    """The scale of each row of numbers, float32 (rows, 1): its largest magnitude, but at least SMALLEST, divided by
+    `largest`; NaN for a row with a NaN or an infinity."""
     inside = tl.where(valid, numbers, 0.0)
-    # A maximum passes over a NaN, and int8 has none.
+    # tl.max ignores NaN, and int8 has none, so the scale must be NaN.
     strange = tl.sum(inside * 0.0, 1)
     return (tl.maximum(tl.max(tl.abs(inside), 1), SMALLEST) / largest + strange)[:, None]
 
 
 @triton.jit
 def bounded_scale(factor, offset, farthest, largest):
-    """(1, 1): a scale for all rows that a layer norm of these vectors, (1, columns), may give. No number of a row is
-    farther from its mean than so many deviations. A power of two: float8 keeps the same digits by any other that is
-    large enough."""
+    """One scale, (1, 1), that is large enough for every row of a layer norm with this weight (factor) and bias
+    (offset), each (1, columns), whatever the tokens. farthest: how many standard deviations a number of a row can
+    differ from the row's mean, which is sqrt(width - 1). The scale is a power of two: a scale that is larger than
+    necessary by such a factor costs float8 no digits."""
     return power_of_two_scale(tl.max(farthest * tl.abs(factor) + tl.abs(offset), 1), largest)[:, None]
 
 
 @triton.jit
 def power_of_two_scale(farthest_number, largest):
+    """The smallest power of two above farthest_number / largest."""
     exponent = (tl.maximum(farthest_number, SMALLEST) / largest).to(tl.int32, bitcast=True) & 0x7F800000
     return 2.0 * exponent.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def store_once(target, number):
-    """One number, (1, 1), by the first program of all."""
+    """Store a number (1, 1) at target, in the first program of the grid alone."""
     nothing = tl.zeros((1, 1), tl.int32)
     tl.store(target + nothing, number, nothing == tl.program_id(0))
 
 
 @triton.jit
 def store_row_scale(values, scales, unit, row, scale):
-    """The scale (1, 1) of a row and, for values in float8, the number one."""
+    """Store the scale (1, 1) of a row in scales; if values are in float8, the first program also stores 1.0 in unit."""
     tl.store(scales + row + tl.zeros((1, 1), tl.int32), scale)
     if values.dtype.element_ty != tl.int8:
         store_once(unit, tl.full((1, 1), 1.0, tl.float32))
@@ -58,13 +69,14 @@ def store_row_scale(values, scales, unit, row, scale):
 
 @triton.jit
 def store_rounded(values, place, numbers, scale, valid):
-    """Store numbers as multiples of a scale."""
+    """Store numbers / scale at values + place, rounded as by store_nearest."""
     store_nearest(values, place, numbers * (1.0 / scale), valid)
 
 
 @triton.jit
 def store_nearest(values, place, ratio, valid):
-    """Store numbers rounded to the nearest that the type of values has."""
+    """Store ratio at values + place, rounded to the nearest value of the dtype of values; to int8, halves are rounded
+    up."""
     if values.dtype.element_ty == tl.int8:
         ratio = tl.floor(ratio + 0.5)
     tl.store(values + place, ratio.to(values.dtype.element_ty), valid)
@@ -76,10 +88,15 @@ def layer_norm_rows(
     width, has_deferred, has_addend, has_update, has_scales, has_bias, eps, farthest, largest, BLOCK: tl.constexpr,
     ROWS: tl.constexpr, RULE: tl.constexpr, PLAIN: tl.constexpr,
 ):
-    """The layer norm of tokens + update * update_scales + deferred_bias + addend.
+    """Write the layer norm of tokens + update * update_scales + deferred_bias + addend, for ROWS rows, in eight bits.
+    If there is an update, also write tokens + update * update_scales to tokens. Also write deferred_bias + addend to
+    deferred_now.
 
-    Writes its first two summands into tokens, and deferred_bias + addend into deferred_now. farthest: see
-    bounded_scale. PLAIN: by a host's rule, and as it is in plain."""
+    Grid: (blocks of ROWS rows,).
+    tokens, update, values, plain: (rows, width). deferred_bias, addend, weight, bias, deferred_now: (width,).
+    update_scales: float32 (rows,). scales: float32 (rows,) for int8, (1,) for float8; written.
+    farthest: see bounded_scale.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
@@ -116,8 +133,14 @@ def gated_row(
     numbers, gates, values, scales, unit, plain, width, numbers_stride, gates_stride, largest, BLOCK: tl.constexpr,
     REST: tl.constexpr, RULE: tl.constexpr, PLAIN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):
-    """One row in two pieces, BLOCK <= width < 2 * BLOCK: a piece has a power of two of columns, and the error function
-    of columns that are not there costs as much as of others. PLAIN: by a host's rule, and as it is in plain."""
+    """Write one row of numbers * activation(gates) in eight bits, with a scale of its own.
+
+    Grid: (rows,). The row is processed in two pieces: the first BLOCK columns, where BLOCK is a power of two and BLOCK
+    <= width < 2 * BLOCK; and the remaining ones, where REST is their number rounded up to a power of two, or 0 if there
+    are none. In one piece of 2 * BLOCK, the columns beyond the width would take as long as the others.
+    numbers, gates: rows of width, numbers_stride and gates_stride apart, in numbers. values, plain: (rows, width).
+    scales: float32 (rows,); written. ACTIVATION: see tokens.py.
+    """
     row = tl.program_id(0).to(tl.int64)
     numbers += row * numbers_stride
     gates += row * gates_stride
@@ -155,8 +178,12 @@ def plain_row(
     tokens, values, scales, one, width, largest, BLOCK: tl.constexpr, ONE_SCALE: tl.constexpr, GELU: tl.constexpr,
     RULE: tl.constexpr,
 ):
-    """ONE_SCALE: for all rows, by the largest number of all, one; otherwise that is the unit, which is written. GELU:
-    of that of the tokens."""
+    """Quantize one row of tokens (rows, width) to values, or with GELU the row's GELU (erf form). Grid: (rows,).
+
+    ONE_SCALE: all rows have the scale one / largest, where `one` is the largest magnitude of all rows, which is read;
+    the first program writes the scale to scales (1,). Only for OURS. Otherwise each row's own scale is written to
+    scales (rows,), and `one` is the unit, which is written for float8.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     numbers = tl.load(tokens + row * width + column, column < width, 0.0).to(tl.float32)
@@ -180,7 +207,8 @@ def plain_row(
 
 @triton.jit
 def gelu_and_rounded_row(tokens, values, scales, width, BLOCK: tl.constexpr, RULE: tl.constexpr):
-    """The GELU of tokens: in their place, and rounded by a host's rule."""
+    """Overwrite one row of tokens (rows, width) with its GELU (erf form), and write the GELU to values in int8, rounded
+    by a host's RULE, and its scale to scales (rows,). Grid: (rows,)."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     place = row * width + column
@@ -198,7 +226,9 @@ def scale_of_norms(
     weight, factor, shift, scale, images, width, factor_stride, shift_stride, has_factor, has_shift, weight_offset,
     farthest, largest, BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):
-    """One program: the scale of all rows that norm_row may give for so many images, as bounded_scale."""
+    """Write one scale (1,) that is large enough for every row that norm_row computes, whatever the tokens, as
+    bounded_scale does. Grid: one program. images: the number of rows of factor and shift. weight is read for the NORM
+    RMS alone. The other parameters: see norm_row."""
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
     bound = tl.zeros((1,), tl.float32)
@@ -215,7 +245,8 @@ def scale_of_norms(
 
 @triton.jit
 def root_mean_squared(numbers, width, eps):
-    """Rows, (rows, columns), by their root mean square. Numbers that are not there are zeros."""
+    """Rows (rows, columns) divided by their root mean square. eps is added to the mean square. Columns beyond the width
+    must be zero."""
     return numbers * tl.rsqrt(tl.sum(numbers * numbers, 1) / width + eps)[:, None]
 
 
@@ -228,14 +259,19 @@ def norm_row(
     behind_eps, behind_offset, weight_offset, eps, largest, BLOCK: tl.constexpr, RULE: tl.constexpr,
     PLAIN: tl.constexpr, NORM: tl.constexpr,
 ):
-    """A row of tokens + update * update_scales * gate, which is written into tokens, and its NORM times factor plus
-    shift: a LAYER norm; the root mean square norm (RMS), times weight + weight_offset; or none (NO_NORM), without an
-    output.
+    """Add update * update_scales * gate to one row of tokens, in place, and write the norm of the sum to values. Grid:
+    (rows,).
 
-    But for a layer norm, the update may have a root mean square norm behind it, before its gate, with a weight of its
-    own: behind + behind_offset. gate, factor and shift are the image's, each image's so many numbers after the last
-    one's. The output is in eight bits (float8: by the scale that is there), or as it is. PLAIN: by a host's rule, and
-    as it is in plain, whose type is the model's."""
+    NORM: LAYER, a layer norm without a weight; RMS, the root mean square norm, times weight + weight_offset; or
+    NO_NORM, which only adds the update. The norm is multiplied by factor, and shift is added. If has_behind is 1, the
+    update has a norm of its own before its gate: the root mean square norm of update * update_scales, times behind +
+    behind_offset; not for LAYER.
+    tokens, update, values, plain: (rows, width). update_scales: float32 (rows,). weight, behind: (width,).
+    gate, factor, shift: one row for each image, gate_stride, factor_stride and shift_stride apart, in numbers; the
+        image of a token is its row // tokens_of_image.
+    values: in int8, with the row's scale written to scales (rows,); in float8, by the scale that scale_of_norms wrote
+        to scales (1,); or in another dtype, without scales.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)[None, :]
     inside = column < width
