@@ -87,6 +87,15 @@ def test_only_oneflow_0_9_is_supported(machine: Path, version: str, can: bool) -
     assert "oneflow" not in sys.modules
 
 
+def test_a_folder_named_oneflow_is_not_the_package(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine / "oneflow").mkdir()
+    monkeypatch.setattr(sys, "path", [str(machine)])
+    why = why_no_package()
+    assert a_sentence(why) and "pip install oneflow==0.9.0" in why
+
+
 @pytest.mark.parametrize(("device", "dtype", "part"), [
     (CPU, torch.float16, "float16"), (CPU, torch.bfloat16, "bfloat16"), (GPU, torch.bfloat16, "bfloat16"),
     (torch.device("mps"), torch.float16, "mps"), (CPU, torch.float32, None),

@@ -26,15 +26,18 @@ from torch import Tensor
 from ...core.version import release, written
 
 log = logging.getLogger("onediff")
+# The versions of Python and of OneFlow that OneDiff supports.
 PYTHON = (3, 10)
 ONEFLOW = (0, 9)
 # The dtypes that OneFlow supports, by kind of device.
 DTYPES = {"cpu": (torch.float32,), "cuda": (torch.float16, torch.float32)}
+# The reason while a test runs.
 TRYING = "OneFlow is being tested in the background"
-# The time limit of the test.
+# The time limit of the test, in seconds.
 SECONDS = 120.0
 REPOSITORY = Path(__file__).parents[3]
-# The largest accepted error, relative to the largest value: ten times as much as rounding explains.
+# The largest accepted difference from torch's result, relative to the largest value of that result: ten times as much
+# as rounding explains.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2}
 
 
@@ -54,8 +57,8 @@ class OneFlowGate:
 
     def why_not(self, device: torch.device, dtype: torch.dtype, waits: bool = True) -> str | None:
         """Why OneFlow cannot be used for this device and dtype, in one sentence for the user; None if it can. The first
-        call starts the test, which takes seconds. waits: wait for it; otherwise, the result is TRYING until it is done.
-        """
+        call for a device and dtype starts the test, which takes seconds. waits: wait for the test; otherwise, the
+        result is TRYING until the test has ended."""
         pair = device, dtype
         with self._lock:
             if pair not in self._trials:
@@ -67,8 +70,8 @@ class OneFlowGate:
         return self._verdicts.get(pair, TRYING)
 
     def _try(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Find out whether OneFlow works for a device and a dtype, and write the result to _verdicts. Runs in a thread
-        of its own."""
+        """Find out whether OneFlow works for a device and a dtype, and write why_not's result to _verdicts. Runs in a
+        thread of its own."""
         lack = why_not_for(device, dtype) or why_no_package()
         self._verdicts[device, dtype] = lack or self._in_a_process(device, dtype)
 
@@ -100,13 +103,17 @@ def why_not_for(device: torch.device, dtype: torch.dtype) -> str | None:
 
 def why_no_package() -> str | None:
     """Why OneFlow cannot work in this Python: another version or system, or a missing or wrong package. One sentence;
-    None if the right package is installed. Does not import it."""
+    None if the right package is installed. Does not import the package."""
     if (sys.platform, platform.machine(), sys.version_info[:2]) != ("linux", "x86_64", PYTHON):
         here = f"{written(sys.version_info[:2])} for {platform.system()} on {platform.machine()}"
         return f"OneFlow exists for Python {written(PYTHON)} for Linux on x86-64, and this is {here}"
     if find_spec("oneflow") is None:
         return "OneFlow is not installed: see .readme/hosts.md"
-    version = metadata.version("oneflow")
+    try:
+        version = metadata.version("oneflow")
+    except metadata.PackageNotFoundError:
+        # A folder of this name is not the package.
+        return f"OneDiff needs OneFlow {written(ONEFLOW)}, and another oneflow is found: pip install oneflow==0.9.0"
     if release(version)[:2] != ONEFLOW:
         return f"OneDiff needs OneFlow {written(ONEFLOW)}, and {version} is installed: pip install oneflow==0.9.0"
     return None
@@ -116,7 +123,7 @@ def verdict_of(output: str, code: int) -> str | None:
     """Why OneFlow cannot be used, in one sentence; None if it can.
 
     output: what the other process printed: OneFlow's own lines, and a line of JSON from the end of this file. Without
-    that line, the process has crashed. code: its exit code, only for the message.
+    that line, the process has crashed. code: the process's exit code, only for the message.
     """
     words: dict[str, Any] = {}
     for line in output.splitlines():
@@ -129,8 +136,8 @@ def verdict_of(output: str, code: int) -> str | None:
 
 
 def brief(message: str) -> str:
-    """The first line of one of OneFlow's messages, without its colours, of at most 160 characters; "no reason given"
-    for an empty message."""
+    """The first line of one of OneFlow's messages, without its colours and a final point, of at most 160 characters;
+    "no reason given" for an empty message."""
     lines = [line.strip() for line in re.sub(r"\x1b\[[\d;]*m", "", message).strip().splitlines() if line.strip()]
     return lines[0][:160].rstrip(".: ") if lines else "no reason given"
 
