@@ -135,6 +135,14 @@ def test_an_ip_adapter_with_a_scale_of_0_in_some_attentions(processor: str) -> N
     assert relative_error(output, expected) < CLOSE and added(f"in {count} attentions")
 
 
+def test_the_host_raises_its_error_if_an_ip_adapter_gets_no_image() -> None:
+    unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
+    load_ip_adapters(unet, "plain")
+    with pytest.raises(TypeError):
+        both(unet)
+    assert "passes no image_embeds" in lib_onediff.status()["reason"]
+
+
 def test_two_image_prompts_with_masks_and_scales_of_their_own_give_diffusers_output() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain", scale=[0.3, 0.9])

@@ -59,6 +59,14 @@ def test_offloading_hooks_run_only_if_the_host_computes(pretended: PretendedGrap
     assert relative_error(served(unet, call), expected) < ROUNDING
 
 
+def test_a_foreign_forward_inside_of_offloading_hooks_is_refused() -> None:
+    unet = diffusers_unet(**SMALL_XL)
+    unet.forward = lambda *given, **named: None
+    offload(unet, "block_level")
+    with pytest.raises(ValueError, match="other code has replaced"):
+        lib_onediff.compile_unet(unet)
+
+
 def test_the_host_serves_if_weights_are_offloaded_to_disk(pretended: PretendedGraphs, tmp_path: Path) -> None:
     """Between calls, the parameters in main memory have no values then."""
     unet = diffusers_unet(**SMALL_XL)

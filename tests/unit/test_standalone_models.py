@@ -393,6 +393,7 @@ NUMBERS: dict[str, Callable[[Path], object]] = {
     "10^7 transformers": change_json(*UNET_CONFIG, transformer_layers_per_block=[1, 10**7, 1, 1]),
     "10^7 layers of a text encoder": change_json(*CONFIG, num_hidden_layers=10**7),
     "-5 layers": change_json(*CONFIG, num_hidden_layers=-5),
+    "lists in lists": change_json(*UNET_CONFIG, transformer_layers_per_block=json.loads("[" * 700 + "]" * 700)),
     "10^5 layers of a VAE": change_json(*VAE_CONFIG, layers_per_block=10**5),
     "10^6 blocks": change_json(*VAE_CONFIG, down_block_types=["DownEncoderBlock2D"] * 10**6),
     "10^6 channels": change_json(*UNET_CONFIG, block_out_channels=[10**6] * 4),

@@ -18,16 +18,17 @@ def cosmos_call(
     """Our Call for these arguments of CosmosTransformer3DModel.forward. The latent of the Call has the masks as
     additional channels, as the host's forward concatenates them.
 
-    network: the host's.
-    hidden_states: (batch, channels, frames, height, width).
-    timestep: (1,) or (batch,).
+    network: the host's; its config tells the patch size, and whether the network takes a padding mask.
+    hidden_states: the latent, (batch, channels, frames, height, width).
+    timestep: (1,) or (batch,); (batch,) in the Call.
     encoder_hidden_states: the prompt, (batch, tokens, width).
-    condition_mask: (batch, 1, frames, height, width).
-    padding_mask: (1, 1, height, width) in any resolution; resized to the latent.
+    condition_mask: (batch, 1, frames, height, width); None adds no channel.
+    padding_mask: (1, 1, height, width) in any resolution; resized to the latent. Ignored, as by the host, if the
+        network takes none.
     others: refused unless None.
 
-    Raises Refusal for arguments that our forward does not compute. For masks of wrong shapes it raises torch's
-    exceptions, as the host does.
+    Raises Refusal for arguments that our forward does not compute. For a missing padding mask or masks of wrong shapes
+    it raises other exceptions, as the host does.
     """
     passed = [name for name, value in others.items() if value is not None]
     if passed:

@@ -14,16 +14,17 @@ from ...families.krea2.call import Krea2Call
 
 # The pipeline packs a latent's patches of this height and width into tokens.
 PATCH = 2
-# The attention_kwargs with which the host's forward computes the same as without any.
+# The host's forward computes the same with these attention_kwargs as without any.
 UNSCALED: tuple[dict[str, float], ...] = ({}, {"scale": 1.0})
 
 
 class Krea2Calls:
     """Converts the calls of one network. The host's latent is tokens, each a packed patch; ours is an image.
 
-    Both calls have the tokens' positions as a tensor, for the rotary embedding. To unpack the tokens, we also need the
-    image's height and width as numbers. They follow from the last position. Reading it waits for the GPU, so the result
-    is kept as long as calls pass the same tensor object of positions, as a pipeline's steps do.
+    The host's call and ours have the tokens' positions as a tensor, for the rotary embedding. To unpack the tokens, we
+    also need the image's height and width as numbers. They follow from the last position. Reading that position waits
+    for the GPU, so height and width are kept until a call passes another tensor object of positions. All steps of an
+    image pass the same object.
     """
 
     def __init__(self) -> None:
@@ -42,9 +43,10 @@ class Krea2Calls:
         network: not used; every call_of takes it.
         hidden_states: the packed latent, (batch, image tokens, channels * 4).
         encoder_hidden_states: the prompt, (batch, prompt tokens, text layers, width).
+        timestep: passed on as it is.
         position_ids: (tokens of prompt and image, 3).
         encoder_attention_mask: which of the prompt's tokens count; passed on as it is. None: all.
-        attention_kwargs: refused unless in UNSCALED. others: refused unless None.
+        attention_kwargs: refused unless None or in UNSCALED. others: refused unless None.
         """
         passed = [name for name, value in others.items() if value is not None]
         if (attention_kwargs or {}) not in UNSCALED:
@@ -66,8 +68,9 @@ class Krea2Calls:
         )
 
     def _grid_of(self, positions: Tensor, tokens: int) -> tuple[int, int]:
-        """(rows, columns) of the image's patches. They follow from the last position, which is that of the image's
-        lower right patch. If they do not fit the number of tokens, (1, tokens): one row of patches.
+        """(rows, columns) of the image's patches. They follow from the last position, which belongs to the image's
+        lower right patch. If rows * columns is not the number of tokens, (1, tokens): one row of patches. The output is
+        right for every grid of that many patches, because sample_of packs them in the order in which image_of unpacks.
 
         positions: (tokens of prompt and image, 3), with row and column last; the image's tokens come last, row by row.
         tokens: the number of the image's tokens.
@@ -82,14 +85,14 @@ class Krea2Calls:
 
 
 def image_of(tokens: Tensor, rows: int, columns: int) -> Tensor:
-    """The image that these tokens are the packed patches of: (batch, rows * columns, channels * 4) becomes
+    """The image whose patches are packed in these tokens, row by row: (batch, rows * columns, channels * 4) becomes
     (batch, channels, 2 * rows, 2 * columns). rows, columns: of patches."""
     return functional.pixel_shuffle(tokens.transpose(1, 2).unflatten(2, (rows, columns)), PATCH)
 
 
 def tensor_of(sample: Tensor, call: Call) -> Tensor:
-    """The sample that the host's forward has returned, unpacked to the shape of our output, so that both can be
-    compared. sample: packed tokens, (batch, tokens, channels * 4). call: gives the height and width."""
+    """The sample that the host's forward has returned, unpacked to the shape of our output, so that the two
+    can be compared. sample: packed tokens, (batch, tokens, channels * 4). call: its latent has the height and width."""
     height, width = call.latent.shape[-2:]
     return image_of(sample, height // PATCH, width // PATCH)
 

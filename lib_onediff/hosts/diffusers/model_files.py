@@ -21,7 +21,8 @@ Shapes = dict[str, tuple[int, ...]]
 WEIGHTS = ".safetensors"
 # If this file is in a folder, transformers loads the model that it names, and not the one in the folder.
 ADAPTER = "adapter_config.json"
-# A Stable Diffusion XL folder has some 60 files, and its UNet 1,680 tensors.
+# The largest numbers of files and folders in a model folder, and of tensors in a file. A Stable Diffusion XL folder has
+# some 60 files, and its UNet 1,680 tensors.
 MOST_FILES = 10_000
 MOST_TENSORS = 20_000
 # Without O_NONBLOCK, opening a named pipe would wait for its other end.
@@ -93,9 +94,12 @@ def check_header(file: Path) -> None:
 
 
 def weight_files(part: Path) -> list[str]:
-    """The names of the .safetensors files in one network's folder of a model (unet), sorted. Raises Refusal if there
-    are none, or if an index of weights in the folder names any other file: libraries load the files that an index
-    names, even a pickle. part: the folder."""
+    """The names of the .safetensors files in one network's folder of a model (unet), sorted. part: the folder.
+
+    Raises Refusal if there are none; if an index of weights in the folder is damaged, or names any other file, because
+    libraries load the files that an index names, even a pickle (check_index); and if a JSON file that may be an index
+    cannot be read.
+    """
     names = sorted(os.listdir(part))
     found = [name for name in names if name.endswith(WEIGHTS) and (part / name).is_file()]
     if not found:
@@ -107,8 +111,9 @@ def weight_files(part: Path) -> list[str]:
 
 
 def check_index(file: Path, weights: list[str]) -> None:
-    """Raise Refusal if a JSON file is an index of weights (diffusers' and transformers' *.index.json) and names other
-    files than these, or is a damaged index. Accepts a JSON file of another kind. weights: names of files."""
+    """Raise Refusal if a JSON file is an index of weights (diffusers' and transformers' *.index.json) and is damaged,
+    names other files than `weights`, or has too many tensors; also if the file cannot be read. Accepts a JSON file of
+    another kind. weights: names of files."""
     content = read_json(file)
     by_tensor = content.get("weight_map")
     if by_tensor is None and "index" not in as_systems_compare(file.name):
@@ -125,8 +130,9 @@ def check_index(file: Path, weights: list[str]) -> None:
 
 def check_files(folder: Path) -> None:
     """Raise Refusal if a model folder, or a folder in it, contains something that could harm and that no model needs:
-    Python code, an adapter (ADAPTER), a pipe, a device, or a link to something outside of the folder. A folder in a
-    Hugging Face cache may link to the other files of its model in the cache. Call this before anything is loaded."""
+    Python code, an adapter (ADAPTER), a pipe, a device, a link to something outside of the folder, or more than
+    MOST_FILES files. A folder in a Hugging Face cache may link to the other files of its model in the cache. Call this
+    before anything is loaded."""
     root = folder.resolve()
     if root.parent.name == "snapshots" and (root.parent.parent / "blobs").is_dir():
         root = root.parent.parent

@@ -7,6 +7,7 @@ own from_pretrained would run it. Here, the folder does not decide the class of 
 from __future__ import annotations
 
 import math
+import reprlib
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...core.refusal import Refusal
 from .model_files import check_files, read_json, read_shapes, weight_files
 from .tokenizer import load_tokenizer
 
+# The folders that a model folder must have.
 NEEDED = ("unet", "vae", "scheduler")
 CONFIG = "config.json"
 # The entries of a text encoder's configuration that are used. Others can name other weights, or code.
@@ -25,20 +27,24 @@ TEXT_CONFIG = (
     "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
     "initializer_factor", "pad_token_id", "bos_token_id", "eos_token_id",
 )
-# The number of layers of a network is at most the product of the largest of each of these, times the number of blocks.
+# Entries of a configuration. The largest numbers in the entries of COUNTS, multiplied with each other and with the
+# length of the longest list in BLOCKS, are about as many as the network's layers.
 COUNTS = ("layers_per_block", "transformer_layers_per_block", "reverse_transformer_layers_per_block",
           "num_hidden_layers")
 BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")
-# A configuration may describe at most this many times the weights in the files. Missing weights are reported when they
-# are loaded; this limit is against configurations of huge networks.
+# A configuration may describe at most this many times the weights in the files: a limit against configurations of huge
+# networks. load_network refuses a network of which any weight is missing.
 FEWER_WEIGHTS = 2
+# The largest num_train_timesteps and number of trained_betas of a scheduler.
 MOST_TRAIN_STEPS = 100_000
+# The largest sample_size of a UNet, in latent pixels.
 LARGEST_SAMPLE = 100_000
 
 
 def load_folder(folder: Path, dtype: torch.dtype) -> Any:
     """The diffusers pipeline of a model folder, with its weights in dtype on the CPU: Stable Diffusion, XL, or for an
-    XL refiner the img2img pipeline. Its class follows from the UNet, never from model_index.json.
+    XL refiner the img2img pipeline. Its class follows from the UNet, never from model_index.json. It has no safety
+    checker.
 
     Raises Refusal if the folder is not a Stable Diffusion model in diffusers' layout, or not safe to load. Exceptions
     of diffusers and transformers are raised as they are.
@@ -94,9 +100,10 @@ def load_unet(path: Path) -> Any:
 
 def load_network(folder: Path, kind: Any, dtype: torch.dtype) -> Any:
     """The network in a folder, in eval mode, with its weights in dtype on the CPU. The folder must have passed
-    check_network. Reads the .fp16 files only if there are no others.
+    check_network. Reads the .fp16 files only if there are no other weight files.
 
-    kind: the network's class, of diffusers or transformers. Raises Refusal if weights are missing.
+    kind: the network's class, of diffusers or transformers. Raises Refusal if weights are missing. Weights that the
+    network does not have are ignored.
     """
     options: dict[str, Any] = {}
     if is_text_encoder(kind):
@@ -127,8 +134,8 @@ def is_text_encoder(kind: Any) -> bool:
 
 
 def text_config(kind: Any, config: dict[str, Any]) -> Any:
-    """A text encoder's configuration object with the entries of TEXT_CONFIG; those that config lacks get their
-    defaults. kind: the encoder's class. config: the content of its config.json."""
+    """A text encoder's configuration object with the entries of TEXT_CONFIG; an entry that config lacks gets its
+    default. kind: the encoder's class. config: the content of its config.json."""
     return kind.config_class(**{name: config[name] for name in TEXT_CONFIG if name in config})
 
 
@@ -136,7 +143,7 @@ def check_size(folder: Path, kind: Any, config: dict[str, Any], names: list[str]
     """Raise Refusal if a configuration describes a much larger network than there are weights for: creating it could
     take hours, or all memory.
 
-    folder: the network's. kind: its class. config: the content of its config.json. names: of its files with weights.
+    folder: the network's. kind: the network's class. config: the content of config.json. names: the files with weights.
     """
     shapes = [shape for name in names for shape in read_shapes(folder / name).values()]
     counts = [most_in(config[name], name, folder) for name in COUNTS if config.get(name) is not None]
@@ -153,18 +160,22 @@ def check_size(folder: Path, kind: Any, config: dict[str, Any], names: list[str]
 
 
 def most_in(value: Any, name: str, folder: Path) -> int:
-    """The largest number in `value`, which must be a whole number from 1, or a list of such numbers or lists. Raises
-    Refusal for other values. name: of the value in the configuration of the network in `folder`, for the message."""
-    if isinstance(value, list) and value:
-        return max(most_in(one, name, folder) for one in value)
-    if not is_whole(value) or value < 1:
-        raise Refusal(readable(f"config.json in {folder.name} has {name} = {value!r} instead of a number of layers."))
-    return int(value)
+    """The largest number in `value`, which must be a whole number from 1, or a list of such numbers or lists of them.
+    Raises Refusal for other values, such as an empty list. name: the value's, in the configuration of the network in
+    `folder`, for the message."""
+    numbers = []
+    for one in value if isinstance(value, list) else [value]:
+        numbers += one if isinstance(one, list) and one else [one]
+    if not numbers or not all(is_whole(number) and number >= 1 for number in numbers):
+        shown = reprlib.repr(value)
+        raise Refusal(readable(f"config.json in {folder.name} has {name} = {shown} instead of a number of layers."))
+    return max(numbers)
 
 
 def check_numbers(part: str, config: dict[str, Any]) -> None:
     """Raise Refusal for quantized weights, and for invalid numbers in a configuration that would otherwise fail only
-    while an image is made. part: the name of the network's folder ("unet"), which tells the numbers it must have."""
+    while an image is made: a UNet's sample_size, which must be given, and a VAE's scaling_factor, latents_mean and
+    latents_std, which may be missing. part: the name of the network's folder; only "unet" and "vae" have numbers."""
     if config.get("quantization_config") is not None:
         raise Refusal(f"The weights of the {part} are quantized, which OneDiff cannot load.")
     if part == "unet":
@@ -207,8 +218,8 @@ def load_scheduler(folder: Path) -> Any:
 
 
 def check_schedule(config: dict[str, Any]) -> None:
-    """Raise Refusal for invalid numbers in a scheduler's configuration: with those, it would take all memory, or make
-    useless images. An entry that is not there is valid."""
+    """Raise Refusal for invalid numbers in a scheduler's configuration, with which the scheduler would take all memory,
+    or make useless images. A missing entry is valid."""
     steps = config.get("num_train_timesteps", 1000)
     if not is_whole(steps) or not 0 < steps <= MOST_TRAIN_STEPS:
         raise Refusal(readable(f"The model's scheduler has num_train_timesteps = {steps!r}, which is not valid."))

@@ -43,9 +43,9 @@ class ModuleForward(abc.ABC):
     """Serves the calls of one module in place of its class's forward, as a hooks.StandIn. Does not keep the module
     alive. Subclasses implement serve() and declined().
 
-    kind: the module's class when this was created.
-    bound_to: the function of the class that the forwards kept by other code were last bound to (rebind_kept_forwards).
-        If the class has another function by now, keep_replaced binds them again.
+    kind: the module's class when this ModuleForward was created.
+    bound_to: the function of the class to which the forwards kept by other code were bound last (rebind_kept_forwards);
+        None before the first time. If the class has another function by now, keep_replaced binds these forwards again.
     hook: words for users that complete "a fault of OneDiff in ...".
     """
 
@@ -76,8 +76,8 @@ class ModuleForward(abc.ABC):
 
     def _below_front(self, module: nn.Module, host: Callable[..., Any]) -> Callable[..., Any]:
         """The host's own forward of a module with diffusers' hooks, some of which were registered above our front
-        (add_front) and call it. Changes the first such hook to call what is below the front, and returns that, callable
-        as host(module, ...). Returns `host` unchanged if no hook calls a front."""
+        (add_front) and call the front. Changes the first such hook to call the forward below the front, and returns
+        that forward, callable as host(module, ...). Returns `host` if no hook calls a front."""
         for reference in hooks_of(module):
             if is_front(reference.forward):
                 reference.forward = reference.forward.__wrapped__
@@ -128,7 +128,7 @@ def arguments_by_name(
     module: nn.Module, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
     """The arguments of a call of a module's forward by parameter name, without defaults. original: the class's forward
-    below our patch. args, kwargs: those by position, without the module, and by keyword.
+    below our patch. args, kwargs: the call's arguments by position, without the module, and by keyword.
 
     Raises Refusal if other code has replaced the class's forward, above or below our patch; also for arguments that the
     forward does not take, so that the host raises its own error. Signature.bind would do the same, but takes a tenth of
@@ -148,7 +148,7 @@ def parameters_of(kind: type, present: Callable[..., Any], original: Callable[..
     arguments.
 
     present: the function that the class has now. original: the forward below our patch. Raises Refusal if other code
-    has replaced either.
+    has replaced the class's forward, so that one of these two is not the class's own.
     """
     for function in (beneath_ours(present), original):
         refuse_replaced(kind, below=function)
@@ -193,8 +193,8 @@ def replace_forward(module: nn.Module, forward: type[ModuleForward], whose: str)
 
 
 def keep_replaced(module: nn.Module) -> None:
-    """Set our function on the class of an attached module again if other code has removed it. Then the class may have
-    another function of ours, so the forwards that other code keeps of all attached modules of the class are bound to it
+    """Set our function on the class of an attached module again if other code has removed it. The function may be a new
+    one then: the forwards that other code keeps of all attached modules of the class are bound to the new one
     (rebind_kept_forwards). Does nothing for a module that is not attached. Called before each sampling of a pipeline.
     """
     patch = patch_of(type(module))
@@ -225,10 +225,14 @@ def refuse_foreign(module: nn.Module, whose: str) -> None:
     """Raise ValueError if the forward on a module's instance may compute something else than its class's forward.
     Accepted are no forward on the instance, the class's own, and the class's own inside of accelerate's hooks, of
     diffusers' offloading hooks, or of torch.compile. whose: see replace_forward."""
-    slot = BEHIND_A_HOOK if BEHIND_A_HOOK in module.__dict__ else "forward"
-    present = module.__dict__.get(slot)
+    if BEHIND_A_HOOK in module.__dict__:
+        present = module.__dict__[BEHIND_A_HOOK]
+    elif only_moves(module):
+        present = hooks_of(module)[0].forward
+    else:
+        present = module.__dict__.get("forward")
     own = getattr(present, COMPILED, present)
-    if own is None or only_moves(module):
+    if own is None:
         return
     standing = beneath_ours(type(module).forward)
     if not is_bound(own, module) and getattr(own, "__func__", None) is not standing:
@@ -281,7 +285,8 @@ def is_bound(forward: Any, module: nn.Module) -> bool:
 
 def kept_forwards(module: nn.Module) -> list[tuple[dict[str, Any], str]]:
     """The places where other code may keep a forward of a module, each as (dictionary, key): the module's own
-    attributes in SLOTS, and those of diffusers' hooks. Places without a forward are left out."""
+    attributes in SLOTS, and the attributes forward and original_forward of each of hooks_of. Places without a forward
+    are left out."""
     state = module.__dict__
     holders = [(state, slot) for slot in SLOTS]
     holders += [(vars(one), name) for one in hooks_of(module) for name in ("forward", "original_forward")]

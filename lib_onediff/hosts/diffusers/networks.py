@@ -31,7 +31,7 @@ class DiffusersNetwork:
     caller: makes a call_of for one module that keeps something from call to call. The field is None for networks that
         keep nothing.
     tensor_of: tensor_of(sample, call) returns the sample of the host's forward as one tensor in the shape of our
-        output, to compare both. The field is None if the sample has that shape already.
+        output, to compare the two. The field is None if the sample has that shape already.
     sample_of: sample_of(output) returns our output in the form of the host's sample. The field is None if it has that
         form already.
     """

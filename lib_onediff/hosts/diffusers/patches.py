@@ -1,7 +1,7 @@
 """Reads what users add to a diffusers UNet: IP-Adapters as image prompts, which our forward computes itself; FreeU and
 other attention processors as patch points, at which our forward calls the host's code.
 
-A "plain" processor, or one that "our forward computes itself", needs no such call.
+Our forward computes attentions with a "plain" processor itself, and those of IP-Adapters that are image prompts.
 """
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...core.refusal import Refusal
+from ...core.refusal import Refusal, unsupported_inputs
 from ...families.unet.call import ImagePrompt
 from ...families.unet.layout import TransformerBlock
 from ...families.unet.patch_points import CROSS_ATTENTION, SELF_ATTENTION, BlockPlace, PatchPoints
@@ -22,7 +22,9 @@ from .read_unet import FREEU_FACTORS, has_freeu, has_ip_adapter, is_plain
 
 log = logging.getLogger("onediff")
 
+# The attention processors of IP-Adapters that may be image prompts.
 IP_ADAPTERS = {"IPAdapterAttnProcessor", "IPAdapterAttnProcessor2_0"}
+# The only entry of cross_attention_kwargs, besides scale, that OneDiff supports.
 MASKS = "ip_adapter_masks"
 # The paths of an attention's output projection and query, relative to the attention.
 OUT = ".to_out.0"
@@ -34,11 +36,13 @@ class UNetPatches(PatchPoints):
     methods, and they run the host's code.
 
     unet: the host's; kept by a weak reference.
-    processors: of all its attentions.
+    processors: the UNet's, one for each attention.
     image_tokens: for each IP-Adapter, its projected image embeddings, (batch, images, tokens, width); None if there is
         no IP-Adapter.
     arguments: the pipeline's cross_attention_kwargs, which the host's attentions get.
-    known: the classes of processors that our forward computes itself, besides those of plain attention.
+    known: the classes of processors that our forward computes itself, besides plain ones.
+
+    functions, structure, positions: see Points. structure is () if the host's code runs at no point.
     """
 
     def __init__(
@@ -114,9 +118,10 @@ class UNetPatches(PatchPoints):
 
 
 class Additions(NamedTuple):
-    """What a UNet computes in one call besides its own layers: the fields of these names in UNetCall.
+    """What a UNet computes in one call besides its own layers: the values of the fields of these names in UNetCall.
 
-    patches: None if there is nothing at which the host's code must run.
+    patches: None if the host's code runs at no point.
+    image_prompts: () if no IP-Adapter is computed as an image prompt.
     """
 
     patches: UNetPatches | None = None
@@ -128,7 +133,7 @@ def additions_of(
 ) -> Additions:
     """What this UNet computes in a call besides its own layers. IP-Adapters that our forward cannot compute as image
     prompts become patches, which run diffusers' processors. Raises Refusal for cross_attention_kwargs that OneDiff does
-    not support.
+    not support, and if an IP-Adapter gets no image.
 
     processors: of all attentions, by the attention's path. latent: the call's. added: the pipeline's added_cond_kwargs.
     arguments: the pipeline's cross_attention_kwargs, without scale.
@@ -138,7 +143,11 @@ def additions_of(
         names = ", ".join(unknown)
         raise Refusal(f"the diffusers pipeline passes cross_attention_kwargs that OneDiff does not support ({names})")
     # For each IP-Adapter, (batch, images, tokens, width).
-    tokens = unet.encoder_hid_proj(added["image_embeds"]) if has_ip_adapter(unet) else None
+    tokens = None
+    if has_ip_adapter(unet):
+        if added.get("image_embeds") is None:
+            raise unsupported_inputs("the UNet has an IP-Adapter, but the pipeline passes no image_embeds")
+        tokens = unet.encoder_hid_proj(added["image_embeds"])
     kinds = {
         kind for kind in set(map(type, processors.values()))
         if kind.__name__ in IP_ADAPTERS and kind.__module__.partition(".")[0] == "diffusers"
@@ -159,10 +168,10 @@ def additions_of(
 def image_prompts(
     processors: dict[str, Any], latent: Tensor, image_tokens: list[Tensor] | None
 ) -> tuple[ImagePrompt, ...]:
-    """One image prompt for each IP-Adapter of these processors, in the adapters' order. Raises Refusal if diffusers
-    must run the processors itself, or must raise its own error for their inputs.
+    """One image prompt for each IP-Adapter of these processors, in the adapters' order. Raises Refusal if they cannot
+    be image prompts, so that diffusers must run the processors, or must raise its own error for the inputs.
 
-    processors: those of IP-Adapters, by the path of their attention; each has the layers and scales of all adapters.
+    processors: the IP-Adapters', by the path of the attention; each has the layers and scales of all adapters.
     latent: the call's. image_tokens: see UNetPatches.
     """
     if image_tokens is None or not all(path.endswith(CROSS_ATTENTION) for path in processors):
@@ -177,8 +186,8 @@ def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens:
     """The image prompt of one IP-Adapter: its keys and values for the tokens of all its images, in each attention where
     its scale is not 0. Computes them. Raises Refusal for tokens, scales or layers that our forward does not take.
 
-    processors, latent: see image_prompts. index: the adapter's, in the lists that each processor has. tokens: the
-    adapter's, (batch, images, tokens, width).
+    processors, latent: see image_prompts. index: the adapter's, in the lists of layers and scales of each processor.
+    tokens: the adapter's, (batch, images, tokens, width).
     """
     if tokens.dim() != 4 or tokens.shape[0] != latent.shape[0] or tokens.dtype != latent.dtype:
         raise Refusal(

@@ -36,14 +36,15 @@ def is_cosmos(network: nn.Module) -> bool:
 
 
 def made_of_anima(network: Any) -> bool:
-    """Whether a CosmosTransformer3DModel was loaded from Anima's files: whether their name contains "anima". Cosmos-
-    Predict2 is the same network with other weights, so this only decides the model's name for users."""
+    """Whether a CosmosTransformer3DModel is Anima's: the path or model name that it was loaded from contains "anima",
+    in upper or lower case. Cosmos-Predict2 is the same network with other weights, so this only decides the model's
+    name for users."""
     return "anima" in str(network.config.get("_name_or_path")).lower()
 
 
 def read_cosmos(network: Any) -> AnimaLayout:
-    """The layout of a CosmosTransformer3DModel. Its in_channels are the latent's and those of the masks, which the
-    network takes as channels of the latent. Raises Refusal if the module is built in a way that our forward does not
+    """The layout of a CosmosTransformer3DModel. Its in_channels include the channels of the masks, which the network
+    takes as further channels of the latent. Raises Refusal if the module is built in a way that our forward does not
     compute."""
     leaves = LeafReader(network, reads_loras=True)
     time = network.time_embed

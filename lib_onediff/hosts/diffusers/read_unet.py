@@ -28,6 +28,7 @@ from ...families.unet.layout import (
 )
 from ...families.unet.read import read_block, read_transformer
 
+# The classes of blocks that our forward computes.
 MIDDLE_BLOCKS = {"UNetMidBlock2D", "UNetMidBlock2DCrossAttn"}
 BLOCKS = {"DownBlock2D", "CrossAttnDownBlock2D", "UpBlock2D", "CrossAttnUpBlock2D", *MIDDLE_BLOCKS}
 # The attention processors that compute plain softmax attention.
@@ -38,6 +39,7 @@ FUSED_LAYERS = ("to_qkv", "to_kv")
 # The class of an IP-Adapter's projection. Its tokens go to the attention processors, besides the context.
 IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
 PROCESSOR_OF = attrgetter("processor")
+# The attributes of an up block that enable_freeu sets.
 FREEU_FACTORS = ("s1", "s2", "b1", "b2")
 
 
@@ -47,8 +49,9 @@ def is_diffusers_unet(unet: nn.Module) -> bool:
 
 
 def read_diffusers(unet: Any) -> UNetLayout:
-    """The layout of a UNet2DConditionModel. What users add to it is in layout.foreign, in words; each call reads it
-    anew (patches.py). Raises Refusal if the module is built in a way that our forward does not compute."""
+    """The layout of a UNet2DConditionModel. layout.foreign names users' additions in words (foreign_parts); each call
+    reads the additions themselves (patches.py). Raises Refusal if the module is built in a way that our forward does
+    not compute."""
     leaves = LeafReader(unet, reads_loras=True)
     refuse_diffusers_variants(unet, leaves)
     processors = list(map(PROCESSOR_OF, attentions_of(unet).values()))
@@ -80,8 +83,8 @@ def read_diffusers(unet: Any) -> UNetLayout:
 
 
 def attentions_of(unet: nn.Module) -> dict[str, Any]:
-    """The attention modules of a UNet, by path. Each has a processor, an object that computes the attention and that
-    users can replace."""
+    """The attention modules of a UNet, by path. The attribute processor of each is an object that computes the
+    attention, and that users can replace."""
     found = unet.named_modules()
     return {path: module for path, module in found if hasattr(module, "processor") and hasattr(module, "to_q")}
 
@@ -98,8 +101,8 @@ def has_ip_adapter(unet: Any) -> bool:
 
 
 def has_freeu(block: Any) -> bool:
-    """Whether FreeU is on for an up block: enable_freeu has set its four factors. As in diffusers, it is off if one of
-    them is 0."""
+    """Whether FreeU is on for an up block: enable_freeu has set its four factors. As in diffusers, FreeU is off if a
+    factor is 0."""
     # enable_freeu sets plain numbers. They are read without getattr, which takes microseconds for a missing attribute.
     return all(vars(block).get(name) for name in FREEU_FACTORS)
 
@@ -245,10 +248,12 @@ def check_attention(attention: Any, leaves: LeafReader, is_residual: bool = Fals
         raise leaves.unknown(attention, f"it has a {odd[0]}")
 
 
+# The function that reads a module of a stage, by the name of the module's class.
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
     "ResnetBlock2D": diffusers_residual_block, "Transformer2DModel": diffusers_transformer,
     "Downsample2D": diffusers_downsample, "Upsample2D": diffusers_upsample,
 }
-# Releases of diffusers without peft have the first two. A LoRA in one is a module inside of it, which is refused.
+# Releases of diffusers without peft have the first two classes. A LoRA in such a layer is a module inside of it, which
+# is refused.
 HOST_LAYERS.take("diffusers", "LoRACompatibleLinear", "LoRACompatibleConv", "RMSNorm")
 FAMILIES.take_reader((is_diffusers_unet, read_diffusers))

@@ -17,6 +17,7 @@ from ...families.vae import HALVES, DecoderLayout, Layer, PixelAttention, Residu
 from ...families.vae import residual_block as residual_block_of
 from .read_unet import check_attention, diffusers_upsample, is_plain, modules_of, require_silu
 
+# The Python module of Decoder and Encoder.
 VAE = "diffusers.models.autoencoders.vae"
 # The classes of blocks, each with the layers of one resolution.
 LEVELS = {
@@ -76,6 +77,7 @@ def diffusers_attention(attention: Any, leaves: LeafReader) -> PixelAttention:
     )
 
 
+# The function that reads a module of a level, by the name of the module's class.
 READERS: dict[str, Callable[[Any, LeafReader], Layer]] = {
     "ResnetBlock2D": diffusers_residual_block, "Attention": diffusers_attention, "Upsample2D": diffusers_upsample,
     "Downsample2D": diffusers_downsample,

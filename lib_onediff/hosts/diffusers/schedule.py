@@ -46,9 +46,9 @@ class LoopAnnouncer:
         return bar
 
     def _follow(self, bar: Any) -> None:
-        """Tell the runtime that a sampling begins now, and replace the bar's next close() by one that tells its end.
-        The loop closes the bar; if the loop fails, Python does when it deletes the bar. Does nothing for a bar that is
-        not tqdm's."""
+        """Tell the runtime that a sampling begins now, and replace the bar's next close() by one that also tells the
+        runtime that the sampling has ended. The pipeline's loop closes the bar; if the loop fails, Python closes the
+        bar at the latest when it deletes it. Does nothing for a bar that is not tqdm's."""
         from tqdm import tqdm
 
         if not isinstance(bar, tqdm):
@@ -82,9 +82,9 @@ class LoopAnnouncer:
 
 
 def announce_samplings(pipe: Any, unet: nn.Module) -> None:
-    """Tell the runtime from now on when this pipeline's samplings of this network begin and end; see LoopAnnouncer. If
-    the pipeline has a progress_bar of its own, does nothing: step policies are then inactive, because the runtime does
-    not learn of any sampling."""
+    """Tell the runtime from now on when this pipeline's samplings of this network begin and end; see LoopAnnouncer. A
+    pipeline's network that was announced before is replaced. Does nothing if the pipeline has no progress_bar of
+    diffusers (owner_of_bar): step policies are then inactive, because the runtime does not learn of any sampling."""
     owner = owner_of_bar(pipe)
     if owner is None:
         return
@@ -105,8 +105,8 @@ def stop_announcing(pipe: Any) -> None:
 
 
 def owner_of_bar(pipe: Any) -> type | None:
-    """The class of diffusers that defines a pipeline's progress_bar, one of its bases or its own; None if there is
-    none. A class of other code that calls itself diffusers' does not count."""
+    """The class of diffusers that defines a progress_bar, the pipeline's own class or the nearest of its bases; None if
+    there is no such class. A class of other code that calls itself diffusers' does not count."""
     return next((
         kind for kind in type(pipe).__mro__
         if BAR in vars(kind) and package(kind.__module__) == "diffusers" and is_genuine(kind)
@@ -114,8 +114,8 @@ def owner_of_bar(pipe: Any) -> type | None:
 
 
 def reference_to(one: Any) -> Callable[[], Any]:
-    """A function that returns this object, a pipeline or network, as long as other code keeps it alive; then None. For
-    an object without weak references, it always returns None."""
+    """A function that returns this object, a pipeline or network, as long as other code keeps the object alive; then
+    None. For an object without weak references, the function always returns None."""
     try:
         return weakref.ref(one)
     except TypeError:
@@ -124,7 +124,7 @@ def reference_to(one: Any) -> Callable[[], Any]:
 
 def guidance_scale_of(pipe: Any) -> float | None:
     """The CFG scale of the image that a pipeline is making now; None if unknown. If the pipeline computes no negative
-    prompt, as with LCM, whose guidance is built into the UNet, at most 1 whatever scale is set."""
+    prompt, the scale but at most 1. (LCM pipelines have larger scales, and guidance built into the UNet.)"""
     scale = getattr(pipe, "_guidance_scale", None)
     if not isinstance(scale, (int, float)):
         return None
@@ -132,8 +132,8 @@ def guidance_scale_of(pipe: Any) -> float | None:
 
 
 def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = None) -> Sampling:
-    """A Sampling that reads its timesteps from a diffusers scheduler at the network's first call in it; the scheduler
-    need not have set them before.
+    """A Sampling whose timesteps are read from a diffusers scheduler at the network's first call in this sampling. The
+    scheduler need not have set its timesteps before.
 
     scheduler: returns the scheduler; None if it is gone. guidance_scale: the CFG scale; None if unknown.
     """
@@ -146,7 +146,7 @@ def sampling_of(scheduler: Callable[[], Any], guidance_scale: float | None = Non
 
 def is_first_order(scheduler: Any) -> bool:
     """Whether this is a scheduler of diffusers whose steps use one output of the network and add no noise, so that the
-    output may be extrapolated from earlier ones. False for a scheduler that is not known, and for None."""
+    output may be extrapolated from earlier ones. False for a scheduler that is not in FIRST_ORDER, and for None."""
     kind = type(scheduler)
     adds_noise = getattr(getattr(scheduler, "config", None), "stochastic_sampling", False)
     is_known = kind.__name__ in FIRST_ORDER and package(kind.__module__) == "diffusers" and is_genuine(kind)
@@ -163,14 +163,14 @@ class Clock:
 
     def times(self) -> list[float] | None:
         """The timesteps at which the sampling's steps begin, in the scheduler's order; None if the scheduler is gone.
-        Of a scheduler of order 2, every second one: it has two timesteps for each step. See Sampling.times."""
+        A scheduler of order 2 has two timesteps for each step, of which this has the first. See Sampling.times."""
         scheduler = self._scheduler()
         return None if scheduler is None else self._all(scheduler)[::max(1, int(getattr(scheduler, "order", 1)))]
 
     def read(self, timestep: Tensor) -> float | None:
-        """The number in a call's timestep, (batch,) or (); None if its rows differ. A pipeline passes a view of one of
-        the scheduler's timesteps: its offset in memory is the index of that one, and nothing waits for the GPU. The
-        value of any other tensor is read from the GPU. See Sampling.read."""
+        """The number in a call's timestep, (batch,) or (); None if its rows differ. A pipeline passes a view of an
+        element of scheduler.timesteps: the view's offset in memory is the element's index, and nothing waits for the
+        GPU. Any other tensor is read from the GPU. See Sampling.read."""
         ours: Any = getattr(self._scheduler(), "timesteps", None)
         same_memory = ours is not None and (timestep.dtype, timestep.device) == (ours.dtype, ours.device) and (
             timestep.untyped_storage().data_ptr() == ours.untyped_storage().data_ptr()
@@ -180,6 +180,6 @@ class Clock:
         return self._all(self._scheduler())[timestep.storage_offset() - ours.storage_offset()]
 
     def _all(self, scheduler: Any) -> list[float]:
-        """All values of scheduler.timesteps, in its order. Waits for the GPU the first time, and keeps them."""
+        """All values of scheduler.timesteps, in their order. Waits for the GPU the first time, and keeps the values."""
         self._values = self._values or [float(value) for value in scheduler.timesteps.tolist()]
         return self._values

@@ -15,13 +15,15 @@ from ...core.logs import readable
 from ...core.refusal import Refusal
 from .model_files import read_json, read_text
 
+# The files of a tokenizer. tokenizer.json has all that the other files have.
 VOCABULARY = "vocab.json"
 MERGES = "merges.txt"
 WHOLE = "tokenizer.json"
 CONFIG = "tokenizer_config.json"
 SPECIAL = "special_tokens_map.json"
 ADDED = "added_tokens.json"
-# CLIP's vocabulary has 49,408 words.
+# The largest numbers of words, merges and added tokens, one more than the largest number of a word or token, and the
+# largest length of a word or token in letters. CLIP's vocabulary has 49,408 words.
 MOST_WORDS = 1_000_000
 LONGEST_WORD = 1000
 # The largest model_max_length.
@@ -30,9 +32,11 @@ MOST_TOKENS = 100_000
 OPTIONS: dict[str, type] = {
     "errors": str, "do_lower_case": bool, "add_prefix_space": bool, "clean_up_tokenization_spaces": bool,
 }
+# The entries of a configuration with special tokens.
 TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 # The flags of a token that was added to the vocabulary (transformers' AddedToken).
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+# The first line of merges.txt, which transformers skips.
 VERSION_LINE = "#version: 0.2"
 
 
@@ -54,8 +58,9 @@ def load_tokenizer(folder: Path, kind: Any) -> Any:
 
 def copy_tokenizer(source: Path, target: Path) -> None:
     """Read the tokenizer's files in the folder source, check them, and write what is safe into target, an empty folder:
-    vocab.json, merges.txt, and a tokenizer_config.json with known options only. Raises Refusal if a file is missing or
-    invalid."""
+    vocab.json, merges.txt, and a tokenizer_config.json with known options only. Options of another type and an invalid
+    model_max_length are left out. Raises Refusal if a file or a token is invalid, or the vocabulary or merges are
+    missing; other files may be missing."""
     added = write_words(source, target)
     config = read_json(source / CONFIG) if (source / CONFIG).exists() else {}
     special = read_json(source / SPECIAL) if (source / SPECIAL).exists() else {}
@@ -74,9 +79,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def write_words(source: Path, target: Path) -> dict[str, Any]:
-    """Write a checked vocab.json and merges.txt of the tokenizer in the folder source into target. Returns the tokens
-    that were added to its vocabulary, unchecked, by number as text; see read_words. Raises Refusal if a file is missing
-    or invalid."""
+    """Write a checked vocab.json and merges.txt of the tokenizer in the folder source into the folder target. Returns
+    the tokens that were added to the vocabulary, unchecked, and raises Refusal, both as read_words does."""
     words, merges, added = read_words(source)
     (target / VOCABULARY).write_text(json.dumps(words), encoding="utf-8")
     (target / MERGES).write_text("\n".join([VERSION_LINE, *merges, ""]), encoding="utf-8")
@@ -88,8 +92,8 @@ def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]
     tokens that were added to the vocabulary later, {number as text: token}, {} without any. Added tokens are not
     checked yet (added_tokens).
 
-    They come from vocab.json and merges.txt, or else from tokenizer.json. Raises Refusal if both are missing, or a
-    vocabulary or merges are invalid.
+    If the folder has vocab.json and merges.txt, all come from these and from added_tokens.json; otherwise from
+    tokenizer.json. Raises Refusal if tokenizer.json is missing then, or if the vocabulary or the merges are invalid.
     """
     added: dict[str, Any] = {}
     if (folder / VOCABULARY).exists() and (folder / MERGES).exists():
@@ -113,8 +117,9 @@ def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]
 
 
 def checked_words(words: Any, folder: Path) -> dict[str, int]:
-    """The words as they are, if they are a vocabulary, {word: number}, not empty or too large, with each number once.
-    Raises Refusal otherwise. words: from a file, so of any type. folder: for the message."""
+    """The given words as they are. Raises Refusal unless they are a vocabulary, {word: number}, of 1 to MOST_WORDS
+    words that are not too long, with valid numbers (is_number), each of them once. words: from a file, so of any type.
+    folder: for the message."""
     if not isinstance(words, dict) or not 0 < len(words) <= MOST_WORDS:
         raise Refusal(f"The vocabulary in {folder.name} is empty, or has more than {MOST_WORDS} words.")
     numbers = {number for number in words.values() if is_number(number)}
@@ -124,7 +129,8 @@ def checked_words(words: Any, folder: Path) -> dict[str, int]:
 
 
 def checked_merges(merges: Any, words: dict[str, int], folder: Path) -> list[str]:
-    """The BPE merges, each as "a b". Raises Refusal unless each joins two words of the vocabulary to a third one.
+    """The BPE merges, each as "a b". Raises Refusal unless merges is a list of at most MOST_WORDS, of which each joins
+    two words of the vocabulary to a third one. An empty list is valid.
 
     merges: from a file, so of any type; each as "a b" or ["a", "b"]. words: the vocabulary. folder: for the message.
     """
@@ -162,8 +168,8 @@ def added_tokens(given: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def token_of(token: Any, folder: Path) -> Any:
-    """A token from a file, checked: its text; if it was given as a dictionary, one with its text ("content"), those
-    flags in FLAGS that are booleans, and "__type", the mark by which transformers reads an AddedToken.
+    """A token from a file, checked. For a text, the text. For a dictionary, a dictionary with the token's text
+    ("content"), its flags in FLAGS that are booleans, and "__type", the mark by which transformers reads an AddedToken.
 
     Raises Refusal unless the text is a string, neither empty nor too long. folder: for the message.
     """

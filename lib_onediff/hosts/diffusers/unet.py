@@ -52,6 +52,7 @@ TWO_HALVES = frozenset({
     "StableDiffusionXLControlNetImg2ImgPipeline", "StableDiffusionXLControlNetInpaintPipeline",
     "StableDiffusionAdapterPipeline", "StableDiffusionXLAdapterPipeline",
 })
+# Reasons why the rows of a call's prompt are unknown, for users.
 NO_PIPELINE = "the UNet was compiled without its pipeline (use compile_pipe instead of compile_unet)"
 NO_GUIDANCE = "the pipeline computes no negative prompt (its guidance scale is 1 or less)"
 ODD_BATCH = "the call does not have one latent for the prompt and one for the negative prompt of each image"
@@ -60,22 +61,23 @@ FOR_ALL_ROWS = ("cross_attention_kwargs",)
 
 
 def is_served(network: Any) -> bool:
-    """Whether OneDiff can serve this object: it is a network of one of diffusers' classes in NETWORKS, and not of a
-    derived class. It need not be attached."""
+    """Whether OneDiff can serve this object: a network of one of diffusers' classes in NETWORKS, attached or not. False
+    for a derived class, and for objects that are no networks."""
     return isinstance(network, nn.Module) and any(one.is_one(network) for one in NETWORKS)
 
 
 @dataclass(eq=False)
 class HostsAnswer:
-    """The host's own forward with the arguments of one call. Calling this object runs it, and returns the sample as one
-    tensor in the shape of our output, to compare both or to serve the call. It may be called several times.
+    """The host's own forward with the arguments of one call. Calling this object runs the forward, and returns the
+    sample as one tensor in the shape of our output, to compare it with ours or to serve the call. May be called several
+    times.
 
     network: the row of NETWORKS for the module's class.
     call: the same call as our Call.
     host, module, args, kwargs: the forward, and what it is called with.
     answer: what the host's forward returned last, which the caller gets if the host serves the call; None before the
         first run.
-    sample: the sample in it, as the last call of this object has returned it; None before the first run.
+    sample: the sample in `answer`, as the last call of this object has returned it; None before the first run.
     """
 
     network: DiffusersNetwork
@@ -93,8 +95,8 @@ class HostsAnswer:
     raises_host_errors: ClassVar[bool] = True
 
     def __call__(self) -> Tensor:
-        """The sample of the host's forward, as one tensor. Sets answer and sample. The lists among the caller's
-        arguments are as before afterwards, although the host removes elements; see leave_lists_as_the_host."""
+        """The sample of the host's forward, as one tensor. Sets answer and sample. The host may remove elements from
+        lists among the caller's arguments: these are put back. See leave_lists_as_the_host."""
         # The host removes elements from a list, and may run several times. So each run gets the whole list.
         lists = [one for one in (*self.args, *self.kwargs.values()) if type(one) is list]
         before = list(map(list, lists))
@@ -110,8 +112,8 @@ class HostsAnswer:
         return sample
 
     def leave_lists_as_the_host(self) -> None:
-        """Remove those elements from the lists among the caller's arguments that the host's forward removed when it ran
-        last. Called if the host's answer is returned, so that the caller finds what it expects."""
+        """Remove from the lists among the caller's arguments the elements that the host's forward removed when it ran
+        last. Called if the host's answer is returned, because the caller expects the lists as the host leaves them."""
         for one, left in self._left:
             one[:] = left
 
@@ -133,9 +135,9 @@ class Processors(NamedTuple):
 class DiffusersForward(ModuleForward):
     """Serves the calls of one network, a UNet or transformer of a class in NETWORKS.
 
-    kind: the network's class.
+    kind: the network's class when it was attached. If the class was changed since, the host computes every call.
     loras: reads the network's LoRAs that are not merged.
-    pipeline: pipeline() returns the pipeline that calls the network; None if unknown (note_pipeline).
+    pipeline: pipeline() returns the pipeline that calls the network; None if it is unknown or gone (note_pipeline).
     """
 
     hook = "the UNet's forward"
@@ -155,7 +157,8 @@ class DiffusersForward(ModuleForward):
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
         """The answer of the network to this call, in the form of the host's forward (tuple, or an output object with
-        the field sample): by our forward, or by the host's if only that can compute it. See ModuleForward."""
+        the field sample), computed by our forward, or by the host's if ours cannot compute this call. See
+        ModuleForward."""
         unread: Attempt[Any] | None = None
         try:
             if type(module) is not self.kind:
@@ -204,9 +207,9 @@ class DiffusersForward(ModuleForward):
         down_intrablock_additional_residuals: Any = None, cross_attention_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> Call:
-        """Our Call for these arguments of UNet2DConditionModel.forward, with the attention processors, FreeU, LoRA
-        scale and ControlNet residuals that are set now. Raises Refusal if only the host can compute the call. others:
-        further arguments, refused unless None or {}."""
+        """Our Call for these arguments of UNet2DConditionModel.forward, with the attention processors and FreeU factors
+        that the UNet has now. Sets the scale of the LoRAs to the scale in cross_attention_kwargs, or to 1. Raises
+        Refusal if only the host can compute the call. others: further arguments, refused unless None or {}."""
         if isinstance(encoder_hidden_states, (tuple, list)):
             raise unsupported_inputs("the prompt's embedding has several parts")
         for name, value in others.items():
@@ -249,8 +252,8 @@ class DiffusersForward(ModuleForward):
         )
 
     def _processors_of(self, unet: Any) -> Processors:
-        """The UNet's attention processors at this call. The attention modules are searched at the first call only, and
-        kept by weak references: replacing one changes the network's structure, which every call compares elsewhere."""
+        """The UNet's attention processors at this call. The attention modules are searched at the first call, and again
+        if one of them is gone. If a module is replaced, the network's structure changes, which the runtime sees."""
         attentions: list[Any] = [reference() for reference in self._attentions.values()]
         if not attentions or None in attentions:
             modules = attentions_of(unet)
@@ -274,7 +277,7 @@ class DiffusersForward(ModuleForward):
 
 def attach(unet: nn.Module, settings: Settings | None = None) -> None:
     """Serve the calls of this network, a UNet or transformer, by our forward from now on. Calls that our forward does
-    not compute still run the host's; runtime.status() has the reason. Safe to call twice.
+    not compute still run the host's; runtime.status() has the reason. A second call only replaces the settings.
 
     settings: for this network, in place of the runtime's; None: the runtime's. Raises Refusal if OneDiff does not serve
     the network's class, and ValueError if other code has replaced its forward.
@@ -290,7 +293,8 @@ def attach(unet: nn.Module, settings: Settings | None = None) -> None:
 
 def follow(unet: nn.Module, pipe: Any) -> None:
     """Note which pipeline calls an attached network (note_pipeline), and tell the runtime when the pipeline's samplings
-    begin and end (announce_samplings). Step policies are inactive without it. Keeps neither alive."""
+    begin and end (announce_samplings). Step policies are inactive if this was not called. Keeps neither the network nor
+    the pipeline alive."""
     note_pipeline(unet, reference_to(pipe))
     announce_samplings(pipe, unet)
 
@@ -316,7 +320,7 @@ def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
     """The timestep as (batch,) for the sample's batch, from a number, a tensor without dimensions, or a tensor of one
     or `batch` values. A tensor keeps its dtype; a number becomes float32. Raises Refusal for other shapes.
 
-    This follows UNet2DConditionModel.get_time_embed: a number is rounded as there, whatever torch's default dtype and
+    As in UNet2DConditionModel.get_time_embed, a number is rounded in the same way whatever torch's default dtype and
     device are, and only a number or a tensor without dimensions is moved to the sample's device.
     """
     if not isinstance(timestep, Tensor):
@@ -338,8 +342,8 @@ def label_of(unet: Any, sample: Tensor, added: dict[str, Tensor] | None) -> Tens
     the sizes in time_ids, concatenated in the wider of their dtypes, as UNet2DConditionModel.get_aug_embed does. None
     for UNets that take no such input.
 
-    added: the pipeline's added_cond_kwargs. Raises Refusal unless they are text_embeds and time_ids, beside which an
-        IP-Adapter's image_embeds may be.
+    added: the pipeline's added_cond_kwargs. For an SDXL-like UNet, raises Refusal unless they are text_embeds and
+        time_ids, and possibly an IP-Adapter's image_embeds.
     """
     if unet.config.addition_embed_type is None:
         return None
@@ -364,8 +368,9 @@ def sample_of(host: Callable[..., Any], unet: nn.Module, given: dict[str, Any]) 
 
 
 def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
-    """Which rows of a call are the prompt's, if this pipeline makes the call: the second half. Raises Refusal if the
-    pipeline computes no negative prompt, or may have another order of rows.
+    """Which rows of a call are the prompt's, if this pipeline makes the call: always the second half. Raises Refusal if
+    the pipeline computes no negative prompt, may have another order of rows, or has made no image yet, and if the
+    number of rows is odd.
 
     pipe: None if the pipeline is unknown, which is refused. latent: the call's.
     """
@@ -383,17 +388,19 @@ def rows_of_prompt(pipe: Any, latent: Tensor) -> slice:
 
 
 def arguments_of_prompt(given: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """The arguments of UNet2DConditionModel.forward for a call of these rows alone. Tensors with as many rows as the
-    call, also those in lists and dictionaries, are sliced; tensors with a single row stay, and so does what is in
-    FOR_ALL_ROWS. given: the arguments of the whole call, by name, which are not changed."""
+    """The arguments of UNet2DConditionModel.forward for a call of these rows alone, by name. Tensors with as many rows
+    as the call, also in lists and dictionaries, are sliced. Tensors with a single row and the arguments in FOR_ALL_ROWS
+    stay as they are. Raises ValueError for a tensor with another number of rows. given: the arguments of the whole
+    call, by name, which are not changed."""
     batch = given["sample"].shape[0]
     return {name: value if name in FOR_ALL_ROWS else rows_within(value, rows, batch) for name, value in given.items()}
 
 
 def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intrablock: Any) -> Control | None:
     """The residuals of a ControlNet (down, middle) and of a T2I adapter (intrablock) as a Control: our forward adds
-    them where UNet2DConditionModel.forward does. None if that adds none. Raises Refusal for residuals in a form that
-    our forward does not take. down, middle, intrablock: the arguments of that forward; None if not given."""
+    them where UNet2DConditionModel.forward does. None if the host adds no residual, as for middle without down. Raises
+    Refusal for residuals in a form that our forward does not take, as for down alone. down, middle, intrablock:
+    arguments of the host's forward; None if not given."""
     if intrablock is None and middle is None and down is not None:
         raise Refusal(
             "a T2I adapter passes its residuals as down_block_additional_residuals, which is deprecated: update the "
@@ -415,8 +422,9 @@ def control_of(unet: Any, sample: Tensor, down: Any, middle: Tensor | None, intr
 
 
 def is_for_middle(unet: Any, sample: Tensor, waiting: list[Tensor]) -> bool:
-    """Whether the host adds a T2I adapter's residual after the middle block. It adds the first of `waiting`, those that
-    the down blocks have left over (adapter_slots), if that has the shape of the middle block's output."""
+    """Whether the host adds a T2I adapter's residual after the middle block. It adds the first of `waiting` if that
+    residual has the shape of the middle block's output. waiting: the residuals that the down blocks have left over
+    (adapter_slots)."""
     return bool(waiting) and unet.mid_block is not None and waiting[0].shape == deepest_shape(unet, sample)
 
 
@@ -431,7 +439,7 @@ def adapter_slots(unet: Any, residuals: Sequence[Tensor]) -> tuple[tuple[Tensor 
     """A T2I adapter's residuals, distributed over the input stages of our forward as the host does: (a residual or None
     for each stage, the residuals left over); without residuals, ((), []). residuals: in the adapter's order.
 
-    Each down block of the host takes one, after its last attention, or at its end if it has no attention.
+    Each down block of the host takes one residual, after its last attention, or at its end if it has no attention.
     """
     if not residuals:
         return (), []

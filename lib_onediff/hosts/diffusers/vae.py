@@ -22,16 +22,16 @@ INPUT = "sample"
 
 
 class DecoderForward(ModuleForward):
-    """Serves the calls of one decoder, or of one encoder, of an AutoencoderKL in place of its class's forward. Both go
-    to runtime.vae.decode, which computes either."""
+    """Serves the calls of one decoder, or of one encoder, of an AutoencoderKL in place of its class's forward, by
+    runtime.vae.decode, which also computes encoders."""
 
     hook = "the VAE's forward"
 
     def serve(
         self, original: Callable[..., Any], host: HostFunction, module: Any, /, *args: Any, **kwargs: Any
     ) -> Any:
-        """The output of the decoder or encoder for this call: by our forward, or by the host's if only that can compute
-        it. See ModuleForward."""
+        """The output of the decoder or encoder for this call, computed by our forward, or by the host's if ours cannot
+        compute this call. See ModuleForward."""
         latent: Any = args[0] if args else kwargs.get(INPUT)
 
         def check() -> None:
@@ -56,9 +56,9 @@ class DecoderForward(ModuleForward):
 
 
 def halves_of(owner: Any) -> list[nn.Module]:
-    """[decoder, encoder] of a pipeline's AutoencoderKL, without the wrapper of torch.compile; the decoder alone if the
-    encoder is not of diffusers' own class; [] if the decoder is not, as in other kinds of VAE, or without a VAE. owner:
-    the pipeline, or any object with an attribute vae."""
+    """[decoder, encoder] of a pipeline's AutoencoderKL, without the wrapper of torch.compile; [decoder] if the encoder
+    is not of diffusers' own class; [] if the decoder is not of diffusers' own class, as in other kinds of VAE, or if
+    there is no VAE. owner: the pipeline, or any object with an attribute vae."""
     vae = getattr(owner, "vae", None)
     decoder, encoder = (unwrapped(getattr(vae, name, None)) for name in ("decoder", "encoder"))
     if not isinstance(decoder, nn.Module) or not is_diffusers(decoder):
@@ -68,7 +68,7 @@ def halves_of(owner: Any) -> list[nn.Module]:
 
 def attach(decoder: nn.Module, settings: Settings | None = None) -> None:
     """Serve the calls of this decoder or encoder by our forward from now on. Calls that our forward does not compute
-    still run the host's. Safe to call twice.
+    still run the host's. A second call only replaces the settings.
 
     settings: for this module, in place of the runtime's; None: the runtime's. Raises Refusal if its class is not
     diffusers' own, and ValueError if other code has replaced its forward.

@@ -18,11 +18,12 @@ def z_image_call(
     """Our Call for these arguments of ZImageTransformer2DModel.forward. Raises Refusal for those that our forward does
     not compute.
 
-    network: the host's.
-    x: a list of latents, (channels, 1, height, width) each, all of one size.
+    network: the host's, whose table of rotary embeddings limits the sizes.
+    x: a list of latents, (channels, 1, height, width) each, all of one size and dtype.
     t: (batch,) in float32, from 0 for noise to 1 for the image; the timestep of our Call is 1 - t.
-    cap_feats: a list of prompts, (tokens, width) each. They may have several lengths; the Call has them padded.
-    patch_size, f_patch_size: of the latent's height and width, and of its frames.
+    cap_feats: a list of as many prompts, (tokens, width) each, all of one width and dtype. Their lengths may differ;
+        the Call has the prompts padded to one length.
+    patch_size, f_patch_size: a patch's side in latent pixels, and its frames; refused unless PATCH and 1.
     others: refused unless None or {}.
     """
     passed = [name for name, value in others.items() if value is not None and value != {}]
@@ -52,10 +53,11 @@ def z_image_call(
 
 
 def refuse_positions(network: Any, last: tuple[int, int, int]) -> None:
-    """Raise Refusal if the host's table of rotary embeddings has no entry for one of these positions. The host raises
-    an error then, and the refusal lets it do that.
+    """Raise Refusal if the host's table of rotary embeddings has no entry for one of these positions. The host then
+    computes the call, and raises its own error.
 
-    last: the last position along each axis of the rotary embedding: token of the prompt, row and column of patches.
+    last: the largest position along each axis of the rotary embedding: (the image's on the axis of the prompt's tokens,
+        which comes after all tokens; the row; the column of a patch).
     """
     most = network.rope_embedder.axes_lens
     if any(position >= length for position, length in zip(last, most, strict=True)):
@@ -68,7 +70,7 @@ def refuse_positions(network: Any, last: tuple[int, int, int]) -> None:
 
 def tensor_of(sample: list[Tensor], call: Call) -> Tensor:
     """The sample that the host's forward has returned, as one tensor in the shape of our output, (batch, channels,
-    height, width), so that both can be compared. sample: a list of (channels, 1, height, width). call: not used."""
+    height, width), so that the two can be compared. sample: a list of (channels, 1, height, width). call: not used."""
     return torch.stack(sample).squeeze(2)
 
 
