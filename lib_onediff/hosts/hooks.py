@@ -30,6 +30,7 @@ Replacement = Callable[..., Any]
 # declined(self, reason) is called when the guard runs the original instead of the replacement: OneDiff is suspended, or
 # has failed. It is not called if the replacement itself passes a call to the original.
 Declined = Callable[[Any, str], object]
+# The reason, for users, why the host decodes.
 OTHER_VAE = "OneDiff does not support this kind of VAE"
 
 
@@ -43,17 +44,17 @@ class Link:
     """One function of ours that replaces a method of a class, as a link in the chain of functions that extensions and
     OneDiff have put on top of each other.
 
-    original: the function that ours has replaced, which it calls.
-    active: whether our function may serve; otherwise it passes every call on to original.
+    original: the function that ours has replaced, and to which ours passes calls on.
+    active: whether our function may serve. If not, it passes every call on to original.
     is_in_chain: whether calls of the class may reach our function, directly or through a function that an extension has
         put above it.
     function: our function, as it is set on the class. link_of recognises it by its closure, which contains this link.
-    untraced: does the work of function. Once the compiler is imported, it is replaced by one that torch.compile does
-        not trace.
+    untraced: does the work of `function`. Once the compiler is imported (ClassPatch.keep_out_of_traces), a wrapper that
+        torch.compile does not trace.
     """
 
     def __init__(self, patch: ClassPatch, original: Callable[..., Any]) -> None:
-        """patch: decides, by look_up(), who serves a call. original: see Link."""
+        """patch: its look_up() decides who serves a call. original: see Link."""
         self.original = original
         self.active = True
         self.is_in_chain = True
@@ -85,7 +86,7 @@ class ClassPatch:
 
     owner, method: the class, and the name of the method.
     replacement: see Replacement. declined: see Declined.
-    guard: catches faults of the replacement. guarded: its serve(), through which every call goes.
+    guard: catches faults of the replacement. guarded: the guard's serve(), through which every call goes.
     hook: words for the method, for users ("the UNet's forward").
     """
 
@@ -131,9 +132,9 @@ class ClassPatch:
         return self._replacement, original
 
     def apply(self) -> None:
-        """Put our function in place of the class's present method, and make it active. If it was put there before, it
-        stays where it is: another extension's patch above it is taken to call it. If other code has put the class's own
-        method back, our function is set again. Safe to call twice."""
+        """Put our function in place of the class's present method, and make our function active. A function of ours
+        that is in the chain already stays where it is: another extension's patch above it is taken to call it. If other
+        code has put the class's own method back, our function is set again. Safe to call twice."""
         with self._lock:
             top = self._remove_inactive_links()
             link = self._link
@@ -148,9 +149,9 @@ class ClassPatch:
             link.is_in_chain = True
 
     def _link_above(self, top: Callable[..., Any]) -> Link:
-        """A link whose original is the function `top`. It is not set on the class here. If the last link has the same
-        original, that link, so that bound methods of its function, which other code may have kept, serve again;
-        otherwise a new one, and the last link becomes inactive."""
+        """A link whose original is the function `top`; the caller sets the link's function on the class. If the last
+        link has the same original, this is the last link, so that bound methods of its function, which other code may
+        have kept, serve again. Otherwise it is a new link, and the last link becomes inactive."""
         last = self._link
         if last is not None and last.original is top:
             return last
@@ -170,8 +171,8 @@ class ClassPatch:
                 self._remove_inactive_links()
 
     def _remove_inactive_links(self) -> Callable[..., Any]:
-        """Remove our inactive functions from the top of the chain, and mark their links as not in it. Returns the
-        function that the class then has as its method. An inactive function below another extension's patch stays."""
+        """Remove our inactive functions from the top of the chain, and mark their links as not in the chain. Returns
+        the function that is the class's method then. An inactive function below another extension's patch stays."""
         found: Callable[..., Any] = self.owner.__dict__[self.method]
         while (link := link_of(found)) is not None and not link.active:
             link.is_in_chain = False
@@ -205,9 +206,9 @@ def stepped_over(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def link_of(function: Any) -> Link | None:
-    """The Link whose function this is; None if the function is not one of a Link. It is found in the function's closure
-    and not in an attribute, because decorators, and hooks of accelerate and diffusers, copy a function's attributes to
-    their own functions."""
+    """The Link whose function this is; None if the function, or any other object, is not a Link's. The Link is found in
+    the function's closure and not in an attribute, because decorators, and hooks of accelerate and diffusers, copy a
+    function's attributes to their own functions."""
     code = getattr(function, "__code__", None)
     if code is None or "link" not in code.co_freevars:
         return None
@@ -227,8 +228,8 @@ class TablePatch(ClassPatch):
     """Replaces one method of a class for those of its objects that were put() into a weak table, each with a StandIn.
     All other objects run the host's method.
 
-    The objects have no attribute of ours. So a copy of one, however it was made, is not in the table. When the last
-    object is gone, the patch is removed from the class.
+    The objects have no attribute of ours. So a copy of an object, however it was made, is not in the table. When the
+    last object in the table is gone, the patch is removed from the class.
     """
 
     def __init__(self, owner: type, method: str, guard: Guard, hook: str, declined: Declined = note_host) -> None:
@@ -282,8 +283,8 @@ class TablePatch(ClassPatch):
 
 
 def never_called(*given: Any, **named: Any) -> Any:
-    """Raises LookupError. A TablePatch has to give ClassPatch some replacement, and gives this; its look_up never
-    returns it, because each object's StandIn has its own."""
+    """Raises LookupError. A TablePatch has to give ClassPatch some replacement, and gives this one. Its look_up never
+    returns this one, because each object's StandIn has a replacement of its own."""
     raise LookupError("called for an object that has no StandIn")
 
 
@@ -291,7 +292,7 @@ class ForwardPatches:
     """Replaces the forwards of several classes by one function of ours, for all objects of these classes, from serve()
     to stop().
 
-    classes: at least one. replacement, hook, declined: see ClassPatch.
+    classes: at least one class. replacement, hook, declined: see ClassPatch.
     patches: the ClassPatch of each class.
     """
 
@@ -339,8 +340,8 @@ class ForwardPatches:
 class AnnouncedSampling(NamedTuple):
     """A sampling that a host has announced, and whose end it has not announced yet.
 
-    generation: the number of the generation that it belongs to (Guard.generation).
-    is_second_pass: whether it is the second pass of hires fix.
+    generation: the number of the sampling's generation (Guard.generation).
+    is_second_pass: whether the sampling is the second pass of hires fix.
     calls_before: the number of UNet calls that OneDiff had counted when the sampling was announced.
     """
 
@@ -354,7 +355,7 @@ class UNetHooks(ForwardPatches):
     extension may call the UNet in a way that bypasses OneDiff."""
 
     def __init__(self, classes: Iterable[type], forward: Replacement, why_bypassed: Callable[[], str]) -> None:
-        """classes: those of the UNets. forward: serves a call; see Replacement. why_bypassed: returns why a sampling's
+        """classes: the UNets' classes. forward: serves a call; see Replacement. why_bypassed: returns why a sampling's
         calls did not reach our forward, in one line for the user."""
         super().__init__(classes, forward, "the UNet's forward")
         self._why_bypassed = why_bypassed
@@ -368,8 +369,11 @@ class UNetHooks(ForwardPatches):
 
     def begin_sampling(self, p: Any, unet: nn.Module | None) -> None:
         """Note that the generation p, the WebUI's processing object, begins a sampling with this UNet, and that the
-        generation's sampling before it has ended (end_sampling). Also sets our forwards on their classes again if other
-        code has removed them. unet: None if OneDiff does not serve the network: then no sampling is noted."""
+        same generation's previous sampling has ended (end_sampling). Notes nothing if a second pass of hires fix is
+        announced again. Also sets our forwards on their classes again if other code has removed them.
+
+        unet: None if OneDiff does not serve the network. Then the previous sampling has ended, and no new one is noted.
+        """
         for patch in self.patches:
             patch.keep_out_of_traces()
             if patch.active:
@@ -416,11 +420,11 @@ def serve_call(
     the host.
 
     read: converts the host's arguments to a Call, or raises Refusal. Any other exception of read() counts as a fault of
-        ours, unless the host's forward fails too.
+        ours, except if the host's forward fails too: then the host's exception is raised, and no fault is noted.
     host: runs the host's own forward with these arguments.
-    prompt_rows: returns the prompt's rows, or raises Refusal if they are unknown. It is called only if a step policy
-        needs them.
-    host_traits: of a UNet that may not be adopted yet; None if it was adopted before.
+    prompt_rows: returns the prompt's rows, or raises Refusal if they are unknown. Called only if a step policy needs
+        them.
+    host_traits: the UNet's, if the runtime may not have adopted the UNet yet; None if it has.
     """
     unread: Attempt[Call] | None = None
     try:
@@ -436,7 +440,7 @@ class VaeHooks(ForwardPatches):
     """Replaces the forwards of decoders and encoders of VAEs whose classes are like ldm's.
 
     classes: their Decoder and Encoder.
-    host_traits: how the host treats their modules and weights; the same for all of them.
+    host_traits: how the host treats modules and weights of all these decoders and encoders.
     check: check(module) raises Refusal if the adapter knows a reason why the host must decode or encode.
     upcasts: returns whether the host computes attention scores in float32 for inputs of any dtype.
     """
@@ -458,9 +462,10 @@ class VaeHooks(ForwardPatches):
         runtime.vae.release_all()
 
     def begin_run(self, decoder: Any) -> None:
-        """Called when a sampling begins whose image will most likely be decoded by this decoder. Adopts it, so that
-        OneDiff decodes. If the decoder is of a class that OneDiff does not serve, or another extension has set a
-        forward on it, gives the user that reason already. decoder: None if the VAE has none."""
+        """Called when a sampling begins whose image will most likely be decoded by this decoder. Adopts the decoder, so
+        that OneDiff decodes. If another extension has set a forward on it, also gives the user that reason why the host
+        may decode. A decoder of a class that OneDiff does not serve, or None if the VAE has no decoder, is not adopted,
+        and the user gets the reason OTHER_VAE."""
         if not self.are_for(decoder):
             return runtime.vae.note_host(OTHER_VAE, is_decode=False)
         runtime.vae.adopt(decoder, host_traits=self._host_traits)

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 from ..core.jobs import IMAGE, MOST_OF_A_JOB, QUEUED, RUNNING, Job
 from ..runtime.generations import Generation, Generations
 
+# The source of these jobs, for users.
 SOURCE = "WebUI"
 # The most waiting images that are listed.
 MOST_WAITING = 50
@@ -29,8 +30,8 @@ class HostImages:
         self._waiting: dict[str, Job] = {}
 
     def jobs(self) -> list[Job]:
-        """The image in progress, with its progress up to now, then the waiting ones in the WebUI's order; [] if there
-        are none."""
+        """The image in progress, with its progress up to now, then at most MOST_WAITING waiting images in the WebUI's
+        order; [] if the WebUI makes no image and none waits."""
         return [*self._in_progress(), *self._not_begun()]
 
     def _in_progress(self) -> Iterable[Job]:
@@ -73,7 +74,8 @@ def step_of_host() -> tuple[int, int]:
 
 
 def number_of(state: Any, name: str) -> int:
-    """The integer attribute of this name in the WebUI's state; 0 if there is none, or no state (None)."""
+    """The integer attribute of this name in the WebUI's state; 0 if the state lacks the attribute, if it is not an
+    integer, or if there is no state (None)."""
     value = getattr(state, name, 0)
     return value if isinstance(value, int) else 0
 

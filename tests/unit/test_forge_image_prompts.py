@@ -91,6 +91,13 @@ def adapters(count: int = 1, kind: type[Adapter] = Adapter, mask: Tensor | None 
     return {REPLACED: {"attn2": functions}, "cond_or_uncond": [1, 0], "sigmas": torch.tensor([5.0])}
 
 
+def elsewhere(key: tuple[str, int]) -> dict[str, Any]:
+    """options with an adapter that is also set for a stage that the UNet does not have, which the host never calls."""
+    options = adapters()
+    functions = options[REPLACED]["attn2"]
+    return {**options, REPLACED: {"attn2": {**functions, key: functions["input", 1]}}}
+
+
 def made(options: dict[str, Any], **changes: Any) -> UNetCall:
     call = a_call(shared_ldm_unet(), *SIZE, **changes)
     with torch.no_grad():
@@ -137,8 +144,8 @@ def test_edits_in_place_take_effect_at_the_next_call() -> None:
     lambda: adapters(mask=torch.rand(1, 40, 60)),
     lambda: {**adapters(), "ad_params": {"sub_idxs": None}},
     lambda: {**adapters(), "cond_or_uncond": [1, 0, 0]},
-    lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}},
-], ids=["another source", "another way", "frames", "a mask", "AnimateDiff", "no such batch", "a function"])
+    lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}}, lambda: elsewhere(("input", 99)),
+], ids=["another source", "another way", "frames", "a mask", "AnimateDiff", "no such batch", "a function", "no stage"])
 def test_ip_adapters_that_our_forward_does_not_compute_run_as_functions_of_extensions(options: Any) -> None:
     ours = made(options())
     assert ours.patches is not None and not ours.image_prompts

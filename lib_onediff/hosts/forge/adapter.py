@@ -43,8 +43,8 @@ def release() -> str:
 
 
 def version_and_release() -> tuple[str, str]:
-    """(version, release) in the WebUI's Python module modules_forge.forge_version, such as ("neo", "2.26"). "" for one
-    that the module does not have, and for both without the module."""
+    """(version, release) in the WebUI's Python module modules_forge.forge_version, such as ("neo", "2.26"). A value
+    that the module lacks is "". ("", "") without the module."""
     try:
         module = importlib.import_module("modules_forge.forge_version")
     except ImportError:
@@ -56,8 +56,8 @@ class Forge(WebUI):
     """The adapter of Forge and Forge Neo; see contract.WebUI. Adapters of other WebUIs of the family override the
     attributes, selected_checkpoint and vae_attention.
 
-    networks: the classes of networks that OneDiff serves. A release without the first one is refused; of the others,
-        those that it lacks are left out.
+    networks: the classes of networks that OneDiff serves. A release without the first class is refused. Any other class
+        that the release lacks is left out.
     vae_module: the Python module with the VAE's Decoder and Encoder.
     memory: the Python module of the memory management.
     sampling: the Python module with sampling_prepare and sampling_cleanup.
@@ -89,8 +89,8 @@ class Forge(WebUI):
 
     @classmethod
     def needs(cls) -> tuple[Need, ...]:
-        """Everything that OneDiff needs in the WebUI's Python modules, of the networks only for the first one. If
-        anything is missing, OneDiff patches nothing."""
+        """Everything that OneDiff must find in the WebUI's Python modules to serve the first of `networks`. If anything
+        is missing, OneDiff patches nothing."""
         return (
             *cls.networks[0].needs(),
             Need(cls.vae_module, "Decoder.forward", ("z",)), Need(cls.vae_module, "Encoder.forward", ("x",)),
@@ -153,14 +153,15 @@ class Forge(WebUI):
         return None if getattr(found, "forge_objects", None) is None else found
 
     def network(self, checkpoint: Any) -> Any:
-        """The UNet or transformer of a checkpoint; None if the checkpoint has none, or is None. See WebUI."""
+        """The UNet or transformer of a checkpoint, of any class, served or not; None if the checkpoint has none, or is
+        None. See WebUI."""
         return getattr(getattr(patcher_of(checkpoint), "model", None), "diffusion_model", None)
 
     # --- a generation ---------------------------------------------------------------------------------------------
 
     def before_sampling(self, p: Any) -> None:
         """Called before each sampling of the generation p: adopts its UNet and VAE, and tells the hooks that a sampling
-        begins. Does nothing unless OneDiff serves (hooks). See WebUI."""
+        begins. Does nothing while OneDiff is off (hooks). See WebUI."""
         if not self.hooks():
             return
         vae = getattr(getattr(p.sd_model, "forge_objects", None), "vae", None)
@@ -221,7 +222,8 @@ class Forge(WebUI):
         return network.call_of(unet, given, upcasts, network.names_read, prompts, changed)
 
     def _host_network(self, unet: Any) -> HostNetwork:
-        """The HostNetwork of a network's class or a base of it; the first one for any other object, and for None."""
+        """The HostNetwork of a network's class, or of a base of that class; the first HostNetwork for any other object,
+        and for None."""
         return next((one for one in self._networks if isinstance(unet, one.kind)), self._networks[0])
 
     def _check(self, unet: nn.Module) -> None:
@@ -265,8 +267,8 @@ class Forge(WebUI):
 
     def _reserve_memory(self, p: Any, unet: nn.Module) -> None:
         """Make the WebUI leave more GPU memory free when it loads the weights for a sampling of the generation p: as
-        much as the steps of earlier samplings at this size lacked. Without it, weights are moved off the GPU between
-        two steps, which takes a second. Does nothing if none was lacking.
+        much as the steps of earlier samplings at this size lacked. Otherwise, weights would be moved off the GPU
+        between two steps, which takes a second. Does nothing if no memory was lacking, or the WebUI cannot do this.
 
         Replaces the model patcher (p.sd_model.forge_objects.unet) by a clone, which only this sampling uses, as
         ControlNets do.
@@ -311,7 +313,7 @@ class Forge(WebUI):
         Loads the selected checkpoint if it is not loaded yet. Call it through exclusively(). See WebUI.
 
         Raises Refusal if OneDiff does not serve the checkpoint or is off, if the checkpoint cannot be loaded, or if the
-        call did not reach our forward.
+        call did not reach our forward. Exceptions of the WebUI during the call are raised as they are.
         """
         if not self.hooks():
             raise Refusal(OFF_IN_SETTINGS)
@@ -347,8 +349,9 @@ class Forge(WebUI):
             raise Refusal(self._why_bypassed())
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        """Decode random latents of this many images, so that OneDiff makes the VAE's shape ready. Does nothing if GPU
-        memory is short. A checkpoint must be loaded. Call it through exclusively(). See WebUI."""
+        """Decode random latents of this many images, width x height pixels each, so that OneDiff makes the VAE's shape
+        ready. Does nothing if GPU memory is short. A checkpoint must be loaded. Call it through exclusively(). See
+        WebUI."""
         checkpoint = self.checkpoint()
         memory = importlib.import_module(self.memory)
         vae = checkpoint.forge_objects.vae
@@ -364,9 +367,9 @@ class Forge(WebUI):
                 checkpoint.decode_first_stage(latent)
 
     def exclusively(self, work: Callable[[], Result]) -> Result:
-        """The result of work(), which runs in the WebUI's main thread, where it makes images, while it makes none.
-        Waits for the image in progress; raises Refusal instead if called in the main thread itself, which must not
-        wait. Exceptions of work() are raised here. See WebUI."""
+        """The result of work(), which runs in the WebUI's main thread, where the WebUI makes images, while it makes
+        none. Waits for the image in progress. The main thread itself must not wait: if called there, raises Refusal
+        while an image is in progress. Exceptions of work() are raised here. See WebUI."""
         from modules.call_queue import queue_lock
         from modules_forge import main_thread
 
@@ -392,8 +395,9 @@ def patcher_of(checkpoint: Any) -> Any:
 
 def unshare_backups(patcher: Any) -> None:
     """Give the WebUI's backups of weights, which it made before it merged LoRAs, memory of their own where they are
-    views of our tensors, so that these can be freed. Changes the backups' tensors in place. patcher: a model patcher;
-    None does nothing. Called when OneDiff stops; Runtime.release does the same for the UNet's parameters."""
+    views of our tensors, so that our tensors can be freed. Changes the backups' tensors in place. patcher: a model
+    patcher; does nothing for None. Called when OneDiff stops; Runtime.release does the same for the UNet's
+    parameters."""
     # Forge keeps these weights in its LoRA loader, the others in the patcher.
     for holder in (getattr(getattr(patcher, "model", None), "lora_loader", None), patcher):
         backup = getattr(holder, "backup", None)
@@ -406,15 +410,15 @@ def unshare_backups(patcher: Any) -> None:
 
 
 def yardstick_of(kind: HostNetwork) -> Yardstick:
-    """The HostTraits.yardstick of networks of this kind: a function that turns the host's forward into one without the
-    host's approximations, to compare our output with. Attention is exact, and weights in few bits are decoded before
-    they are multiplied."""
+    """The HostTraits.yardstick of networks of this kind: a function (host, network, decoded) that returns the host's
+    forward without the host's approximations, to compare our output with its output. Attention is exact, and weights in
+    few bits are decoded before they are multiplied. decoded: see decoding_first."""
     return lambda host, network, decoded: decoding_first(kind.attention.exactly(host), network, decoded)
 
 
 def check_storage(unet: Any) -> None:
-    """Raise Refusal if the host stores a UNet's weights in another dtype than it computes in, and OneDiff does not
-    support both dtypes."""
+    """Raise Refusal if the host stores a UNet's weights in another dtype than it computes in, unless OneDiff supports
+    storing in the one and computing in the other."""
     stored = getattr(unet, "storage_dtype", None)
     computed = getattr(unet, "computation_dtype", None)
     if stored != computed and not (stored in (*STORED_DTYPES, *STORED_TYPES) and computed in BOUND_DTYPES):

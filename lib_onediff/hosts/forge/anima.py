@@ -19,7 +19,7 @@ from ...families.registry import FAMILIES
 from ...families.rotary import RotaryAxes
 from .call import HostCall, transformer_call
 
-# The sublayers of a block, in their order.
+# The names of a block's sublayers, in their order: parts of the names of its modules.
 PLACES = ("self_attn", "cross_attn", "mlp")
 # The number of dimensions of a context (batch, 1, tokens, width).
 WITH_ANOTHER_DIMENSION = 4
@@ -69,8 +69,8 @@ def read_anima(network: Any) -> AnimaLayout:
 
 def read_axes(embedder: Any) -> RotaryAxes:
     """The axes (time, height, width) of the host's rotary embedding. The exponents of its frequencies are buffers,
-    which the host may have cast together with the weights; ours are rounded to the same dtype. Raises Refusal for
-    exponents that no such cast explains. embedder: the host's module (pos_embedder)."""
+    which the host may have cast together with the weights; our exponents are rounded to the same dtype. Raises Refusal
+    for exponents that no such cast explains. embedder: the host's module (pos_embedder)."""
     time = embedder.dim_temporal_range
     space = embedder.dim_spatial_range
     widths = 2 * len(time), 2 * len(space), 2 * len(space)
@@ -104,9 +104,11 @@ def read_block(block: Any, leaves: LeafReader) -> AdaptiveBlock:
 
 
 def anima_call(network: Any, given: HostCall, *how: Any) -> Call:
-    """Our Call for this call of the host's network (given), whose context is (batch, tokens, width) or
-    (batch, 1, tokens, width). Raises Refusal if only the host can compute it. how: the arguments of transformer_call
-    after `given`."""
+    """Our Call for a call of the host's network. Raises Refusal if only the host can compute the call.
+
+    given: the host's call, whose context is (batch, tokens, width) or (batch, 1, tokens, width). how: upcast_attention,
+    names_read, image_prompts and changed, in this order, as for transformer_call.
+    """
     context = given.context
     if context.dim() == WITH_ANOTHER_DIMENSION:
         context = context.flatten(1, 2)

@@ -26,12 +26,14 @@ HARMLESS_OPTIONS = frozenset({
 })
 # The parameters of a UNet's forward, in their order.
 UNET_PARAMETERS = ("x", "timesteps", "context", "y", "control", "transformer_options")
+# The keys of `control`, for the parts of a UNet.
 PARTS = ("input", "middle", "output")
 # A transformer's context is (batch, tokens, width).
 PROMPT_DIMENSIONS = 3
 # The values in the option cond_or_uncond, which has one for each part of a batch.
 COND = 0
 UNCOND = 1
+# Reasons why the rows of a call's prompt are unknown, for users.
 NO_MARKS = "the WebUI does not say which part of the step belongs to the negative prompt"
 SEVERAL_PROMPTS = "several prompts, areas or other predictions are computed together"
 
@@ -42,7 +44,7 @@ class HostCall(NamedTuple):
 
     x: the latent. context: the prompt. y: a UNet's extra embedding, such as SDXL's pooled prompt and sizes; None
         without.
-    control: the residuals of ControlNets, lists by part of the UNet ("input"); None without.
+    control: the residuals of ControlNets, lists by part of the UNet ("input"); None without ControlNets.
     options: transformer_options; {} if the host passes none.
     others: further arguments, by name.
     """
@@ -87,8 +89,8 @@ class HostCall(NamedTuple):
         )
 
     def of_rows(self, rows: slice) -> HostCall:
-        """A new HostCall with only the prompt's rows, and with the options as the host passes them if it computes no
-        negative prompt. rows: those of prompt_rows(), one half of the call."""
+        """A new HostCall with only the prompt's rows, and with the options that the host would pass if it computed no
+        negative prompt. rows: the result of prompt_rows(), one half of the call."""
         batch = self.x.shape[0]
         options = {**self.options, "cond_or_uncond": [COND]}
         if isinstance(options.get("cond_mark"), Tensor):
@@ -104,9 +106,9 @@ class HostCall(NamedTuple):
         )
 
     def prompt_rows(self) -> slice:
-        """The rows of the prompt in this call, one half of it; the other half are the negative prompt's. Found by the
-        option cond_or_uncond, and by the option sigmas, which has one value for each image. Raises Refusal if the call
-        is not made of these two halves, or if the options do not tell."""
+        """The rows of the prompt in this call: the first or the second half. The rest are the negative prompt's rows.
+        The option cond_or_uncond tells which half, and the option sigmas, (images,), how many rows a half must have.
+        Raises Refusal if the call is not made of these two halves, or if one of the options is missing."""
         marks = self.options.get("cond_or_uncond")
         levels = self.options.get("sigmas")
         if not isinstance(marks, (list, tuple)) or not isinstance(levels, Tensor) or levels.dim() != 1:
@@ -127,8 +129,8 @@ def unet_call(
 
     upcast_attention: whether the host computes attention scores in float32.
     names_read: the names under which the host's UNet may read an option or another argument (HostNetwork.names_read).
-    image_prompts: those of IP-Adapters that our forward computes itself.
-    changed: the UNet's modules on which extensions have set forwards; None without any.
+    image_prompts: the IP-Adapters that our forward computes itself.
+    changed: the UNet's modules on which extensions have set forwards; None without such modules.
     """
     options = given.options
     points = points_of(options, names_read)
@@ -172,15 +174,16 @@ def transformer_call(
 
 
 def unknown_options(options: Mapping[str, Any], names_read: Collection[str], runs_functions: bool) -> list[str]:
-    """Those of these entries of transformer_options that may change what the UNet computes, in words for the user, such
-    as "patches[output_block_patch] by forge_freeu.py"; [] if there are none. The caller refuses the call then.
+    """The entries of `options` that may change the UNet's output, in words for the user, such as
+    "patches[output_block_patch] by forge_freeu.py". The caller refuses the call if there are any. [] if none may.
 
-    Empty entries change nothing. Neither do entries that the host's UNet never reads, such as token merging's in Anima,
-    or plain data that a new release of the WebUI adds.
+    Empty entries change nothing. Entries that the host's UNet never reads change nothing either, such as token
+    merging's in Anima, or plain data that a new release of the WebUI adds.
 
-    options: without those whose functions our forward calls. names_read: see unet_call. runs_functions: whether
-    functions of extensions run in this call. They get the options too, and may call what another extension has put
-    there.
+    options: transformer_options without the entries whose functions our forward calls (points_of). names_read: see
+    unet_call. runs_functions: whether functions of extensions run in this call. They get the options too, and may call
+    functions that another extension has put there, so entries with functions then count even if the UNet never reads
+    them.
     """
     found: list[str] = []
     for name, value in options.items():
@@ -237,8 +240,7 @@ def first_function(value: Any) -> Any:
 
 def control_of(control: Mapping[str, Any] | None) -> Control | None:
     """The residuals of ControlNets and T2I adapters as a Control, which our forward adds; None if there are none.
-    Raises Refusal for values that are not tensors. control: lists by part of the UNet, which stay unchanged; None
-    without.
+    Raises Refusal for values that are not tensors. control: see HostCall; the lists stay unchanged.
 
     The host's forward takes residuals from the end of each list: the last element of input, and of output, is for the
     first block. Of middle, it takes the last element alone.
@@ -255,8 +257,8 @@ def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
     """All names under which these Python modules may read an entry of transformer_options or another mapping: every
     string and every name of a keyword argument in their source, so rather too many than too few.
 
-    If they pass the options to functions of other modules, the source of those counts too, and so on. Raises OSError if
-    a source is not available.
+    If a module passes the options to functions of another module, the source of the other module counts too, and so on.
+    Raises OSError if a source is not available.
     """
     found: set[str] = set()
     known = set(modules)
@@ -276,8 +278,8 @@ def names_read_by(*modules: types.ModuleType) -> frozenset[str]:
 
 
 def receivers_of_options(module: types.ModuleType, tree: ast.AST) -> Iterator[types.ModuleType]:
-    """The other Python modules to whose functions a module passes the variable transformer_options, such as ComfyUI's
-    patcher_extension; some perhaps more than once. tree: the module's parsed source."""
+    """The Python modules to whose functions a module passes the variable transformer_options, such as ComfyUI's
+    patcher_extension. May yield a module more than once, also the given one. tree: the module's parsed source."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and any(map(is_options, (*node.args, *(each.value for each in node.keywords)))):
             function = global_named(module, node.func)

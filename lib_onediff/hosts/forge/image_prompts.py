@@ -24,22 +24,23 @@ from .patches import REPLACED
 
 log = logging.getLogger("onediff")
 
-# The source_digest of CrossAttentionPatch.__call__ in lib_ipadapter, of Forge (June 2025) and of Forge Neo 2.26. Python
-# 3.10 and later give the same.
+# The source_digest of CrossAttentionPatch.__call__ in lib_ipadapter, in Forge (June 2025) and in Forge Neo 2.26. All
+# Pythons from 3.10 on give the same digests.
 KNOWN = {"8e182e7ffcc7ecf0", "6fad6df6ee380c99"}
-# The path of a cross attention's query: by the stage's path, the layer's index in it, and the block's index in that.
+# The path of a cross attention's query, made of the stage's path, the layer's index in the stage, and the block's index
+# in the layer.
 QUERY = "{}.{}.transformer_blocks.{}.attn2.to_q"
-# The sigmas between which an adapter is on at every step: the host's percent_to_sigma of 0 and of 1.
+# sigma_start and sigma_end of an adapter that is on at every step: the host's percent_to_sigma of 0 and of 1.
 ANY_SIGMA = (999999999.9, 0.0)
 
 
 def image_prompts_of(unet: nn.Module, options: Mapping[str, Any], latent: Tensor) -> tuple[ImagePrompt, ...]:
-    """The image prompts of a call, one for each IP-Adapter. () without IP-Adapters; also () if something else replaces
+    """The image prompts of a call, one for each IP-Adapter. () without IP-Adapters; also () if anything else replaces
     cross attentions too, or an adapter has settings that our forward does not compute: then the caller must run all
-    those functions as patches.
+    functions that replace cross attentions as patches.
 
-    options: the call's transformer_options. latent: the call's; the keys and values of the image get its rows, dtype
-    and device. They are computed at every call, as by the host.
+    options: the call's transformer_options. latent: the call's; the keys and values of the image get its number of
+    rows, dtype and device. The keys and values are computed at every call, as by the host.
     """
     functions = (options.get(REPLACED) or {}).get(CROSS_ATTENTION)
     try:
@@ -55,8 +56,8 @@ def read_image_prompts(
     """The image prompts of a call, one for each IP-Adapter. Raises Refusal if one of these functions is not an
     IP-Adapter that our forward can compute; image_prompts_of then returns ().
 
-    functions: those in the options that replace cross attentions, at least one, by their key in the options (see
-        queries_at).
+    functions: the functions in the options that replace cross attentions, at least one, by their key in the options
+        (see queries_at).
     The other arguments are those of image_prompts_of.
     """
     if not all(source_digest(kind.__call__) in KNOWN for kind in set(map(type, functions.values()))):
@@ -80,12 +81,12 @@ def image_prompt(
     functions: Mapping[Any, Any], places: Mapping[Any, list[str]], index: int, of_rows: list[int], latent: Tensor,
     sigmas: Tensor | None,
 ) -> ImagePrompt:
-    """The image prompt of one IP-Adapter: computes its keys and values for each cross attention. Raises Refusal if it
-    has settings that our forward does not compute.
+    """The image prompt of one IP-Adapter: computes its keys and values for each cross attention. Raises Refusal if the
+    adapter has settings that our forward does not compute.
 
     functions: see read_image_prompts.
-    places: by the functions' keys, the paths of the queries of the cross attentions that the function replaces.
-    index: the adapter's, in the lists that each function has.
+    places: for each key in `functions`, the paths of the queries of the cross attentions that the function replaces.
+    index: the adapter's, in the lists of settings that each function has.
     of_rows: for each row of the batch, 0 for the prompt or 1 for the negative prompt.
     latent: the call's.
     sigmas: the noise level of the step, (images,), for adapters that are on in a range of steps only. None if unknown:
@@ -127,7 +128,7 @@ def image_prompt(
 
 def settings_of(function: Any, index: int) -> tuple[Any, ...]:
     """The settings of one adapter (index) in the function of one cross attention, as a tuple that is equal for equal
-    settings. Of tensors and objects, it has the ids. The caller compares the functions of all cross attentions, which
+    settings. It has the ids of tensors and objects. The caller compares the functions of all cross attentions, which
     must have the same settings."""
     tensors = function.conds, function.unconds, function.masks, function.ipadapters
     numbers = (
@@ -149,11 +150,14 @@ def source_digest(function: Any) -> str | None:
 
 def queries_at(unet: nn.Module, key: tuple[Any, ...]) -> list[str]:
     """The paths in the UNet of the query layers of the cross attentions that a key of patches_replace means:
-    ("input", 4) for all transformer blocks of a stage, ("input", 4, 0) for the first of them. [] if there are none.
-    Raises AttributeError for a stage that the UNet does not have."""
+    ("input", 4) for all transformer blocks of a stage, ("input", 4, 0) for the first block of the stage. [] if the UNet
+    has no such stage or block."""
     part, index, *block = key
     stage_path = "middle_block" if part == "middle" else f"{part}_blocks.{index}"
-    stage: Any = unet.get_submodule(stage_path)
+    try:
+        stage: Any = unet.get_submodule(stage_path)
+    except AttributeError:
+        return []
     return [
         QUERY.format(stage_path, place, number)
         for place, layer in enumerate(stage) if hasattr(layer, "transformer_blocks")

@@ -23,11 +23,11 @@ UNET = "backend.nn.unet"
 ANIMA = "backend.nn.anima"
 KREA2 = "backend.nn.krea"
 LUMINA = "backend.nn.lumina"
-# The beginning of the names of all attention functions.
+# The names of all attention functions begin with this.
 PREFIX = "attention_"
-# An exact attention, which every release has.
+# The name, without PREFIX, of an exact attention that every release has.
 EXACT_ATTENTION = "pytorch"
-# Exact attentions that compute scores in float32 if the host wants that.
+# The names, without PREFIX, of exact attentions that compute scores in float32 if the WebUI's options say so.
 UPCASTING = {"basic", "split", "sub_quad"}
 
 
@@ -35,8 +35,8 @@ class HostAttention(NamedTuple):
     """Finds the attention function that the user has chosen for a WebUI, which may change between calls.
 
     functions: the Python module with the WebUI's attention functions, whose names begin with PREFIX.
-    caller: the Python module whose code calls the chosen one.
-    name: the global name in caller by which it is called.
+    caller: the Python module whose code calls the chosen function.
+    name: the global name in caller by which the chosen function is called.
     """
 
     functions: str
@@ -55,7 +55,7 @@ class HostAttention(NamedTuple):
 
     def unused(self) -> str | None:
         """The chosen attention in words for the user ("Sage attention") if it may not be exact: OneDiff computes exact
-        attention in its place. None if it is exact."""
+        attention in its place. None if the chosen attention is exact."""
         kind = self.chosen_name
         if kind == EXACT_ATTENTION or kind in UPCASTING:
             return None
@@ -76,8 +76,8 @@ class HostAttention(NamedTuple):
         return bool(precision(*(None, dtype)[:takes]) == torch.float32)
 
     def exactly(self, host: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """The host's forward, wrapped so that the WebUI uses PyTorch's attention while it runs, and the chosen one
-        again afterwards. `host` itself if the chosen attention is exact already."""
+        """The host's forward (host), wrapped so that the WebUI uses PyTorch's attention while the forward runs, in
+        every thread, and the chosen attention again afterwards. `host` itself if the chosen attention is exact."""
         if self.unused() is None:
             return host
 
@@ -99,14 +99,15 @@ class HostNetwork:
 
     module, name: the Python module and the name of the class.
     parameters: the parameters of its forward, in their order.
-    attention: finds the function with which it computes attention.
-    helpers: other functions that its forward calls: the global name in `module`, and the Python module in which the
-        function must be defined, so that a function that an extension has put there is found.
+    attention: finds the function with which the forward computes attention.
+    helpers: other functions that the forward calls, each by its global name in `module`: the Python module in which the
+        function must be defined. If it is defined elsewhere, an extension has replaced it, and check() refuses.
     models: the models with such a network, by their names for users.
     refuse: raises Refusal if a call depends now on something besides its arguments, such as a global variable.
-    call_of: converts a call to ours; takes the arguments of unet_call.
+    call_of: converts a call to ours, or raises Refusal; takes the arguments of unet_call.
     unrounded: parts of the paths of layers whose inputs have more than three dimensions; see StoredWeights.
-    prompt: the names of the forward's arguments that make up Call.prompt, in its order.
+    prompt: the forward's arguments for the first tensors of Call.prompt, in the same order. Further tensors of
+        Call.prompt, such as Krea 2's mask, are of our Call alone.
     """
 
     module: str
@@ -130,7 +131,7 @@ class HostNetwork:
 
     @property
     def is_there(self) -> bool:
-        """Whether this release of the WebUI meets all needs(). Imports the Python modules in them."""
+        """Whether this release of the WebUI meets all needs(). Imports the Python modules that the needs name."""
         return not any(map(lack_of, self.needs()))
 
     @cached_property
@@ -146,13 +147,13 @@ class HostNetwork:
 
     @cached_property
     def names_read(self) -> frozenset[str]:
-        """The parameters of its forward, and all names under which its code may read an entry of transformer_options or
-        another argument: see names_read_by. An entry with another name has no effect on its output."""
+        """The parameters of the forward, and all names under which its code may read an entry of transformer_options or
+        another argument: see names_read_by. An entry with any other name has no effect on the output."""
         return names_read_by(self.code, importlib.import_module(self.attention.functions)) | {*self.parameters}
 
     def check(self) -> None:
-        """Raise Refusal if an extension has replaced a function that these networks call (helpers, attention), or if
-        calls now depend on more than their arguments (refuse). Called at every call."""
+        """Raise Refusal if an extension has replaced a function that these networks call (helpers, attention), or if a
+        call depends now on something besides its arguments (refuse). Called at every call."""
         attention = self.attention
         called = [(name, getattr(self.code, name), owner) for name, owner in self.helpers.items()]
         for name, function, owner in (*called, (attention.name, attention.chosen(), attention.functions)):

@@ -25,6 +25,7 @@ from ...families.unet.layout import TransformerBlock
 from ...families.unet.patch_points import CROSS_ATTENTION, INPUT, SELF_ATTENTION, BlockPlace, PatchPoints
 from ..changed_modules import SELF_NORM, Changed, functions_of, words_for
 
+# The names of the options in which extensions set functions, and of the argument that has the options.
 PATCHES = "patches"
 REPLACED = "patches_replace"
 MODIFIERS = "block_modifiers"
@@ -32,15 +33,16 @@ NORM = "group_norm_wrapper"
 OPTIONS = "transformer_options"
 # The lists whose functions run within transformer blocks.
 IN_BLOCKS = ("attn1_patch", "attn1_output_patch", "middle_patch", "attn2_patch", "attn2_output_patch")
-# By point of our forward: the list whose functions are called there.
+# For each point of our forward that has a list: the list whose functions are called there.
 POINTS = {
     "embedding": "emb_patch", "after_stage": "input_block_patch", "after_skip": "input_block_patch_after_skip",
     "join": "output_block_patch", "self_attention_inputs": "attn1_patch", "cross_attention_inputs": "attn2_patch",
     "between_attentions": "middle_patch",
 }
-# The list of an attention's point attention_output, by the attention's name.
+# The list for the point attention_output, made of the attention's name.
 OUTPUT_OF = "{}_output_patch"
 LISTS = frozenset({*POINTS.values(), *map(OUTPUT_OF.format, (SELF_ATTENTION, CROSS_ATTENTION))})
+# The names of attentions, which are also keys of "patches_replace".
 ATTENTIONS = frozenset({SELF_ATTENTION, CROSS_ATTENTION})
 # An option that ldm_patched sets in each block, from the attribute attn_precision of the block's module.
 PRECISION = "attn_precision"
@@ -50,8 +52,9 @@ QUERY = ".attn2.to_q"
 
 class OptionPatches(PatchPoints):
     """The functions in one call's transformer_options and on the UNet's modules. Our forward calls a method at each of
-    its points; the method calls the functions of extensions for that point in order, each with the result of the one
-    before, and returns the last result, or its argument if there are none. PatchPoints has the shapes."""
+    its points; the method calls the functions of extensions for that point in order, each with the previous function's
+    result, and returns the last result, or its argument if there are no functions. PatchPoints has the shapes, and
+    sees_stages and norm; Points has functions, structure and positions. structure is () if no function is set."""
 
     def __init__(
         self, unet: nn.Module, options: dict[str, Any], names_read: Collection[str], has_image_prompts: bool,
@@ -61,7 +64,7 @@ class OptionPatches(PatchPoints):
         options: the call's; the methods write into it what the host's forward notes there.
         names_read: the names that the host's UNet may read from options.
         has_image_prompts: whether the functions that replace cross attentions are IP-Adapters that our forward computes
-            itself; they are not called then.
+            itself. If so, these functions are not called.
         changed: the modules on which extensions have set forwards.
         """
         self._unet = weakref.ref(unet)
@@ -98,7 +101,8 @@ class OptionPatches(PatchPoints):
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         """(name, function) for the functions in the options. name: of the option, for users, such as
-        "patches[attn1_patch]". Of functions that replace attentions, only one for each extension."""
+        "patches[attn1_patch]". Yields one function of each extension for all self attentions that it replaces, and one
+        for all cross attentions."""
         for name, functions in self._lists.items():
             yield from ((f"{PATCHES}[{name}]", function) for function in functions)
         for name, blocks in self._replaced.items():
@@ -153,8 +157,8 @@ class OptionPatches(PatchPoints):
         return self._apply_list("input_block_patch", hidden_states, self._options)
 
     def after_skip(self, index: int, hidden_states: Tensor) -> Tensor:
-        """The output of an input stage for the next stage, after the list input_block_patch_after_skip; the skip stays
-        without it. See PatchPoints."""
+        """The output of an input stage for the next stage, after the list input_block_patch_after_skip. The skip stays
+        as it was before that list. See PatchPoints."""
         return self._apply_list("input_block_patch_after_skip", hidden_states, self._options)
 
     def join(self, index: int, hidden_states: Tensor, skip: Tensor) -> tuple[Tensor, Tensor]:
@@ -181,9 +185,9 @@ class OptionPatches(PatchPoints):
         return unet.get_submodule(path)
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
-        """Called at the beginning of a transformer block, which is the present one until the next call: writes it into
-        the options, as the host does. Returns whether functions are called within it, or it is changed. See
-        PatchPoints."""
+        """Called at the beginning of a transformer block, which is the present block until the next call of this
+        method: writes the block's index into the options, as the host does. Returns whether functions are called within
+        the block, or the block or one of its attentions is changed. See PatchPoints."""
         self._block = place
         self._options["block_index"] = place[2]
         self._here = self._changed_modules.get(block.self_norm.path.removesuffix(SELF_NORM), {})
@@ -213,8 +217,9 @@ class OptionPatches(PatchPoints):
     def whole_attention(
         self, attention: str, block: TransformerBlock, normed: Tensor, context: Tensor
     ) -> Tensor | None:
-        """The output of an attention of the present block by the extension's forward on it, with the lists of functions
-        for its inputs and its output; None if the attention is not changed. attention: SELF_ATTENTION or
+        """The output of an attention of the present block by the extension's forward on the attention, which gets
+        the inputs after the list attn1_patch or attn2_patch, and whose output goes through attention_output. None if
+        the attention is not changed, or patches_replace has a function for it. attention: SELF_ATTENTION or
         CROSS_ATTENTION. See PatchPoints."""
         module = self._module_of(attention)
         if module is None:
@@ -232,7 +237,7 @@ class OptionPatches(PatchPoints):
 
     def _module_of(self, attention: str) -> Any:
         """The module of this attention in the present block if it is changed; otherwise None. None too if
-        patches_replace has a function for the attention: the host calls that, and not the module."""
+        patches_replace has a function for the attention: the host calls that function, and not the module."""
         return None if self._replacement(attention) is not None else self._here.get(attention)
 
     def self_attention_inputs(self, normed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,8 +257,8 @@ class OptionPatches(PatchPoints):
         return query, key, value
 
     def attend(self, attention: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """The output of an attention before its last projection, by the function in patches_replace; None if it has
-        none for this attention of the present block. See PatchPoints."""
+        """The output of an attention before its last projection, by the function in patches_replace for this attention
+        of the present block; None if there is no such function. See PatchPoints."""
         replacement = self._replacement(attention)
         if replacement is None:
             return None
@@ -261,8 +266,8 @@ class OptionPatches(PatchPoints):
         return attended
 
     def _replacement(self, attention: str) -> Any:
-        """The function in patches_replace for this attention of the present block alone, or else for all blocks of its
-        stage; None if there is neither."""
+        """The function in patches_replace for this attention in the present block; without one, the function for this
+        attention in all blocks of the block's stage; None without either function."""
         by_place = self._replaced.get(attention) or {}
         return by_place.get(self._block) or by_place.get(self._block[:2])
 
@@ -287,9 +292,9 @@ class OptionPatches(PatchPoints):
 
 
 def after_all(functions: Sequence[Callable[..., Tensor]], tensor: Tensor, *others: Any) -> Tensor:
-    """The tensor after each of these functions in turn, called as function(tensor, *others); the given tensor if there
-    are none. Otherwise, the result is a new tensor object: our operators keep facts about a tensor object, and these
-    are wrong once a function has written to it."""
+    """The tensor after these functions, each called as function(tensor, *others) with the previous function's result.
+    Without functions, the given tensor object; with functions, a new tensor object: our operators keep facts about a
+    tensor object, and these facts are wrong once a function has written to the tensor."""
     for function in functions:
         tensor = function(tensor.contiguous(), *others)
     return tensor.detach() if functions else tensor
@@ -297,7 +302,8 @@ def after_all(functions: Sequence[Callable[..., Tensor]], tensor: Tensor, *other
 
 def blocks_of(unet: Any) -> list[BlockPlace]:
     """All transformer blocks of a host's UNet, each as (part, index of its stage, index in its spatial transformer).
-    Used to count the blocks for which an extension's functions are called: it may also set some where no block is."""
+    Used to count the blocks for which an extension's functions are called: an extension may also set functions for
+    blocks that the UNet does not have, which are never called."""
     stages = [("input", *one) for one in enumerate(unet.input_blocks)]
     stages += [("middle", 0, unet.middle_block), *(("output", *one) for one in enumerate(unet.output_blocks))]
     return [
@@ -308,15 +314,16 @@ def blocks_of(unet: Any) -> list[BlockPlace]:
 
 @lru_cache(maxsize=16)
 def takes_options(forward: Any) -> bool:
-    """Whether this forward, of a class of attentions, takes transformer_options. The host's blocks pass the options to
-    an attention only then."""
+    """Whether this forward, of a class of attentions, takes transformer_options. The host's blocks pass the options
+    only to an attention that takes them."""
     return OPTIONS in inspect.signature(forward).parameters
 
 
 def points_of(options: Mapping[str, Any], names_read: Collection[str]) -> frozenset[str]:
-    """Those of the option names PATCHES, REPLACED, MODIFIERS and NORM that our forward can serve in this call: it calls
-    all functions under the name at the points where the host's forward does. A name with a function for another point
-    is left out, and so is one that the host's UNet does not read. names_read: the names that it may read."""
+    """The option names that our forward can serve in this call, out of PATCHES, REPLACED, MODIFIERS and NORM: it calls
+    all functions under such a name at the points where the host's forward calls them. A name is left out if a function
+    under it is for a point that our forward does not have, or if the host's UNet does not read the name. A name without
+    functions can be served. names_read: the names that the host's UNet may read."""
     known = {PATCHES: LISTS, REPLACED: ATTENTIONS}
     found = {
         name for name, parts in known.items()

@@ -29,7 +29,7 @@ QUANTIZED = "QuantizedTensor"
 QUANTIZED_MODULE = "comfy_kitchen.tensor.base"
 INT8_LAYOUT = "TensorWiseINT8Layout"
 FP8_LAYOUTS = {torch.float8_e4m3fn: "FP8 (e4m3, scaled)", torch.float8_e5m2: "FP8 (e5m2, scaled)"}
-# By layout: the fields of _params that are tensors. They are the weight's scales.
+# By layout: the fields of _params that are tensors, which are the weight's scales. Any other layout is refused.
 SCALES = {
     INT8_LAYOUT: ("scale",),
     "TensorCoreFP8Layout": ("scale",),
@@ -38,6 +38,7 @@ SCALES = {
     "TensorCoreMXFP8Layout": ("scale",),
     "TensorCoreNVFP4Layout": ("scale", "block_scale"),
 }
+# The names of all fields in SCALES.
 TENSORS = frozenset(name for names in SCALES.values() for name in names)
 # The layouts with a scale for each block of a row, by their names for users.
 NAMES = {"TensorCoreMXFP8Layout": "MXFP8", "TensorCoreNVFP4Layout": "NVFP4"}
@@ -52,14 +53,16 @@ STORED_TYPES = (torch.int8, torch.uint8, "gguf")
 # it multiplies integers, unless a function is applied to its weight.
 DECODES_FIRST = "_full_precision_mm"
 WEIGHT_FUNCTION, *_ = APPLIED_AT_CALL
-# Stands for an attribute that is not set.
+# In decoding_first: the previous value of an attribute that was not set.
 ABSENT = object()
 # bitsandbytes' class of 4-bit parameters, and Forge's, which is derived from it.
 FOUR_BITS = ("Params4bit", "ForgeParams4bit")
+# The end of a refusal's sentence on a format.
 UNSUPPORTED = "which OneDiff does not support"
 # The width of the input in rounds_any_input: a multiple of the block size of every format.
 BLOCK = 256
 log = logging.getLogger("onediff")
+# Returns (the name of the layout, the _params) of a QuantizedTensor.
 read_layout = attrgetter("_layout_cls", "_params")
 
 
@@ -73,8 +76,9 @@ class StoredWeights:
         self._rounds_all: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
     def weight(self, layer: nn.Module, path: str) -> StoredWeight | None:
-        """A layer's weight as a StoredWeight; None if it is an ordinary parameter. Raises Refusal for a format that
-        OneDiff does not support. path: the layer's, in its network. See StoredReader."""
+        """A layer's weight as a StoredWeight; None if the weight is an ordinary parameter, or the layer has none.
+        Raises Refusal for a format that OneDiff does not support. path: the layer's, in its network. See
+        StoredReader."""
         weight: Any = layer._parameters.get("weight")
         if is_quantized(weight):
             return quantized_weight(layer, weight, self._rounds(layer, path))
@@ -132,12 +136,12 @@ class StoredWeights:
 def decoding_first(
     host: Callable[[], Tensor], network: nn.Module, decoded: Sequence[nn.Module]
 ) -> Callable[[], Tensor]:
-    """The host's forward (host) of a network, wrapped so that layers in float8 and 4 bits decode their weights while it
-    runs, instead of rounding their inputs. The host computes so on a GPU that does not multiply in these formats.
-    Afterwards, the layers are as before. `host` itself if there is nothing to change.
+    """The host's forward (host) of a network, wrapped so that layers in float8 and 4 bits decode their weights while
+    the forward runs, instead of rounding their inputs. On a GPU that does not multiply in these formats, the host
+    always decodes. Afterwards, the layers are as before. `host` itself if there is no layer to change.
 
-    decoded: layers in INT8 that shall decode their weights too. The host does that for a layer with a function on its
-        weight, so each gets one that changes nothing.
+    decoded: layers in INT8 that shall decode their weights too. The host decodes the weight of a layer with a function
+        on its weight, so each of these layers gets the function `unchanged`.
     """
     changes: list[tuple[nn.Module, str, object]] = [
         (layer, DECODES_FIRST, True) for layer in network.modules() if vars(layer).get(DECODES_FIRST) is False
@@ -169,8 +173,8 @@ def unchanged(weight: Tensor) -> Tensor:
 
 class ProbeLayer:
     """A fake layer in FP8, on which rounds_any_input calls the forward of a host's class of layers to find out whether
-    it rounds its input. A forward that rounds reads input_scale first; any other reads weight. Reading either ends the
-    forward by a Refusal, before anything is computed.
+    the forward rounds its input. A forward that rounds reads input_scale first; any other forward reads weight. Reading
+    either attribute ends the forward by a Refusal, before anything is computed.
 
     has_rounded: whether the forward has read input_scale.
     """
@@ -196,9 +200,9 @@ class ProbeLayer:
 
 
 def rounds_any_input(kind: Any) -> bool:
-    """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8. Tries it on a
-    ProbeLayer. False if the forward fails otherwise: an error here cannot spoil an image, because a network's first
-    output is compared with the host's."""
+    """Whether the forward of this class of layers rounds inputs of more than three dimensions to FP8. Calls the forward
+    on a ProbeLayer. False if the forward fails in any other way. A wrong result cannot spoil an image, because a
+    network's first output is compared with the host's."""
     layer = ProbeLayer()
     x = torch.zeros((1, 1, 1, 1, BLOCK), dtype=torch.float32, device="cpu")
     tried = attempted(lambda: kind.forward(layer, x))
@@ -207,8 +211,8 @@ def rounds_any_input(kind: Any) -> bool:
 
 
 def refuse_unsupported(layer: nn.Module, weight: Any) -> None:
-    """Raise Refusal for a weight in few bits in one of the known formats that OneDiff does not support: bitsandbytes'
-    4 bits, and INT8 of a Forge Neo before 2.26. weight: the layer's, or None; an ordinary one is accepted."""
+    """Raise Refusal for a layer's weight in bitsandbytes' 4 bits, or in INT8 of a Forge Neo before 2.26: known formats
+    that OneDiff does not support. Any other weight is accepted, and so is None."""
     if type(weight).__name__ in FOUR_BITS:
         raise Refusal(f"the weights are stored in {getattr(weight, 'quant_type', 'nf4')} (bitsandbytes), {UNSUPPORTED}")
     if vars(layer).get("_is_quantized") and getattr(weight, "dtype", None) == torch.int8:
@@ -221,8 +225,8 @@ def is_quantized(parameter: Any) -> bool:
 
 
 def plain_fields(params: Any) -> tuple[object, ...]:
-    """The values of those fields of a QuantizedTensor's _params (params) that are not tensors, in the order of the
-    fields: plain data to compare formats by."""
+    """The values of the fields of a QuantizedTensor's _params (params), in their order, without the fields in TENSORS:
+    plain data to compare formats by."""
     kind: Any = type(params)
     found: tuple[object, ...] = plain_reader(kind)(params)
     return found
@@ -230,14 +234,15 @@ def plain_fields(params: Any) -> tuple[object, ...]:
 
 @functools.cache
 def plain_reader(kind: type) -> attrgetter[Any]:
-    """A function that returns the values of the fields of a dataclass object that are not tensors, as a tuple; see
-    plain_fields. kind: the object's class, which must have at least two such fields, as all of the host's have."""
+    """A function that returns the plain_fields of objects of this dataclass. kind: the dataclass, which must have at
+    least two fields that are not in TENSORS, as all of the host's have."""
     return attrgetter(*(field.name for field in fields(kind) if field.name not in TENSORS))
 
 
 def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> StoredWeight:
     """A layer's QuantizedTensor (weight) as a StoredWeight, over the same memory. Raises Refusal for a layout that
-    OneDiff does not support, for a transposed tensor, and for one with missing or too many scales.
+    OneDiff does not support, for a transposed tensor, for missing scales or a wrong number of them, and for another
+    package's class of the same name.
 
     rounds_to_float8: whether the host rounds the layer's inputs if the weight is in FP8.
     """
@@ -268,8 +273,9 @@ def quantized_weight(layer: nn.Module, weight: Any, rounds_to_float8: bool) -> S
 
 
 def described(layout: str, dtype: torch.dtype, params: Any) -> tuple[str, Kind | None, int]:
-    """(name, kind, rotation) of a quantized tensor's format: its name for users; the eight-bit type in which the host
-    multiplies, None if it decodes first; the group size of ConvRot's rotation, 0 without. See weights.stored.Format.
+    """(name, kind, rotation) of a quantized tensor's format: the format's name for users; the eight-bit type in which
+    the host multiplies, None if it decodes first; the group size of ConvRot's rotation, 0 without a rotation. See
+    weights.stored.Format.
 
     layout: the name of the tensor's layout. dtype: of the stored values. params: the tensor's _params.
     """
@@ -297,8 +303,8 @@ def decoder(layout: Any, params: Any, names: Sequence[str]) -> Decode:
 
 
 def gguf_weight(weight: Any) -> StoredWeight:
-    """A parameter of a GGUF file as a StoredWeight, over the same memory. Raises Refusal if the host has not prepared
-    the parameter yet (its flag `baked`), as it does when it loads the file."""
+    """A parameter of a GGUF file as a StoredWeight, over the same memory. The host prepares such a parameter when it
+    loads the file, and then sets its flag `baked`. Raises Refusal if the flag is not set."""
     name = f"GGUF {weight.gguf_cls.__name__}"
     if not getattr(weight, "baked", False):
         raise Refusal(f"the WebUI has not finished loading a weight stored as {name}: load the checkpoint again")

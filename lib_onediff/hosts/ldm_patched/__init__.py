@@ -10,6 +10,7 @@ from ..forge.adapter import Forge, patcher_of, version_and_release
 from ..forge.call import UNET_PARAMETERS
 from ..forge.networks import HostAttention, HostNetwork
 
+# The Python modules of the UNet and of the attention functions.
 UNET = "ldm_patched.ldm.modules.diffusionmodules.openaimodel"
 ATTENTION = "ldm_patched.ldm.modules.attention"
 
@@ -39,8 +40,9 @@ class LdmPatched(Forge):
     sampling = "modules_forge.forge_sampler"
 
     def kind_of(self, checkpoint: Any) -> str:
-        """The name for users of a checkpoint's model, also of one that OneDiff does not serve: "SDXL". It comes from
-        the class of the model in the checkpoint, because all checkpoints have the same class here. See WebUI."""
+        """The name for users of a checkpoint's model, such as "SDXL", also of a model that OneDiff does not serve. The
+        name comes from the class of the model in the checkpoint, because all checkpoints have the same class here. See
+        WebUI."""
         return name_of_model(type(getattr(patcher_of(checkpoint), "model", checkpoint)).__name__)
 
     def selected_checkpoint(self) -> Any:
@@ -55,7 +57,8 @@ class LdmPatched(Forge):
         return decoder.mid.attn_1.optimized_attention
 
     def loads_at_start(self) -> bool:
-        """Whether the WebUI loads a checkpoint when it starts, rather than with the first image. See WebUI."""
+        """Whether the WebUI loads a checkpoint when it starts, rather than with the first image: reForge does, Forge
+        Classic does not. See WebUI."""
         # reForge does so with every command line, Classic never.
         return self.release.startswith("reForge")
 
