@@ -1,9 +1,9 @@
 """The OneDiff accordion in the txt2img and img2img tabs.
 
-The text box of extra options holds the settings; the sliders and lists hold none. When a user moves one,
-javascript/onediff_accordion.js writes the value into the text box, and all of them show the values that the text gives.
-So a run's settings have one origin: the settings tab, then the preset, then the text, then an API client's arguments,
-where each overrides those before it.
+The text box of extra options holds the settings; the sliders and lists hold none. When a user moves a slider or chooses
+from a list, javascript/onediff_accordion.js writes the value into the text box, and all sliders and lists show the
+values of the run that results. A run's settings are the settings tab's, overridden by the preset, then by the text,
+then by an API client's arguments.
 """
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ from .run_settings import AS_AT_FIRST, EXAMPLE
 # A hidden text box of A1111 and Forge that receives the description of every generation. The visible line under the
 # images cannot be used: gradio 4 reports a change of an HTML component whenever anything on the page is redrawn.
 CHANGES_AFTER_GENERATION = "generation_info_{tab}"
+# Texts on the page.
 EXTRA_OPTIONS = "Extra options"
 WEBUI_ALONE = "This run: the WebUI alone."
 OFF_FOR_THIS_RUN = "off for this run"
-# The options that have a control, by row; the last row is under "Expert".
+# The options that have a control, by row. The first row begins with the list of presets; the last is under "Expert".
 ROWS = (("vae_precision",), ("deepcache_interval", "deepcache_depth"), ("low_bit", "skip_negative_after"))
 # Returns the status as markup: for the accordion's title, and for its inside.
 StatusLines = Callable[[], tuple[str, str]]
@@ -42,11 +43,12 @@ def build_accordion(
 ) -> tuple[list[Any], tuple[Any, ...]]:
     """Create the accordion of a tab ("txt2img" or "img2img") inside the open gradio context.
 
-    Returns the three components whose values are our script's arguments (checkbox, list of presets, extra options), and
-    the three that `connect` needs (status in the title, status inside, the button of connect_controls).
+    Returns a list and a tuple of three components each. The values of the list's components are our script's arguments:
+    checkbox, list of presets, extra options. The tuple is for `connect`: status in the title, status inside, the button
+    of connect_controls.
 
-    status_lines: called when the page loads and after each generation. settings_of: returns a run's settings, given the
-        values of the script arguments; raises ValueError with a sentence for the user.
+    status_lines: called when the page loads; see `connect` for later calls. settings_of: returns a run's settings,
+        given the values of the script arguments; raises ValueError with a sentence for the user.
 
     The WebUI's own InputAccordion cannot be used: closing it would switch OneDiff off.
     """
@@ -114,11 +116,13 @@ def extra_options_box(owner: str, label: str = EXTRA_OPTIONS, value: str = "") -
 def connect_controls(
     tab: str, run: list[Any], controls: list[Any], message: Any, set_here: Any, settings_of: Callable[..., Settings],
 ) -> Any:
-    """Connect the controls with the text box, and show the resulting run as a sentence in `message`: an error instead
-    if the text is wrong, once the user has left it.
+    """Connect the controls with the text box, and show the resulting run as a sentence in `message`. If settings_of
+    raises ValueError, `message` keeps its sentence while the user types, and shows the error when the user leaves the
+    text box or presses Enter.
 
-    Returns a hidden button that renews the sentence; javascript/onediff_accordion.js clicks it.
-    run: the components whose values settings_of takes; the last two are the list of presets and the text box.
+    Returns a hidden button that renews the message, the title and the controls; javascript/onediff_accordion.js clicks
+    it.
+    run: the components whose values settings_of takes: checkbox, list of presets, text box.
     controls: the sliders and lists, made by a_control.
     set_here: the HTML component of the title that shows set_here_html.
     """
@@ -126,7 +130,7 @@ def connect_controls(
     names = [control.elem_id.removeprefix(f"onediff_{tab}_") for control in controls]
 
     def show_run(*values: Any) -> list[Any]:
-        """The sentence on the run, the title's note (set_here_html), and the values of the controls."""
+        """The sentence on the run, or an error, the title's note (set_here_html), and the values of the controls."""
         wanted = values[:len(run)]
         now = values[len(run):]
         title = set_here_html(*wanted)
@@ -144,7 +148,7 @@ def connect_controls(
         return [run_html(settings) + for_the_browser(base, wanted[-2:]), title, *changed]
 
     def show_run_if_valid(*values: Any) -> list[Any]:
-        """The same, or no change while the text is invalid: the user may still be typing."""
+        """The result of show_run, or no change while settings_of raises: the user may still be typing."""
         try:
             settings_of(*values[:len(run)])
         except ValueError:
@@ -174,8 +178,8 @@ def of_control(value: Any) -> Any:
 
 
 def run_html(settings: Settings) -> str:
-    """Markup with a run in words: its preset, the options that differ from it, and notes on options without effect on
-    this machine. Only a sentence that OneDiff is off, if the settings tab or this run switches it off."""
+    """Markup with a run in words: its preset, the options that differ from the preset, and the notes of
+    effects.described. Only a sentence that OneDiff is off, if the settings tab or this run switches it off."""
     if not runtime.settings.enabled:
         return sentence(f"{OFF_IN_SETTINGS}.", wrong=True)
     if not settings.enabled:
@@ -197,10 +201,10 @@ def run_html(settings: Settings) -> str:
 
 def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
     """Markup for the accordion's title: the preset and options that are set in the accordion, since they override the
-    settings tab even while it is closed; no visible text if none is set. If the checkbox (used) is off, the markup says
-    that OneDiff is off for this run instead.
+    settings tab even while the accordion is closed. No visible text if text is empty and preset is None or
+    AS_IN_SETTINGS. If the checkbox (used) is off, the visible text is only that OneDiff is off for this run.
 
-    It also has preset and text as hidden JSON: javascript/onediff.js sends them with a comparison.
+    The markup also has preset and text as hidden JSON: javascript/onediff.js sends them with a comparison.
     """
     held = html.escape(json.dumps([preset, text or ""]))
     parts = "; ".join(filter(None, (preset if preset != AS_IN_SETTINGS else "", text)))
@@ -212,9 +216,12 @@ def set_here_html(used: bool, preset: str | None, text: str | None) -> str:
 
 
 def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:
-    """Hidden markup with data for javascript/onediff_accordion.js: the options of the run as they are without the text
-    box (base), the names of the options that presets set, the options' labels, and said_of, the preset and text that
-    the sentence on the page describes."""
+    """Hidden markup with data for javascript/onediff_accordion.js: the values of base, the names of the options that
+    presets set, the options' labels, and said_of.
+
+    base: the settings that the run would have if the text box were empty. said_of: the preset and the text that the
+    sentence on the page describes.
+    """
     known = {
         "base": {name: format_value(getattr(base, name)) for name in options_of_a_run() if name != SWITCH},
         "of_presets": list(preset_options()), "labels": names_by_label(), "said_of": said_of,
@@ -223,11 +230,11 @@ def for_the_browser(base: Settings, said_of: Sequence[str | None]) -> str:
 
 
 def connect(component: Any, tab: str, built: tuple[Any, ...], status_lines: StatusLines) -> None:
-    """Renew the status after each generation, if `component` is the tab's CHANGES_AFTER_GENERATION; do nothing for any
-    other component.
+    """If `component` is the tab's CHANGES_AFTER_GENERATION, have the page renew the status after each generation, and
+    when the button of connect_controls is clicked; do nothing for any other component.
 
-    Called for every component that the WebUI creates; every WebUI creates this one after a tab's settings. built: the
-    second value of build_accordion; empty if that failed, and then nothing is connected.
+    Called for every component that the WebUI creates; every WebUI creates CHANGES_AFTER_GENERATION after the accordion.
+    built: the second value of build_accordion; empty if build_accordion failed, and then nothing is connected.
     """
     if component.elem_id != CHANGES_AFTER_GENERATION.format(tab=tab) or not built:
         return

@@ -32,7 +32,8 @@ def minutes(value: float) -> str:
 
 def times(ratio: float | None) -> str:
     """A speedup in words, for example "1.6x faster", "1.2x slower" for a ratio below 1, or "no measurable difference"
-    within 5 %; NOTHING for None. ratio: the other side's time divided by ours."""
+    within 5 %; NOTHING for None. ratio: the time of the base, such as the WebUI, divided by the time of the side that
+    the words describe, such as OneDiff."""
     if ratio is None:
         return NOTHING
     if 0.95 < ratio < 1.05:
@@ -41,7 +42,7 @@ def times(ratio: float | None) -> str:
 
 
 def memory(size: int) -> str:
-    """A number of bytes as text in KiB, MiB or GiB, for example "12 MiB"."""
+    """A number of bytes as text in KiB, MiB or GiB, for example "12 MiB"; "0 MiB" for 0."""
     if size >= GIBIBYTE:
         return f"{size / GIBIBYTE:.2f} GiB"
     if size >= MEBIBYTE or size == 0:
@@ -50,7 +51,8 @@ def memory(size: int) -> str:
 
 
 def ago(moment: float) -> str:
-    """The time since `moment`, a value of time.time(), in one unit: "5 min ago"; "just now" within the first minute."""
+    """The time since `moment`, a value of time.time(), in one unit: "5 min ago"; "just now" within the first minute,
+    and if `moment` is in the future."""
     passed = max(0.0, time.time() - moment)
     for unit, name in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min")):
         if passed >= unit:
@@ -77,8 +79,8 @@ def number_in(value: Any, name: str, least: float, most: float) -> float:
 
 
 def whole_number(value: Any, name: str, least: int = 0, most: int = 2**32) -> int:
-    """The whole number that a user has typed or chosen in a field. Raises ValueError as number_in does, and for a
-    number with a fraction; 2.0 is a whole number."""
+    """The whole number that a user has typed or chosen in a field, such as 2 or 2.0. Raises ValueError as number_in
+    does, and for a number with a fraction."""
     number = number_in(value, name, least, most)
     if number != int(number):
         raise ValueError(f"{name} must be a whole number, not {value!r}.")

@@ -13,7 +13,8 @@ log = logging.getLogger("onediff")
 
 
 class Chore:
-    """Work in a thread of its own, which starts when this object is made, so that no request of the page waits for it.
+    """Work in a thread of its own, which starts when this object is made. A request of the page can wait for a part of
+    the work's time (over), and leave the rest to later requests.
 
     name: for users and the log, for example "Purging".
     failed: whether the work has raised an exception; False while it runs.
@@ -29,7 +30,7 @@ class Chore:
         self._thread.start()
 
     def over(self, seconds: float = 0.0) -> bool:
-        """Whether the work is over, well or badly. Waits at most so many seconds for that."""
+        """Whether the work has returned or failed. Waits at most this many seconds for that."""
         self._thread.join(seconds)
         return not self._thread.is_alive()
 

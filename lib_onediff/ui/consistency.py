@@ -1,11 +1,11 @@
-"""The consistency report: a text with all facts that an image depends on. Compared with another machine's report, it
-shows why the same seed gives another image there.
+"""The consistency report: a text with all facts that an image depends on. The differences between two machines' reports
+show why the same seed gives another image on the other machine.
 
     OneDiff consistency report, format 1
     [Model]
     Checkpoint: emoji-sd
 
-Sections and facts that this version does not know are read and compared as the others are.
+Sections and facts that this version of OneDiff does not know are read and compared like those that it knows.
 """
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ TITLE = "OneDiff consistency report, format 1"
 
 
 def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
-    """Build a folded part of the Compare page with this machine's report and a box for another machine's, inside the
-    open gradio context. facts: returns this machine's facts. opened: the gradio event of the page being opened, such as
-    tab.select; the report is made then."""
+    """Build a folded part of the Compare page with this machine's report and a box for another machine's report, inside
+    the open gradio context. facts: returns this machine's facts. opened: the gradio event by which this machine's
+    report is made: the user opens the page (tab.select)."""
     lines: Any = {"lines": 12, "max_lines": 12}
     with gr.Accordion("Why does the same seed differ on another machine?", open=False, elem_id=ELEM_ID):
         gr.HTML(f'<p class="onediff-reason">{EXPLAINED}</p>')
@@ -49,8 +49,8 @@ def build_facts(facts: Callable[[], Facts], opened: Callable[..., Any]) -> None:
 
 
 def differences_html(text: str, mine: Facts) -> str:
-    """The differences between this machine's facts and another machine's report (text), as markup: a list, or a
-    sentence if nothing differs or the text is no report; "" for an empty text."""
+    """The differences between this machine's facts (mine) and another machine's report (text), as markup: a list; a
+    sentence if nothing differs; an error if the text is no report; "" for an empty text."""
     if not str(text or "").strip():
         return ""
     try:
@@ -64,7 +64,7 @@ def differences_html(text: str, mine: Facts) -> str:
 
 
 def report(facts: Facts) -> str:
-    """The facts as a text in the format of the module's docstring; parse reads it back."""
+    """The facts as a text in the format of the module's docstring; the inverse of parse."""
     lines = [TITLE]
     for section, values in facts.items():
         lines += [f"[{section}]", *(f"{name}: {value}" for name, value in values.items())]
@@ -72,8 +72,9 @@ def report(facts: Facts) -> str:
 
 
 def parse(text: str) -> Facts:
-    """The facts in a text that contains a report. Other text may come before the report, and its lines may be indented
-    or quoted with ">". Later lines of the form "name: value" count as facts, too.
+    """The facts in a text that contains a report. Other text may come before the report, and the report's lines may be
+    indented or quoted with ">". All lines of the form "name: value" after the title count as facts; of two with one
+    name in a section, the first counts.
 
     Raises ValueError with a sentence for users if the text has no report of this format version.
     """
@@ -92,7 +93,9 @@ def parse(text: str) -> Facts:
 
 
 def differences(mine: Facts, theirs: Facts) -> list[str]:
-    """A line for every fact that differs or is only in one of the reports, in the order of `mine`; [] if they agree."""
+    """A line for every fact that differs or is in one of the two only, such as "Model, Hash: here 1, there 2"; [] if
+    mine and theirs agree. In the order of `mine`: sections, and facts of a section, that only `theirs` has come last.
+    """
     lines = []
     for section in {**mine, **theirs}:
         here = mine.get(section, {})

@@ -18,15 +18,17 @@ from ..core.settings import ONE_GPU
 from ..runtime.runtime import runtime
 from ..runtime.two_gpus import Card, second_card
 
+# The least compute capabilities with which cuBLAS sums in float16, and with which a GPU computes in bfloat16.
 HALF_SUMS_FROM = (7, 0)
 BF16_FROM = (8, 0)
-# GeForce and workstation GPUs, whose tensor cores sum float16 products in float32 at half speed.
+# The compute capabilities of GeForce and workstation GPUs, whose tensor cores sum float16 products in float32 at half
+# speed.
 HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 
 
 def described(values: Mapping[str, Any]) -> dict[str, str]:
-    """Sentences for users, by option, on those values that have no effect on this machine or need an explanation; other
-    options are left out. values: by option."""
+    """Sentences for users, by option: that the value has no effect on this machine, with the reason, or that float16
+    sums gain little on this GPU. Options with other values are left out. values: by option."""
     found = {}
     for option, value in values.items():
         if reason := why_no_effect(option, value):
@@ -38,7 +40,8 @@ def described(values: Mapping[str, Any]) -> dict[str, str]:
 
 def why_no_effect(option: str, value: Any) -> str | None:
     """Why an option of core.settings.Settings has no effect on this machine at this value, as a clause for users, such
-    as "PyTorch sees no GPU here". None if it has an effect, or if the value means "off"."""
+    as "PyTorch sees no GPU here". None if the value has an effect or means "off", and for every option that is not in
+    CHECKS."""
     check = CHECKS.get(option)
     return None if check is None else check(value)
 
@@ -56,7 +59,8 @@ def of_accumulation(value: str) -> str | None:
 
 
 def of_vae(value: str) -> str | None:
-    """why_no_effect for the option vae_precision: float16 needs a GPU, bfloat16 one that is new enough."""
+    """why_no_effect for the option vae_precision: float16 needs a GPU of any maker; bfloat16 has no effect on an NVIDIA
+    GPU that is too old for it."""
     kinds = (torch.cuda, torch.backends.mps, getattr(torch, "xpu", None))
     if value == "fp16" and not any(kind is not None and kind.is_available() for kind in kinds):
         # Measured: 80 times as long as in float32, for emoji-sd's VAE.
@@ -65,7 +69,8 @@ def of_vae(value: str) -> str | None:
 
 
 def of_low_bit(value: str) -> str | None:
-    """why_no_effect for the option low_bit: the reason for which our devices would refuse a model in float16."""
+    """why_no_effect for the option low_bit: the reason for which our devices would refuse to compute a float16 model in
+    these eight bits."""
     if value == "off":
         return None
     device = torch.device("cpu")
@@ -96,7 +101,7 @@ def of_second_gpu(value: str) -> str | None:
 CHECKS: Mapping[str, Callable[[Any], str | None]] = {
     "accumulation": of_accumulation, "vae_precision": of_vae, "memory_budget": of_graph_memory,
     "low_bit": of_low_bit, "second_gpu": of_second_gpu,
-    # It needs any of the kinds of low_bit.
+    # It needs a machine on which at least one kind of low_bit has an effect.
     "low_bit_only": lambda value: of_low_bit("auto" if value else "off"),
 }
 
@@ -120,8 +125,8 @@ def capability() -> tuple[int, int] | None:
 
 
 def too_old(least: tuple[int, int], feature: str) -> str | None:
-    """A clause for users if the GPU's compute capability is below `least`; otherwise None, also without a GPU. feature:
-    a clause on what GPUs have from `least` on, such as "bfloat16 exists"."""
+    """A clause for users if the GPU's compute capability is below `least`; otherwise None, also without an NVIDIA GPU.
+    feature: a clause on what GPUs have from `least` on, such as "bfloat16 exists"."""
     has = capability()
     if has is None or has >= least:
         return None

@@ -10,23 +10,24 @@ from typing import Any
 
 import gradio as gr
 
-# Classes of style.css: markup that is renewed while something runs;
+# Classes of style.css. LIVE: markup that is renewed while something runs. HIDDEN: a component that the page has but
+# does not show. DANGER: a button that deletes something.
 LIVE = "onediff-live"
-# a component that the page has but does not show;
 HIDDEN = "onediff-hidden"
-# a button that deletes something.
 DANGER = "onediff-danger"
-# Classes of a row of fields, and of a row of buttons.
+# Lists of classes: of a row of fields, and of a row of buttons.
 CONTROLS = ["onediff-controls"]
 ACTIONS = ["onediff-controls", "onediff-actions"]
-# No spinner over what is being renewed, and no entry in the page's API.
+# Arguments of an event: no spinner over the outputs while the handler runs, and no entry in the page's API.
 QUIET: dict[str, Any] = {"show_progress": "hidden", "api_name": False}
-# What a handler returns for an output that stays as it is.
+# A handler returns this for an output that stays as it is.
 UNCHANGED: Any = gr.update()
+# The major version of gradio.
 GRADIO = int(gr.__version__.split(".")[0])
-# Without this, gradio raises for a choice that the list no longer has, for example on a page that was loaded before a
-# purge. With it, our handler gets the value and answers.
+# Argument of a drop-down list. Without it, gradio raises for a choice that the list no longer has, for example on a
+# page that was loaded before a purge. With it, our handler gets the value and answers.
 ANSWERED: dict[str, Any] = {"allow_custom_value": True}
+# Arguments of a text box with a button that copies its text.
 COPY_BUTTON: dict[str, Any] = {"buttons": ["copy"]} if GRADIO >= 6 else {"show_copy_button": True}
 
 
@@ -70,8 +71,8 @@ def live_html(name: str, *classes: str, **more: Any) -> gr.HTML:
 
 
 def browser_input() -> gr.Textbox:
-    """An invisible text component. It is the input of a handler whose value the event's JavaScript computes
-    (in_the_browser)."""
+    """An invisible text component, to be an input of a handler. The event's JavaScript (in_the_browser) computes the
+    value that the handler gets for it."""
     return kept_out_of_defaults(gr.Textbox("", visible=False))
 
 

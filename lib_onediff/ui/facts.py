@@ -1,7 +1,8 @@
 """The facts that an image's exact pixels depend on: machine, versions, PyTorch's switches, the WebUI, our settings.
 
-Each is read by name and left out if it does not exist, since WebUIs and versions differ. Nothing is loaded for it. Only
-switches of the command line and the environment variables listed here are read: no paths, no passwords.
+WebUIs and versions differ, so a fact of the WebUI that does not exist is left out. No package and no model is loaded to
+read a fact. Of the command line, only switches that are on, `precision` and `use_cpu` are read, and of the environment
+only the variables listed here: no paths, no passwords.
 """
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from ..runtime.cache import Fingerprint
 # Values by section and name, in the order in which they are shown. Facts that change an image most come first.
 Facts = dict[str, dict[str, str]]
 
+# The largest number of characters of a fact.
 LONGEST_VALUE = 160
+# The facts of None, of an empty text and of a package that is not installed; of a switch that torch cannot give.
 NOTHING = "none"
 UNREADABLE = "not known to this torch"
 PATH_SEPARATORS = re.compile(r"[/\\]")
@@ -39,6 +42,7 @@ VARIABLES = (
     "ONEFLOW_MATMUL_ALLOW_HALF_PRECISION_ACCUMULATION",
     "ONEFLOW_CONV_ALLOW_HALF_PRECISION_ACCUMULATION", "ONEFLOW_KERENL_CONV_ENABLE_CUTLASS_IMPL",
 )
+# Attributes and functions of torch, as dotted paths, by the fact's name.
 TORCH_SWITCHES = {
     "TF32 in products": "backends.cuda.matmul.allow_tf32", "TF32 in convolutions": "backends.cudnn.allow_tf32",
     "float32 products": "get_float32_matmul_precision",
@@ -55,7 +59,7 @@ TORCH_SWITCHES = {
     "Plain attention in half precision": "backends.cuda.fp16_bf16_reduction_math_sdp_allowed",
     "Default type": "get_default_dtype",
 }
-# Options of WebUIs that change an image.
+# Options of WebUIs that change an image. No WebUI has all of them.
 OPTIONS = (
     "cross_attention_optimization", "upcast_attn", "s_min_uncond", "s_min_uncond_all", "token_merging_ratio",
     "token_merging_ratio_hr", "hypertile_enable_unet", "hypertile_enable_vae", "fp8_storage", "cache_fp16_weight",
@@ -70,8 +74,8 @@ OPTIONS = (
 
 
 def as_fact(value: Any) -> str:
-    """A value as one short line of a report: "on" or "off" for a bool, a list's values joined by commas, only the last
-    part of a path; NOTHING for None and an empty text."""
+    """A value as one line of a report: "on" or "off" for a bool, a list's values joined by commas, only the last part
+    of a path; NOTHING for None and an empty text. A text is cut after LONGEST_VALUE characters."""
     if isinstance(value, bool):
         return format_value(value)
     if isinstance(value, (list, tuple)):
@@ -120,11 +124,10 @@ def package_version(name: str) -> str:
 
 
 def torch_switch(path: str) -> str:
-    """The value of torch's attribute at this dotted path, as text; if it is a function, its result. UNREADABLE if this
-    torch does not have it.
+    """The value of torch's attribute at this dotted path, as text; if the attribute is a function, its result.
 
-    PyTorch raises for a name that it does not have (torch 2.1 asserts it), and for an old switch that newer ones
-    contradict.
+    UNREADABLE if torch raises: for a name that it does not have (torch 2.1 asserts it), and for an old switch that
+    newer ones contradict.
     """
     try:
         value = operator.attrgetter(path)(torch)
@@ -137,7 +140,7 @@ def torch_switch(path: str) -> str:
 
 
 def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[str, Any]) -> Facts:
-    """The facts of OneDiff: its settings, the backend and route of the last image, and the choices that were tuned on
+    """The facts of OneDiff: its settings, the backend and route of the last call, and the choices that were tuned on
     this machine.
 
     status: runtime.status(). tuned: the tuned choices by name; only their number and a hash become facts.
@@ -153,8 +156,8 @@ def onediff_facts(settings: Settings, status: Mapping[str, Any], tuned: Mapping[
 
 
 def host_facts(release: str) -> Facts:
-    """The facts of the WebUI that OneDiff runs in: the loaded model, the options that change images, the types, and the
-    flags of its command line. release: its name and version, for example "A1111 v1.10.1"."""
+    """The facts of the WebUI that OneDiff runs in: the loaded model, the options that change images, the dtypes, and
+    the flags of its command line. release: the WebUI's name and version, for example "A1111 v1.10.1"."""
     from modules import shared
 
     # Options with other values may be paths and passwords.
@@ -177,12 +180,12 @@ def host_facts(release: str) -> Facts:
 
 
 def named(holder: Any, names: Iterable[str]) -> dict[str, str]:
-    """The values of those attributes that the holder has, as facts by name."""
+    """The holder's attributes of these names, as facts by name; names that it does not have are left out."""
     return {name: as_fact(getattr(holder, name)) for name in names if hasattr(holder, name)}
 
 
 def attention_name() -> str:
-    """The name of the attention that the WebUI's own UNet uses; NOTHING if it is unknown."""
+    """The name of the attention that the WebUI's own UNet uses, of the Forge family or of A1111; NOTHING if unknown."""
     forge = sys.modules.get("backend.attention")
     a1111 = sys.modules.get("modules.sd_hijack")
     if forge is not None:

@@ -24,16 +24,21 @@ from ..core.settings import (
 )
 from .presets import AS_IN_SETTINGS, PRESETS, preset_of, with_preset
 
+# The infotext's keys: of the options, and of the reason why a run was not made with the OneDiff options that it asked
+# for. A client of the WebUI's API gets the reason only there.
 KEY = "OneDiff"
-# The infotext key for the reason why a run was not made with the OneDiff options that it asked for. A client of the
-# WebUI's API gets the reason only here.
 PROBLEM = "OneDiff problem"
+# The option that switches OneDiff on, and the word before a preset's name in a text.
 SWITCH = "enabled"
 SPEED = "speed"
+# Values of the infotext's entry in place of "on", if OneDiff does not serve the model.
 NOT_SERVED = "not accelerated"
 VAE_ALONE = "only the VAE accelerated"
+# A sentence of problem_of.
 NO_SWITCH = "Its OneDiff options are not set at all, because they do not begin with on or off."
+# Separates the parts of a text.
 PARTS = re.compile(r"[;\n]")
+# See paste_functions.
 PasteFunction = Callable[[dict[str, Any]], "bool | str | None"]
 
 
@@ -41,11 +46,12 @@ def describe(
     settings: Settings, inactive: Collection[str] = (), is_served: bool = True, has_our_vae: bool = False,
     of_other_models: Collection[str] = (),
 ) -> str:
-    """The value of the infotext's entry OneDiff, for a generation that was made with these settings.
+    """The value of the infotext's entry OneDiff, for a generation that was made with these settings: see the module. In
+    place of "on", it begins with VAE_ALONE or NOT_SERVED if OneDiff does not serve the model.
 
     inactive: options that had no effect; they are left out, so that pasting sets their defaults.
     is_served: whether OneDiff serves the generation's model. If not, pasting its infotext sets nothing.
-    has_our_vae: whether OneDiff has decoded its images.
+    has_our_vae: whether OneDiff has decoded the generation's images.
     of_other_models: options without effect on the generation's model. They are not written as single options, but the
         named preset may include them: pasted for the same model, they have no effect again.
     """
@@ -60,9 +66,10 @@ def describe(
 
 
 def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
-    """The shortest description of a run: the name of the preset, or AS_IN_SETTINGS, from which the fewest options
-    differ, and these options in words, such as "backend eager". The switch `enabled` is left out. wanted: the run's
-    settings. standing: the settings tab's, from which AS_IN_SETTINGS counts."""
+    """The shortest description of a run: a preset's name or AS_IN_SETTINGS, and the options that differ from it in
+    words, such as "backend eager". A preset is chosen only if it saves more than one option. The switch `enabled` is
+    left out. wanted: the run's settings. standing: the settings tab's, which AS_IN_SETTINGS means, and which a preset
+    changes."""
     names = options_of_a_run().keys() - {SWITCH}
 
     def changes_from(base: Settings) -> list[str]:
@@ -83,8 +90,8 @@ def shortest(wanted: Settings, standing: Settings) -> tuple[str, list[str]]:
 
 
 def names_by_label() -> dict[str, str]:
-    """The names of a run's options, by their labels on the page; the labels are in lower case and without the part in
-    brackets."""
+    """The names of a run's options, by the options' labels on the page; the labels are in lower case and without the
+    part in brackets."""
     return {
         option.metadata["label"].partition(" (")[0].lower(): name for name, option in options_of_a_run().items()
     }
@@ -93,10 +100,10 @@ def names_by_label() -> dict[str, str]:
 def words_in(text: str) -> dict[str, str]:
     """The values of the options in a text, as words, by the option's name. A preset ("speed Fast") adds all of its
     options; "on" or "off" alone is the value of SWITCH. Nothing is checked: unknown names and wrong values are returned
-    as they are, an unknown preset as the value of SPEED.
+    as they are, an unknown preset as the value of SPEED, an option without a value as "".
 
-    An option may be written by its name or by its label: "DeepCache interval 3". If it is there twice, its last value
-    counts.
+    An option may be written by its name or by its label: "DeepCache interval 3". If an option is there twice, its last
+    value counts.
     """
     words: dict[str, str] = {}
     labels = names_by_label()
@@ -123,7 +130,7 @@ def words_in(text: str) -> dict[str, str]:
 
 def read_changes(text: str) -> dict[str, Any]:
     """The values of the options in a text such as "deepcache_interval 3; vae_precision=fp16", by name and with the
-    options' types; {} for an empty text. The text may be typed, or copied from infotext with its key.
+    options' types; {} for an empty text. The text may be typed, or copied from infotext together with KEY.
 
     Raises ValueError with a sentence for each unknown option and wrong value.
     """
@@ -141,8 +148,8 @@ def read_changes(text: str) -> dict[str, Any]:
 
 
 def value_of(name: str, word: str, options: Mapping[str, Field[Any]]) -> Any:
-    """The value that a word means for an option of a run, with the option's type. name: the option's name, or what the
-    user has written in its place. options: those of a run, by name. Raises ValueError with a sentence for an unknown
+    """The value that a word means for an option of a run, with the option's type. name: the option's name as words_in
+    gives it, which may be unknown. options: those of a run, by name. Raises ValueError with a sentence for an unknown
     option or preset, and for a wrong value."""
     if name == SPEED:
         # words_in has replaced the presets that exist: this raises, with the names of those.
@@ -176,8 +183,8 @@ def parse(text: Any) -> dict[str, Any]:
 
 
 def problem_of(text: Any) -> str:
-    """Sentences for the user on what is not used of an infotext's entry OneDiff (text): unknown options, wrong values,
-    or all of it; "" if everything is used or the entry is empty."""
+    """Sentences for the user on the parts of an infotext's entry OneDiff (text) that parse() leaves out: unknown
+    options, wrong values, or all options; "" if it leaves out none, or the entry is empty, NOT_SERVED or VAE_ALONE."""
     written = str(text).strip()
     if written in ("", NOT_SERVED, VAE_ALONE):
         return ""
@@ -193,8 +200,8 @@ def paste_functions(
     standing: Callable[[], Settings], tell: Callable[[str], object],
 ) -> tuple[PasteFunction, PasteFunction, PasteFunction]:
     """Three functions that set the accordion's checkbox, list of presets and text of extra options from a pasted
-    infotext. Each takes the infotext as the WebUI has parsed it, and returns the component's new value, or None to
-    leave it.
+    infotext. Each takes the infotext as the WebUI has parsed it, and returns the component's new value; None, which
+    leaves the component as it is, if parse() gives {} for the entry OneDiff or there is no such entry.
 
     The next run then has the settings of the infotext. Options that have the same value in the settings tab are not
     written into the accordion, so that they go on following that tab. standing: returns the settings tab's settings.

@@ -10,8 +10,10 @@ from ..core.jobs import CANCELLED, COMPARISON, DONE, IMAGE, PREWARM, RUNNING, Jo
 from .amounts import counted, seconds
 from .markup import bar_html
 
+# See jobs_html.
 MOST_WAITING_SHOWN = 25
 MOST_FINISHED_SHOWN = 8
+# The page's names of the kinds of jobs.
 KINDS = {IMAGE: "Image", COMPARISON: "Compare", PREWARM: "Pre-warm"}
 # A shorter remaining time is not shown.
 LEAST_SECONDS_LEFT = 2.0
@@ -23,7 +25,7 @@ class Clicks(NamedTuple):
     cancelled: ids of jobs to cancel.
     clear: whether to remove finished jobs from the list.
     shown: the id of the comparison to show; 0: the newest.
-    sizes: those to pre-warm, for example "512x512".
+    sizes: the sizes to pre-warm, for example "512x512".
     sort: the column by which the table is sorted ("": none), and whether the largest value comes first.
     asked: the size that is set in the txt2img tab; "" if unknown.
     """
@@ -37,8 +39,8 @@ class Clicks(NamedTuple):
 
 
 def read_clicks(text: Any) -> Clicks:
-    """The clicks in the JSON object that javascript/onediff.js sends. Values of a wrong type count as no click, and so
-    does any other text."""
+    """The clicks in the JSON object that javascript/onediff.js sends. A value of a wrong type counts as no click; a
+    text that is no JSON object, or None, as no clicks at all."""
     try:
         sent = dict(json.loads(text))
     except (TypeError, ValueError):
@@ -59,8 +61,8 @@ def values_of(kind: type, sent: Any) -> tuple[Any, ...]:
 
 
 def do(clicks: Clicks, queue: JobQueue) -> None:
-    """Carry out the clicks on the list of jobs: cancel jobs, and remove finished ones. Unknown and finished jobs cannot
-    be cancelled; they are ignored. Clicks on sizes are left to the caller."""
+    """Carry out the clicks on the list of jobs: cancel jobs, and remove finished ones. Jobs to cancel that are unknown
+    or finished are ignored. All other clicks are left to the caller."""
     for job in clicks.cancelled:
         queue.cancel(job)
     if clicks.clear:
@@ -68,8 +70,9 @@ def do(clicks: Clicks, queue: JobQueue) -> None:
 
 
 def jobs_html(jobs: Sequence[Job]) -> str:
-    """The list of jobs as markup: a line for each of the last finished ones (MOST_FINISHED_SHOWN), then for the next
-    pending ones (MOST_WAITING_SHOWN), with progress and buttons for javascript/onediff.js; "" without jobs."""
+    """The list of jobs as markup: a line for each of the last finished jobs (at most MOST_FINISHED_SHOWN), then for
+    each of the next running and waiting jobs (at most MOST_WAITING_SHOWN), with progress and buttons for
+    javascript/onediff.js; "" without jobs."""
     pending = [job for job in jobs if job.pending]
     over = [job for job in jobs if not job.pending]
     shown = [*over[-MOST_FINISHED_SHOWN:], *pending[:MOST_WAITING_SHOWN]]
@@ -85,8 +88,8 @@ def jobs_html(jobs: Sequence[Job]) -> str:
 
 
 def job_html(job: Job) -> str:
-    """A job's name, progress bar, state and buttons as markup: Show for a comparison with an image, Cancel for a job
-    that can be cancelled."""
+    """A job's name, progress bar, state and buttons as markup: Show for a comparison with an image; Cancel for a job
+    that runs or waits, except an image of the WebUI that waits."""
     name = html.escape(f"{KINDS[job.kind]} {job.title}".strip())
     bar = bar_html(100 * job.share, name) if job.state == RUNNING else ""
     buttons = ""
@@ -109,7 +112,8 @@ def small_button(action: str, job: int, text: str, label: str) -> str:
 
 
 def job_sentence(job: Job) -> str:
-    """A job's state in words, shown beside its name, for example "40 %, step 8 of 20, about 12 s left"."""
+    """A job's state in words, shown beside its name, for example "40 %, step 8 of 20, about 12 s left". Without a time
+    left that is unknown or shorter than LEAST_SECONDS_LEFT."""
     if job.state == DONE:
         return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
     if job.state == CANCELLED or job.reason:

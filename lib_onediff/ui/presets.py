@@ -11,12 +11,13 @@ from typing import Any
 
 from ..core.settings import Settings, did_you_mean, options_of_a_run
 
-# The choice of no preset.
+# In the list of presets, this choice means no preset.
 AS_IN_SETTINGS = "As in the settings"
 EXACT = "Exact"
 BALANCED = "Balanced"
 FAST = "Fast"
 DRAFT = "Draft"
+# The options of a run that presets leave as they are.
 NOT_OF_PRESETS = frozenset({"enabled", "backend"})
 # Options that compute each layer faster and less precisely, independent of those that skip steps.
 FASTER_LAYERS: Mapping[str, Any] = {
@@ -30,7 +31,7 @@ class Preset:
 
     name: for users. images: a clause for users on how its images differ from the WebUI's.
     seconds: the duration of one image of SDXL at 1024x1024 on an H100, as measured in .readme/measurements.md.
-    values: the options that are not at their defaults.
+    values: the options that the preset sets to another value than their default, by name.
     """
 
     name: str
@@ -40,8 +41,8 @@ class Preset:
 
     @property
     def explanation(self) -> str:
-        """A sentence for users: its measured speed as a multiple of Exact's, on which card, and how its images differ.
-        """
+        """A sentence for users: the preset's measured speed as a multiple of Exact's, on which card, and how its images
+        differ; for Exact only the latter."""
         if self.name == EXACT:
             return f"{self.images}."
         return f"{PRESETS[EXACT].seconds / self.seconds:.1f}x as fast as Exact with SDXL on an H100; {self.images}."

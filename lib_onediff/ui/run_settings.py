@@ -17,14 +17,16 @@ from .infotext import KEY, PROBLEM, read_changes
 from .presets import AS_IN_SETTINGS, with_preset
 
 log = logging.getLogger("onediff")
+# An example of extra options, for the page and messages.
 EXAMPLE = "low_bit fp8; backend eager"
 # Generations that are equal in these attributes take the WebUI equally long, unless other extensions differ.
 MAKE_IMAGES_ALIKE = (
     "width", "height", "batch_size", "n_iter", "steps", "sampler_name", "cfg_scale", "denoising_strength", "enable_hr",
     "hr_upscaler", "hr_scale", "hr_resize_x", "hr_resize_y", "hr_second_pass_steps",
 )
-# How an image's record marks weights that the GPU holds in eight bits alone.
+# The mark in ImageRecord.backends of the option low_bit_only: weights that the GPU holds in eight bits alone.
 ONLY = str(Lossy("int8", only=True))
+# All options of DeepCache, for UNets and for transformers.
 CACHE_OPTIONS = DEEPCACHE_OPTIONS | TRANSFORMER_OPTIONS
 # The values of our script's arguments in a new accordion: the checkbox, the preset and the extra options.
 AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
@@ -33,10 +35,12 @@ AS_AT_FIRST = (True, AS_IN_SETTINGS, "")
 def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
     """The settings for a generation: those of the settings tab (standing), changed by our script's arguments.
 
-    arguments: at most three; missing ones have the values of a new accordion. The first is True or False (False
-    switches OneDiff off), or a mapping of option names to values from an API client, which overrides the other two. The
-    second is a preset's name; None, "" or AS_IN_SETTINGS for no preset. The third is a text of options, see
-    infotext.read_changes. Raises ValueError with a sentence for anything else, unless the first one is False.
+    arguments: the first three count; missing ones have the values of a new accordion. The first is True or False (False
+    switches OneDiff off), or a mapping of option names to values from an API client, which overrides the second and the
+    third. The second is a preset's name; None, "" or AS_IN_SETTINGS for no preset. The third is a text of options, see
+    infotext.read_changes; None for none.
+    Raises ValueError with a sentence for other or wrong values; not if the first argument is False, since OneDiff is
+    off then.
     """
     used, preset, changes = filled(arguments)
     if not isinstance(used, bool | dict):
@@ -52,7 +56,8 @@ def settings_of_run(arguments: Sequence[Any], standing: Settings) -> Settings:
 
 def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, standing: Settings) -> Settings:
     """settings_of_run with its three arguments by name. OneDiff is on only if it is on in the settings tab and no
-    argument switches it off. Raises ValueError with a sentence for a preset or changes of a wrong type or value."""
+    argument switches it off. Raises ValueError with a sentence for a wrong type or value of preset or changes, and of
+    an option in a mapping."""
     settings = standing
     if not isinstance(preset, str | None):
         raise ValueError(f"OneDiff's second script argument is the name of a preset, not {preset!r}.")
@@ -68,8 +73,9 @@ def settings_of_parts(used: bool | dict[str, Any], preset: Any, changes: Any, st
 
 
 def refusal_while_off(arguments: Sequence[Any]) -> str:
-    """The sentence for a run that sets options while OneDiff is switched off in the settings tab: they have no effect.
-    "" if the run sets none, or switches OneDiff off itself. arguments: see settings_of_run."""
+    """The sentence for a run while OneDiff is switched off in the settings tab: its options have no effect. "" if the
+    first argument is True with neither preset nor changes, or if the first argument switches OneDiff off; any other
+    mapping gets the sentence, also {"enabled": True}. arguments: see settings_of_run."""
     used, preset, changes = filled(arguments)
     off = used is False or (isinstance(used, dict) and used.get("enabled") is False)
     nothing = used is True and preset in ("", None, AS_IN_SETTINGS) and not changes
@@ -87,8 +93,8 @@ def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | N
     """Write the settings of the generation p into its infotext parameters, without options that had no effect. Called
     before a generation and again after each batch.
 
-    is_served: whether OneDiff serves the model. image: the record of the images that are made. Without one, only
-    options without effect on this machine are left out.
+    is_served: whether OneDiff serves the model. image: the record of the images that are made; None before the first:
+    then, of a served model, only options without effect on this machine are left out.
     """
     changed = settings.changed_from(Settings()) if settings.enabled else {}
     of_a_run = options_of_a_run()
@@ -105,8 +111,8 @@ def describe(p: Any, settings: Settings, is_served: bool, image: ImageRecord | N
 
 
 def inactive_options(settings: Settings, image: ImageRecord) -> Iterator[str]:
-    """The names of options that had no effect on the images of this record, whatever their values. settings: those of
-    the run."""
+    """The names of options that had no effect on the images of this record, also of options that are at their defaults.
+    settings: those of the run."""
     if PROMPT_ALONE not in image.steps:
         yield "skip_negative_after"
     if not image.cache_options:
@@ -143,8 +149,9 @@ def filled(arguments: Sequence[Any]) -> tuple[Any, Any, Any]:
 
 def end_image(p: Any, checkpoint: str, is_whole: bool) -> None:
     """Close the generation p in the runtime and make the record of its images, which the status shows as the last
-    image's. Does nothing if none was begun for p, because OneDiff is off. checkpoint: the name of the loaded one.
-    is_whole: False if the generation was interrupted."""
+    image's. Does nothing if no generation was begun for p, because OneDiff is off in the settings tab, and if p is a
+    copy of the processing object whose generation goes on. checkpoint: the name of the loaded checkpoint. is_whole:
+    False if the generation was interrupted."""
     generation = runtime.generations.end(p)
     if generation is None:
         return

@@ -31,6 +31,7 @@ from .effects import described, why_no_effect
 from .events import HIDDEN, QUIET, browser_input, in_the_browser, kept_out_of_defaults, live_html
 from .presets import PRESETS
 
+# The section's name in the WebUI, and its title on the page.
 SECTION = ("onediff", "OneDiff")
 # An option whose range has more steps than this gets a number field, because a slider could not reach each value.
 MOST_STEPS_OF_A_SLIDER = 1000
@@ -38,17 +39,17 @@ log = logging.getLogger("onediff")
 
 
 def add_options(opts: Any, option_info: Callable[..., Any], changed: Callable[[], None]) -> None:
-    """Register every field of Settings as an option of the WebUI, and configure the runtime with the stored values, now
-    and after every change.
+    """Register every field of Settings as an option of the WebUI, and configure the runtime with the WebUI's values,
+    now and after every change of an option.
 
     If a user sets a wrong value, all options keep their old values, and the page and the log say so.
 
-    opts: the WebUI's shared.opts; option_info: its OptionInfo; changed: called each time after that, also if the values
-    were wrong.
+    opts: the WebUI's shared.opts. option_info: the WebUI's class OptionInfo. changed: called after each time that the
+    runtime was to be configured, also if the values were wrong.
     """
 
     def apply() -> None:
-        """Called by the WebUI after a change of any option."""
+        """Called by the WebUI after a change of one of our options."""
         # If this raised, the WebUI would undo the change or print a traceback.
         runtime.guard.attempt("reading the settings", read)
         changed()
@@ -92,8 +93,8 @@ def for_the_browser() -> str:
 
 def build_for_the_browser() -> None:
     """Build hidden components for javascript/onediff_settings.js inside the open gradio context: the data on all
-    options, and a button that checks the values on the page. The WebUI builds the settings page itself, so they are
-    elsewhere on the page."""
+    options, and a button that checks the values on the settings page. The WebUI builds the settings page itself, so
+    these components are elsewhere."""
     gr.HTML(for_the_browser())
     chosen = browser_input()
     checked = live_html("settings_checked")
@@ -105,10 +106,11 @@ def build_for_the_browser() -> None:
 
 
 def checked_for_the_browser(chosen: Any) -> str:
-    """A hidden HTML element with data for javascript/onediff_settings.js, as JSON: the given values, the values in
-    force of all options, and a sentence for each wrong value. All by the WebUI's names of the options.
+    """A hidden HTML element with data for javascript/onediff_settings.js, as JSON: the chosen values ("of"), the values
+    in force of all options ("in_force"), and a sentence for each wrong chosen value ("problems"); each by the WebUI's
+    names of the options (host_key).
 
-    chosen: the values on the page, as a JSON object; any other text counts as an empty one.
+    chosen: the values on the page, as a JSON object; any other text, and None, counts as an empty object.
     """
     try:
         values = dict(json.loads(chosen))
@@ -126,14 +128,15 @@ def checked_for_the_browser(chosen: Any) -> str:
 
 def problem_of_value(option: Field[Any], value: Any) -> str:
     """Why a value from the page is wrong for its option, as a sentence to be shown below its field; "" if it is right.
-    A number may come as text."""
+    A number may come as text, and a whole number as 2.0."""
     kind = type(option.default)
     try:
         if kind in (int, float):
             try:
-                value = kind(value)
+                number = float(value)
             except (TypeError, ValueError):
                 return f"This is not a number: {value!r}."
+            value = int(number) if kind is int and number.is_integer() else number
         check_value(option, value)
     except ValueError as problem:
         return str(problem).replace(f"OneDiff option {option.name} ", "This ")
@@ -141,8 +144,8 @@ def problem_of_value(option: Field[Any], value: Any) -> str:
 
 
 def option_for_the_browser(option: Field[Any]) -> dict[str, Any]:
-    """The data of one option for javascript/onediff_settings.js: its group, label, default, notes, and the values of
-    other options at which it has no effect."""
+    """The data of one option for javascript/onediff_settings.js: its group, label, default (also as a word), notes(),
+    why_useless(), and the values of other options at which it has no effect."""
     metadata = option.metadata
     return {
         "group": metadata["group"], "default": option.default, "shown": format_value(option.default),
@@ -163,8 +166,8 @@ def notes(option: Field[Any]) -> dict[str, str]:
 
 
 def why_useless(option: Field[Any]) -> str:
-    """Why an option has no effect on this machine, whatever value a user sets in place of its default; "" if at least
-    one value has an effect."""
+    """Why an option has no effect on this machine, whatever value a user sets in place of its default; "" if a value
+    has an effect. Tries all values of a list, only the bounds of a number, and none of an option without either."""
     reason = None
     values = [parse_value(option, word) for word in words_of(option)] or option.metadata["bounds"] or ()
     for value in values:
@@ -196,7 +199,8 @@ def tell(text: str) -> None:
 
 
 def component_of(option: Field) -> tuple[type, dict[str, Any]]:
-    """The gradio component class for an option, and its keyword arguments."""
+    """The gradio component class for an option, and its keyword arguments: Radio for a list of choices, Checkbox for a
+    bool, Slider for a number with few steps between its bounds, Number for other numbers, Textbox for texts."""
     choices = option.metadata["choices"]
     if choices:
         return gr.Radio, {"choices": list(choices)}
@@ -211,11 +215,11 @@ def component_of(option: Field) -> tuple[type, dict[str, Any]]:
 
 
 def settings_from(opts: Any) -> Settings:
-    """The settings in the WebUI's options (shared.opts). While a generation overrides options (override_settings), they
-    have its values.
+    """The settings in the WebUI's options (shared.opts). While a generation overrides options (override_settings), the
+    overriding values are in the settings.
 
-    Options that the WebUI has not registered have the runtime's present values: with --nowebui it registers none.
-    Raises ValueError with a sentence for a wrong value.
+    Options that the WebUI has not registered have the runtime's present values: with --nowebui, the WebUI registers
+    none. Raises ValueError with a sentence for a wrong value.
     """
     return Settings.from_mapping({
         option.name: getattr(opts, host_key(option.name), getattr(runtime.settings, option.name))
@@ -224,11 +228,11 @@ def settings_from(opts: Any) -> Settings:
 
 
 def stored_settings(opts: Any) -> Settings:
-    """The settings that the WebUI has stored, before its options are registered. Options that are not stored have
+    """The settings that the WebUI has stored, before our options are registered. Options that are not stored have
     their defaults.
 
-    Wrong values are replaced by defaults, in the WebUI too: it could not apply a page that shows a wrong choice.
-    Unknown options are removed. Both are logged.
+    A wrong value is replaced by the option's default, in the WebUI's stored options too: the WebUI could not apply a
+    page that shows a wrong choice. Unknown options with our prefix are removed there. Each of these is logged.
     """
     stored = {key for key in opts.data if key.startswith(HOST_KEY_PREFIX)}
     settings = Settings()

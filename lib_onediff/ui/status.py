@@ -19,22 +19,25 @@ from .amounts import NOTHING, counted, milliseconds, seconds, times
 from .markup import fact_html
 from .presets import PRESETS
 
-# The names of routes in the accordion's title, and inside it.
+# The names of routes (status["route"]) in the accordion's title, and inside the accordion.
 SHORT_ROUTES = {"graph": "graph", "plain": "no graph", "host": "WebUI alone"}
 ROUTES = {"graph": "CUDA graph", "plain": "without CUDA graphs", "host": "the WebUI alone"}
+# The names of the kinds of steps, by the keys of status["image"]["steps"].
 STEPS = {
     "whole": "whole", "cached": "cached", "prompt alone": "without negative prompt", "forecast": "extrapolated",
     "host": "by the WebUI alone",
 }
-# The parts of a status on policies that skip steps and on the second GPU; each is a mapping of counts and texts.
+# The keys of a status for the policies that skip steps, and for the second GPU. The value of each key is a mapping of
+# counts and texts.
 OF_THE_STEPS = ("deepcache", "guidance", "forecast", "second_gpu")
-# The names of the parts of an image's time.
+# The names of the parts of an image's time, by the keys of status["image"]["spent"].
 SPENT = {
     "unet": "steps", "first_use": "first use of this size", "slower": "slower steps", "vae": "VAE",
     "inside": "images inside it", "rest": "other",
 }
-# The title names a part besides the steps from this share of the time on.
+# The title names a part besides the steps from this share of the image's time on.
 MUCH = 0.25
+# Parts that took less time are not named.
 LEAST_SECONDS = 0.05
 # Shown in place of the two status lines if making them fails.
 UNREADABLE = ("", '<p class="onediff-reason">OneDiff cannot show its status: see the console.</p>')
@@ -44,8 +47,9 @@ def current_status(webui: Any) -> dict[str, Any]:
     """runtime.status() together with the WebUI's name and release, the number of hooks in place, notes on the WebUI's
     settings, the machine, and the names of the presets, the exact one first. webui: the adapter.
 
-    While OneDiff is off or does not serve the model, its data on the last call are empty and have the reason: that call
-    was made with another model or setting.
+    While OneDiff is off or does not serve the model, "route" is "host", "reason" says why, and all other data on the
+    last call are empty, because that call was made with another model or setting. "served" is whether the model is
+    served.
     """
     part: Any = partial(runtime.guard.attempt, "the status")
     status = {
@@ -66,7 +70,8 @@ def current_status(webui: Any) -> dict[str, Any]:
 
 
 def summary_html(status: dict[str, Any]) -> str:
-    """The status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.7x faster, graph".
+    """Markup of the status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.7x faster,
+    graph"; or that OneDiff is off, that the model is not served, or that there is no image yet.
 
     The title has room for two lines. So a part that took much of the image's time, such as the VAE, replaces the step:
     "4.4 s/image, VAE 1.3 s, 1.6x faster, no graph". On a phone: "0.9 s/image, 1.7x faster, graph".
@@ -112,14 +117,15 @@ def on_wide(words: str) -> str:
 
 
 def image_sentence(status: dict[str, Any]) -> str:
-    """The duration of the last image, beside the WebUI's own: "0.9 s (WebUI 1.6 s)"; "" if unknown."""
+    """The duration of the last image, and in brackets, if known, of a similar one by the WebUI alone: "0.9 s (WebUI
+    1.6 s)". Words for an image that failed or was interrupted, see image_times; "" if the duration is unknown."""
     return "".join(image_times(status))
 
 
 def image_times(status: dict[str, Any], unit: str = "") -> tuple[str, str]:
-    """The duration of the last image, and the WebUI's own to follow it: ("0.9 s/image", " (WebUI 1.6 s)"); "" for
-    each that is unknown. For an image that failed or was interrupted, the first is words such as "interrupted after
-    2 s". unit: follows our duration, such as "/image"."""
+    """The duration of the last image, and the duration of a similar one by the WebUI alone, to follow it:
+    ("0.9 s/image", " (WebUI 1.6 s)"); "" for each that is unknown. ("interrupted after 2 s", "") for an interrupted
+    image, ("failed", "") for a failed one. unit: follows our duration, such as "/image"."""
     image = status.get("image") or {}
     took = image.get("seconds")
     if image.get("state") == FAILED:
@@ -132,8 +138,8 @@ def image_times(status: dict[str, Any], unit: str = "") -> tuple[str, str]:
 
 
 def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
-    """The seconds that each part of the last image took (by the keys of SPENT), except its steps, longest first; {} if
-    the steps took nearly all, or if the parts are not known."""
+    """The seconds that each part of the last image took (by the keys of SPENT), except its steps and parts of up to
+    LEAST_SECONDS, longest first; {} if the steps took nearly all, or if the parts are not known."""
     image = status.get("image") or {}
     spent = {name: took or 0.0 for name, took in (image.get("spent") or {}).items()}
     took = image.get("seconds")
@@ -144,7 +150,8 @@ def spent_beside_steps(status: dict[str, Any]) -> dict[str, float]:
 
 
 def largest_beside_steps(status: dict[str, Any]) -> str:
-    """The longest part of the image's time besides the steps, if it took much of the time: "VAE 13 s"; otherwise ""."""
+    """The longest part of the last image's time besides the steps, if this part took at least the share MUCH of the
+    time: "VAE 13 s"; otherwise ""."""
     found = next(iter(spent_beside_steps(status).items()), None)
     if found is None or found[1] < MUCH * status["image"]["seconds"]:
         return ""
@@ -169,15 +176,15 @@ def parts_sentence(status: dict[str, Any]) -> str:
 
 
 def inside_sentence(status: dict[str, Any]) -> str:
-    """The images that an extension such as ADetailer made within the last one, with their durations: "512x512 1.2 s";
-    "" for none."""
+    """The images that an extension such as ADetailer made within the last image, with their sizes and durations:
+    "512x512 1.2 s"; "" for none."""
     inside = (status.get("image") or {}).get("inside") or []
     return ", ".join(f"{one['resolution'] or NOTHING} {seconds(one['seconds'] or 0.0)}" for one in inside)
 
 
 def route_sentence(status: dict[str, Any]) -> str:
-    """The route of the last call, and how many of the image's calls had it if others had another one: "CUDA graph (18
-    of 20 calls)"; NOTHING if there was no call."""
+    """The route of the last call, and, if the image's calls had several routes, how many had this one: "CUDA graph (18
+    of 20 calls)"; NOTHING if there was no call. The WebUI alone for a model that is not served."""
     if not status.get("served", True):
         return ROUTES["host"]
     calls = (status.get("image") or {}).get("calls") or {}
@@ -186,8 +193,8 @@ def route_sentence(status: dict[str, Any]) -> str:
 
 
 def gain_of(status: dict[str, Any]) -> float | None:
-    """The speedup, as the WebUI's time divided by ours: of an image if a similar one was made without OneDiff,
-    otherwise of a step. None if neither is known."""
+    """The speedup, as the WebUI's time divided by ours: of the last image if a similar image was made without OneDiff,
+    otherwise of a step. None if neither speedup is known."""
     image = status.get("image") or {}
     took = image.get("seconds")
     alone = image.get("host_seconds")
@@ -234,8 +241,8 @@ def spent_html(status: dict[str, Any]) -> str:
 
 
 def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float) -> str:
-    """Markup of a bar, and below it the names and seconds of its parts, if there are several. name: the bar's, such as
-    "WebUI".
+    """Markup of a bar; if the bar has several parts, their names and seconds are below it, except for parts of less
+    than LEAST_SECONDS. name: the bar's, such as "WebUI".
 
     parts: by name, the style (the end of a class of style.css, onediff-of-...) and the seconds of each part. longest:
         the seconds of a bar of full width.
@@ -253,8 +260,8 @@ def one_bar_html(name: str, parts: dict[str, tuple[str, float]], longest: float)
 
 
 def reasons_of(status: dict[str, Any]) -> list[str]:
-    """Why the last call was not faster: the reason for its route, then those for which policies that skip steps, or the
-    second GPU, were inactive; [] for none."""
+    """Why the last call was not faster: the reason for its route, then the reasons for which policies that skip steps,
+    or the second GPU, were inactive; [] if there are no reasons."""
     inactive = [(status.get(part) or {}).get("reason") for part in OF_THE_STEPS]
     return [reason for reason in (status.get("reason"), *inactive) if reason]
 
@@ -268,8 +275,8 @@ def gpus_sentence(second: dict[str, Any]) -> str:
 
 
 def described(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """The facts on the last image as (label, text) pairs, in the order of the accordion; "" or NOTHING for those that
-    are not known."""
+    """The facts on the last image as (label, text) pairs, in the order of the accordion. The text of an unknown fact is
+    "" or NOTHING."""
     steps = (status.get("image") or {}).get("steps", {})
     kinds = ", ".join(f"{count} {STEPS.get(kind, kind)}" for kind, count in steps.items())
     mixed = f", mean of {kinds}" if status["step_ms"] is not None and len(steps) > 1 else ""
@@ -296,8 +303,8 @@ def backend_sentence(status: dict[str, Any]) -> str:
 
 
 def speed_sentence(status: dict[str, Any]) -> str:
-    """The speedup over the WebUI in words, or why it is unknown; NOTHING if the WebUI made the image or none is made.
-    The WebUI is timed when a shape is first used."""
+    """The speedup over the WebUI in words (see gain_of), or why it is unknown; NOTHING if it is unknown and the WebUI
+    made the image or no image is made. The WebUI's step is timed when a shape is first used."""
     if (gain := gain_of(status)) is not None:
         return times(gain)
     if status["route"] in (None, "host"):

@@ -14,13 +14,16 @@ from ..core.settings import Settings, check_value, options_of_a_run, parse_value
 from .infotext import SWITCH
 from .presets import PRESETS, preset_of, with_preset
 
+# The beginning of our axes' labels.
 PREFIX = "[OneDiff] "
+# The key of the presets' axis in a cell's values, and its value that switches OneDiff off.
 PRESET = "preset"
 OFF = "Off"
 # The attribute of a cell's generation that holds its values by option.
 CELL = "onediff_axes"
 # Values are rounded to so many digits: a plot that counts in steps of 0.1 reaches 0.30000000000000004.
 DIGITS = 8
+# An error that ends the plot, and a note below a cell's images.
 SWITCHED_OFF = "OneDiff is switched off in the settings tab, so this axis would change nothing."
 OFF_FOR_THIS_RUN = "OneDiff is off for this run, so its axes change nothing; tick 'Use OneDiff'."
 Standing = Callable[[], Settings]
@@ -43,7 +46,7 @@ def add_axes(scripts_data: Iterable[Any], standing: Standing) -> None:
 
 
 def remove_axes(scripts_data: Iterable[Any]) -> None:
-    """Remove the axes that add_axes has added, in place, also those of an earlier load of the script."""
+    """Remove from the plots' lists of axes those that add_axes has added, also at an earlier load of the script."""
     for plot in plots(scripts_data):
         plot.axis_options[:] = [axis for axis in plot.axis_options if not axis.label.startswith(PREFIX)]
 
@@ -114,9 +117,10 @@ def option_value(option: Field[Any], value: Any) -> Any:
 def settings_of_cell(p: Any, settings: Settings) -> Settings:
     """The settings of a run with the values of the plot's cell for which p is made; unchanged if p belongs to no plot.
 
-    The preset comes first and switches OneDiff on, or off for OFF; single options override it, whichever axis they are
-    on. If OneDiff is off for the run, the values have no effect, and a note below the images says so. Raises ValueError
-    with a sentence for a wrong value.
+    The preset of a presets' axis is applied first, and switches OneDiff on; OFF switches it off. Single options
+    override the preset, whichever axis they are on. If OneDiff is off for the run, and neither a presets' axis nor an
+    axis of `enabled` decides about that, the values have no effect, and a note below the images says so. Raises
+    ValueError with a sentence for a wrong value.
     """
     values = dict(getattr(p, CELL, {}))
     preset = values.pop(PRESET, None)

@@ -135,6 +135,8 @@ def test_a_users_text_is_not_markup_in_a_warning(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("name", "value", "says"), [
     ("deepcache_interval", "99", "This must be from 1 to 20, not 99."), ("deepcache_interval", "3", ""),
+    ("deepcache_interval", "2.5", "This takes a whole number, not 2.5."), ("deepcache_interval", 2.5, "a whole number"),
+    ("deepcache_interval", 2.0, ""), ("deepcache_interval", "inf", "This takes a whole number"),
     ("deepcache_interval", "", "This is not a number: ''."), ("prewarm", "huge", "'huge' is not a size"),
     ("prewarm", "most used 4", ""), ("enabled", True, ""), ("low_bit_budget", "0.02", ""), ("backend", "auto", ""),
     ("backend", "warp", "This must be one of auto, native"),

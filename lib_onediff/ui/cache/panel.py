@@ -51,12 +51,15 @@ from .table import (
     totals_html,
 )
 
+# Job.source of the jobs that this page queues.
 SOURCE = "panel"
-# A request waits so long for the work that it has begun. If the work takes longer, a later look shows the outcome.
+# A request waits at most this long for the work that it has begun. If the work takes longer, a later request shows its
+# outcome.
 SECONDS_FOR_A_CHORE = 1.0
-SELECT_FIRST = "Select at least one resolution in the table first."
-# The page offers so many of the most used sizes.
+# The number of most used sizes that the page offers.
 MOST_YOURS = 4
+# Messages on why nothing, or not everything, was done.
+SELECT_FIRST = "Select at least one resolution in the table first."
 NOTHING_PURGED = "Nothing was purged."
 GONE = "The selected resolutions are no longer in the table: nothing was changed."
 NONE_USED = "No size has been used with this model yet: make an image first, or type sizes."
@@ -70,14 +73,15 @@ PURGE_DISK = "Delete everything in the cache folder? Sizes that are ready stay r
 SELECTED = "window.onediff.selected()"
 
 
-# The message below the pre-warm controls and the one below the table, as markup ("" for none), and the work that is
-# still in progress (None for none).
+# The message below the pre-warm controls, the message below the table, each as markup ("" for none), and the work in
+# progress whose outcome the page still has to show (None for none).
 Answer = tuple[Any, Any, Chore | None]
 
 
 class Panel:
-    """The handlers of the page's buttons. The last argument of each, `waiting`, is the work in progress whose outcome
-    the page still has to show, or None. Each returns an Answer with the same work, or with new work in its place.
+    """The handlers of the page's buttons. The last argument of each handler, `waiting`, is the Answer's work from the
+    handler before. A handler that begins no work returns it again; one that begins new work returns that in its place,
+    and the outcome of the earlier work is not shown.
 
     runtime, warmup, queue: the runtime, the pre-warming and the list of jobs. exclusively: the adapter's
         WebUI.exclusively, which runs a function while no image is being made.
@@ -92,8 +96,8 @@ class Panel:
     # --- the pre-warm queue ---------------------------------------------------------------------------------------
 
     def prewarm(self, text: str, waiting: Chore | None) -> Answer:
-        """Queue the sizes in a text that a user has typed; None counts as an empty text. If it has an error or no size,
-        nothing is queued and the message tells it."""
+        """Queue the sizes in a text that a user has typed (core.sizes.parse_prewarm); None counts as an empty text. If
+        the text has an error or no size, nothing is queued and the message says so."""
         try:
             told = self._queue_sizes(parse_prewarm(text or ""))
         except ValueError as problem:
@@ -101,8 +105,9 @@ class Panel:
         return sentence(told), "", waiting
 
     def _queue_sizes(self, wanted: PrewarmList) -> str:
-        """Queue the sizes of a list. Returns sentences for the user on sizes that were in the queue already and on
-        sizes that take minutes; "" for none of these. Raises ValueError with a sentence if the list has no size."""
+        """Queue the sizes of a list. Returns sentences for the user on sizes that were in the queue already, and on
+        newly queued sizes that take minutes; "" if there are no such sizes. Raises ValueError with a sentence if the
+        list has no size, also because no size of the model was used yet."""
         used = self.runtime.history.most_used(self.warmup.model, wanted.most_used) if wanted.most_used else []
         if not wanted.sizes and not used:
             raise ValueError(NONE_USED if wanted.most_used else "Type at least one size, for example 512x512.")
@@ -122,7 +127,8 @@ class Panel:
         return " ".join(said)
 
     def cancel_all(self, waiting: Chore | None) -> Answer:
-        """Cancel all pre-warming, running and waiting; the message has the number of sizes."""
+        """Cancel all pre-warming, running and waiting. The message has the number of sizes, or says that there were
+        none."""
         sizes = self.warmup.stop()
         message = f"{counted(sizes, 'size')} cancelled." if sizes else "Nothing is being pre-warmed."
         return sentence(message), "", waiting
@@ -130,8 +136,9 @@ class Panel:
     # --- the table ------------------------------------------------------------------------------------------------
 
     def pin(self, keys: Any, waiting: Chore | None, pinned: bool = True) -> Answer:
-        """Pin the selected rows, or unpin them; rows that no longer exist are skipped. keys: a JSON list of the rows'
-        keys (table.key_of), from the page."""
+        """Pin the selected rows; unpin them if `pinned` is False. Rows that no longer exist are skipped. The message
+        has the number of rows, or says that no row is selected or left, or that the disk could not be written. keys: a
+        JSON list of the rows' keys (table.key_of), from the page."""
         chosen = read_list(keys, str)
         if not chosen:
             return "", sentence(SELECT_FIRST, wrong=True), waiting
@@ -145,9 +152,9 @@ class Panel:
         return "", sentence(f"{counted(known, 'resolution')} {'pinned' if pinned else 'unpinned'}."), waiting
 
     def purge_selected(self, keys: Any, waiting: Chore | None) -> Answer:
-        """Purge the selected rows, and the VAE's shapes at their resolutions unless another model's row has them too.
-        keys: a JSON list of the rows' keys (table.key_of), from the page; "" if the user has not confirmed, and then
-        nothing is purged."""
+        """Purge the selected rows that still exist, and the VAE's shapes at their resolutions unless another model's
+        row has these shapes too. keys: a JSON list of the rows' keys (table.key_of), from the page; "" if the user has
+        not confirmed, and then nothing is purged."""
         chosen = set(read_list(keys, str))
         affected = [row for row in self.runtime.rows() if key_of(row) in chosen]
         if chosen and not affected:
@@ -185,14 +192,15 @@ class Panel:
         return self._begin("Deleting", delete)
 
     def _purge(self, count: int, free: Callable[[], int], waiting: Chore | None) -> Answer:
-        """Begin to purge, by calling `free`; nothing if count is 0. count: the number of resolutions, for the message.
-        free: purges them, and returns the bytes of GPU memory that became free."""
+        """Begin to purge, by calling `free`; if count is 0, only say that nothing was purged. count: the number of
+        resolutions, for the message. free: purges them, and returns the bytes of GPU memory that became free."""
         if not count:
             return "", sentence(NOTHING_PURGED), waiting
         return self._begin("Purging", lambda: f"{counted(count, 'resolution')} purged, {memory(free())} of VRAM freed.")
 
     def release(self, waiting: Chore | None) -> Answer:
-        """Release the GPU memory that OneDiff holds (Services.release_memory). All is made again when it is needed."""
+        """Release the GPU memory that OneDiff holds (Services.release_memory). Graphs and weights are made again when
+        they are needed."""
         return self._begin("Releasing memory", lambda: f"{memory(self.runtime.release_memory())} of VRAM released.")
 
     def _begin(self, name: str, work: Callable[[], str]) -> Answer:
@@ -209,11 +217,12 @@ class Panel:
     # --- what the page shows --------------------------------------------------------------------------------------
 
     def view(self, clicks: Any, model: str, waiting: Chore | None) -> tuple[Any, ...]:
-        """Carry out the clicks, and return new values of all components that show the current state, in the order of
-        the outputs in build_cache_tab; gradio redraws those that differ.
+        """Carry out the clicks (cancel jobs, clear finished ones, pre-warm sizes), and return new values of all
+        components that show the current state, in the order of the outputs in build_cache_tab; gradio redraws those
+        that differ.
 
-        clicks: JSON, see read_clicks. model: the choice in the list of models. waiting: see Panel; its outcome is shown
-            once it is over.
+        clicks: JSON, see ui.jobs.read_clicks. model: the choice in the list of models. waiting: see Panel; once this
+            work is over, its outcome is shown and no work is waited for.
         """
         clicked = read_clicks(clicks)
         do(clicked, self.queue)
@@ -247,10 +256,10 @@ class Panel:
         return {f"{job.size.resolution} {self.warmup.model or ''}": job.id for job in jobs if job.pending}
 
     def sizes(self, asked: str) -> str:
-        """Markup of buttons for sizes to pre-warm: the txt2img tab's, the most used, and the usual ones of the loaded
-        model.
+        """Markup of buttons for sizes to pre-warm: the txt2img tab's size, the most used sizes, and the usual sizes of
+        the loaded model.
 
-        asked: the size in the txt2img tab, for example "512x512"; without a button if the text is no size.
+        asked: the size in the txt2img tab, for example "512x512"; it gets no button if the text is no size.
         """
         model = self.warmup.model
         usual = self.runtime.services.families.usual_sizes(model)
@@ -271,8 +280,8 @@ def if_confirmed(question: str, value: str = "'yes'") -> str:
 
 
 def read_list(text: Any, kind: type) -> list[Any]:
-    """The values of this type in a list that a page has sent as JSON; other values are left out. [] for any other text.
-    """
+    """The values of exactly this type in a list that a page has sent as JSON; other values are left out. [] if the text
+    is no JSON list."""
     try:
         values = json.loads(text)
     except (TypeError, ValueError):

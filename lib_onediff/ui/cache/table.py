@@ -30,7 +30,7 @@ SHAPE_COLUMNS = (
 )
 # The columns that are aligned to the right.
 NUMBERS = {"Batch", "Tokens", "Step", WEBUI_STEP, "Speed", VRAM, "Pre-warming", "Images", "Calls", "Error"}
-# The value by which each column sorts; rows without one (None) come last.
+# The value by which each column sorts. Rows for which it is None come last in both directions.
 SORTED_BY: Mapping[str, Callable[[ResolutionRow], Any]] = {
     "Resolution": lambda row: [int(side) for side in row.resolution.split("x") if side.isdigit()],
     "State": lambda row: row.state, "Step": lambda row: row.step_ms, WEBUI_STEP: lambda row: row.host_ms,
@@ -45,8 +45,9 @@ IN_TXT2IMG = "as in the txt2img tab"
 MOST_USED = "used with this model"
 # The page warns of pre-warming that takes this long or longer.
 MUCH_SECONDS = 60.0
-# The API's names of states that have another name on the page, and the meaning of each state.
+# The page's names of states that the API calls otherwise, by the API's name.
 STATE_NAMES = {"cold": "not checked yet", "proved": "checked"}
+# The meaning of each state, for tooltips and the legend, by the API's name.
 STATES = {
     "cold": "seen, but not yet compared with the WebUI's output",
     "proved": "agrees with the WebUI's output; runs without CUDA graphs",
@@ -92,8 +93,8 @@ def selected(
 ) -> list[ResolutionRow]:
     """The rows of a model, or of all models (None, "" or ALL_MODELS), as a new sorted list.
 
-    sort: a column, and whether the largest comes first. With "" or an unknown column, sizes that were never used come
-        first (they are in the pre-warm queue), then the most recently used ones.
+    sort: a column, and whether the largest value comes first. With "" or an unknown column, sizes that were never used
+        come first (they are in the pre-warm queue), then the others, the most recently used first.
     """
     shown = [row for row in rows if model in (None, "", ALL_MODELS, row.model)]
     column, descending = sort
@@ -120,9 +121,9 @@ def resolutions_html(
 ) -> str:
     """The table with at most MOST_ROWS rows, each with its shapes folded below it; a hint for users if there is no row.
 
-    rows: in the order of the table. sort: how they are sorted (see selected), which the heading shows. jobs: ids of
-    pending jobs by the keys of their rows, for a Cancel button in the row. has_gpu: if False, the column VRAM is left
-    out.
+    rows: in the order of the table. sort: how the rows are sorted (see selected), which the heading shows. jobs: ids of
+    pending jobs by the keys of their rows, for a Cancel button in the row; a row without a job has none. has_gpu: if
+    False, the column VRAM is left out.
     """
     if not rows:
         return '<p class="onediff-reason">Nothing yet. Generate an image, or pre-warm a size: click one above.</p>'
@@ -167,10 +168,11 @@ def row_html(cells: Mapping[str, str], columns: Iterable[str]) -> str:
 
 
 def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates: Mapping[Size, float]) -> str:
-    """Rows of buttons: the user's own sizes, then those usual for each kind of model.
+    """Rows of buttons: the user's own sizes, then the usual sizes of each kind of model, without the user's own. A row
+    without sizes is left out.
 
-    yours: why each of the user's sizes is offered, by size ("512x512"). usual: sizes by kind of model. estimates: the
-    seconds that pre-warming takes, for sizes where that is known.
+    yours: why each of the user's sizes is offered, by size ("512x512"). usual: the sizes of each kind of model.
+    estimates: the seconds that pre-warming takes, for sizes where that is known.
     """
     much = {str(size): took for size, took in estimates.items() if took >= MUCH_SECONDS}
     rows = [("yours", "Yours", yours)]
@@ -207,8 +209,8 @@ def legend_html() -> str:
 
 
 def resolution_html(row: ResolutionRow, columns: Sequence[str], job: int = 0) -> str:
-    """A row, and below it the reason why it is not faster and its shapes. job: the id of the job that pre-warms it, for
-    a Cancel button; 0 for none."""
+    """A row, and below it the reason why it is not faster, if any, and its shapes, folded. job: the id of the job that
+    pre-warms the row's size, for a Cancel button; 0 for none."""
     name = html.escape(f"{row.resolution} of {row.model}")
     cancel = f" {small_button('job', job, 'Cancel', f'Cancel: {name}')}" if job else ""
     cells = {
@@ -281,8 +283,9 @@ def state_html(state: str) -> str:
 
 
 def times_html(row: Any) -> dict[str, str]:
-    """The cells from Step to VRAM of a ResolutionRow or ShapeRow, as markup by column; NOTHING for what is not known.
-    The speed is not known until OneDiff and the WebUI have been timed often enough."""
+    """The cells from Step to VRAM of a ResolutionRow or ShapeRow, as markup by column; NOTHING for a value that is not
+    known. The speed is not known until OneDiff and the WebUI have been timed often enough. Below the memory that graphs
+    need is what a purge would free, if anything."""
     frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
     return {
         "Step": milliseconds(row.step_ms), WEBUI_STEP: milliseconds(row.host_ms), "Speed": times(row.ratio),
@@ -327,8 +330,8 @@ def totals_html(totals: Totals, rows: list[ResolutionRow], jobs: Iterable[Job], 
 
 
 def error_html(measured: LowBitErrors) -> str:
-    """A sentence with the error of Low-bit over a whole step, as measured with a checkpoint, and its limit. The API's
-    status has it for each class of layers."""
+    """A sentence with the error of Low-bit over a whole step, as measured with a checkpoint, and its limit; or, without
+    an error, that no layer keeps within the limit. The API's status has the errors of each class of layers."""
     budget = f"{measured.budget:.1e}"
     if measured.error is None:
         error = f"no layer uses 8 bits, because none keeps the error within {budget}"

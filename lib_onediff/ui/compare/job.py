@@ -1,6 +1,6 @@
-"""Makes the images of a comparison: with two settings in turn, by the WebUI's own txt2img.
+"""Makes the images of a comparison: each seed's image with two settings, by the WebUI's own txt2img.
 
-No script but ours runs, so other extensions take no part, whatever they are set to in the txt2img tab.
+Our script alone runs, so other extensions take no part, whatever their settings in the txt2img tab.
 """
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from ..infotext import read_changes
 from ..presets import PRESETS, with_preset
 from ..run_settings import AS_AT_FIRST
 
+# What a user can choose for a side: the settings that the txt2img tab's next image would have, OneDiff switched off, or
+# the settings tab with a preset.
 CURRENT = "Current settings"
 OFF = "Off: the WebUI's own"
 CHOICES = [CURRENT, OFF, *PRESETS]
+# By the number of the side: 0 is left, 1 is right.
 SIDE_NAMES = ("left", "right")
-# The names that javascript/onediff.js gives to the accordion's switch, speed and extra options.
+# The names that javascript/onediff.js gives to the accordion's checkbox, list of presets and extra options.
 ACCORDION = ("enabled", "preset", "changes")
-# Before any image is timed, each side makes the first one to warm up, and repeats it, up to this many times, while the
-# image's record still counts checks, captures or compilations that happen once.
+# The largest number of warm-up images of a side; see Comparisons._warm_up.
 MOST_WARM_UPS = 4
+# The largest number of seeds of a comparison.
 MOST_IMAGES = 8
 LARGEST_SEED = 2**32 - 1
 # The WebUI's name for its work while it makes an image of a comparison.
@@ -70,9 +73,11 @@ class Pair:
 def side_of(choice: Any, changes: Any, current: Callable[[], Settings], tab_settings: Settings) -> Side:
     """A side of a comparison, made from what the user has chosen for it.
 
-    choice: one of CHOICES. changes: extra options, such as "backend eager; low_bit int8", or an image's infotext; empty
-    or None for none. current: returns the settings of the txt2img tab's next image, or raises ValueError; only called
-    for CURRENT. tab_settings: those of the settings tab. Raises ValueError with a sentence for the user.
+    choice: one of CHOICES. changes: extra options that override the choice, such as "backend eager; low_bit int8", or
+    an image's infotext; empty or None for none. current: returns the settings of the txt2img tab's next image, or
+    raises ValueError; only called for CURRENT. tab_settings: the settings tab's.
+    Raises ValueError with a sentence for the user: for an unknown choice, for wrong extra options, for any extra
+    options with OFF, and what current() raises.
     """
     written = str(changes or "").strip()
     changed = read_changes(written)
@@ -85,9 +90,9 @@ def side_of(choice: Any, changes: Any, current: Callable[[], Settings], tab_sett
 
 
 def fields_of(txt2img: Any) -> dict[str, Any]:
-    """The values of the txt2img tab's fields, by the end of the field's id ("width" for txt2img_width), and those of
-    ACCORDION. txt2img: the JSON object of window.onediff.compare(), in javascript/onediff.js. Raises ValueError with a
-    sentence for the user if it cannot be read."""
+    """The values of the txt2img tab's fields, by the end of the field's id ("width" for txt2img_width), and of the
+    accordion's, by the names in ACCORDION. Any may be missing. txt2img: the JSON object of window.onediff.compare(), in
+    javascript/onediff.js. Raises ValueError with a sentence for the user if this object cannot be read."""
     try:
         return dict(json.loads(txt2img))
     except (TypeError, ValueError):
@@ -95,16 +100,17 @@ def fields_of(txt2img: Any) -> dict[str, Any]:
 
 
 def arguments_of_run(txt2img: Any) -> tuple[Any, ...]:
-    """The script arguments that the txt2img tab's accordion would give to the next image; defaults for controls that
-    the page does not have. txt2img and ValueError: see fields_of."""
+    """The three script arguments that the txt2img tab's accordion would give to the next image; the values of a new
+    accordion (AS_AT_FIRST) for controls that the page does not have. txt2img and ValueError: see fields_of."""
     fields = fields_of(txt2img)
     return tuple(fields.get(name, default) for name, default in zip(ACCORDION, AS_AT_FIRST, strict=True))
 
 
 def request_of(txt2img: Any) -> Request:
-    """The Request for the image that the txt2img tab would make next. If its seed is -1, a random one is drawn here, so
-    that both sides use the same. txt2img: see fields_of. Raises ValueError with a sentence for the user if a field is
-    wrong."""
+    """The Request for an image with the txt2img tab's prompts, size, steps, sampler, scheduler, CFG scale and seed; its
+    other fields, such as hires fix, are not used. If the seed is -1 or missing, a random one is drawn here, so that the
+    two sides use the same seed. txt2img: see fields_of. Raises ValueError with a sentence for the user if one of these
+    fields is wrong, or if the width, the height, the steps or the CFG scale is missing."""
     fields = fields_of(txt2img)
     seed = whole_number(fields.get("seed", -1), "The seed", -1, LARGEST_SEED - MOST_IMAGES)
     size = Size(whole_number(fields.get("width"), "The width"), whole_number(fields.get("height"), "The height"))
@@ -129,8 +135,9 @@ class TextToImage:
         self._status = status
 
     def make(self, request: Request, settings: Settings) -> GeneratedImage | None:
-        """Make an image with these settings; None if the user interrupts or skips it. Call it inside the adapter's
-        exclusively(), so that no other image is made meanwhile. Raises what the WebUI raises."""
+        """Make an image with these settings; None if the user interrupts or skips it, or the WebUI returns no image.
+        Call this inside the adapter's exclusively(), so that no other image is made meanwhile. Raises what the WebUI
+        raises."""
         from modules import processing, scripts, shared
 
         script = self._make_script()
@@ -182,10 +189,13 @@ class TextToImage:
 class Comparison(Job):
     """The job of a comparison. Each of its images waits its turn in the WebUI's queue.
 
-    first: the request with the first seed; the others have the seeds that follow. images: the number of seeds. pairs:
-    those of the finished seeds. early: the first warm-up image of each side (0: left, 1: right), which the page shows
-    until there is a pair. made, wanted: how many images are made, and how many it will take in all; both count warm-up
-    images, and wanted grows if a side needs more of them.
+    sides: the left, then the right.
+    first: the request with the first seed; the following images have this seed plus 1, 2, and so on.
+    images: the number of seeds. pairs: the images of each finished seed, in the order of the seeds.
+    early: the first warm-up image of each side (0: left, 1: right) that has one, which the page shows until there is a
+        pair.
+    made, wanted: how many images are made, and how many the comparison takes in all. Warm-up images count in made and
+        wanted, and wanted grows with each further warm-up image that a side needs.
     """
 
     sides: tuple[Side, ...] = ()
@@ -212,8 +222,8 @@ class Comparisons:
     def add(self, sides: Sequence[Side], first: Request, images: int, txt2img: Any) -> Comparison:
         """Queue a comparison ahead of sizes that wait for pre-warming, and return a copy of its job.
 
-        If a pending comparison has the same sides, number of images and txt2img fields, nothing is queued, and that one
-        is returned. txt2img: see fields_of.
+        If a pending comparison has the same sides, number of images and txt2img fields, nothing is queued, and a copy
+        of that comparison is returned. sides: the left, then the right. first: see request_of. txt2img: see fields_of.
         """
         left, right = (side.name.replace(OFF, "Off") for side in sides)
         more = f", {images} images each" if images > 1 else ""
@@ -232,7 +242,7 @@ class Comparisons:
 
     def _make_all(self, job: Comparison) -> str:
         """The work of a comparison's job: makes all images, and fills job.pairs. Returns the job's remark for users,
-        which is empty. Raises Stopped if the user cancels it."""
+        which is always "". Raises Stopped if the user cancels the job, or interrupts or skips one of its images."""
         for side in range(2):
             self._warm_up(job, side)
         for number in range(job.images):
@@ -247,9 +257,9 @@ class Comparisons:
         return ""
 
     def _warm_up(self, job: Comparison, side: int) -> None:
-        """Make a side's first image at least once, and repeat it until its record counts no checks, captures or
-        compilations (first_uses), at most MOST_WARM_UPS times. These images are not compared. side: 0 for the left, 1
-        for the right."""
+        """Make the first seed's image with a side's settings, and repeat it until the image's record counts no checks,
+        captures or compilations (first_uses), at most MOST_WARM_UPS images in all. They are not compared. side: 0 for
+        the left, 1 for the right."""
         for number in range(MOST_WARM_UPS):
             if number:
                 job.wanted += 1
@@ -262,7 +272,7 @@ class Comparisons:
 
     def _make(self, job: Comparison, image: Request, side: int) -> GeneratedImage:
         """Wait for the job's turn, make an image with a side's settings, and count it as the job's progress. Raises
-        Stopped if the comparison was cancelled or the image interrupted."""
+        Stopped if the comparison was cancelled, or the image interrupted or skipped."""
         settings = job.sides[side].settings
         before = job.seconds
 

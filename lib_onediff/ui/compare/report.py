@@ -13,6 +13,7 @@ from ..status import ROUTES, reasons_of
 from .job import Pair, Request, Side
 from .viewer import psnr_of
 
+# The columns of the table of the seeds, and their tooltips.
 COLUMNS = ("Seed", "Verdict", "PSNR", "SSIM", "Largest", "ΔE", "Left", "Right")
 MEANINGS = {
     "PSNR": "peak signal-to-noise ratio: above 48 dB no difference is seen",
@@ -34,8 +35,8 @@ def request_html(title: str, first: Request) -> str:
 
 
 def outcome_html(pairs: Sequence[Pair], sides: Sequence[Side]) -> str:
-    """Markup with the verdict over all seeds, the table of the sides, and the table of the seeds. Rows without any
-    value are left out. pairs: at least one. sides: the left, then the right."""
+    """Markup with the verdict over all seeds, the table of the sides, and the table of the seeds. Rows of the sides'
+    table that have a value for neither side are left out. pairs: at least one. sides: the left, then the right."""
     facts = [facts_of(side, pairs, number) for number, side in enumerate(sides)]
     rows = []
     for name in facts[0]:
@@ -59,8 +60,8 @@ def verdict(pairs: Sequence[Pair]) -> str:
 
 def speed_of_right(pairs: Sequence[Pair]) -> str:
     """How much faster the right side is than the left, for example "1.6x faster": the median, over the seeds, of the
-    left image's seconds divided by the right image's. If it is faster for some seeds and slower for others, "no
-    measurable difference"; "" for fewer than ENOUGH seeds."""
+    left image's seconds divided by the right image's. If the right side is faster for some seeds and slower for others,
+    "no measurable difference"; "" for fewer than ENOUGH seeds."""
     ratios = []
     for pair in pairs:
         left, right = pair.images
@@ -73,8 +74,8 @@ def speed_of_right(pairs: Sequence[Pair]) -> str:
 
 def facts_of(side: Side, pairs: Sequence[Pair], number: int) -> dict[str, str]:
     """One side's column in the table of the sides: a text for each row, by the row's name; "" for a row without a
-    value. Times are means over all seeds; the step, the route and its reason are those of the last seed. number: 0 for
-    the left side, 1 for the right."""
+    value. "Time" is a mean over all seeds, and "Speed", which only the right side has, is over all seeds too; "Step",
+    "Route" and "Why" are those of the last seed. pairs: at least one. number: 0 for the left side, 1 for the right."""
     status = pairs[-1].images[number].status
     on = side.settings.enabled
     mean = f"{seconds(statistics.fmean(pair.images[number].seconds for pair in pairs))} an image"

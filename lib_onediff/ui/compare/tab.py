@@ -44,12 +44,16 @@ from .report import outcome_html, request_html
 from .viewer import gallery_of, images_of, viewer_data, viewer_html
 
 ELEM_ID = "onediff_compare"
+# Texts that the page always shows.
 EXPLAINED = "Generates the txt2img image (prompt, size, sampler, seed) twice, once with each setting."
 ONE_BY_ONE = "One comparison runs at a time; others wait in the list of jobs."
+# Messages with which a comparison is not queued.
+OFF_IN_TAB = "OneDiff is switched off in the settings. Switch it on there to compare."
 SAME = "The same comparison runs or waits already, and is not queued again."
+# Remarks on a comparison that was queued.
 ALIKE = "Both sides have the same settings."
 BOTH_OFF = "Both sides are made without OneDiff."
-OFF_IN_TAB = "OneDiff is switched off in the settings. Switch it on there to compare."
+# Comes before the sentence of a ValueError about the accordion.
 IN_ACCORDION = "in the OneDiff accordion of the txt2img tab: "
 # Since gradio 4 a gallery's default is lossy WebP; gradio 3 has PNG alone, and no such argument.
 LOSSLESS: dict[str, Any] = {"format": "png"} if "format" in inspect.signature(gr.Gallery.__init__).parameters else {}
@@ -63,8 +67,8 @@ class ComparePanel:
     reload.
 
     comparisons: queues comparisons. queue: the list of jobs.
-    tab_settings: returns the settings tab's settings. settings_of_run: returns those of an image by its script
-        arguments; raises ValueError with a sentence for the user.
+    tab_settings: returns the settings tab's settings. settings_of_run: returns the settings of an image, given its
+        script arguments; raises ValueError with a sentence for the user.
     """
 
     def __init__(
@@ -79,11 +83,17 @@ class ComparePanel:
     def begin(
         self, left: Any, left_changes: Any, right: Any, right_changes: Any, images: Any, txt2img: Any
     ) -> tuple[str, str, str]:
-        """Queue a comparison. Returns three messages as markup, "" where there is nothing to say: below the left side,
-        below the right side, and above the button. If anything is wrong, the message tells it and nothing is queued.
+        """Queue a comparison. Returns three messages as markup, each "" if there is nothing to say: for below the left
+        side, below the right side, and above the button.
 
-        left, right: each one of CHOICES. left_changes, right_changes: their extra options. images: the number of seeds.
-            txt2img: see fields_of.
+        Nothing is queued if a side's message is not "", which is an error, or if the message above the button is
+        OFF_IN_TAB, SAME, or an error in `images` or a field of the txt2img tab. With ALIKE, BOTH_OFF or "" there, and
+        "" for the sides, the comparison is queued.
+
+        left, right: each one of CHOICES. left_changes, right_changes: each side's extra options. images: the number of
+            seeds, as typed.
+        txt2img: the txt2img tab's fields and the accordion's controls, as the JSON object of window.onediff.compare()
+            in javascript/onediff.js.
         """
         settings = self.tab_settings()
         if not settings.enabled:
@@ -107,8 +117,9 @@ class ComparePanel:
         return "", "", self._queue(sides, images, txt2img)
 
     def _queue(self, sides: Sequence[Side], images: Any, txt2img: Any) -> str:
-        """Queue a comparison of these sides. Returns a message as markup: why it is not queued, or a remark; "" for
-        none."""
+        """Queue a comparison of these sides. Returns the message above the button, as markup. If nothing is queued, it
+        is SAME, or what is wrong with `images` or a field of the txt2img tab. If the comparison is queued, it is the
+        remark BOTH_OFF or ALIKE, or "". Parameters: see begin."""
         try:
             count = whole_number(images, "The number of images", 1, MOST_IMAGES)
             before = {job.id for job in self.comparisons.comparisons() if job.pending}
@@ -123,12 +134,12 @@ class ComparePanel:
         return sentence(ALIKE) if left == right else ""
 
     def look(self, clicks: Any, seen: str) -> tuple[Any, ...]:
-        """Carry out the clicks in the list of jobs, and return new values for the page: the list of jobs, the numbers
-        and the images of the comparison that was clicked (otherwise of the newest one with an image), and a text that
-        identifies these images.
+        """Carry out the clicks in the list of jobs, and return new values for four components: the list of jobs, the
+        numbers and the images of one comparison, and a hidden text that identifies these images. The comparison is the
+        one that the user clicked (Show), if it has an image; otherwise the newest comparison with an image.
 
-        clicks: see read_clicks. seen: the identifying text of the previous call. If it is still the same, or no
-            comparison has an image, the last three values are UNCHANGED.
+        clicks: see ui.jobs.read_clicks. seen: the identifying text that the previous call returned. If it is still the
+            same, or no comparison has an image, the last three values are UNCHANGED.
         """
         clicked = read_clicks(clicks)
         do(clicked, self.queue)

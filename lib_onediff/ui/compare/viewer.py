@@ -17,9 +17,11 @@ from ...core.quality import ImageComparison
 from .job import SIDE_NAMES, Comparison, GeneratedImage
 
 DIFFERENCE = "difference"
+# The largest factor by which the difference map is multiplied; see difference_of.
 MOST_GAIN = 64
+# The keys of SeedImages.images.
 IMAGES = (*SIDE_NAMES, DIFFERENCE)
-# The text and the title of each button, by its view.
+# The text and the tooltip of each button that chooses a view, by the view.
 VIEWS = {
     "slider": ("Slider", "Drag in the picture, or use the arrow keys"),
     "flip": ("Flip", "Shows the other image in the same place; so does a click in the picture"),
@@ -61,8 +63,10 @@ def viewer_html() -> str:
 class SeedImages:
     """The images of one seed.
 
-    images: PIL images by "left", "right" and "difference" (the difference map); without those that are not made yet.
-    difference: the caption of the difference map. measured: how left and right differ; None for warm-up images.
+    images: PIL images by "left", "right" and "difference" (the difference map). An image that is not made yet is
+        missing, and so is the difference map then.
+    difference: the caption of the difference map; "" without one. measured: how left and right differ; None for warm-up
+        images.
     """
 
     seed: int
@@ -72,8 +76,8 @@ class SeedImages:
 
 
 def images_of(job: Comparison) -> list[SeedImages]:
-    """The images of a comparison, seed by seed, in the order of the pairs. Until there is a pair, only the first seed's
-    warm-up images, which may be of one side alone."""
+    """The images of a comparison, seed by seed, in the order of the pairs. Until there is a pair, one SeedImages with
+    the first seed's warm-up images: of two sides, one, or none."""
     pairs = list(job.pairs)
     if not pairs:
         return [images_of_seed(job.first["seed"], dict(job.early))]
@@ -83,8 +87,8 @@ def images_of(job: Comparison) -> list[SeedImages]:
 def images_of_seed(
     seed: int, made: dict[int, GeneratedImage], measured: ImageComparison | None = None
 ) -> SeedImages:
-    """The SeedImages of one seed, with the difference map if both sides are made. made: images by side (0: left,
-    1: right). measured: see SeedImages; it is left out unless both sides are made."""
+    """The SeedImages of one seed. made: the images that are made, by side (0: left, 1: right). With two images, it has
+    the difference map and `measured` (see SeedImages); with fewer, neither."""
     images = {SIDE_NAMES[side]: image.image.convert("RGB") for side, image in made.items()}
     if len(images) < len(SIDE_NAMES):
         return SeedImages(seed, images)
