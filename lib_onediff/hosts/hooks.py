@@ -225,8 +225,8 @@ class StandIn(Protocol):
 
 
 class TablePatch(ClassPatch):
-    """Replaces one method of a class for those of its objects that were put() into a weak table, each with a StandIn.
-    All other objects run the host's method.
+    """Replaces one method of a class for the objects of the class that were put() into a weak table, each with a
+    StandIn. All other objects run the host's method.
 
     The objects have no attribute of ours. So a copy of an object, however it was made, is not in the table. When the
     last object in the table is gone, the patch is removed from the class.

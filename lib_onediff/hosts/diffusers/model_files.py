@@ -16,8 +16,10 @@ from typing import Any
 from ...core.logs import readable
 from ...core.refusal import Refusal
 
+# The shapes of tensors, by the tensors' names.
 Shapes = dict[str, tuple[int, ...]]
 
+# The ending of the name of each file with weights.
 WEIGHTS = ".safetensors"
 # If this file is in a folder, transformers loads the model that it names, and not the one in the folder.
 ADAPTER = "adapter_config.json"

@@ -20,6 +20,7 @@ from .tokenizer import load_tokenizer
 
 # The folders that a model folder must have.
 NEEDED = ("unet", "vae", "scheduler")
+# The file with the configuration, in the folder of each network.
 CONFIG = "config.json"
 # The entries of a text encoder's configuration that are used. Others can name other weights, or code.
 TEXT_CONFIG = (

@@ -16,6 +16,7 @@ from .read_krea2 import is_krea2
 from .read_unet import is_diffusers_unet
 from .read_z_image import is_z_image
 
+# DiffusersNetwork.output of transformers.
 OUTPUT_OF_TRANSFORMERS = "diffusers.models.modeling_outputs", "Transformer2DModelOutput"
 
 
@@ -45,6 +46,7 @@ class DiffusersNetwork:
     sample_of: Callable[[Tensor], Any] | None = None
 
 
+# The classes that OneDiff serves, found by is_one.
 NETWORKS = (
     DiffusersNetwork(
         "UNet2DConditionModel", is_diffusers_unet,

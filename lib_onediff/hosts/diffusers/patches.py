@@ -1,7 +1,7 @@
 """Reads what users add to a diffusers UNet: IP-Adapters as image prompts, which our forward computes itself; FreeU and
 other attention processors as patch points, at which our forward calls the host's code.
 
-Our forward computes attentions with a "plain" processor itself, and those of IP-Adapters that are image prompts.
+Our forward computes an attention itself if its processor is "plain", or an IP-Adapter's that is an image prompt.
 """
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ QUERY = ".to_q"
 
 
 class UNetPatches(PatchPoints):
-    """The attention processors and FreeU settings of a UNet at one call, as patch points: our forward calls these
-    methods, and they run the host's code.
+    """The attention processors and FreeU settings of a UNet at one call, as patch points: our forward calls the
+    methods, which run the host's code.
 
     unet: the host's; kept by a weak reference.
     processors: the UNet's, one for each attention.
@@ -95,7 +95,7 @@ class UNetPatches(PatchPoints):
 
     def begin_block(self, place: BlockPlace, block: TransformerBlock) -> bool:
         """Called before each transformer block: finds the host's modules of its two attentions, for whole_attention.
-        Returns whether the host must compute one of them. place: not used. See PatchPoints."""
+        Returns whether the host must compute at least one of the two. place: not used. See PatchPoints."""
         unet: Any = self._unet()
         paths = block.self_attention.out.path, block.cross_attention.out.path
         modules = (unet.get_submodule(path.removesuffix(OUT)) for path in paths)

@@ -38,6 +38,7 @@ FUSED_PROCESSOR = "FusedAttnProcessor2_0"
 FUSED_LAYERS = ("to_qkv", "to_kv")
 # The class of an IP-Adapter's projection. Its tokens go to the attention processors, besides the context.
 IMAGE_PROJECTION = "MultiIPAdapterImageProjection"
+# Returns an attention's processor.
 PROCESSOR_OF = attrgetter("processor")
 # The attributes of an up block that enable_freeu sets.
 FREEU_FACTORS = ("s1", "s2", "b1", "b2")
@@ -168,9 +169,9 @@ def modules_of(block: Any, leaves: LeafReader, known: Collection[str] = BLOCKS) 
     """The modules of a down, middle or up block in the order of the host's forward, as one list for each residual
     block. Up- and downsamplers are left out.
 
-    In down and up blocks, a list is [residual block, the attention after it or None]. In a middle block, the first list
-    is [residual block], the others are [attention or None, residual block]. known: the names of the classes of blocks
-    that are allowed. Raises Refusal for another class.
+    In down and up blocks, each list is [residual block, the attention after it or None]. In a middle block, the first
+    list is [residual block], and each further list is [attention or None, residual block]. known: the names of the
+    classes of blocks that are allowed. Raises Refusal for another class.
     """
     if leaves.kind(block) not in known:
         raise leaves.unknown(block)
@@ -190,7 +191,7 @@ def diffusers_downsample(layer: Any, leaves: LeafReader) -> Downsample:
 
 def diffusers_upsample(layer: Any, leaves: LeafReader) -> Upsample:
     """The layout of an Upsample2D, of a UNet or a VAE. Raises Refusal unless it interpolates, and then convolves by a
-    layer that LeafReader.convolution reads; it must have neither a norm nor a transposed convolution."""
+    layer that LeafReader.convolution reads; also if it has a norm or a transposed convolution."""
     leaves.require(layer, use_conv=True, norm=None, use_conv_transpose=False, interpolate=True)
     return Upsample(leaves.convolution(layer.conv), resize_before=True)
 

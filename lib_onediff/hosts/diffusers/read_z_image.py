@@ -14,7 +14,7 @@ from ...families.rotary import RotaryAxes
 from ...families.z_image.layout import ZImageLayout
 from ...families.z_image.read import HostParts, read_layout, without_bias
 
-# The host pads the tokens of the prompt, and those of the image, to a multiple of this.
+# The host pads the prompt's tokens to a multiple of this number, and the image's tokens too.
 MULTIPLE = 32
 # The height and width of a patch, in latent pixels.
 PATCH = 2

@@ -18,6 +18,7 @@ from ..hooks import Replacement, TablePatch
 from ..schedule import HostMethod, replace_next_call, why_no_forecast
 from .module_forward import keep_replaced
 
+# The name of a pipeline's method that LoopAnnouncer serves.
 BAR = "progress_bar"
 # Schedulers whose steps use one output of the network, and add no noise as pipelines call them (eta 0).
 FIRST_ORDER = ("EulerDiscreteScheduler", "DDIMScheduler", "FlowMatchEulerDiscreteScheduler")

@@ -80,7 +80,8 @@ def copy_tokenizer(source: Path, target: Path) -> None:
 
 def write_words(source: Path, target: Path) -> dict[str, Any]:
     """Write a checked vocab.json and merges.txt of the tokenizer in the folder source into the folder target. Returns
-    the tokens that were added to the vocabulary, unchecked, and raises Refusal, both as read_words does."""
+    the tokens that were added to the vocabulary, which are not checked yet; see read_words. Raises Refusal as
+    read_words does."""
     words, merges, added = read_words(source)
     (target / VOCABULARY).write_text(json.dumps(words), encoding="utf-8")
     (target / MERGES).write_text("\n".join([VERSION_LINE, *merges, ""]), encoding="utf-8")

@@ -42,8 +42,8 @@ log = logging.getLogger("onediff")
 UPCASTING = "AttnProcessor"
 # The argument with a list from whose front UNet2DConditionModel.forward removes the elements that it uses.
 CONSUMED = "down_intrablock_additional_residuals"
-# In calls of these pipelines, the first half of the rows is the negative prompt's, the other half the prompt's. Other
-# pipelines may have three rows for an image, or another order.
+# In calls of these pipelines, the first half of the rows is the negative prompt's, and the second half the prompt's.
+# Other pipelines may have three rows for an image, or another order.
 TWO_HALVES = frozenset({
     "StableDiffusionPipeline", "StableDiffusionImg2ImgPipeline", "StableDiffusionInpaintPipeline",
     "StableDiffusionDepth2ImgPipeline", "StableDiffusionXLPipeline", "StableDiffusionXLImg2ImgPipeline",

@@ -17,7 +17,7 @@ from ...runtime.runtime import runtime
 from .module_forward import ModuleForward, arguments_by_name, replace_forward, restore_forward, unwrapped
 from .read_vae import is_diffusers
 
-# The first parameter of both forwards: a decoder's latent, or an encoder's image.
+# The name of the first parameter of the forwards of Decoder (the latent) and Encoder (the image).
 INPUT = "sample"
 
 

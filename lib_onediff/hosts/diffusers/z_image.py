@@ -15,8 +15,8 @@ from .read_z_image import MULTIPLE, PATCH
 def z_image_call(
     network: Any, x: Any, t: Tensor, cap_feats: Any, patch_size: int = PATCH, f_patch_size: int = 1, **others: Any
 ) -> ZImageCall:
-    """Our Call for these arguments of ZImageTransformer2DModel.forward. Raises Refusal for those that our forward does
-    not compute.
+    """Our Call for these arguments of ZImageTransformer2DModel.forward. Raises Refusal for arguments that our
+    forward does not compute.
 
     network: the host's, whose table of rotary embeddings limits the sizes.
     x: a list of latents, (channels, 1, height, width) each, all of one size and dtype.

@@ -198,8 +198,8 @@ class Forge(WebUI):
 
     def _forward(self, original: Callable[..., Tensor], unet: nn.Module, *arguments: Any, **named: Any) -> Tensor:
         """The output of a network's call, ours or the host's; replaces the forward of each class in network_classes.
-        original: the host's forward. arguments, named: the host's, by position and by keyword. Raises TypeError for
-        arguments that the host's forward does not take either."""
+        original: the host's forward. arguments, named: the host's, by position and by keyword. Raises TypeError, as
+        the host's forward would, for arguments that it does not take."""
         given = HostCall.of(self._host_network(unet).parameters, arguments, named)
 
         def prompt_rows() -> PromptRows:
@@ -258,7 +258,7 @@ class Forge(WebUI):
     def _make_room(self, unet: nn.Module, size: int) -> int:
         """Let the WebUI move at least `size` bytes of this UNet's weights from the GPU to main memory, as it does to
         make room for another model. Returns the number of bytes that it has moved; 0 if the UNet is not the loaded
-        checkpoint's, or the WebUI cannot move a part of it. See HostTraits.make_room."""
+        checkpoint's, or the WebUI cannot move a part of the weights. See HostTraits.make_room."""
         patcher = patcher_of(self.checkpoint())
         unload = getattr(patcher, "partially_unload", None)
         if unload is None or getattr(patcher.model, "diffusion_model", None) is not unet:

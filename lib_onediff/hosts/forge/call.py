@@ -160,7 +160,7 @@ def transformer_call(
     y, ControlNets and image prompts, which only UNets take, and for a prompt that is not (batch, tokens, width).
 
     kind: kind(latent, timestep, context, upcast_attention=, patches=) returns the family's Call.
-    The other arguments are those of unet_call.
+    upcast_attention, names_read, image_prompts, changed: see unet_call.
     """
     if given.context.dim() != PROMPT_DIMENSIONS:
         shape = tuple(given.context.shape)

@@ -58,17 +58,17 @@ def read_image_prompts(
 
     functions: the functions in the options that replace cross attentions, at least one, by their key in the options
         (see queries_at).
-    The other arguments are those of image_prompts_of.
+    unet, options, latent: see image_prompts_of.
     """
     if not all(source_digest(kind.__call__) in KNOWN for kind in set(map(type, functions.values()))):
-        raise Refusal("OneDiff does not know the code of these functions, as it knows that of IP-Adapters")
+        raise Refusal("OneDiff does not know the code of these functions, so they may not be IP-Adapters")
     # For each part of the batch: 0 for the prompt, 1 for the negative prompt.
     order = tuple(options.get("cond_or_uncond") or ())
     first = next(iter(functions.values()))
     count = len(first.weights)
     rows = latent.shape[0]
     if not order or rows % len(order) or any(len(one.weights) != count for one in functions.values()):
-        raise Refusal("layers differ in the number of IP-Adapters, or prompt and negative prompt in that of latents")
+        raise Refusal("layers differ in the number of IP-Adapters, or prompts in the number of latents")
     places = {key: queries_at(unet, key) for key in functions}
     if options.get("ad_params") is not None or not all(places.values()):
         raise Refusal("AnimateDiff is used, or an IP-Adapter changes layers that are not cross attentions")

@@ -19,6 +19,7 @@ from .call import UNET_PARAMETERS, names_read_by, unet_call
 from .krea import krea2_call
 from .lumina import z_image_call
 
+# The Python modules of the classes in NETWORKS.
 UNET = "backend.nn.unet"
 ANIMA = "backend.nn.anima"
 KREA2 = "backend.nn.krea"

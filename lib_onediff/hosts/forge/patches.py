@@ -94,7 +94,8 @@ class OptionPatches(PatchPoints):
 
     @cached_property
     def functions(self) -> list[Any]:  # type: ignore[override]
-        """Every function of extensions that is called in this call, those of changed modules too. See Points."""
+        """Every function of extensions that is called in this call, also the forwards on changed modules. See
+        Points."""
         # Collected when they are needed, because replays do not need them.
         lists = (*self._lists.values(), self._modifiers, *(blocks.values() for blocks in self._replaced.values()))
         return [*chain(*lists), *filter(None, [self._norm]), *functions_of(self._changed_modules)]

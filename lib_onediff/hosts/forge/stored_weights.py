@@ -27,6 +27,7 @@ from ...weights.stored import Decode, Format, StoredWeight
 # The class of comfy-kitchen's tensors, and its Python module.
 QUANTIZED = "QuantizedTensor"
 QUANTIZED_MODULE = "comfy_kitchen.tensor.base"
+# The name of the layout in INT8; and the names of FP8 formats for users, by the dtype of the stored values.
 INT8_LAYOUT = "TensorWiseINT8Layout"
 FP8_LAYOUTS = {torch.float8_e4m3fn: "FP8 (e4m3, scaled)", torch.float8_e5m2: "FP8 (e5m2, scaled)"}
 # By layout: the fields of _params that are tensors, which are the weight's scales. Any other layout is refused.
@@ -52,6 +53,7 @@ STORED_TYPES = (torch.int8, torch.uint8, "gguf")
 # An attribute of a layer: if it is True, the layer decodes its weight before it multiplies. A layer in INT8 ignores it:
 # it multiplies integers, unless a function is applied to its weight.
 DECODES_FIRST = "_full_precision_mm"
+# The attribute of a layer with the functions that the host applies to its weight.
 WEIGHT_FUNCTION, *_ = APPLIED_AT_CALL
 # In decoding_first: the previous value of an attribute that was not set.
 ABSENT = object()

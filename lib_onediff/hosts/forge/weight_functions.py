@@ -24,6 +24,7 @@ from torch.nn import functional
 from ...weights.scan import APPLIED_AT_CALL, Change, LowRankUpdate, Parts, WeightFunctions
 from .stored_weights import ALWAYS_CAST
 
+# The attributes of a layer with functions and patches; see the module's docstring.
 WEIGHT_FUNCTION, BIAS_FUNCTION, ONLINE_LORAS = APPLIED_AT_CALL
 # The name of a plain LoRA in a patch's value.
 LORA = "lora"
