@@ -24,10 +24,9 @@ from ..store.history import History
 from .rounding import limit_for, no_question, rounding_limit
 
 log = logging.getLogger("onediff")
-# No further run of the host is timed after so many seconds: the user's image waits for these runs, once for every
-# shape on a machine.
+# See time_host. The user's image waits for the timed runs, once for every shape on a machine.
 SECONDS_TO_TIME_THE_HOST = 0.5
-# Why ours cannot be compared with the host's output, in one line for the user.
+# A result of why_it_differs: why our output cannot be compared with the host's, in one line for the user.
 HOST_NOT_FINITE = (
     "the model's own output has NaN or infinite values: its weights are damaged, or it needs a higher precision"
 )
@@ -60,7 +59,7 @@ def prove(
     Returns whether the caller should write the verdict to the history (History.keep_verdict): True if the two outputs
     were compared and agree, in an image's call without functions of other extensions. Raises Refusal if our output must
     not be used; the entry becomes FAILED then, except if neither output was finite. If only the host's output is not
-    finite, a warning is logged, and the entry becomes PROVED, so that ours is used.
+    finite, a warning is logged, and the entry becomes PROVED, so that ours is used. Raises what host() raises.
     """
     is_news = False
     # Patched calls are compared anew, because the extension's code may have changed.
@@ -97,13 +96,15 @@ def why_it_differs(
     is_warm_up: bool = False, times_host: bool = True, allowed: float = 0.0, same_type: bool = False,
     spread: Callable[[], float] | None = None, rounds_inputs: bool = False,
 ) -> str | None:
-    """Compare our output with the host's, and time the host. Returns None if they agree, HOST_NOT_FINITE if the host's
-    output has NaN or infinite values, otherwise the difference in words for the user. Sets entry.relative_error if the
-    host's output is finite and the shapes (and dtypes) agree; leaves the entry's state to the caller.
+    """Compare our output with the host's, and time the host if it has no settled time yet. Returns None if the two
+    outputs agree, HOST_NOT_FINITE if the host's output has NaN or infinite values, otherwise the difference in words
+    for the user. Sets entry.relative_error if the host's output is finite and the shapes (and dtypes) agree; leaves the
+    entry's state to the caller.
 
     yardstick: the host's forward with its approximations (such as 8-bit attention) switched off; if given, its output
-    takes the place of the host's in all of this. is_warm_up: time the host ENOUGH times, however long that takes.
-    times_host, allowed: see prove. same_type: whether our output must have the host's dtype; under autocast, a UNet's
+    is compared in place of the host's. is_warm_up: time the host in any case, and ENOUGH times, however long that
+    takes. times_host: False: do not time the host; calls with functions of other extensions are never timed. allowed:
+    see prove. same_type: whether our output must have the host's dtype; under autocast, a UNet's
     may differ. spread: measures how far rounding moves this output (rounding.spread); called only for errors between
     the two limits that need no measurement (see rounding.limit_for). rounds_inputs: the host rounds the inputs of
     layers to int8 or float8. Two correct outputs then differ by more, because values near the middle between two steps
@@ -157,7 +158,7 @@ def why_cached_pass_differs(entry: Entry, output: Tensor, cached: Callable[[], T
     entry: of the cached pass. output: of the full pass. cached: computes the cached pass.
     Returns None if the two are equal; the entry becomes PROVED. Returns None too if the full pass's output is not
     finite; the entry stays as it is. Otherwise returns the difference in words for the user, and the caller sets the
-    entry's state. Sets entry.relative_error if it compared.
+    entry's state. Sets entry.relative_error unless the full pass's output is not finite.
     """
     again = cached()
     if not bool(torch.isfinite(output).all()):
@@ -267,8 +268,8 @@ def objects_of(functions: Iterable[Any], packages: set[str]) -> Iterator[Any]:
     """The objects that functions can reach whose classes belong to these packages (names of top-level modules) or to a
     script of the WebUI. Each is yielded once.
 
-    Follows bound objects, closures, partials, attributes, lists and dictionaries, through at most MOST_OBJECTS objects;
-    those beyond are not found.
+    Follows bound objects, closures, partials, attributes, lists and dictionaries. The search ends after MOST_OBJECTS
+    objects.
     """
     waiting = deque(functions)
     seen = set[int]()

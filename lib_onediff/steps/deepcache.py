@@ -22,6 +22,7 @@ from ..core.settings import Settings
 from .prompts import Prompts
 from .schedules import TRANSFORMER, Schedule, schedule_for
 
+# The reason of a refusal, for users.
 NO_CUT = "this network has no inner layers to leave out; depth 0 works: it extrapolates the network's output instead"
 # The largest extrapolation that was measured, in multiples of the distance between the two known features' steps.
 FARTHEST = 1.5
@@ -54,12 +55,12 @@ class Line:
         self.values = values
 
     def at(self, step: int, damping: float = 1.0, farthest: float = math.inf) -> Tensor | None:
-        """The extrapolated tensor of a later step, in the known tensors' dtype but computed in float32; None if fewer
-        than two are known. A new tensor.
+        """The extrapolated tensor of a step after the known ones, in the known tensors' dtype but computed in float32;
+        None if fewer than two tensors are known. A new tensor.
 
         damping: a factor on the slope; 1 is the line itself, 0 gives the last tensor.
-        farthest: the largest extrapolation, in multiples of the distance between the two known steps; steps beyond it
-            get the tensor of that point.
+        farthest: the largest extrapolation, in multiples of the distance between the two known steps; a step that is
+            farther away gets the tensor at this distance.
         """
         if len(self._points) < 2:
             return None

@@ -81,8 +81,9 @@ class Forecast:
         are not used for the line. See StepPolicy.answerer.
 
         Raises Refusal if extensions compute within the network, if the sampler is not fit for a line, if the call's
-        position in its sampling is unknown, or if the calls of a step cannot be told apart (Prompts). The reason is ""
-        in a warm-up, and for transformers with an interval of their own (Settings.transformer_interval).
+        position in its sampling is unknown, or if the calls of a step cannot be told apart (Prompts). Raises Refusal
+        with the reason "" in a warm-up, and for transformers with an interval of their own
+        (Settings.transformer_interval).
         """
         call = step_context.call
         if call.patches is not None:

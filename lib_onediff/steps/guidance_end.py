@@ -24,7 +24,8 @@ from ..core.table import Stopwatch
 UNKNOWN_ROWS = "it is unknown which part of the batch belongs to the negative prompt"
 SEVERAL_CALLS = "the image has more than one prompt and one negative prompt, or an extension adds calls of its own"
 UNLIKE_HALVES = "prompt and negative prompt are computed from different latents (by an extension or a script?)"
-# A step is taken for late enough if this fraction of the sampling is missing: fractions of steps are rounded.
+# A step that is earlier than the setting by this fraction of the sampling counts as late enough, because the fractions
+# of steps are rounded.
 ROUNDING = 1e-6
 
 
@@ -86,9 +87,9 @@ class GuidanceEnd:
         steps and at the run's first step, and only the prompt's half after them. See StepPolicy.answerer.
 
         Raises Refusal if it is unknown which half of the call is the prompt's, if other extensions' functions compute
-        in the network, or if the call's position in its sampling is unknown. Also, for the rest of the run, if a step
-        has calls that are not pairs, or the halves of a pair have different latents. The reason is "" in a warm-up. May
-        wait for the GPU once in a run, to compare the halves' latents.
+        in the network, or if the call's position in its sampling is unknown. Raises Refusal at every call of the run
+        after a timestep has had pairs and other calls, or a pair has had halves with different latents. Raises Refusal
+        with the reason "" in a warm-up. May wait for the GPU once in a run, to compare the halves' latents.
         """
         if step_context.is_warm_up:
             raise Refusal("")

@@ -26,9 +26,10 @@ from .store import Store
 
 # The environment variable that names the cache folder.
 CACHE_VARIABLE = "ONEDIFF_CACHE"
-# Findings come in bursts: one transaction writes those of this interval.
+# Findings come in bursts, so one transaction writes all findings of this interval.
 WRITE_AFTER_SECONDS = 2.0
-# The kinds of findings: results of checks, measured choices, and pins. Pins hold on every machine.
+# The kinds of findings. VERDICTS: results of checks. TUNED: choices that were measured to be the fastest. CHOSEN: pins,
+# which users choose, and which hold on every machine.
 VERDICTS = "verdict"
 TUNED = "tuned"
 CHOSEN = "chosen"
@@ -39,6 +40,7 @@ CHECK = "check 2"
 # Writes a finding: (machine, kind, name, JSON text). REPLACE gives the latest finding the highest rowid, whatever the
 # clock shows.
 SAVE = "REPLACE INTO finding VALUES (?, ?, ?, ?)"
+# Reads the findings of a machine and of all machines, the oldest first; parameters: machine, kind.
 FINDINGS = "SELECT name, value FROM finding WHERE machine IN (?, '') AND kind = ? ORDER BY rowid"
 # Writes a row of a shape. Uses add up. In every other column the latest known value replaces the earlier one.
 RECORD = """
@@ -64,10 +66,10 @@ class HistoryRow:
     """Uses and times of one shape, as stored and shown to users.
 
     architecture: Layout.architecture, a digest of the network's structure.
-    model: its name for users ("SD1").
+    model: the model's name for users ("SD1").
     resolution: in pixels, as "512x768".
-    batch: rows of a UNet call. tokens: the context length. dtype: that of the computation, without "torch.".
-    uses: the number of calls. last_used: the moment of the last one, as time.time() gives it.
+    batch: rows of a call. tokens: the context length; 0 for a VAE. dtype: that of the computation, without "torch.".
+    uses: the number of calls. last_used: the moment of the last call, as time.time() gives it.
     step_ms, host_ms: the time of one step by OneDiff and by the host, in milliseconds; None if unknown.
     relative_error: of our output against the host's in the check of the shape; None if unknown.
     """
@@ -177,8 +179,8 @@ class History:
 
     def keep(self, entries: Iterable[Entry], in_images: bool = True) -> None:
         """Add the uses of each entry since its last keep() to those stored, and store its times (history_row). An entry
-        is left out if it had no call since, and always if it is of a cached pass. Of another card than that given to
-        open(), uses are stored, and no times. Does nothing without a folder; does not wait for the disk.
+        is left out if it had no call since, and always if it is of a cached pass. For an entry of another card than the
+        one given to open(), uses are stored, and no times. Does nothing without a folder; does not wait for the disk.
 
         in_images: False for the calls of warm-ups: the entries' times are stored, and no uses are added.
         """
@@ -199,7 +201,7 @@ class History:
         self._write_soon(RECORD, self._machine, *dataclasses.astuple(row))
 
     def rows(self, every_machine: bool = False) -> list[HistoryRow]:
-        """The stored rows, one for each shape, the most used first; empty without a folder or if it cannot be read.
+        """The stored rows, one for each shape, the most used first; [] without a folder, or if it cannot be read.
 
         every_machine: False: the rows of the `machine` given to open(). True: also the rows of other drivers and
             versions of torch and OneDiff; a shape's uses are then summed, and its other values are those of the row
@@ -239,8 +241,8 @@ class History:
     # --- findings -------------------------------------------------------------------------------------------------
 
     def recall(self, entry: Entry) -> bool:
-        """Whether this shape has a verdict: a process on this machine has compared it with the host, with these weights
-        and this card, and it agreed.
+        """Whether this shape has a verdict: this process or an earlier one on this machine has compared our output with
+        the host's, with these weights and this card, and the two agreed.
 
         If so, the entry gets the relative error of that check, and the host's stored time if the entry has no settled
         one (Stopwatch.remembered). The entry's state is left to the caller.

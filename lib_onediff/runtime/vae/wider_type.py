@@ -31,20 +31,24 @@ BAD_LATENT = (
 
 
 class NoTypeHelps(Refusal):
-    """The image is not finite in the widest dtype either, so the host's own is used."""
+    """No dtype gives a finite image, or the latent itself is not finite, so the host's own image is used."""
 
 
 @dataclass(frozen=True)
 class WiderType:
     """Decodes one latent (or encodes one image), in a wider dtype than the wanted one if that overflows. serve() and
-    repeat() raise Refusal if the host's own image must be used, and torch.cuda.OutOfMemoryError."""
+    repeat() raise Refusal if the host's own image must be used, and torch.cuda.OutOfMemoryError.
+
+    decode: computes our image in any dtype, and compares it with the host's own.
+    """
 
     decode: Decode
 
     def serve(self) -> Decoded:
         """Our image in the wanted dtype, compared with the host's own at a shape's first use. If our image is not
         finite, our image in a wider dtype, uncompared; that these weights overflow is remembered and logged, and later
-        calls compute their image in the wider dtype at once. For a host's image that is not finite, see _checked.
+        decodes with them compute the image in the wider dtype at once. For a host's image that is not finite, see
+        _checked.
 
         Raises NoTypeHelps if our image is not finite in the widest dtype that fits in memory, or the latent is not
         finite; and what Decode.in_type and Decode.checked raise, except HostNotFinite.
@@ -78,7 +82,8 @@ class WiderType:
     def _checked(self, made: Decoded) -> Decoded:
         """Our finite image `made`, after its comparison with the host's at a shape's first use. If the host's image is
         not finite, nothing can be compared. Then, if the wanted dtype is the widest, `made` is returned uncompared;
-        otherwise the image of repeat(), and these weights are remembered as overflowing."""
+        otherwise the image of repeat(), and these weights are remembered as overflowing. Raises Refusal if the two
+        images differ by more than rounding explains."""
         checked = attempted(lambda: self.decode.checked(made))
         if not isinstance(checked.error, HostNotFinite):
             return checked.given()

@@ -23,7 +23,7 @@ MOST_ROWS = 200
 ALL_MODELS = "All models"
 WEBUI_STEP = "WebUI step"
 VRAM = "VRAM"
-# In the order in which a phone shows them.
+# The columns of the table, in the order in which a phone shows them, and those of the table of a row's shapes.
 COLUMNS = ("Resolution", "State", "Step", WEBUI_STEP, "Speed", VRAM, "Model", "Pre-warming", "Images", "Last used")
 SHAPE_COLUMNS = (
     "Batch", "Tokens", "Type", "Computed by", "State", "Step", WEBUI_STEP, "Speed", VRAM, "Calls", "Error",

@@ -57,7 +57,8 @@ BOTH_OFF = "Both sides are made without OneDiff."
 IN_ACCORDION = "in the OneDiff accordion of the txt2img tab: "
 # Since gradio 4 a gallery's default is lossy WebP; gradio 3 has PNG alone, and no such argument.
 LOSSLESS: dict[str, Any] = {"format": "png"} if "format" in inspect.signature(gr.Gallery.__init__).parameters else {}
-# JavaScript that fills in the last input: the fields of the txt2img tab, and the user's clicks.
+# JavaScript that fills in an input of a handler: of begin(), the last one with the fields of the txt2img tab; of
+# look(), the first one with the user's clicks.
 READ_TXT2IMG = "(...values) => [...values.slice(0, 5), window.onediff.compare()]"
 READ_CLICKS = "(...values) => [window.onediff.clicks(), ...values.slice(1, 2)]"
 
