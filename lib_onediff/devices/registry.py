@@ -1,5 +1,5 @@
-"""The backends of this machine, and the choice among them. A new backend is a file or folder here, and one line below.
-"""
+"""The backends of this machine, and the choice among them. A new backend is a file or folder here, and one name in
+devices_here."""
 from __future__ import annotations
 
 import contextlib

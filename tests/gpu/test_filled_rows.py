@@ -17,7 +17,8 @@ TOKENS = 1088
 
 
 def attended(name: str, inputs: tuple[Tensor, ...], filled: Filled) -> Tensor:
-    """Skips the test where this torch or card has no such kernel: others are measured to be right, and chosen."""
+    """attend_filled, which skips the test if this torch or card has no such kernel: then another implementation is
+    chosen."""
     try:
         return attend_filled(name, *inputs, filled)
     except RuntimeError as error:

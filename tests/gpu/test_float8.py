@@ -30,6 +30,7 @@ from lib_onediff.weights.low_bit import FP8, KINDS, Product, as_rows, gated_scal
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda")
+# Whether this GPU copies tiles by itself.
 COPIES = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 # The error of three bits of mantissa for normally distributed numbers, and of a GPU's float8 sums, which have 22 bits
 # and lose more of them with more terms (2.5e-3 at 11,520).
@@ -38,6 +39,8 @@ SUMMED = 5e-3
 
 
 def on_this_gpu(kernel: Kernel) -> list[LaunchConfig]:
+    """The candidates of a kernel that this GPU can run and that are ours: without LIBRARY, and of those that copy tiles
+    or do not, the ones for this GPU."""
     return [config for config in kernel.candidates if config != LIBRARY and bool(config[0]) == COPIES]
 
 
@@ -49,6 +52,7 @@ def needs_the_units(request: pytest.FixtureRequest) -> None:
 
 
 def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(tokens in float8, their one scale)."""
     scale = one_scale_of(tokens.flatten(0, -2), FP8)
     return (tokens / scale).to(FP8.dtype).contiguous(), scale
 
@@ -123,6 +127,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 def operators_of(dtype: torch.dtype) -> NativeOperators:
+    """The native operators without measurements, which compute every layer with an 8-bit weight in float8."""
     result = float8_support(GPU, dtype).result
     return NativeOperators(
         Launches(TuningCache()), functional.scaled_dot_product_attention, lambda *given: result, lambda *given: FP8
@@ -134,7 +139,7 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
-    """The product of both in float8, with a scale for each row."""
+    """The product of tokens and weight in float64, after each was rounded to float8 with a scale for each row."""
     (values, scales), (others, columns) = (rounded_rows(rows, FP8) for rows in (tokens, weight))
     return (values.double() * scales) @ (others.double() * columns).t()
 

@@ -14,6 +14,7 @@ from lib_onediff.devices.cuda.kernels import tokens as native_tokens
 
 pytestmark = pytest.mark.gpu
 DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+# The largest ratio of our error to torch's.
 WORST_RATIO = 1.1
 # How much larger than torch's own error ours may be in float32, because of the order of sums; half types round a
 # thousand times more.
@@ -35,6 +36,7 @@ def channels_last(image: Tensor) -> Tensor:
 
 
 def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
+    """Check that our error against float64 (expected) is at most WORST_RATIO times torch's, plus FLOAT32_ROUNDING."""
     assert ours.dtype == torchs.dtype
     assert relative_error(ours, expected) <= WORST_RATIO * relative_error(torchs, expected) + FLOAT32_ROUNDING
 

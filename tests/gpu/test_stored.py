@@ -49,11 +49,13 @@ def random(*shape: int, dtype: torch.dtype) -> Tensor:
 
 
 def rule_for(rotation: int) -> Rule:
+    """The hosts' rule on this GPU for a weight with this rotation; 0: no rotation."""
     return rounding.hosts_rule(rotation, GPU)
 
 
 def assert_same(found: QuantizedTokens, rows: Tensor, rotation: int) -> None:
-    """Check that the rows were quantized by the hosts' rule."""
+    """Check that the rows (..., width) were quantized by the hosts' rule with this rotation, against hosts_rows in
+    torch."""
     values, scales = hosts_rows(rows.flatten(0, -2), hadamard(rotation, GPU) if rotation else None)
     # The largest number of a row may be in the middle between two of its dtype.
     assert torch.allclose(found.scales, scales, rtol=torch.finfo(rows.dtype).eps, atol=0)
@@ -172,12 +174,16 @@ def test_the_product_with_the_down_matrices_of_loras(
 
 
 def operators(dtype: torch.dtype) -> NativeOperators:
+    """The native operators without measurements, with torch's attention, and with float8 products if this GPU has them.
+    """
     result = float8_support(GPU, dtype).result
     return NativeOperators(Launches(TuningCache()), torch_ops.attention, lambda *given: result)
 
 
 def stored(out: int, width: int, values: torch.dtype, rotation: int, dtype: torch.dtype, lora: bool) -> LayerWeights:
-    """A layer whose weight exists in eight bits alone. Its products are as large as its input."""
+    """A layer whose weight exists in eight bits alone, as a host stores it. Its scales are such that the layer's output
+    is about as large as its input. values: the 8-bit dtype. rotation: see QuantizedWeight. lora: with a LoRA of 16
+    ranks."""
     if values == INTEGERS:
         weight = torch.randint(-128, 128, (out, width), device=GPU).to(values)
         scales = (torch.rand(1, out, device=GPU) + 0.5) / 74 / width**0.5

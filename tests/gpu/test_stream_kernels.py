@@ -51,6 +51,7 @@ def fixed_seed() -> None:
 
 @pytest.fixture
 def ops() -> NativeOperators:
+    """The native operators without measurements, with torch's attention."""
     return NativeOperators(Launches(TuningCache()), torch_ops.attention)
 
 
@@ -59,22 +60,25 @@ def random(*shape: int, dtype: torch.dtype, mean: float = 0.0) -> Tensor:
 
 
 def assert_as_good(ours: Tensor, torchs: Tensor, expected: Tensor) -> None:
+    """Check that our error against float64 (expected) is at most WORST_RATIO times torch's, plus FLOAT32_ROUNDING."""
     assert ours.dtype == torchs.dtype
     assert relative_error(ours, expected) <= WORST_RATIO * relative_error(torchs, expected) + FLOAT32_ROUNDING
 
 
 def a_residual(width: int, dtype: torch.dtype, update_norm: Any, gate: Tensor | None) -> Residual:
-    """A residual with a random update, to which this norm and this gate are to be applied."""
+    """A residual of BATCH images with TOKENS tokens each, and a random update that is not added yet. update_norm: the
+    update's norm, as Residual.norm; None: no norm. gate: the update's gate, or None."""
     tokens = random(BATCH, TOKENS, width, dtype=torch.float32 if dtype == torch.float16 else dtype)
     return Residual(tokens, update=random(BATCH, TOKENS, width, dtype=dtype), gate=gate, norm=update_norm)
 
 
 def copied(residual: Residual) -> Residual:
+    """The same residual with a copy of its tokens, because operators add the update to the tokens in place."""
     return residual._replace(tokens=residual.tokens.clone())
 
 
 def wide(given: Any) -> Any:
-    """A tensor, or a tuple of tensors, in float64."""
+    """A tensor in float64; or a tuple, in which all tensors are in float64. Anything else is returned as it is."""
     if isinstance(given, Tensor):
         return given.double()
     if isinstance(given, tuple) and hasattr(given, "_make"):

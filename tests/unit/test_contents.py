@@ -18,6 +18,8 @@ def on_device(span: MemorySpan, device: str) -> MemorySpan:
 
 
 def test_sums_are_as_the_kernel_has_them() -> None:
+    """The checksum by torch's operators is that of source/contents.py: the sum of word * (2 * place + 1), in more words
+    than torch's operators sum at once."""
     count = CHUNKS["cpu"] * 2 + 5
     numbers = torch.randint(-2**31, 2**31 - 1, (count,), dtype=torch.int32)
     expected = (numbers * torch.arange(1, 2 * count, 2)).sum()

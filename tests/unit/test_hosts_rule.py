@@ -35,8 +35,8 @@ def random(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def assert_same(found: QuantizedTokens, rows: Tensor, rule: Rule, moved: float = 2e-3) -> None:
-    """Check that rows were quantized by a rule. moved: the part of the integers that may differ by one, because sums
-    were computed in another order."""
+    """Check that rows (..., width) were quantized by a rule, against hosts_rows in torch. The integers may differ by
+    one. moved: the largest mean difference, because sums are computed in another order."""
     matrix = None if rule == Rule.HOSTS else quantized.hadamard(256, rows.device)
     values, scales = hosts_rows(rows.flatten(0, -2), matrix)
     assert torch.allclose(found.scales, scales, rtol=1e-5, atol=0)
@@ -55,7 +55,7 @@ def test_rows_are_quantized_as_the_host_does(rule: Rule, dtype: torch.dtype, wid
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_are_quantized_as_by_torchs_operators(rule: Rule) -> None:
-    """The inputs are small integers, which both rotate without an error."""
+    """The inputs are small integers, which the kernel and torch rotate without an error."""
     rows = torch.randint(-3, 4, (4, 512)).to(DEVICE, HALF)
     rotation = 0 if rule == Rule.HOSTS else 256
     weight = QuantizedWeight(torch.zeros(1, 512, dtype=torch.int8, device=DEVICE), torch.ones(1, 1), rotation)
@@ -116,7 +116,8 @@ def test_an_adaptive_norms_output_is_quantized_as_the_host_does(rule: Rule) -> N
 
 
 def assert_both(both: QuantizedTokens, found: QuantizedTokens, written: Tensor) -> None:
-    """Check rows that were written in INT8 and in the model's dtype against those that were written in one of them."""
+    """Check rows that were written in int8 and in the model's dtype (both) against rows that were written in int8 only
+    (found) and in the model's dtype only (written). They must be equal."""
     assert both.plain is not None and torch.equal(both.plain, written)
     assert torch.equal(both.values, found.values) and torch.equal(both.scales, found.scales)
 

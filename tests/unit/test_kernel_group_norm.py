@@ -24,6 +24,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 # Values of group_norm's at_once: the single kernel, the three kernels, and the choice between them.
 WAYS = [True, False, None]
 Way = bool | None
+# Launch configs of the kernels for large images, as arguments of group_norm.
 CUTS = [
     *({"statistics_config": config} for config in ends(STATISTICS.candidates)),
     *({"application_config": config} for config in ends(APPLICATION.candidates)),
@@ -36,11 +37,13 @@ NEAREST = {torch.float16: 0.51, torch.bfloat16: 0.51 if DEVICE.type == "cuda" el
 
 
 def random_image(*shape: int, mean: float = 0.0, deviation: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """An image (batch, channels, height, width) of normally distributed random numbers in channels-last memory."""
     values = torch.randn(shape) * deviation + mean
     return values.to(DEVICE, dtype).to(memory_format=torch.channels_last)
 
 
 def random_affine(channels: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """A random (weight, bias) of a norm, each (channels,), with weights around 1."""
     return 1 + 0.3 * torch.randn(channels).to(DEVICE, dtype), torch.randn(channels).to(DEVICE, dtype)
 
 

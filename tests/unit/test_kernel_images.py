@@ -23,6 +23,7 @@ SHAPES = [(2, 48, 5, 7), (1, 320, 3, 3), (3, 33, 1, 1), (1, 64, 13, 10), (1, 130
 
 
 def sum_of(image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchConfig) -> Tensor:
+    """image + update + bias by the kernel, in a new tensor."""
     output = torch.full_like(update, torch.nan)
     add_and_measure(image, update, bias, output, *config)
     return output
@@ -93,7 +94,8 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def residual_with_biases(tokens: Tensor, has_deferred_bias: bool, has_bias: bool) -> tuple[Residual, Tensor]:
-    """A residual with these tokens and random biases, and its value in float64."""
+    """A residual with these tokens, and with a random deferred_bias and bias where they are wanted; and its value in
+    float64."""
     width = tokens.shape[-1]
     first = random(width) if has_deferred_bias else None
     second = random(width, dtype=tokens.dtype) if has_bias else None

@@ -1,5 +1,5 @@
 """Kernels that were compiled ahead: the archive contains every kernel that is launched, and launches reach the driver.
-The driver is a test's own."""
+The driver is Library below, so the tests need no GPU."""
 from __future__ import annotations
 
 import contextlib
@@ -28,11 +28,13 @@ from lib_onediff.devices.torch.device import Eager
 
 BUILD = Path(__file__).parents[2] / ".ci" / "build_kernels.py"
 GPU = torch.device("cuda")
+# The CUDA version of a driver that is new enough for all kernels.
 NEW = (13, 0)
 
 
 class Function:
-    """A function of a library loaded by ctypes."""
+    """A function of a library loaded by ctypes, to which attributes such as argtypes can be assigned. A call returns
+    work(...), or 0 if that returns None."""
 
     def __init__(self, work: Any) -> None:
         self.work = work
@@ -42,7 +44,14 @@ class Function:
 
 
 class Library:
-    """A driver without a GPU, which records its calls. version: of CUDA. statuses: the results of calls."""
+    """A driver without a GPU, which records what it is given.
+
+    version: the CUDA version that it supports. statuses: by the name of a function, the status that it returns in place
+        of success, without doing anything else.
+    modules: the PTX of each module that was loaded. shared: each value of cuFuncSetAttribute. maps: the arguments of
+        each tensor map after the output.
+    launches: for each launch, its numbers (grid, block and bytes of shared memory) and the bytes of its parameters.
+    """
 
     def __init__(self, version: tuple[int, int] = NEW, **statuses: int) -> None:
         self.version = version
@@ -85,7 +94,8 @@ class Library:
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Launches on the CPU's tensors, as if on a card. capability, driver: of the card."""
+    """Lets launches on the CPU's tensors run as if on a card. Tests may assign `capability`, its compute capability,
+    and `library`, its driver."""
     card = SimpleNamespace(capability=(8, 6), library=Library())
     monkeypatch.setattr(launching, "uses_archive", lambda device: True)
     monkeypatch.setattr(launching, "driver_here", lambda: driver.Driver(card.library))
@@ -97,6 +107,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def normed(config: Any = LAYER_NORM.candidates[0], start: int = 0) -> tuple[torch.Tensor, ...]:
+    """Launch a layer norm of 3 tokens of width 320, and return its tensors: (tokens, weight, new deferred_bias,
+    output). start: how many numbers after an aligned address the tokens begin."""
     residual = torch.zeros(3 * 320 + start, dtype=torch.float16)[start:].view(3, 320)
     weight = torch.zeros(320, dtype=torch.float16)
     now, output = tokens.layer_norm(Residual(residual), weight, None, 1e-5, config)
@@ -105,7 +117,8 @@ def normed(config: Any = LAYER_NORM.candidates[0], start: int = 0) -> tuple[torc
 
 @pytest.fixture(scope="module")
 def build() -> Any:
-    """The build program. It replaces the module that launches by Triton in a module of its own."""
+    """The program .ci/build_kernels.py, loaded as a module. It replaces launching.launch_source, so tests that use it
+    must restore that function."""
     spec = importlib.util.spec_from_file_location("build_kernels", BUILD)
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
@@ -115,7 +128,7 @@ def build() -> Any:
 def test_the_archive_was_built_from_these_sources_and_has_every_launch(
     build: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was built from these sources (.ci/kernels write), and has every kernel that is launched."""
+    """The archive has the digest of the sources, and every variant that is launched, and no others."""
     monkeypatch.setattr(launching, "launch_source", launching.launch_source)
     manifest = archive.manifest()
     assert manifest.digest == build.digest(), "the sources have changed: run .ci/kernels write"
@@ -275,7 +288,8 @@ def test_a_library_without_the_drivers_functions_is_refused(monkeypatch: pytest.
 
 
 def rewritten(path: Path, change: Any, compression: int = zipfile.ZIP_DEFLATED) -> None:
-    """An archive with the same members, changed. change: takes and returns them by name."""
+    """Write an archive with changed members to a path. change: takes the members by name, of which there are two, the
+    manifest and LAYER_NORM_FILE, and returns the changed ones."""
     with zipfile.ZipFile(archive.ARCHIVE) as whole:
         members = {"manifest.json": whole.read("manifest.json"), LAYER_NORM_FILE: whole.read(LAYER_NORM_FILE)}
     with zipfile.ZipFile(path, "w", compression) as damaged:
@@ -284,7 +298,7 @@ def rewritten(path: Path, change: Any, compression: int = zipfile.ZIP_DEFLATED) 
 
 
 def in_manifest(change: Any) -> Any:
-    """A change of what the manifest says."""
+    """A damage (see DAMAGES) that replaces the manifest's content by change(content)."""
     def changed(members: dict[str, bytes]) -> dict[str, bytes]:
         content = json.loads(members["manifest.json"])
         return {**members, "manifest.json": json.dumps(change(content)).encode()}
@@ -293,7 +307,7 @@ def in_manifest(change: Any) -> Any:
 
 
 def of_each_kernel(change: Any) -> Any:
-    """A change of each kernel in the manifest."""
+    """A damage that replaces the list of each variant in the manifest by change(list)."""
     return in_manifest(lambda content: {**content, "kernels": {
         key: {one: change(list(given)) for one, given in variants.items()}
         for key, variants in content["kernels"].items()
@@ -301,14 +315,17 @@ def of_each_kernel(change: Any) -> Any:
 
 
 def flipped(path: Path, share: float) -> None:
-    """Some bytes of the archive are others, from this share of it on."""
+    """Write the archive to a path, with all bits of 5000 bytes inverted. share: where these bytes begin, as a part of
+    the archive's length."""
     content = bytearray(archive.ARCHIVE.read_bytes())
     start = int(len(content) * share)
     content[start:start + 5000] = bytes(255 - byte for byte in content[start:start + 5000])
     path.write_bytes(content)
 
 
+# A member of the archive.
 LAYER_NORM_FILE = "80/tokens.layer_norm_rows"
+# Functions that write a damaged archive to a path, by what is wrong with it.
 DAMAGES: dict[str, Any] = {
     "nothing": lambda path: None, "an empty file": lambda path: path.touch(),
     "a folder": lambda path: path.mkdir(),
@@ -333,7 +350,7 @@ DAMAGES: dict[str, Any] = {
 
 @pytest.fixture
 def damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """The path of an archive that is to be damaged."""
+    """The path at which the archive is looked up in this test. There is no file yet: the test writes a damaged one."""
     monkeypatch.setattr(archive, "ARCHIVE", tmp_path / "kernels.zip")
     archive.manifest.cache_clear()
     archive.text_of.cache_clear()
@@ -352,7 +369,7 @@ def test_a_damaged_archive_is_a_reason(card: Any, damaged: Path, damage: Any) ->
 
 @pytest.mark.parametrize("share", [0.0, 0.05, *(number / 20 for number in range(2, 20))])
 def test_changed_bytes_anywhere_in_the_archive_are_found(card: Any, damaged: Path, share: float) -> None:
-    """Wherever they are: what is whole is read, and what is not is refused."""
+    """A member that is whole is read; a member or manifest with changed bytes is refused."""
     with pytest.MonkeyPatch.context() as undamaged:
         undamaged.setattr(archive, "ARCHIVE", Path(archive.__file__).with_name("kernels.zip"))
         flipped(damaged, share)

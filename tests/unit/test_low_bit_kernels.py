@@ -47,8 +47,9 @@ def given_back(rows: QuantizedTokens) -> Tensor:
 
 
 def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
-    """Check that every value differs from the exact one by at most half a step; in float8, small values by at most
-    2**-10 of the scale."""
+    """Check rows in eight bits against the exact ones (..., width): every value differs by at most half a step; in
+    float8, small values by at most 2**-10 of the scale, and only on a GPU. With one scale for each row, the scale fits
+    the row's largest magnitude."""
     back = given_back(rows)
     one_scale = rows.scales.numel() == 1
     scales = rows.scales.double() if one_scale else rows.scales.double().view(*rows.shape, 1)
@@ -260,11 +261,13 @@ EPS = 1e-5
 
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> NativeOperators:
+    """The native backend's operators, with 8-bit products (use_low_bit)."""
     use_low_bit(monkeypatch)
     return runtime.devices.operators(NATIVE)
 
 
 def weights_of(weight: Tensor, bias: Tensor | None = None, kind: Kind = FP8) -> LayerWeights:
+    """A layer whose weight exists in its own dtype and, quantized by the kernel, in this 8-bit format."""
     room = empty_like(weight, kind)
     rounded_rows(weight, room.values, room.scales)
     return LayerWeights(weight, bias, (room,))

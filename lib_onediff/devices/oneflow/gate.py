@@ -1,7 +1,7 @@
 """Finds out whether OneFlow works here, and if not, the reason as a sentence that tells the user what to do.
 
-OneFlow is tried in another process, because it may crash its process. This file is also the program of that process: it
-takes a device and a dtype, such as cuda:0 float16, and prints one line of JSON at its end.
+OneFlow is tried in another process, because it may crash. This file is also the program of that process: it takes a
+device and a dtype, such as cuda:0 float16, and prints one line of JSON at its end.
 """
 from __future__ import annotations
 

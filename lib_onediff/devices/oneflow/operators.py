@@ -30,7 +30,7 @@ class OneFlowOperators:
     that only other backends need, such as consumer, are ignored. Images are contiguous. Layers have neither LoRAs nor
     8-bit weights (OneFlow.refuse_call). Arguments that no UNet uses, such as a modulation, raise AssertionError."""
 
-    # These only use methods that tensors of both libraries have.
+    # These functions only use methods that torch's and OneFlow's tensors have.
     materialize = staticmethod(torch_ops.materialize)
     residual_add = staticmethod(torch_ops.residual_add)
     image_to_tokens = staticmethod(torch_ops.image_to_tokens)

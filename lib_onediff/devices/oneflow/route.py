@@ -239,8 +239,8 @@ def contiguous(call: Call) -> list[Tensor]:
 
 
 def present(weights: Weights) -> Weights:
-    """The same weights as new tensors over the same memory, which keep that memory alive even if the host moves its
-    parameters elsewhere. Nothing is copied."""
+    """The weights and biases of these layers as new tensors over the same memory, which keep that memory alive even if
+    the host moves its parameters elsewhere. Nothing is copied."""
     return {
         path: LayerWeights(layer.weight.detach(), None if layer.bias is None else layer.bias.detach())
         for path, layer in weights.items()

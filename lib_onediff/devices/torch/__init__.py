@@ -1,1 +1,2 @@
-"""The backends that run PyTorch's own operators. They are the reference: they serve every call on every device."""
+"""The backends that run PyTorch's own operators, and these operators. The backend eager is the reference: it serves
+every call on every device."""

@@ -48,9 +48,9 @@ WIDEST_HEAD = 256
 FEW_KEYS = 256
 # FLASH needs heads whose width is a multiple of this; torch itself would pad them.
 FLASH_WIDTHS = 8
-# The largest bytes of scores in gemm_attention.
+# The largest number of bytes of scores that gemm_attention computes at once.
 SCORES_BYTES = 64 << 20
-# The largest bytes of scores for which MATH is a candidate.
+# The largest number of bytes of scores for which MATH is a candidate.
 MATH_SCORES_BYTES = 4 << 20
 # The candidates for heads up to WIDEST_HEAD, and for wider ones. The first one is used without a measurement.
 NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)))

@@ -79,8 +79,8 @@ def merges(layer: LayerWeights, numbers: int) -> bool:
 
 
 def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
-    """Add the products of a linear layer's LoRAs in place to the layer's product, (..., out), and return it. x: the
-    layer's input, (..., in)."""
+    """Add the products of a linear layer's LoRAs in place to the layer's product, (..., out), and return the product.
+    x: the layer's input, (..., in)."""
     down = low_rank.down.flatten(1)
     rank = 0
     hidden = functional.linear(x.to(down.dtype), down)

@@ -26,7 +26,8 @@ from ....core.version import written
 ARCHIVE = Path(__file__).with_name("kernels.zip")
 MANIFEST = "manifest.json"
 SOURCES = ARCHIVE.with_name("source")
-# What reading a damaged archive raises: if it is truncated, or if members are missing, exchanged or changed.
+# The exceptions that reading a damaged archive raises: a truncated one, or one whose members are missing, exchanged or
+# changed.
 DAMAGE = (
     OSError, EOFError, KeyError, IndexError, ValueError, TypeError, AttributeError, RecursionError, NotImplementedError,
     RuntimeError, zipfile.BadZipFile, zlib.error, struct.error,

@@ -1,10 +1,14 @@
 """Decides the format in which an operator writes the input of the layer after it, its consumer.
 
-The format is the model's dtype, float8 or int8 (weights.low_bit.Kind). A consumer whose weight exists in eight bits
-besides the model's dtype gets the format in which its product is the fastest, so that no pass of its own quantizes the
-input. For a consumer whose weight exists in eight bits only, it depends on who made that weight. If Low-bit did, to
-replace a weight in main memory, the input gets its format. If the host stores the weight so, the input gets its format
-if our products or the library's can multiply it here, and the model's dtype otherwise.
+The format is the model's dtype, float8 or int8 (weights.low_bit.Kind). It depends on the consumer's weight:
+
+- The weight exists in eight bits besides the model's dtype: the format in which the product is the fastest, so that no
+  separate pass quantizes the input.
+- The weight exists in eight bits only, and Low-bit has made it, to replace a weight in main memory: the weight's
+  format.
+- The weight exists in eight bits only, because the host stores it so: the weight's format if our products or the
+  library's can multiply it on this device, otherwise the model's dtype.
+- The weight exists in the model's dtype only: the model's dtype.
 """
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Launches:
         return config
 
     def forget(self) -> None:
-        """Read every choice from the tuning cache again when it is used next."""
+        """Forget the choices in this process: each is read from the tuning cache again when it is used next."""
         self._known = {}
 
     def choose(self, kernel: Kernel, shape_class: str, dtype: torch.dtype, config: LaunchConfig) -> None:
@@ -161,7 +161,8 @@ class Launches:
 
 
 def image_class(pixels: int) -> str:
-    """SMALL or LARGE: the class of shapes of images with so many pixels (height * width)."""
+    """The class of shapes of images with this many pixels (height * width): LARGE from LARGE_IMAGE_PIXELS on, otherwise
+    SMALL."""
     return LARGE if pixels >= LARGE_IMAGE_PIXELS else SMALL
 
 

@@ -23,7 +23,7 @@ from .driver import MAP_ALIGNMENT, MAP_BYTES, driver_here
 
 # The usual depth of Triton's software pipeline.
 STAGES = 3
-# Kernels are compiled for addresses and sizes that are multiples of this, so that they can load as many bytes at once.
+# Kernels are compiled for addresses (in bytes) and sizes that are multiples of this, to load 16 bytes at once.
 ALIGNED = 16
 # The struct format of an argument by its letter in Variant.arguments. P: an address. I: an integer. A: an integer that
 # is a multiple of ALIGNED. F: a float. S: the address of scratch memory, which none of our kernels uses. T, not here: a

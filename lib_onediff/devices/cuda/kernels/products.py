@@ -35,12 +35,14 @@ def int8_product(
     tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None, result: torch.dtype,
     config: LaunchConfig = configs.INT8_PRODUCT.candidates[0], added: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """tokens (rows, in) times weight (out, in), plus bias (out,): (rows, out) in the dtype `result`.
+    """tokens (rows, in) times weight (out, in), plus bias (out,): (rows, out) in the dtype `result`. bias may be None.
 
-    in and out are multiples of 16. added: (hidden, up) of LoRAs, whose product is added before the output is rounded:
-    hidden (rows, ranks), and up (out, ranks). For a layer of n fused ones, up is (out, ranks / n): each nth of its rows
-    reads the corresponding nth of the ranks. Both are contiguous and in the dtype `result`, and ranks / n is a multiple
-    of RANKS. config: see configs.INT8_PRODUCT. Raises what a launch raises.
+    in and out are multiples of 16. config: see configs.INT8_PRODUCT. Raises what a launch raises.
+
+    added: (hidden, up) of LoRAs, whose product is added before the output is rounded: hidden (rows, ranks), and up
+    (out, ranks). For a layer of n fused ones, up is (out, ranks / n): each nth of its rows reads the corresponding nth
+    of the ranks. hidden and up are contiguous and in the dtype `result`, and ranks / n is a multiple of RANKS. None: no
+    LoRAs.
     """
     m, n, k, group, warps, stages = config
     rows, width = tokens.values.shape

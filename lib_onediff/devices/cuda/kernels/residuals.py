@@ -1,4 +1,4 @@
-"""Prepares residuals (core.operators.Residual) for kernels that do not take every form of them."""
+"""Prepares residuals (core.operators.Residual) for kernels that do not take residuals of every form."""
 from __future__ import annotations
 
 from torch import Tensor

@@ -241,8 +241,8 @@ def gated(
     is_plain_too: bool = False,
 ) -> QuantizedTokens:
     """numbers * activation(gates), both (..., n), in an 8-bit format with one scale for each row. activation: one of
-    tokens.ACTIVATIONS. is_plain_too: also return the same in the inputs' dtype, as QuantizedTokens.plain; not for
-    Rule.OURS."""
+    tokens.ACTIVATIONS. is_plain_too: also return the same numbers in the inputs' dtype, as QuantizedTokens.plain; not
+    for Rule.OURS."""
     width = numbers.shape[-1]
     output = empty_rows(numbers, width, kind)
     plain = numbers.new_empty(numbers.shape) if is_plain_too else None

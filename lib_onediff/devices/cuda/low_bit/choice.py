@@ -1,5 +1,5 @@
-"""The 8-bit formats (FP8, INT8) that this machine supports, and the products that are faster in them, measured once for
-each GPU model."""
+"""The 8-bit formats (FP8, INT8) that this machine supports, and the products that are faster in these formats, measured
+once for each GPU model."""
 from __future__ import annotations
 
 import contextlib
@@ -171,13 +171,14 @@ class LowBit:
         return f"at this size the model is not faster in {names} on this machine (measured)"
 
     def working_bytes(self, lossy: Lossy, layout: Any, call: Call) -> int:
-        """An estimate of the bytes that a call takes on the GPU besides weights: WIDEST_OUTPUTS times its largest
-        product's output. 0 if no layer can be in eight bits."""
+        """An estimate of the bytes that a call takes on the GPU besides weights: WIDEST_OUTPUTS times the output of its
+        largest product. 0 if no layer can be in eight bits."""
         widest = max((one.rows * one.out for one in self._products_of(lossy, layout, call).values()), default=0)
         return WIDEST_OUTPUTS * widest * call.latent.element_size()
 
     def _kinds_for(self, lossy: Lossy, call: Call) -> tuple[Kind, ...]:
-        """The formats of the option lossy.low_bit that the call's device supports for its dtype."""
+        """The formats of the option lossy.low_bit that the call's device supports for the call's dtype, FP8 before
+        INT8."""
         return self.kinds(KINDS_OF[lossy.low_bit], call.latent.device, call.latent.dtype)
 
     def _products_of(self, lossy: Lossy, layout: Any, call: Call) -> Mapping[str, Product]:

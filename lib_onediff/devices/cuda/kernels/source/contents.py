@@ -13,7 +13,8 @@ def sum_words(
 
     A word is 4 bytes, read as int32. A tensor consists of pieces of PIECE words, of which the pieces 0, step, 2 * step
     and so on are read. A word's place is its number among the words that are read, from 0 on: the words of skipped
-    pieces do not count.
+    pieces do not count. The factor differs from place to place, so that words that change places change the sum; it is
+    odd, so that no bit of a word is lost.
 
     Grid: (stretches,). A stretch has WORDS places of one tensor; those after the tensor's end add nothing. BLOCK: how
     many words are loaded at once.

@@ -36,10 +36,12 @@ def with_strips(
     total, squares, lowest, highest, statistics, bounds, place, partial_statistics, strip_pixels, channels, pixels,
     offset, inside, STRIPS: tl.constexpr, BOUNDED: tl.constexpr,
 ):
-    """The given (total, squares, lowest, highest), each (STRIPS, BLOCK) with a column for each channel of a group, with
-    all strips of one image included: the sums of the distances of its values from the group's centre, and of the
-    squares of these distances; if BOUNDED, also its lowest and highest values, without the shift.
+    """The given (total, squares, lowest, highest) with all strips of one image included. Each is (STRIPS, BLOCK), with
+    a column for each channel of a group.
 
+    total and squares are the sums of the distances of the image's values from the group's centre, and of the squares of
+    these distances. lowest and highest are the image's lowest and highest values, without the shift; they change only
+    if BOUNDED.
     statistics, bounds: see images.strip_statistics; bounds is read only if BOUNDED.
     place: for each channel, the index in statistics of its mean in the first strip.
     partial_statistics: the number of strips. strip_pixels: the pixels in a strip; the last strip has the remaining

@@ -1,4 +1,5 @@
-"""Rounds rows to int8 as hosts round the input of a layer whose weight is stored in INT8: to the same integers.
+"""Rounds rows to int8 as hosts round the input of a layer whose weight is stored in INT8: to the same integers, except
+where a number is in the middle between two numbers of bfloat16, or where a rotation sums in another order.
 
 KIND: the model's dtype, to which the rows are rounded first. RULE: one of
 

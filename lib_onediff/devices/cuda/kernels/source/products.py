@@ -2,12 +2,12 @@
 LoRAs; and 3x3 convolutions in int8, float8 and float16.
 
 The parameters that the kernels share:
-M, N, K: the rows and columns of the tile of the output that a program computes, and how many products of each of its
-    numbers are summed at once. A grid has one axis, with one program for each tile.
+M, N, K: the rows and the columns of the tile of the output that a program computes, and how many products of each of
+    the tile's numbers are summed at once. A grid has one axis, with one program for each tile.
 GROUP: how many rows of tiles make a group; see tile_at.
-weight_scales: float32: one for each row of the weight, which is a column of the output, if has_scales is 1; one for all
-    if has_scales is 0.
-bias: any tensor of the output's dtype if has_bias is 0.
+weight_scales: float32 scales of the weight. has_scales: 1: one scale for each row of the weight, which is a column of
+    the output; 0: one scale for all.
+has_bias: 0 if there is no bias; bias is then any tensor of the output's dtype.
 """
 from __future__ import annotations
 

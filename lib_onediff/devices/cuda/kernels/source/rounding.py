@@ -6,8 +6,10 @@ scale; all other rows have one each, unless plain_row has ONE_SCALE.
 
 The parameters that the kernels share:
 RULE: how int8 rows are rounded. OURS, for weights that Low-bit quantized: once, from float32. The other rules: see
-    hosts_rule.py. In float8, OURS.
-PLAIN: also write the same numbers in the model's dtype to `plain`; not for OURS.
+    hosts_rule.py; their KIND is the dtype of weight in layer_norm_rows, of plain in norm_row, and of the inputs
+    elsewhere. In float8, OURS.
+PLAIN: also write the same numbers in the model's dtype to `plain`; not for OURS. Otherwise, plain is any tensor of the
+    model's dtype.
 largest: the largest number of the 8-bit format. unit: float32 (1,), to which 1.0 is written for float8.
 BLOCK: the number of columns that are processed at once: width rounded up to a power of two, except in gated_row.
 has_update, has_bias and so on: 0 if there is no update or no bias, which is then any tensor of a valid dtype.
