@@ -28,8 +28,8 @@ TEXT_CONFIG = (
     "max_position_embeddings", "hidden_act", "layer_norm_eps", "attention_dropout", "initializer_range",
     "initializer_factor", "pad_token_id", "bos_token_id", "eos_token_id",
 )
-# Entries of a configuration. The largest numbers in the entries of COUNTS, multiplied with each other and with the
-# length of the longest list in BLOCKS, are about as many as the network's layers.
+# Entries of a configuration, by which check_size limits the number of a network's layers: the largest number in each
+# entry of COUNTS, all multiplied with each other and with the length of the longest list in BLOCKS.
 COUNTS = ("layers_per_block", "transformer_layers_per_block", "reverse_transformer_layers_per_block",
           "num_hidden_layers")
 BLOCKS = ("block_out_channels", "down_block_types", "up_block_types")

@@ -83,8 +83,8 @@ class LoopAnnouncer:
 
 
 def announce_samplings(pipe: Any, unet: nn.Module) -> None:
-    """Tell the runtime from now on when this pipeline's samplings of this network begin and end; see LoopAnnouncer. A
-    pipeline's network that was announced before is replaced. Does nothing if the pipeline has no progress_bar of
+    """Tell the runtime from now on when this pipeline's samplings of this network begin and end; see LoopAnnouncer.
+    Replaces a network that was announced for this pipeline before. Does nothing if the pipeline has no progress_bar of
     diffusers (owner_of_bar): step policies are then inactive, because the runtime does not learn of any sampling."""
     owner = owner_of_bar(pipe)
     if owner is None:
@@ -116,7 +116,7 @@ def owner_of_bar(pipe: Any) -> type | None:
 
 def reference_to(one: Any) -> Callable[[], Any]:
     """A function that returns this object, a pipeline or network, as long as other code keeps the object alive; then
-    None. For an object without weak references, the function always returns None."""
+    None. For an object that does not support weak references, the function always returns None."""
     try:
         return weakref.ref(one)
     except TypeError:
@@ -164,7 +164,7 @@ class Clock:
 
     def times(self) -> list[float] | None:
         """The timesteps at which the sampling's steps begin, in the scheduler's order; None if the scheduler is gone.
-        A scheduler of order 2 has two timesteps for each step, of which this has the first. See Sampling.times."""
+        A scheduler of order 2 has two timesteps for each step: the first of the two. See Sampling.times."""
         scheduler = self._scheduler()
         return None if scheduler is None else self._all(scheduler)[::max(1, int(getattr(scheduler, "order", 1)))]
 

@@ -119,8 +119,8 @@ def read_words(folder: Path) -> tuple[dict[str, int], list[str], dict[str, Any]]
 
 def checked_words(words: Any, folder: Path) -> dict[str, int]:
     """The given words as they are. Raises Refusal unless they are a vocabulary, {word: number}, of 1 to MOST_WORDS
-    words that are not too long, with valid numbers (is_number), each of them once. words: from a file, so of any type.
-    folder: for the message."""
+    words that are not too long, in which each word has a valid number (is_number) of its own. words: from a file, so of
+    any type. folder: for the message."""
     if not isinstance(words, dict) or not 0 < len(words) <= MOST_WORDS:
         raise Refusal(f"The vocabulary in {folder.name} is empty, or has more than {MOST_WORDS} words.")
     numbers = {number for number in words.values() if is_number(number)}

@@ -320,8 +320,8 @@ def timestep_of_batch(timestep: Tensor | float, sample: Tensor) -> Tensor:
     """The timestep as (batch,) for the sample's batch, from a number, a tensor without dimensions, or a tensor of one
     or `batch` values. A tensor keeps its dtype; a number becomes float32. Raises Refusal for other shapes.
 
-    As in UNet2DConditionModel.get_time_embed, a number is rounded in the same way whatever torch's default dtype and
-    device are, and only a number or a tensor without dimensions is moved to the sample's device.
+    As UNet2DConditionModel.get_time_embed does, this rounds a number to float32, whatever torch's default dtype and
+    device are, and moves only a number or a tensor without dimensions to the sample's device.
     """
     if not isinstance(timestep, Tensor):
         dtype = torch.float64 if isinstance(timestep, float) else torch.int64

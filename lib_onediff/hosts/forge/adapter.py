@@ -174,13 +174,13 @@ class Forge(WebUI):
 
     def _begin_sampling(self, sampling: Sampling) -> None:
         """Note that this sampling begins, and forget the results of _check, so that each UNet is checked again at its
-        first call. The runtime learns of the sampling at that call too."""
+        first call. At that call, the runtime is told that the sampling begins (_check)."""
         self._refusals.clear()
         self._sampling = sampling
 
     def _why_bypassed(self) -> str:
         """Why the calls of the last sampling did not reach our forward, in one line for the user: names the extension
-        that bypasses it, or is BYPASSED if none is found. See UNetHooks."""
+        that bypasses our forward, or is BYPASSED if no such extension is found. See UNetHooks."""
         patcher = patcher_of(self.checkpoint())
         unet = self.unet_of(self.checkpoint())
         owner = None if unet is None else forward_above(unet, [patch.function for patch in self._unets.patches])
@@ -290,8 +290,8 @@ class Forge(WebUI):
     # --- notes, pre-warming ---------------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        """Sentences for users on options of the WebUI that are set and have no effect where OneDiff computes: its
-        attention, its torch.compile. [] if there are none, or if OneDiff is off. See WebUI."""
+        """Sentences for users on options of the WebUI that are set and have no effect where OneDiff computes: the
+        WebUI's attention and its torch.compile. [] if no such option is set, or if OneDiff is off. See WebUI."""
         if not self.hooks():
             return []
         found = []

@@ -90,7 +90,7 @@ def krea2_call(network: Any, given: HostCall, *how: Any) -> Call:
     """Our Call for a call of the host's network. Raises Refusal if only the host can compute the call.
 
     given: the host's call, whose context is (batch, tokens, width) or (batch, 1, tokens, width), without padding. The
-    context of our Call is padded to a multiple of some tokens and has a mask, so that prompts of most lengths share a
+    context of our Call is padded with zeros and has a mask (filled_prompt), so that prompts of most lengths share a
     shape. how: upcast_attention, names_read, image_prompts and changed, in this order, as for transformer_call.
     """
 

@@ -116,8 +116,9 @@ class OptionPatches(PatchPoints):
             yield NORM, self._norm
 
     def has_function(self, point: str, *arguments: Any) -> bool:
-        """Whether the method of this name calls a function of an extension for these arguments. Points within a
-        transformer block refer to the present block (begin_block). See Points."""
+        """Whether the method of this name (point) calls a function of an extension for these arguments. For points
+        within a transformer block, whether it does so in the present block (begin_block). True for "norm", which is a
+        point only if `norm` is set. See Points."""
         if point in ("before_stage", "after_stage") and self._modifiers:
             return True
         if point == "attend":
