@@ -99,8 +99,9 @@ def add_low_rank(product: Tensor, x: Tensor, low_rank: LowRank) -> Tensor:
 
 
 def pointwise(image: Tensor, layer: LayerWeights) -> Tensor:
-    """A 1x1 convolution as a GEMM: (batch, in, h, w) -> (batch, out, h, w). Computed as a batched product for
-    contiguous images, and as a linear layer over the pixels for channels-last ones."""
+    """A 1x1 convolution as a GEMM, with its LoRAs: (batch, in, h, w) -> (batch, out, h, w). Computed as a batched
+    product for contiguous images, and as a linear layer over the pixels for channels-last images and for weights that
+    exist in eight bits only."""
     batch, _, height, width = image.shape
     # In channels-last order, the pixels are the rows of a linear layer. 8-bit weights only have that form.
     if not image.is_contiguous() or layer.weight.is_meta:

@@ -59,9 +59,9 @@ class Rule(IntEnum):
 
 
 def rule_of(weight: QuantizedWeight, device: torch.device) -> Rule:
-    """The rule for the input of a layer with this weight: Rule.OURS if Low-bit has quantized the weight, or if it is in
-    float8; otherwise hosts_rule(). If the weight is rotated in groups of another size than GROUP, the rule does not
-    include the rotation: the caller must rotate the rows first."""
+    """The rule for the input of a layer with this 8-bit weight: Rule.OURS if Low-bit has quantized the weight, or if it
+    is in float8; otherwise hosts_rule(). If the weight is rotated in groups of another size than GROUP, the rule does
+    not include the rotation: the caller must rotate the rows first."""
     is_ours = not weight.stored or weight.values.dtype.is_floating_point
     return Rule.OURS if is_ours else hosts_rule(weight.rotation, device)
 
@@ -155,9 +155,14 @@ def launch_norm(
     kind: Kind | None, rule: Rule,
 ) -> None:
     """Launch the kernel of residual_norm and add_update. It adds the residual's update to the tokens in place, and
-    writes the norm to values, scales and plain. scales is None in the model's dtype; plain is None if not wanted;
-    values, scales and plain are None for Norm.NO_NORM. In float8, scales is read: launch_scale writes it first. dtype:
-    the model's. kind: the format of values; None: the model's dtype."""
+    writes the norm to values.
+
+    layer: the norm's weight; None without one. norm, modulation: None if there are none.
+    values: None for Norm.NO_NORM. kind: the format of values; None: the model's dtype (dtype).
+    scales: in int8, the scale of each row, which is written; in float8, the one scale, which launch_scale has written;
+        None in the model's dtype.
+    plain: the norm in the model's dtype, which is written besides values; None if not wanted.
+    """
     tokens, _, _, update, update_scales, gate, update_norm = residual
     batch, count, width = tokens.shape
     # Kernels are compiled for sets of dtypes: a tensor of the right dtype replaces each one that is missing.
@@ -326,7 +331,7 @@ def warps_for(width: int, most: int = 8) -> int:
 
 def empty_rows(tokens: Tensor, width: int, kind: Kind, one_scale: bool = False) -> QuantizedTokens:
     """Uninitialised QuantizedTokens, with a row of this width for each of the tokens (..., n). one_scale: with one
-    scale for all rows."""
+    scale for all rows; otherwise with one scale for each row and, in float8, a unit."""
     shape = tokens.shape[:-1]
     values = torch.empty((shape.numel(), width), device=tokens.device, dtype=kind.dtype)
     scales = torch.empty((1 if one_scale else len(values), 1), device=tokens.device, dtype=torch.float32)

@@ -77,8 +77,9 @@ class Float8Support(NamedTuple):
 
 def unmet_requirement(kind: Kind, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a device cannot compute products of this 8-bit format, FP8 or INT8, for a model of this dtype, in one
-    sentence for the user; None if it meets all known requirements. It computes nothing on the device; float8_support
-    also tries a product."""
+    sentence for the user; None if it meets all known requirements. For a device that is no GPU, these are a
+    half-precision dtype and, for FP8, the version of torch. Computes nothing on the device; float8_support also tries a
+    product."""
     name = kind.name.upper()
     if dtype not in (torch.float16, torch.bfloat16):
         return f"{name} is for models in float16 or bfloat16, and this one is in {str(dtype).removeprefix('torch.')}"
