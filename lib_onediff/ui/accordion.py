@@ -18,7 +18,7 @@ import gradio as gr
 from ..core.settings import OFF_IN_SETTINGS, Settings, format_value, options_of_a_run, words_of
 from ..runtime.runtime import runtime
 from . import settings_tab
-from .effects import described
+from .effects import notes_by_option
 from .events import ANSWERED, HIDDEN, QUIET, UNCHANGED, in_the_browser, kept_out_of_defaults, live_html
 from .infotext import SWITCH, names_by_label, shortest
 from .markup import folded, sentence
@@ -179,7 +179,7 @@ def of_control(value: Any) -> Any:
 
 def run_html(settings: Settings) -> str:
     """Markup with a run in words: its preset, the options that differ from the preset, and the notes of
-    effects.described. Only a sentence that OneDiff is off, if the settings tab or this run switches it off."""
+    effects.notes_by_option. Only a sentence that OneDiff is off, if the settings tab or this run switches it off."""
     if not runtime.settings.enabled:
         return sentence(f"{OFF_IN_SETTINGS}.", wrong=True)
     if not settings.enabled:
@@ -195,7 +195,7 @@ def run_html(settings: Settings) -> str:
     said = sentence(f"This run: {', '.join(words)}.")
     if preset in PRESETS:
         said += f'<p class="onediff-reason">{PRESETS[preset].explanation}</p>'
-    notes = [f"{labels[name]}: {note}" for name, note in described(settings.changed_from(Settings())).items()]
+    notes = [f"{labels[name]}: {note}" for name, note in notes_by_option(settings.changed_from(Settings())).items()]
     return said + folded(f"Notes on {len(notes)} options", notes)
 
 

@@ -30,7 +30,7 @@ def minutes(value: float) -> str:
     return f"{max(1, round(value / MINUTE))} min"
 
 
-def times(ratio: float | None) -> str:
+def speedup(ratio: float | None) -> str:
     """A speedup in words, for example "1.6x faster", "1.2x slower" for a ratio below 1, or "no measurable difference"
     within 5 %; NOTHING for None. ratio: the time of the base, such as the WebUI, divided by the time of the side that
     the words describe, such as OneDiff."""

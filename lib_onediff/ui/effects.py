@@ -26,7 +26,7 @@ BF16_FROM = (8, 0)
 HALF_RATE = {(7, 5), (8, 6), (8, 9), (12, 0)}
 
 
-def described(values: Mapping[str, Any]) -> dict[str, str]:
+def notes_by_option(values: Mapping[str, Any]) -> dict[str, str]:
     """Sentences for users, by option: that the value has no effect on this machine, with the reason, or that float16
     sums gain little on this GPU. Options with other values are left out. values: by option."""
     found = {}

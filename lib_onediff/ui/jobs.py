@@ -60,7 +60,7 @@ def values_of(kind: type, sent: Any) -> tuple[Any, ...]:
     return tuple(value for value in sent if type(value) is kind) if isinstance(sent, list) else ()
 
 
-def do(clicks: Clicks, queue: JobQueue) -> None:
+def carry_out(clicks: Clicks, queue: JobQueue) -> None:
     """Carry out the clicks on the list of jobs: cancel jobs, and remove finished ones. Jobs to cancel that are unknown
     or finished are ignored. All other clicks are left to the caller."""
     for job in clicks.cancelled:

@@ -27,7 +27,7 @@ from ..core.settings import (
     words_of,
 )
 from ..runtime.runtime import runtime
-from .effects import described, why_no_effect
+from .effects import notes_by_option, why_no_effect
 from .events import HIDDEN, QUIET, browser_input, in_the_browser, kept_out_of_defaults, live_html
 from .presets import PRESETS
 
@@ -159,7 +159,7 @@ def notes(option: Field[Any]) -> dict[str, str]:
     need an explanation; {} for an option without a list of values."""
     found = {}
     for word in words_of(option):
-        note = described({option.name: parse_value(option, word)}).get(option.name)
+        note = notes_by_option({option.name: parse_value(option, word)}).get(option.name)
         if note:
             found[word] = note
     return found

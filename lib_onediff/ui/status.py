@@ -14,8 +14,8 @@ from ..runtime.cache import Fingerprint
 from ..runtime.call_stats import CallStats
 from ..runtime.runtime import runtime
 from ..runtime.services import SWITCHED_OFF
-from ..runtime.vae.route import described as decode_described
-from .amounts import NOTHING, counted, milliseconds, seconds, times
+from ..runtime.vae.route import decode_sentence
+from .amounts import NOTHING, counted, milliseconds, seconds, speedup
 from .markup import fact_html
 from .presets import PRESETS
 
@@ -94,7 +94,7 @@ def summary_html(status: dict[str, Any]) -> str:
         elif status["step_ms"] is not None:
             words += on_wide(f"{milliseconds(status['step_ms'])}/step{beside_step(status)}, ")
         if route != "host" and gain_of(status) is not None:
-            words += f"{times(gain_of(status))}, "
+            words += f"{speedup(gain_of(status))}, "
         words += SHORT_ROUTES[route]
     return f'<span class="onediff-summary onediff-route-{route or "none"}" role="status">{words}</span>'
 
@@ -208,9 +208,9 @@ def status_html(status: dict[str, Any]) -> str:
     lines = dict.fromkeys((
         *reasons_of(status), gpus_sentence(second),
         *status.get("notes", ()), *status.get("faults", ()),
-        decode_described(decode.get("route"), decode.get("reason", "")),
+        decode_sentence(decode.get("route"), decode.get("reason", "")),
     ))
-    known = described(status) if status["route"] is not None else []
+    known = image_facts(status) if status["route"] is not None else []
     facts = "".join(fact_html(label, value) for label, value in known if value not in ("", NOTHING))
     reason = "".join(f'<p class="onediff-reason">{html.escape(line)}</p>' for line in lines if line)
     route = status["route"] or "none"
@@ -274,7 +274,7 @@ def gpus_sentence(second: dict[str, Any]) -> str:
     return f"One GPU: {second['reason']}." if second.get("reason") else ""
 
 
-def described(status: dict[str, Any]) -> list[tuple[str, str]]:
+def image_facts(status: dict[str, Any]) -> list[tuple[str, str]]:
     """The facts on the last image as (label, text) pairs, in the order of the accordion. The text of an unknown fact is
     "" or NOTHING."""
     steps = (status.get("image") or {}).get("steps", {})
@@ -306,7 +306,7 @@ def speed_sentence(status: dict[str, Any]) -> str:
     """The speedup over the WebUI in words (see gain_of), or why it is unknown; NOTHING if it is unknown and the WebUI
     made the image or no image is made. The WebUI's step is timed when a shape is first used."""
     if (gain := gain_of(status)) is not None:
-        return times(gain)
+        return speedup(gain)
     if status["route"] in (None, "host"):
         return NOTHING
     return "the WebUI was not timed for these steps" if status["host_ms"] is None else "too few steps timed yet"

@@ -20,7 +20,7 @@ from lib_onediff.core.inputs import take_rows
 from lib_onediff.core.settings import Settings
 from lib_onediff.core.table import ENOUGH, State
 from lib_onediff.runtime.rows import ResolutionRow
-from lib_onediff.ui.status import described, spent_html, summary_html
+from lib_onediff.ui.status import image_facts, spent_html, summary_html
 
 WHOLE_MS = 900.0
 CACHED_MS = 150.0
@@ -119,7 +119,7 @@ def test_every_step_counts_where_times_are_shown_and_stored(
     images.runtime.keep_history()
     kept = {(row.resolution, row.batch): row for row in images.runtime.history.rows()}["64x64", 2]
     assert (kept.step_ms, kept.host_ms) == (pytest.approx(step_ms, abs=SLACK), pytest.approx(HOST_MS))
-    facts = dict(described(status))
+    facts = dict(image_facts(status))
     assert facts["Image"] == "2.0 s" and " ms" in facts["Step"]
 
 
@@ -128,11 +128,11 @@ def test_images_by_the_webui_have_no_speedup_and_are_the_baseline_of_ours() -> N
     images.make(settings=Settings(enabled=False), seconds=5.0)
     status = images.status()
     assert (status["ratio"], status["image"]["steps"]) == (None, {"host": 20})
-    assert dict(described(status))["Speed"] == "\N{EN DASH}" and "5.0 s/image" in summary_html(status)
+    assert dict(image_facts(status))["Speed"] == "\N{EN DASH}" and "5.0 s/image" in summary_html(status)
     images.make(size=9)
     assert images.status()["image"]["host_seconds"] is None, "another size"
     images.make()
-    assert dict(described(images.status()))["Image"] == "2.0 s (WebUI 5.0 s)"
+    assert dict(image_facts(images.status()))["Image"] == "2.0 s (WebUI 5.0 s)"
 
 
 def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
@@ -167,7 +167,7 @@ def test_an_image_that_the_host_makes_alone_shows_and_counts_nothing_at_the_size
     assert (status["backend"], status["relative_error"], status["image"]["calls"]) == ("", None, {"host": 20})
     # The time of its steps is the host's own measured time.
     assert 0 < status["step_ms"] < 1e3 * 5.0 and status["step_ms"] != WHOLE_MS
-    step = dict(described(status))["Step"]
+    step = dict(image_facts(status))["Step"]
     assert f"{status['step_ms']:.3g} ms"[:3] in step and "WebUI" not in step
     assert images.row("64x64") == before
     # At the same size, the row still shows the steps of images that OneDiff has made.
@@ -219,7 +219,7 @@ def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.Mon
     assert [(part["resolution"], part["steps"]) for part in both["image"]["parts"]] == [
         ("64x64", {"whole": 8, "cached": 12}), ("72x72", {"whole": 4}),
     ]
-    facts = dict(described(both))
+    facts = dict(image_facts(both))
     assert facts["Sizes"].startswith("64x64: 20 steps, ") and "; 72x72: 4 steps, 900 ms" in facts["Sizes"]
     assert images.row("72x72").step_ms == WHOLE_MS
 
@@ -253,7 +253,7 @@ def test_an_image_made_inside_another_has_a_record_of_its_own() -> None:
     (inner,) = outer["inside"]
     assert (outer["steps"], inner["steps"], inner["resolution"]) == ({"whole": 20}, {"whole": 4}, "72x72")
     assert outer["spent"]["inside"] == inner["seconds"] == 0.5
-    assert dict(described(images.status()))["Images inside it"] == "72x72 0.5 s"
+    assert dict(image_facts(images.status()))["Images inside it"] == "72x72 0.5 s"
     assert {row.resolution: row.images for row in images.runtime.rows()} == {"64x64": 1, "72x72": 1}
 
 
@@ -264,7 +264,7 @@ def test_an_interrupted_image_says_so_and_is_compared_with_nothing() -> None:
         status = images.status()
         assert (status["image"]["state"], status["image"]["images"]) == ("interrupted", 0)
         assert "interrupted after 0.5 s" in summary_html(status)
-        assert dict(described(status))["Image"] == "interrupted after 0.5 s"
+        assert dict(image_facts(status))["Image"] == "interrupted after 0.5 s"
     images.make()
     assert images.status()["image"]["host_seconds"] is None
     assert images.row("64x64").images == 1

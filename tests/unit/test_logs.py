@@ -7,7 +7,7 @@ import pytest
 
 from lib_onediff.core.logs import DEBUG_VARIABLE, show_on_console
 from lib_onediff.runtime.call_stats import CallStats
-from lib_onediff.runtime.vae.route import described
+from lib_onediff.runtime.vae.route import decode_sentence
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def test_no_name_makes_lines_of_its_own_or_commands_the_console(capsys: pytest.C
 
 def test_the_name_stands_once_on_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     show_on_console()
-    for text in ("OneDiff: the driver is old", "OneDiff's output is used unchecked.", described("ours", "")):
+    for text in ("OneDiff: the driver is old", "OneDiff's output is used unchecked.", decode_sentence("ours", "")):
         logging.getLogger("onediff").info(text)
     shown = ["OneDiff: the driver is old", "OneDiff's output is used unchecked.", "OneDiff: VAE: accelerated"]
     assert capsys.readouterr().err.splitlines() == shown

@@ -273,7 +273,7 @@ class DecoderRoute:
         self._route = route
         self._reason = reason
         if changed:
-            line = described(route, reason)
+            line = decode_sentence(route, reason)
             now = time.monotonic()
             if now - self._logged.get(line, float("-inf")) > SECONDS_UNTIL_LOGGED_AGAIN:
                 log.info("%s", line)
@@ -308,7 +308,7 @@ def image_or_latent(tensor: Tensor) -> str:
     return "image" if tensor.shape[1] == COLOURS else "latent"
 
 
-def described(route: str | None, reason: str) -> str:
+def decode_sentence(route: str | None, reason: str) -> str:
     """A line for users on how a decode was served, such as "VAE: accelerated"; "" if route is None, before the first
     decode. route: OURS or HOST. reason: why the route is not OURS, or why the decode was not faster; "" for none."""
     if route is None:

@@ -34,7 +34,7 @@ from ..events import (
     in_the_browser,
     live_html,
 )
-from ..jobs import do, jobs_html, read_clicks
+from ..jobs import carry_out, jobs_html, read_clicks
 from ..markup import sentence
 from .table import (
     ALL_MODELS,
@@ -225,7 +225,7 @@ class Panel:
             work is over, its outcome is shown and no work is waited for.
         """
         clicked = read_clicks(clicks)
-        do(clicked, self.queue)
+        carry_out(clicked, self.queue)
         told: Any = UNCHANGED
         if clicked.sizes:
             told = self.prewarm(", ".join(clicked.sizes), waiting)[0]

@@ -14,7 +14,7 @@ from ...core.jobs import Job
 from ...core.sizes import Size
 from ...core.table import ENOUGH
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
-from ..amounts import NOTHING, ago, counted, memory, milliseconds, minutes, seconds, times
+from ..amounts import NOTHING, ago, counted, memory, milliseconds, minutes, seconds, speedup
 from ..jobs import small_button
 from ..markup import bar_html, fact_html
 
@@ -288,7 +288,7 @@ def times_html(row: Any) -> dict[str, str]:
     need is what a purge would free, if anything."""
     frees = f"<small>frees {memory(row.bytes)}</small>" if row.bytes else ""
     return {
-        "Step": milliseconds(row.step_ms), WEBUI_STEP: milliseconds(row.host_ms), "Speed": times(row.ratio),
+        "Step": milliseconds(row.step_ms), WEBUI_STEP: milliseconds(row.host_ms), "Speed": speedup(row.ratio),
         VRAM: f"{memory(row.needs)}{frees}" if row.needs or row.bytes else NOTHING,
     }
 

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 
 from ...core.table import ENOUGH
-from ..amounts import milliseconds, seconds, times
+from ..amounts import milliseconds, seconds, speedup
 from ..infotext import describe
 from ..markup import table_html
 from ..status import ROUTES, reasons_of
@@ -69,7 +69,7 @@ def speed_of_right(pairs: Sequence[Pair]) -> str:
     if len(ratios) < ENOUGH:
         return ""
     # If the seeds disagree on which side is faster, neither counts as faster.
-    return times(1.0 if min(ratios) <= 1 <= max(ratios) else statistics.median(ratios))
+    return speedup(1.0 if min(ratios) <= 1 <= max(ratios) else statistics.median(ratios))
 
 
 def facts_of(side: Side, pairs: Sequence[Pair], number: int) -> dict[str, str]:

@@ -25,7 +25,7 @@ from ..events import (
     kept_out_of_defaults,
     live_html,
 )
-from ..jobs import do, jobs_html, read_clicks
+from ..jobs import carry_out, jobs_html, read_clicks
 from ..markup import sentence
 from .job import (
     CHOICES,
@@ -143,7 +143,7 @@ class ComparePanel:
             same, or no comparison has an image, the last three values are UNCHANGED.
         """
         clicked = read_clicks(clicks)
-        do(clicked, self.queue)
+        carry_out(clicked, self.queue)
         jobs = self.queue.jobs()
         comparisons = [job for job in jobs if isinstance(job, Comparison) and job.early]
         chosen = next((job for job in comparisons if job.id == clicked.shown), None)
