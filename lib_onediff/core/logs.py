@@ -8,6 +8,7 @@ import sys
 
 DEBUG_VARIABLE = "ONEDIFF_DEBUG"
 FALSE_VALUES = ("", "0", "false", "off", "no")
+# In characters; see readable().
 LONGEST_SENTENCE = 300
 # The name of our handler, which show_on_console replaces after a reload of the WebUI.
 CONSOLE = "onediff-console"
@@ -31,8 +32,8 @@ class OneLineFormatter(logging.Formatter):
     """Formats the message of a log record on one line (see one_line); a traceback follows below it."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """The formatted message. The format begins with "OneDiff: ", and so do some messages: the second is left out.
-        """
+        """The formatted message. The format begins with "OneDiff: ", which is left out if the message itself begins
+        with "OneDiff": "OneDiff is off" is not written as "OneDiff: OneDiff is off"."""
         return one_line(super().formatMessage(record)).replace("OneDiff: OneDiff", "OneDiff", 1)
 
 
@@ -42,8 +43,9 @@ def debug_wanted() -> bool:
 
 
 def show_on_console() -> None:
-    """Write our log to stderr from now on, with every detail if ONEDIFF_DEBUG is set. Another call, after a reload of
-    the WebUI, replaces the first handler, so that no line is written twice."""
+    """Write our log to stderr from now on, and to no handler of the WebUI: lines of level INFO and above; all lines,
+    with timestamps, if debug_wanted(). Another call, after a reload of the WebUI, replaces the handler of the earlier
+    call, so that no line is written twice."""
     detailed = debug_wanted()
     for known in [handler for handler in log.handlers if handler.name == CONSOLE]:
         log.removeHandler(known)

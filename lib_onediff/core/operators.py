@@ -86,7 +86,7 @@ class Filled(NamedTuple):
     used: int (batch,), how many tokens of each row are not padding.
     ends: int32 (2 * batch + 1,). With all rows concatenated: the begin of each row, the end of its used tokens, and
         finally the end of the last row.
-    Both are read on their device, so their values may change between replays of a graph.
+    used and ends are read on their device, so their values may change between replays of a graph.
     """
 
     used: Tensor
@@ -100,8 +100,8 @@ class Filled(NamedTuple):
         return cls(used, torch.cat([inner.flatten(), begins[-1:]]))
 
     def mask(self, tokens: int) -> Tensor:
-        """The same as a bool mask for Operators.attention, (batch, 1, 1, tokens): True for the tokens that are not
-        padding. A row of nothing but padding is all True. tokens: the number of tokens of each row."""
+        """A bool mask for Operators.attention, (batch, 1, 1, tokens): True for the tokens that are not padding. A row
+        of nothing but padding is all True, so that its softmax is finite. tokens: the number of tokens of each row."""
         places = torch.arange(tokens, dtype=torch.int64, device=self.used.device)
         # A row without used tokens sees all of them: a softmax over no key would be NaN.
         seen = torch.where(self.used > 0, self.used, tokens)
@@ -128,7 +128,8 @@ class GatedUnit(NamedTuple):
     gate_first: bool
 
 
-# GEGLU with the order of halves of diffusers. SWIGLU with LLaMA's feed-forward layers w1 (the gate) and w3 as one.
+# GEGLU as in diffusers: the first half is the value. SWIGLU: the first half is the gate, the output of LLaMA's
+# feed-forward layer w1; the second half is that of w3.
 GEGLU = GatedUnit(Activation.GELU, gate_first=False)
 SWIGLU = GatedUnit(Activation.SILU, gate_first=True)
 
@@ -178,7 +179,7 @@ class Operators(Protocol):
         channels and the formula are those of `time`."""
 
     def join(self, vectors: Sequence[Tensor]) -> Tensor:
-        """Vectors, (width,) each, concatenated to one."""
+        """Vectors of any widths and one dtype, concatenated to one vector."""
 
     def linear(self, x: Rows, layer: LayerWeights) -> Tensor:
         """A linear layer, with its bias and LoRAs: (..., in) -> (..., out). The weight may be a 1x1 convolution's,
@@ -201,10 +202,10 @@ class Operators(Protocol):
         self, residual: Residual, layer: LayerWeights | None, norm: LayerNorm | RMSNorm | AdaptiveNorm,
         consumer: LayerWeights, modulation: Modulation | None = None,
     ) -> tuple[Residual, Rows]:
-        """(residual, norm): a residual of the same value, which replaces the given one, and its norm for consumer, a
-        linear layer. The norm has to compute the deferred sum; the residual returned may have it as its tokens.
+        """(residual, normed): the norm of the residual's value for consumer, a linear layer; and a residual of the same
+        value as the given one, to be used in its place. Its tokens may be the sum that the norm had to compute.
 
-        layer: the norm's weight and bias, or None for an AdaptiveNorm. modulation: applied to the norm, if given.
+        layer: the norm's weight and bias; None for an AdaptiveNorm. modulation: applied to the normed tokens, or None.
         """
 
     def rms_norm(self, x: Tensor, layer: LayerWeights, norm: RMSNorm) -> Tensor:
@@ -219,8 +220,8 @@ class Operators(Protocol):
         self, residual: Residual, x: Rows, layer: LayerWeights, gate: Tensor | None = None,
         norm: WeightedNorm | None = None,
     ) -> Residual:
-        """The residual plus gate * norm(linear(x, layer)), without gate or norm where it is None. gate: (batch, width).
-        May write into the given residual, which must not be used afterwards."""
+        """The residual plus gate * norm(linear(x, layer)). gate: (batch, width), None for no gate. norm: None for no
+        norm. May write into the given residual, which must not be used afterwards."""
 
     def materialize(self, residual: Residual) -> Tensor:
         """The residual's value as one tensor, (batch, tokens, width): computes its deferred sum."""
@@ -233,7 +234,8 @@ class Operators(Protocol):
         Keys and values may have fewer heads than queries (grouped-query attention): each of their heads is used by a
         group of consecutive heads of queries.
         mask: bool, of a shape that broadcasts to (batch, heads, queries, keys), True where a query sees a key; the
-            output of a query that sees no key is zero. Or Filled, for both queries and keys.
+            output of a query that sees no key is zero. Or a Filled, if queries and keys are the tokens that it
+            describes. None: every query sees every key.
         """
 
     def gated(self, tokens: Tensor, unit: GatedUnit, consumer: LayerWeights) -> Rows:

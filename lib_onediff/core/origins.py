@@ -20,7 +20,7 @@ OURS = __name__.partition(".")[0]
 LORAS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.layer", "Conv2d")}
 # The name of the submodule that is the layer inside a LoRA layer.
 WITHIN = "base_layer"
-# The largest number of callables that functions_within() follows, because an object may reach any number of others.
+# functions_within() looks into at most this many callables, because one may reach any number of others.
 MOST_PARTS = 64
 # Types that are callable and only wrap a function.
 HOLDERS = (types.MethodType, functools.partial, staticmethod, classmethod, property)
@@ -33,8 +33,9 @@ def origin(function: object) -> str:
 
 
 def author(function: object) -> str:
-    """The author of a callable's code, for the user: the name of the extension's folder, or else of the Python module;
-    "?" if both are unknown."""
+    """The author of a callable's code, for the user: the name of the extension's folder if the code is in an extension,
+    else the name of the Python module, "?" if unknown. If the function's __code__ was replaced by one from another
+    file, that file decides, and its name without ".py" is the module's."""
     inner = undecorated(function)
     namespace = globals_of(inner)
     code = getattr(inner, "__code__", None)
@@ -68,8 +69,8 @@ def undecorated(function: object) -> Any:
 
 
 def globals_of(function: object) -> Mapping[str, Any]:
-    """The global variables of a function's code, among them __name__ and __file__. For anything else, these two alone,
-    of the module of its class; __file__ is None if that module is not loaded."""
+    """The global variables of a function's code, among them __name__ and __file__. For a class, or an object that is no
+    Python function, only these two, of the module that defines the class; __file__ is None if it is unknown."""
     found = getattr(function, "__globals__", None)
     if isinstance(found, dict):
         return found
@@ -87,8 +88,10 @@ def is_wrapped_by_torch(function: object) -> bool:
 
 
 def callables_within(function: object) -> Iterator[Any]:
-    """The callables directly inside of a callable, which it may call: in its closure or defaults, in a partial, a bound
-    method or a property, or in its attributes. Without classes and modules."""
+    """The callables directly inside of a callable, which it may call: in a function, those in its closure and defaults;
+    in a partial, its function and arguments; in a bound, static or class method, the function; in a property, the
+    getter; in another object, those in its attributes. None in a class or a module (of Python or of torch); classes and
+    torch modules are not returned either."""
     if isinstance(function, types.FunctionType):
         parts = [*map(content_of, function.__closure__ or ()), *(function.__defaults__ or ())]
         parts += (function.__kwdefaults__ or {}).values()
@@ -107,9 +110,10 @@ def callables_within(function: object) -> Iterator[Any]:
 
 
 def functions_within(function: object) -> Iterator[Any]:
-    """The functions that may run when a callable is called: the callable itself, then those inside of it (see
-    callables_within), such as the function that a decorator wraps, those inside of these, and so on. Each once; the
-    search ends after MOST_PARTS callables. Partials, bound methods and properties are followed, but not returned."""
+    """The functions and callable objects that may run when a callable is called: the callable itself, then those inside
+    of it (see callables_within), such as the function that a decorator wraps, then those inside of these, and so on.
+    Each once; the search ends after MOST_PARTS callables. What only wraps a function (HOLDERS: partials, methods,
+    properties) is followed, but not returned."""
     waiting = [function]
     seen = dict[int, Any]()
     while waiting and len(seen) < MOST_PARTS:
@@ -132,19 +136,20 @@ def content_of(cell: types.CellType) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def extension_of(path: str) -> str:
-    """The name of the folder of the extension to which a file belongs; "" if it belongs to none. path: the file's."""
+    """The name of the folder of the extension to which the file of this path belongs; "" if it belongs to none."""
     parts = PurePath(path).parts
     return next((name for folder, name in zip(parts, parts[1:-1], strict=False) if folder in FOLDERS), "")
 
 
 def is_installed(file: str) -> bool:
-    """Whether a file belongs to an installed package (in site-packages), rather than to an extension or the WebUI."""
+    """Whether a file belongs to an installed package (in site-packages or dist-packages), rather than to an extension
+    or the WebUI."""
     return bool({"site-packages", "dist-packages"}.intersection(PurePath(file).parts))
 
 
 def underlying(function: Any) -> Any:
-    """The function inside of partials, and of the bound method inside of these; any other callable is returned as it
-    is."""
+    """The function that a partial or a bound method calls in the end: of nested partials the innermost function,
+    without the object to which it may be bound. Any other callable is returned as it is."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__func__", function)
@@ -165,7 +170,7 @@ def package(module: str) -> str:
 
 
 def is_lora(kind: type) -> bool:
-    """Whether a class of modules is one of peft's plain LoRA layers (LORAS)."""
+    """Whether a class of modules is one of peft's plain LoRA layers (LORAS); False for classes derived from them."""
     return (kind.__module__, kind.__qualname__) in LORAS
 
 

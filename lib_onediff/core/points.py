@@ -66,8 +66,8 @@ class EveryPoint(Points):
         return self._patches.unchanged(point, *arguments)
 
     def at(self, point: str, *arguments: Any) -> Any:
-        """The result of the point of this name (a method of the call's own Points) for these arguments. Here, that
-        method's."""
+        """The result of the point of this name for these arguments: here, that of the method of this name of the call's
+        own Points."""
         return getattr(self._patches, point)(*arguments)
 
     def __getattr__(self, name: str) -> Any:
@@ -84,7 +84,7 @@ class DoesNotFit(Exception):
     one returned another shape. The caller then computes the call without graphs.
 
     passed: the points that the replay has passed, so that the forward can be repeated without calling their functions
-        again (ResumedPoints); None if all functions must be called again.
+        again (ResumedPoints); [] if no function was called yet; None if all functions must be called again.
     """
 
     passed: list[PassedPoint] | None = None
@@ -93,8 +93,8 @@ class DoesNotFit(Exception):
 class PassedPoint(NamedTuple):
     """A point that a forward has passed.
 
-    has_answer: whether a function was called at it. answer: then the point's result; otherwise the result follows from
-        the point's arguments (Points.unchanged).
+    has_answer: whether `answer` has the point's result: True if a function was called there, or the result is a bool.
+        Otherwise the result follows from the point's arguments (Points.unchanged).
     """
 
     name: str

@@ -17,7 +17,8 @@ from .table import Entry, Stopwatch
 
 # Computes a call with the host's own forward, and returns the output.
 Host = Callable[[], Tensor]
-# Returns which rows of a call are the prompt's. Raises Refusal if that is unknown. Called only if a policy needs it.
+# Returns which rows of a call belong to the prompt, not to the negative prompt. Raises Refusal if that is unknown.
+# Called only if a policy needs it.
 Guidance = Callable[[], PromptRows]
 # The reason, for users, why a policy is inactive after an exception of its code.
 FAILED = "it failed in this image (a fault of OneDiff; see the log)"
@@ -48,7 +49,7 @@ class Answer(NamedTuple):
 
     output: of the latent's shape; the number of channels may differ.
     served: how OneDiff computed it; None if the host did, or if it was extrapolated.
-    host_times: the stopwatch of the host's own forward for such calls; None if there is none.
+    host_times: the stopwatch of the host's own forward for calls of this shape; None if there is none.
     """
 
     output: Tensor
@@ -57,10 +58,10 @@ class Answer(NamedTuple):
 
 
 class Compute(Protocol):
-    """Computes calls for a policy: the next policy that is on, or behind the last one the runtime itself."""
+    """Computes calls for a policy. It is the next policy that is on; for the last one, the runtime itself."""
 
     def __call__(self, call: Call, host: Host | None) -> Answer:
-        """The output of a call: the one that the policy was asked for, or a changed one, such as with a cut.
+        """The output of a call: of the policy's own call (StepContext.call), or of a changed one, such as with a cut.
 
         host: the host's own forward of this call, with which the first output of a shape is compared. None if the host
             has none; then only a shape that was checked before is served.
@@ -133,9 +134,10 @@ class StepContext:
     is_counted: bool = True
 
     def memory_of(self, name: str, make: Callable[[], Memory]) -> Memory:
-        """The memory of the policy of this name for this network and the call's sampling run. At the first call of a
-        run, make() returns a new one, which replaces that of the last run. Raises Refusal if the call's position is
-        unknown (see position), or the policy has failed in this run."""
+        """The memory of the policy of this name for this network and the call's sampling run. If there is none (the
+        first call of a run, or the runtime has dropped the memory), make() returns a new one, which replaces that of an
+        earlier run. Raises Refusal if the call's position is unknown (see position), or the policy has failed in this
+        run (StepMemory.is_broken)."""
         memory: Any = self.memories.get(name)
         sampling_run = self.position().sampling_run
         if memory is None or memory.sampling_run != sampling_run:

@@ -34,8 +34,11 @@ _TURN = threading.RLock()
 
 
 def wanted(settings: Any, switch: str) -> bool | None:
-    """The value that the settings want for a switch in our calls; None: the value that the host has set. settings: a
-    Settings. switch: a name as in SWITCHES."""
+    """The value that the settings want for a switch in our calls; None: the value that the host has set.
+
+    With accumulation "half": True for HALF_SUMS and the two switches of TF32, otherwise None. With "full": False for
+    HALF_SUMS, even if the host has it on, otherwise None. settings: a Settings. switch: a name as in SWITCHES.
+    """
     is_half: bool = settings.accumulation == HALF
     if switch == HALF_SUMS:
         return is_half
@@ -64,7 +67,7 @@ class MatmulSwitch:
         return found
 
     def write(self, value: bool | None) -> None:
-        """Turn the switch on or off. Only if this torch has it (read() is not None)."""
+        """Turn the switch on or off. To be called only if this torch has the switch (read() is not None)."""
         setattr(torch.backends.cuda.matmul, self.attribute, value)
 
     # The methods of Tf32Switch that save and restore a switch: here its value is all of its state.
@@ -77,7 +80,8 @@ class Tf32Switch:
     """torch's switch for TF32 in matrix products, or in convolutions if `convolutions`.
 
     torch 2.9 and newer have two switches for it, allow_tf32 and fp32_precision. While the two disagree, reading
-    allow_tf32 raises RuntimeError. So allow_tf32 is used if it can be read, and fp32_precision otherwise.
+    allow_tf32 raises RuntimeError. So read() prefers fp32_precision, which can always be read; write() prefers
+    allow_tf32, unless it cannot be read.
     """
 
     convolutions: bool
@@ -149,9 +153,10 @@ def flags_for(settings: Any, dtype: torch.dtype, device: torch.device, upcast_at
     """The switches that affect a network of this dtype, with the values that they should have in our calls: for a
     shape's key, and for applied().
 
-    A switch that the settings leave alone has its present value, so call this while the host's own values are set. One
-    that this torch lacks is left out. () on any device but a GPU. settings: a Settings. upcast_attention: whether
-    attention scores are computed in float32.
+    A switch that the settings leave alone has its present value, so call this while the host's own values are set. A
+    switch that this torch lacks is left out. () on any device but a GPU. settings: a Settings. dtype: its switches are
+    in OF_DTYPE; none for other dtypes. upcast_attention: whether attention scores are computed in float32: then
+    TF32_MATMUL is included for every dtype.
     """
     if device.type != "cuda":
         return ()
@@ -203,7 +208,8 @@ AUTOCAST_DEVICES = ("cuda", "cpu")
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype of the torch.autocast that is active now for a device type, such as "cuda"; None if autocast is off."""
+    """The dtype of the torch.autocast that is active now for a device type, such as "cuda"; None if autocast is off, or
+    the device type is not in AUTOCAST_DEVICES."""
     if device_type not in AUTOCAST_DEVICES:
         return None
     if hasattr(torch, "get_autocast_dtype"):

@@ -20,9 +20,12 @@ WHITE = 255
 #   DeepCache 3              18.8   33.2   39.2         0.819   0.979   0.993
 #   another seed             14.7   19.6   25.4         0.679   0.798   0.863
 #   another prompt            5.0    9.5   12.8         0.366   0.582   0.711
+# From this PSNR on, in decibels, the verdict is UNSEEN. Else from CLOSE_SSIM on it is FINE_DETAILS. Else it is DETAILS,
+# or UNLIKE below DIFFERENT_PSNR.
 INVISIBLE_PSNR = 48.0
 CLOSE_SSIM = 0.96
 DIFFERENT_PSNR = 14.0
+# The verdicts: the keys of SENTENCES.
 IDENTICAL = "identical"
 PALER = "paler"
 UNSEEN = "unseen"
@@ -38,9 +41,10 @@ SENTENCES = {
     DETAILS: "The same scene, but details differ clearly.",
     UNLIKE: "Two different images.",
 }
-# Colours are compared on means over squares of pixels, because noise alone adds saturation and contrast to single
-# pixels. DeepCache lowers either by at most 0.02, less than LEAST_FALL. Below SAME_SSIM, images differ too much in
-# structure to compare their colours.
+# For the verdict PALER. Colours are compared on means over squares of SQUARE by SQUARE pixels, because noise alone adds
+# saturation and contrast to single pixels. The relative fall of one of the two has to exceed that of the lightness by
+# LEAST_FALL; DeepCache lowers them by at most 0.02. Below SAME_SSIM, images differ too much in structure to compare
+# their colours.
 SQUARE = 8
 LEAST_FALL = 0.04
 SAME_SSIM = 0.6
@@ -55,8 +59,9 @@ class ImageComparison:
     largest: the largest difference of a channel of a pixel, from 0 to 255.
     delta_e: the mean distance in CIELAB; people notice 2.3 between two patches (Mahy et al. 1994).
     contrast, saturation: the relative changes from the first to the second image (-0.1: 10 % less) of the standard
-        deviation of L*, and of the root mean square of the chroma.
-    washed_out: whether the second image has the same structure, and lost more contrast or saturation than lightness.
+        deviation of L*, and of the root mean square of the chroma; 0 if the first image is flat or grey.
+    washed_out: whether the second image has the same structure, and lost clearly more contrast or saturation than
+        lightness (see LEAST_FALL).
     """
 
     psnr: float

@@ -76,7 +76,7 @@ class Timeline:
     """
 
     def __init__(self, times: Sequence[float]) -> None:
-        """times: the timesteps, at least one, in any order."""
+        """times: the timesteps, at least one, in any order. Equal ones are one step."""
         self._times = sorted({float(time) for time in times}, reverse=True)
         self._first: int | None = None
         self._last: int = -1
@@ -84,15 +84,17 @@ class Timeline:
     def is_foreign(self, time: float) -> bool:
         """Whether the timestep of the first call has another unit than this timeline, so that steps cannot be found: a
         network may get fractions of noise, from 1 to 0, where the sampler counts from 1000 to 0. False after the first
-        call of step(). time: a call's timestep; it is taken for foreign if it is below half of the smallest one here.
+        call of step(). time: the call's timestep. It is taken for foreign if it is below half of the smallest timestep
+        of this timeline; so nothing is foreign if the smallest is 0.
         """
         return self._first is None and time < self._times[-1] / 2
 
     def step(self, time: float) -> tuple[Step, bool]:
         """The step to which a call with this timestep belongs, and whether it comes before the step of the last call (a
-        jump back to noise, as in samplers with restarts). Call it for each call in turn: it remembers the last step.
+        jump back to noise, as in samplers with restarts). To be called once for each call, in their order: it remembers
+        the last step.
 
-        img2img begins in the middle of the timesteps: the first step that is called gets index 0.
+        img2img begins in the middle of the timesteps: the earliest step that was called gets index 0.
         """
         number = self._number(time)
         jumped = number < self._last
@@ -117,8 +119,8 @@ class Timeline:
 
 
 def time_of(timestep: Tensor) -> float | None:
-    """The timestep of a call, a tensor (batch,) on any device, as a number; None if the rows differ. Waits until the
-    GPU has computed the tensor."""
+    """The timestep of a call, a tensor (batch,) on any device, as a number; None if the rows differ, or there are none.
+    Waits until the GPU has computed the tensor."""
     if timestep.dim() and timestep.stride(0) == 0:
         return float(timestep[0])
     times = timestep.flatten().tolist()
@@ -143,13 +145,13 @@ class Position(NamedTuple):
 class Sampling:
     """One sampling, identified by this object.
 
-    times: called at the first UNet call; returns the timesteps at which the steps begin, as the UNet gets them, in any
-        order; None if unknown.
+    times: returns the timesteps at which the steps begin, as the UNet gets them, in any order; None or empty if
+        unknown. Called by position() until it has returned some.
     why_not: why every step must compute the whole network, in one line for the user; "" if policies may decide.
     read: returns the timestep of a call as a number, given its tensor (batch,); None if the rows differ. A host that
         knows the number passes a function that does not wait for the GPU. The default, time_of, waits.
-    why_no_forecast: called at each UNet call; returns why an output cannot be extrapolated from earlier ones, in one
-        line for the user; "" for first-order samplers without added noise.
+    why_no_forecast: returns why an output cannot be extrapolated from earlier ones, in one line for the user; "" for
+        first-order samplers without added noise. The answer may change from call to call.
     guidance_scale: the CFG scale; 1 if the guidance is built into the network; None if unknown.
     """
 

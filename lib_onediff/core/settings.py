@@ -14,6 +14,7 @@ from .sizes import parse_prewarm
 
 WORD_OF_BOOL = {True: "on", False: "off"}
 BOOL_OF_WORD = {word: value for value, word in WORD_OF_BOOL.items()}
+# The types of options, as check_value's messages name them.
 TYPE_NAMES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
 HOST_KEY_PREFIX = "onediff_"
 # Tells the user where to switch OneDiff on. The names are those of the settings page and of the option `enabled` below.
@@ -52,8 +53,8 @@ def option(
     bounds: tuple[float, float] | None = None, step: float | None = None, per_run: bool = False,
     check: Callable[[Any], object] | None = None, no_effect_when: Mapping[str, tuple[Any, ...]] | None = None,
 ) -> Any:
-    """A dataclass field of Settings, whose metadata has what a user interface needs to show the option. The default's
-    type is the option's type.
+    """A dataclass field of Settings, whose metadata has all other arguments by their names. The default's type is the
+    option's type.
 
     label, explanation: for the user; the explanation has at most 90 characters; more is in .readme.
     group: the heading on the settings page, one of GROUPS.
@@ -94,9 +95,9 @@ def format_value(value: Any) -> str:
 
 
 def parse_value(option_field: Field[Any], word: str) -> Any:
-    """The value of an option that is written as this word; the inverse of format_value. Raises ValueError if the option
-    cannot have it: with a sentence for the user; but for a word that is no number with Python's own message, to which
-    the caller has to add the option's name."""
+    """The value of an option that is written as this word; the inverse of format_value. For a bool, True and False are
+    words too, and case does not matter. Raises ValueError if the option cannot have the value, with a sentence for the
+    user. Only for a word that is no number, the message is Python's own, and the caller adds the option's name."""
     kind: type[Any] = type(option_field.default)
     if kind is bool:
         # X/Y/Z plots pass Python's True, and users type On.
@@ -131,8 +132,8 @@ def number_for_users(value: float) -> str:
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
-    """The end of a message about an unknown name, with a space before it: " Did you mean 'backend'?", with the most
-    similar one of names, or " Choose from ..." with all of them if none is similar."""
+    """The end of a message about an unknown name, beginning with a space: " Did you mean 'backend'?" with the most
+    similar of `names`, or " Choose from ..." with all `names` if none is similar. Case does not matter."""
     known = list(names)
     by_lower = {other.lower(): other for other in known}
     near = get_close_matches(name.lower(), by_lower, n=1)
@@ -209,26 +210,28 @@ class Settings:
 
     @property
     def has_cache(self) -> bool:
-        """Whether DeepCache is on, for UNets, transformers, or both. A depth of 0 is not DeepCache: see
-        forecast_interval."""
+        """Whether DeepCache is on for UNets, transformers, or both. With deepcache_depth 0 it is off:
+        deepcache_interval then is the interval of extrapolated outputs (see forecast_interval)."""
         return self.transformer_interval > 1 or (self.deepcache_interval > 1 and self.deepcache_depth > 0)
 
     def cache_options(self, is_transformer: bool) -> frozenset[str]:
-        """The names of the options that determine DeepCache's interval and depth, whether it is on or off: for
-        transformers if is_transformer, else for UNets. See cache."""
+        """The names of the options from which cache() takes its result: TRANSFORMER_OPTIONS if is_transformer and
+        transformer_interval is not 0, otherwise DEEPCACHE_OPTIONS."""
         return TRANSFORMER_OPTIONS if is_transformer and self.transformer_interval else DEEPCACHE_OPTIONS
 
     def cache(self, is_transformer: bool) -> tuple[int, int]:
-        """DeepCache's (interval, depth): for transformers if is_transformer, else for UNets. An interval of 1 means
-        off. depth: see call.Cut."""
+        """DeepCache's (interval, depth) for a transformer if is_transformer, else for a UNet. A transformer has that of
+        UNets if transformer_interval is 0. An interval of 1 means off, as with deepcache_depth 0. depth: see call.Cut.
+        """
         if is_transformer and self.transformer_interval:
             return self.transformer_interval, TRANSFORMER_DEPTH
         return self.deepcache_interval if self.deepcache_depth else 1, self.deepcache_depth
 
     @property
     def forecast_interval(self) -> int:
-        """n if the network is computed at every nth step, and its outputs at the steps between are extrapolated; 1 if
-        none are extrapolated. For UNets, and for transformers if transformer_interval is 0."""
+        """n if the network is computed only at every nth step, and its outputs at the steps between are extrapolated:
+        the deepcache_interval if deepcache_depth is 0, but at most MOST_FORECAST. 1 if no outputs are extrapolated. For
+        a transformer only if transformer_interval is 0, which the caller checks."""
         return 1 if self.deepcache_depth else min(self.deepcache_interval, MOST_FORECAST)
 
     def __post_init__(self) -> None:
@@ -266,7 +269,7 @@ class Settings:
 
     def for_run(self, values: dict[str, Any]) -> Settings:
         """New settings for one generation: these, with other values by option name. Raises ValueError as from_mapping
-        does, and for options that cannot differ between generations (see option, per_run)."""
+        does, and for any value of an option that cannot differ between generations (see option, per_run)."""
         for option_field in fields(self):
             if option_field.name in values and not option_field.metadata["per_run"]:
                 name = option_field.name

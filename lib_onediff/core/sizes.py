@@ -6,16 +6,22 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+# Groups: width, height, and batch if given.
 SIZE = re.compile(r"([0-9]{1,6})\s*[xX×*]\s*([0-9]{1,6})(?:\s*[xX×*]\s*([0-9]{1,6}))?")
 SEPARATOR = re.compile(r"[,;\n]")
+# The limits of width and height, in pixels.
 SMALLEST = 64
 LARGEST = 4096
 MULTIPLE = 8
+# In images.
 LARGEST_BATCH = 64
+# The largest number of sizes in a list, and of "most used".
 MOST_SIZES = 100
+# The number of characters of a wrong text that a message quotes.
 LONGEST_QUOTE = 40
 # The length in tokens of a prompt that fits into one CLIP chunk. Hosts encode longer prompts in several whole chunks.
 TOKENS = 77
+# The lengths of prompts for which a size can be made ready.
 TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
 MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
 # The number of sizes that "most used" without a number means.
@@ -81,7 +87,7 @@ def parse_size(text: str) -> Size:
 class PrewarmList(NamedTuple):
     """The option Pre-warm list: what to make ready after a checkpoint has loaded.
 
-    sizes: these sizes. most_used: how many of the sizes that were used most; 0 for none.
+    sizes: the sizes in the list. most_used: the number of sizes to add from those that were used most; 0 for none.
     """
 
     sizes: list[Size]
@@ -90,7 +96,8 @@ class PrewarmList(NamedTuple):
 
 def parse_prewarm(text: str) -> PrewarmList:
     """The list in a text such as "512x512, 768x512 x2, most used 4". "" gives no sizes; of several "most used", the
-    last counts. Raises ValueError with a sentence for the user for any other text."""
+    last counts, and "most used" without a number means USUAL_NUMBER. Raises ValueError with a sentence for the user for
+    any other text, for a size that is out of range, and for more than MOST_SIZES."""
     sizes = []
     most_used = 0
     for part in filter(None, map(str.strip, SEPARATOR.split(text))):

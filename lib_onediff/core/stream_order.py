@@ -12,7 +12,8 @@ import torch
 
 
 class StreamOrder:
-    """Orders the work of all threads on each GPU, in turns; see turn. One object for the whole process.
+    """Orders the work of all threads on each GPU: one thread after another has its turn (see turn). One object for the
+    whole process.
 
     lock: held by the thread whose turn it is. It is reentrant: the same thread may take it again.
     last: for each GPU, the stream of the last turn, and the event recorded in it at the end of the turn's work.
@@ -23,13 +24,13 @@ class StreamOrder:
         self.last: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Event]] = {}
 
     def turn(self, device: torch.device) -> AbstractContextManager[object]:
-        """A context in which this thread has the lock, and its kernels on this device start after those of the device's
-        last turn have finished, whichever streams the two are in. The thread waits only for the lock; for the kernels,
-        the GPU waits.
+        """A context in which this thread has the lock, and its kernels on this device start after the kernels of the
+        device's last turn have finished, also if these are in another stream. The thread waits only for the lock; the
+        GPU waits for the kernels.
 
         Inside, device is torch's current GPU, which Triton and CUDA graphs need. While the caller captures a CUDA graph
         of its own, the GPU does not wait: a capture cannot wait for an event from outside. For a CPU, the context is
-        the lock alone. The context may be entered several times.
+        the lock alone. Turns may be nested.
         """
         return Turn(self, device) if device.type == "cuda" else self.lock
 
@@ -45,7 +46,8 @@ class Turn:
         self._stream: torch.cuda.Stream | None = None
 
     def __enter__(self) -> None:
-        """Take the lock, and let this thread's current stream wait for the last turn's event."""
+        """Take the lock, make the device current, and let this thread's current stream wait for the last turn's event,
+        unless it was recorded in this stream, or this stream is being captured."""
         self._order.lock.acquire()
         self._stream = None
         try:
@@ -62,7 +64,8 @@ class Turn:
             raise
 
     def __exit__(self, *raised: object) -> None:
-        """Record the event at the end of this turn's work, and release the lock."""
+        """Record the event at the end of this turn's work (not in a capture), make the earlier device current again,
+        and release the lock."""
         try:
             if self._stream is not None:
                 _, event = self._order.last.get(self._device, (None, None))

@@ -50,8 +50,9 @@ def ratio_of(own_ms: float | None, host_ms: float | None) -> float | None:
 
 
 def start_timing(device: torch.device) -> Callable[[], Took]:
-    """Start timing. Returns a function that stops and returns the duration: on a GPU a pair of CUDA events, in the
-    current streams of the two calls; elsewhere seconds."""
+    """Start timing. Returns a function that stops and returns the duration. On a GPU, it is a pair of CUDA events: the
+    first is recorded now, the second when the function is called, each in the device's current stream. Elsewhere, it is
+    in seconds."""
     if device.type != "cuda":
         began = time.perf_counter()
         return lambda: time.perf_counter() - began
@@ -95,7 +96,8 @@ class Stopwatch:
 
     route: a word for how the work is done; see begin_route.
     add: a function that adds a time, a Took, whose work the GPU need not have finished yet.
-    remembered: the median in milliseconds that an earlier process measured; used until this one has times.
+    remembered: the median in milliseconds that an earlier process measured, None if unknown; used until this
+        process has times. Only stopwatches of the host's forward have one.
     """
 
     def __init__(self) -> None:
@@ -109,8 +111,8 @@ class Stopwatch:
         self.add: Callable[[Took], None] = self._unread.append
 
     def time(self, device: torch.device, work: Callable[[], Result], route: str = "") -> Result:
-        """The result of work(). Its duration is added, unless it raises. route: how work() is done; one that differs
-        from the stopwatch's begins a new route (see begin_route)."""
+        """The result of work(), whose duration is added, unless it raises. route: how work() is done; if it differs
+        from the stopwatch's route, a new route begins (see begin_route)."""
         stop = self.start(device, route)
         result = work()
         stop()
@@ -124,7 +126,7 @@ class Stopwatch:
         return lambda: self.add(stop())
 
     def begin_route(self, route: str) -> None:
-        """Drop all times, because they do not describe this new route, and measure it from now on."""
+        """Set `route`, and drop all times, because they do not describe the new route. `remembered` stays."""
         with self._reading:
             self.route = route
             self._times.clear()
@@ -186,7 +188,7 @@ class Verdict:
     no_graph: why it has no graph and gets none, for the user; "" if it may get one.
     relative_error: of our output against the host's, in the last check; None before it.
     failures: how often our forward has failed in a row. 2 or more: it is not tried again (see Entry.mark_failed).
-    failed_in: the sampling of the last failure; None outside of any.
+    failed_in: the sampling of the last failure; None if it was in no sampling.
     of_image: whether a call of an image was checked, and not only the noise of a warm-up.
     """
 
@@ -224,10 +226,11 @@ class Entry:
         before.
     waits: why it has no graph yet, for users; "" for no reason.
     misfits: how often functions of other extensions did not fit its graphs (points.DoesNotFit).
-    uses: the number of its calls. kept_uses: how many of these are in the store on the disk.
+    uses: the number of calls of this shape. kept_uses: the number of these calls that are counted in the
+        store on the disk.
     last_used: the time.time() of the last call.
     own: the stopwatch of our forward.
-    host: that of the host's own forward; a cached pass has the one of the full pass that it replaces.
+    host: the stopwatch of the host's own forward; a cached pass has that of the full pass that it replaces.
     in_image: mean times in the last image, over all steps that replace the host's steps of this shape; None before it.
     state, reason, no_graph, relative_error: the fields of `verdict`.
     """
@@ -256,10 +259,10 @@ class Entry:
         """Make the verdict for these weights the entry's verdict, a new COLD one if there is none. Called at each call
         that has no plan. Returns the entry itself.
 
-        weights, replaced: see Entry. sampling: the present one; None outside of any.
+        weights, replaced: see Entry. sampling: the present sampling; None if there is none.
         If the weights differ from those of the last call, a READY verdict becomes PROVED: its graph belonged to the
         weights that it was captured with. A verdict that has failed once becomes COLD, so that our forward is tried
-        again, if `sampling` is another one than that of the failure, or None.
+        again, unless `sampling` is the sampling in which it failed.
         """
         self.replaced = replaced
         if weights != self.weights:
@@ -305,8 +308,9 @@ class Entry:
         Returns the verdict's reason, for users: the failure, the backend's name, and up to MOST_NAMED replaced
         functions.
 
-        failure: what went wrong, for users. sampling: the present one; None outside of any. is_final: True: our forward
-        is never tried again. False: after a first failure, switch_to() lets it be tried once more, in another sampling.
+        failure: what went wrong, for users. sampling: the present sampling; None if there is none.
+        is_final: True: our forward is not tried again, until forget_failures(). False: after a first failure,
+            switch_to() lets our forward be tried once more, in another sampling.
         """
         known = self.verdict
         known.state = State.FAILED
@@ -320,16 +324,17 @@ class Entry:
 class ShapeTable:
     """The entries of all shapes by ShapeKey; checkpoints of one architecture share them. Safe to use from any thread.
 
-    Beyond MOST_SHAPES, the least recently used entries are forgotten. But READY entries, the NEVER_FORGOTTEN that were
-    used last, and those for which `kept` says so stay, so there may be more than MOST_SHAPES.
+    Beyond MOST_SHAPES, the least recently used entries are forgotten. But READY entries, the NEVER_FORGOTTEN entries
+    that were used last, and those that `kept` keeps stay, so there may be more than MOST_SHAPES.
     """
 
     def __init__(
         self, kept: Callable[[], Callable[[Entry], bool]] = lambda: lambda entry: False,
         forgotten: Callable[[Collection[Entry]], object] = lambda entries: None,
     ) -> None:
-        """kept: called each time before entries are forgotten; returns a function that tells whether an entry must
-        stay. forgotten: called with the entries that were removed, whether to make room or by forget()."""
+        """kept: called before entries are forgotten to make room; returns a function that tells whether an entry must
+        stay. forgotten: called with the entries that were removed to make room or by forget(). The table's lock is not
+        held during these calls."""
         self._kept = kept
         self._forgotten = forgotten
         self._entries: dict[ShapeKey, Entry] = {}

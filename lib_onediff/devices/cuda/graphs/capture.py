@@ -24,7 +24,7 @@ from .segments import GraphRecording, GraphRunner, record, time_in_graph
 
 log = logging.getLogger("onediff")
 Result = TypeVar("Result")
-# torch rounds the size of an allocation up to a multiple of this.
+# torch rounds the size of an allocation up to a multiple of this, in bytes.
 PIECE = 512
 # The largest number of allocations recorded. A UNet allocates a few thousand tensors in a call.
 MOST_EVENTS = 1_000_000
@@ -100,7 +100,8 @@ class CudaGraphs:
 
         needs: bytes that the graph will take of the pool. A new pool gets them in one piece, which wastes less than
         many pieces, and which smaller graphs fit into as well.
-        Raises RuntimeError if an operation cannot be captured, and torch.cuda.OutOfMemoryError.
+        Raises RuntimeError if an operation cannot be captured, torch.cuda.OutOfMemoryError, and what the forward and
+        the functions raise. After a failure, the architecture's next graph gets a new pool; earlier graphs stay valid.
         """
         device = inputs.latent.device
         with torch.cuda.device(device):
@@ -125,7 +126,8 @@ class CudaGraphs:
         return runner
 
     def bytes(self, device: torch.device, architecture: str | None = None) -> int:
-        """The bytes of all pools on a device, or of one architecture's pool there; 0 if there is none."""
+        """The bytes of all pools on a device; or, with an architecture, of the pool that its next graph will use. 0 if
+        there is none."""
         if architecture is not None:
             pool = self._pools.get((device, architecture))
             return 0 if pool is None else pool.bytes
@@ -136,8 +138,9 @@ class CudaGraphs:
         return {pool.device for pool in self._alive}
 
     def in_one_piece(self, device: torch.device) -> bool:
-        """Whether a new pool is allocated as one large block. False if the user has set max_split_size_mb: torch does
-        not split large blocks for small allocations then."""
+        """Whether a new pool on this device is allocated as one large block. False if the user has set
+        max_split_size_mb: torch then does not split large blocks for small allocations. True for other devices than
+        CUDA."""
         return device.type != "cuda" or torch.cuda.memory_stats(device).get("max_split_size") == UNLIMITED
 
     def peak(self, device: torch.device, work: Callable[[], Result]) -> tuple[Result, int]:
@@ -165,9 +168,9 @@ class CudaGraphs:
         return result, max(highest, torch.cuda.max_memory_allocated(device)) - before
 
     def time_ms(self, device: torch.device, dtype: torch.dtype, work: Callable[[], object]) -> float:
-        """The median duration of work() in milliseconds, measured in a CUDA graph, so without Python's overhead. See
-        time_in_graph. dtype: of the matrix products in work(). Raises RuntimeError if work() cannot be captured, and
-        torch.cuda.OutOfMemoryError."""
+        """The median duration of work() in milliseconds, measured in a CUDA graph, so without Python's overhead: see
+        time_in_graph, which is called again after torch's cache was emptied if it runs out of memory. dtype: of the
+        matrix products in work(). Raises RuntimeError if work() cannot be captured, and torch.cuda.OutOfMemoryError."""
         with torch.cuda.device(device):
             try:
                 return time_in_graph(work, self._stream(device, dtype))
@@ -198,8 +201,8 @@ class CudaGraphs:
 
 
 def give_workspaces(stream: torch.cuda.Stream, dtype: torch.dtype) -> None:
-    """Let the matrix libraries allocate their workspaces for a stream now, by small products in this dtype; otherwise
-    they would do so in the pool of the first graph. Waits for the stream."""
+    """Compute small matrix products in this dtype on a stream, so that the libraries (cuBLAS) allocate their workspaces
+    for the stream now. In a capture, they would allocate them in the graph's pool. Waits for the stream."""
     with torch.cuda.stream(stream):
         square = torch.ones((64, 64), device=stream.device, dtype=dtype)
         torch.nn.functional.linear(square, square, square[0])
@@ -233,8 +236,8 @@ def recorded(device: torch.device) -> list[Mapping[str, Any]] | None:
 
 
 def most_in_use(events: Iterable[Mapping[str, Any]]) -> int:
-    """The largest number of bytes that these events (see recorded) had allocated and not freed yet at one time. Frees
-    of memory from before the first event are ignored."""
+    """The largest number of bytes in use at one time, according to these events (see recorded). Memory that was
+    allocated before the first event is not counted. Sizes are rounded up to PIECE, as torch allocates them."""
     sizes: dict[int, int] = {}
     in_use = 0
     most = 0

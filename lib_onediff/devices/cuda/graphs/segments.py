@@ -27,10 +27,11 @@ from ....core.points import DoesNotFit, EveryPoint, PassedPoint, Points
 WARM_RUNS = 2
 RUNS_IN_GRAPH = 5
 REPLAYS = 5
-# Points whose methods are called also without a function there, because they write the host's options.
+# Points of UNets (families/unet/patch_points.py) whose methods are called in each replay even if no function is set at
+# them, because the methods write the position in the forward to the host's options.
 NOTED = ("before_stage", "join", "begin_block", "end_transformer")
-# The largest bytes of functions' results that a replay keeps. Beyond it, a replay that does not fit must call its
-# functions again.
+# The number of bytes of functions' results that a replay keeps at most. If there are more, and the replay then does not
+# fit, all functions are called again.
 MOST_KEPT = 256 << 20
 
 
@@ -38,8 +39,8 @@ class GraphRecording:
     """Captures CUDA graphs, one after another, on a stream into a memory pool: begin(), the work to record, then end()
     or stop(). Between captures, work runs on the stream that was current when this object was made.
 
-    pool: the pool's handle; None for a new pool.
-    piece: bytes that the first capture allocates at once, so that the pool is one block; 0: none.
+    pool: torch's handle of the pool; None for a new pool.
+    piece: bytes that the first capture allocates and frees at once, so that a new pool is one block; 0: none.
     """
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream, piece: int = 0) -> None:
@@ -51,8 +52,9 @@ class GraphRecording:
         self._copies: list[tuple[Tensor, Tensor]] = []
 
     def begin(self, given: Iterable[Tensor] = ()) -> list[Tensor]:
-        """Start a capture: what is launched from now on is recorded, not run. Returns a tensor in the graphs' memory
-        for each of the given ones, for the captured work to read. end() copies the given values into them."""
+        """Start a capture: kernels launched from now on are recorded, not run. Returns a new tensor in the graphs'
+        memory for each given tensor. The captured work reads the new tensors; they are empty until end() copies the
+        given tensors' values into them."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.set_stream(self._stream)
         # Not torch.cuda.graph(), which waits for the GPU and empties torch's cache while the image's step still runs.
@@ -76,8 +78,8 @@ class GraphRecording:
         return graph.replay
 
     def stop(self) -> torch.cuda.CUDAGraph:
-        """End the capture, and return its graph without running it. Raises RuntimeError if there is no capture, or if
-        an operation could not be captured."""
+        """End the capture, and return its graph without running it; the tensors that begin() returned are not filled.
+        Raises RuntimeError if there is no capture, or if an operation could not be captured."""
         graph = self._graph
         self._graph = None
         try:
@@ -98,8 +100,8 @@ class GraphRecording:
 
     @contextlib.contextmanager
     def ended_on_failure(self) -> Iterator[None]:
-        """A context in which captures are made. If the code inside raises, the capture is ended, torch's random
-        generator is repaired, and the exception is raised on. No garbage is collected inside."""
+        """A context for captures. If the code inside raises, the capture is ended, torch's random generator is repaired
+        (see random_numbers_survive), and the exception is raised again. No garbage is collected inside."""
         with random_numbers_survive(self._stream.device), no_garbage_collected():
             try:
                 yield
@@ -165,11 +167,11 @@ def no_garbage_collected() -> Iterator[None]:
 
 @contextlib.contextmanager
 def random_numbers_survive(device: torch.device) -> Iterator[None]:
-    """A context that repairs torch's random generator of a CUDA device if a capture inside fails. The exception is
-    raised on.
+    """A context that repairs torch's random generator of a CUDA device if a capture inside fails, and raises the
+    exception again.
 
     After a failed capture, the generator regards itself as being captured, and every later torch.randn on the GPU
-    raises. torch 2.3 and older cannot repair it.
+    raises. With torch 2.3 and older, it cannot be repaired and stays so.
     """
     generator = torch.cuda.default_generators[device.index or 0]
     spare = generator.clone_state() if hasattr(generator, "clone_state") else None
@@ -186,7 +188,8 @@ class Returned:
     out not to fit the graphs (DoesNotFit), the forward is repeated with these results, so that no function is called
     twice (core.points.ResumedPoints).
 
-    all: the results. is_complete: False after they have exceeded MOST_KEPT bytes; all are dropped then.
+    all: the copies, one for each call of a point's functions. is_complete: whether `all` has every result; False once
+        they have exceeded MOST_KEPT bytes: all copies are then dropped.
     """
 
     def __init__(self) -> None:
@@ -231,8 +234,8 @@ class FunctionPoint:
 
     def __call__(self, patches: Points, kept: Returned) -> None:
         """Call the functions of `patches` at this point, with copies of the arguments. Copies of their results go to
-        the next graph's inputs and to `kept`. Raises DoesNotFit if a result is not of the shape, dtype and device of
-        the capture; `kept` has it already then."""
+        the next graph's inputs and to `kept`. Raises DoesNotFit if the results differ in number, shape, dtype or device
+        from those at the capture, or one is no tensor; `kept` has the results also then."""
         given = getattr(patches, self.name)(*map(fresh, self.arguments))
         kept.keep(given)
         returned = tensors_of(given)
@@ -271,10 +274,13 @@ class RecordedPoints(EveryPoint):
         self.points: list[PassedPoint] = []
 
     def at(self, point: str, *arguments: Any) -> Any:
-        """The result of the point of this name for these arguments, called while the forward is captured. With a
-        function, the capture so far is run, the function is called with copies, and a new capture begins; the result is
-        then the tensors in which the new graph gets what the function returned. Without one, the point's own method
-        gives it."""
+        """The result of the point of this name for these arguments, called while the forward is captured. If no
+        function is set there, it is the result of the point's own method.
+
+        If one is set, the capture ends and its graph is replayed, the function is called with copies of the arguments,
+        and a new capture begins. The result is then one tensor or a tuple: inputs of the new graph, into which the
+        function's results are copied.
+        """
         patches = self._patches
         recording = self._recording
         if not patches.has_function(point, *arguments):
@@ -316,8 +322,8 @@ class GraphRunner:
     def run(self, call: Call) -> Tensor:
         """The network's output for a call of the captured shape, as a new tensor. Calls the call's functions.
 
-        Raises DoesNotFit if the call has functions at other points than the captured one (before any is called), or if
-        a function returns another shape than before. Its `passed` says which results can be used again.
+        Raises DoesNotFit, with `passed`, if the call has functions at other points than the captured call (before any
+        function is called), or if a function's results do not fit (see FunctionPoint).
         """
         patches = call.patches
         kept = Returned()
@@ -378,7 +384,7 @@ def record(
 
 
 def tensors_of(returned: Any) -> tuple[Tensor, ...]:
-    """What a function has returned, as a tuple: of the members of a tuple or list, or of the one value."""
+    """The values that a function has returned, as a tuple: the members of a tuple or list, or the single value."""
     return tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
 
 
