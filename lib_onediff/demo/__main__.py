@@ -22,8 +22,9 @@ STOPPING = (signal.SIGINT, signal.SIGTERM)
 
 
 def stay_offline_and_quiet(cache: str) -> None:
-    """Keep libraries from contacting other servers and from printing warnings and progress bars. Sets environment
-    variables that they read when they are imported, so call it before. cache: the folder for gradio's files."""
+    """Keep libraries from contacting other servers and from printing warnings and progress bars. To be called before
+    torch, diffusers and gradio are imported, because they read environment variables then. cache: the folder for
+    gradio's files."""
     os.environ.update(
         HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1", TRANSFORMERS_OFFLINE="1", DIFFUSERS_VERBOSITY="error",
         TRANSFORMERS_VERBOSITY="error", GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=cache,
@@ -36,8 +37,9 @@ def stay_offline_and_quiet(cache: str) -> None:
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the demo until it is stopped. Returns the exit code: 0, or 1 after printing why it cannot run. words: the
-    command line's arguments; None for the process's own."""
+    """Run the demo until it is stopped. Returns the exit code: 0, or 1 after printing why it cannot run. Until the page
+    is served, Ctrl-C and SIGTERM end the process at once, with exit code 0. words: the command line's arguments; None
+    for the process's own."""
     arguments = parse_arguments(words)
     # Images and uploads lie here. mkdtemp makes the folder readable for this user alone.
     cache = tempfile.mkdtemp(prefix="onediff-page-")
@@ -65,12 +67,12 @@ def run(arguments: argparse.Namespace, listener: socket.socket, cache: str) -> N
     """Load the model and serve the page. Returns after Ctrl-C or SIGTERM. Until the page is served, these signals go to
     the handlers that the process has already.
 
-    Calls stay_offline_and_quiet() before it imports torch, diffusers and gradio, which read what that sets. If other
-    machines can reach the listener, calls require_account(). Replaces the handlers of SIGINT and SIGTERM and leaves
-    them so; only for the main thread.
+    Calls stay_offline_and_quiet() before it imports torch, diffusers and gradio. If other machines can reach the
+    listener, calls require_account(). Replaces the handlers of SIGINT and SIGTERM and does not put them back, so it may
+    be called only in the main thread.
 
-    arguments: the command line's; gets an account in gradio_auth. listener: the socket to serve at. cache: gradio's
-    folder for images and uploads. Raises Refusal with a sentence if the model cannot be loaded.
+    arguments: from parse_arguments; require_account() may set its gradio_auth. listener: the socket to serve at. cache:
+    gradio's folder for images and uploads. Raises Refusal with a sentence if the model cannot be loaded.
     """
     stay_offline_and_quiet(cache)
     from .models import load_model

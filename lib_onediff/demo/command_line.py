@@ -14,6 +14,7 @@ from ..core.logs import readable
 from ..core.refusal import Refusal
 from . import EMOJI_DIT
 
+# The folder for settings and caches: outputs, in the checkout.
 DEFAULT_DATA_DIR = Path(__file__).resolve().parents[2] / "outputs"
 FIRST_PORT = 7860
 PORTS_TO_TRY = 100
@@ -53,10 +54,11 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(words: list[str] | None) -> argparse.Namespace:
-    """The demo's options, parsed from the command line's words; None for the process's own words. Ends the process
-    after --help, and with exit code 2 after a message on a wrong option."""
+    """The demo's options, parsed from the command line's words; None for the process's own words. Also has `api` True,
+    with which OneDiff's script adds its API. Ends the process after --help, and with exit code 2 after a message on a
+    wrong option."""
     arguments = make_parser().parse_args(words)
-    # A WebUI has this option, and OneDiff's script adds its API only with it.
+    # An option of A1111.
     arguments.api = True
     return arguments
 
@@ -86,8 +88,8 @@ def model_location(model: str) -> Path:
 
 
 def words_for_the_demo(words: list[str]) -> list[str]:
-    """The command line's words for a demo that install.py starts in another folder: the user's words, followed by
-    the options of paths once more with absolute paths, which then count.
+    """The command line's words for a demo that install.py starts in another folder: the user's words, then --data-dir
+    and --model again with absolute paths, which replace the user's.
 
     Checks everything now, before an installation of minutes: ends the process as parse_arguments does, and raises
     Refusal if the model does not exist or the address cannot be used.
@@ -105,8 +107,8 @@ def listen(host: str, port: int | None) -> socket.socket:
     """A new socket that listens on a host and port; if port is None, on the first free one from FIRST_PORT. The caller
     closes it.
 
-    The demo opens it before it loads the model, so that a port in use is reported at once. Raises Refusal with a
-    sentence if the host is not an address of this machine, or if no port can be used.
+    The demo opens the socket before it loads the model, so that a port in use is reported at once. Raises Refusal with
+    a sentence if the host has no address, or none of this machine, or if no port can be used.
     """
     ports = range(FIRST_PORT, FIRST_PORT + PORTS_TO_TRY) if port is None else range(port, port + 1)
     try:
@@ -128,7 +130,7 @@ def listen(host: str, port: int | None) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL of the listener, for a browser on this machine."""
+    """The URL of the listener, for a browser on this machine: with localhost if it listens on all addresses."""
     address, port = listener.getsockname()[:2]
     if address in ("0.0.0.0", "::"):
         address = "localhost"

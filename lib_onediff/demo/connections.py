@@ -14,9 +14,9 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-# The number of connections, of which a page holds a few. asyncio accepts up to ACCEPTED_AT_ONCE new ones in each of
-# several ROUNDS before Connection can count them; these need file descriptors too, and so does the rest of the process
-# (OTHER_FILES).
+# The largest number of connections; a page has a few. asyncio accepts up to ACCEPTED_AT_ONCE new connections in each of
+# several ROUNDS before Connection can count them; the uncounted connections need file descriptors too, and the rest of
+# the process needs OTHER_FILES. If the process's limit leaves fewer, there are still FEWEST_CONNECTIONS.
 MOST_CONNECTIONS = 256
 ACCEPTED_AT_ONCE = 16
 ROUNDS = 4
@@ -28,7 +28,7 @@ SECONDS_FOR_PART = 30.0
 BYTES_OF_PART = 64 * 1024
 # A connection without a request is not taken for an idle one for this time: the request may still be on its way.
 SECONDS_ON_THE_WAY = 1.0
-# The number of log lines in this time, of those that a request can cause.
+# At most MOST_LINES lines are logged in SECONDS_OF_LINES by the NOISY loggers, whose lines a request can cause.
 MOST_LINES = 20
 SECONDS_OF_LINES = 60.0
 NOISY = ("uvicorn.error", "asyncio", "python_multipart.multipart")
@@ -51,8 +51,8 @@ def most_connections() -> int:
 class Connection(H11Protocol):
     """uvicorn's HTTP connection, which closes itself if a request arrives too slowly.
 
-    If a new connection exceeds `most`, another one is closed: the one with the lowest stage(); of several, one from the
-    address that has the most connections; of these, the one whose stage began first.
+    If there are more than `most` with a new connection, an older one is closed: one with the lowest stage(); of
+    several, one from the address that has the most connections; of these, the one whose stage began first.
 
     most: the number of connections that may be open; serve() sets it.
     """
@@ -60,7 +60,8 @@ class Connection(H11Protocol):
     most = MOST_CONNECTIONS
 
     def connection_made(self, transport: Any) -> None:
-        """Called by asyncio for a new connection: start its time limit, and close another one if there are too many."""
+        """Called by asyncio for a new connection: start its time limit, and close an older one if there are too
+        many."""
         super().connection_made(transport)
         self._phase: tuple[Any, int] = (None, 0)
         self._since = time.monotonic()
@@ -89,9 +90,9 @@ class Connection(H11Protocol):
         self._renew_time_limit()
 
     def _renew_time_limit(self) -> None:
-        """Start the time limit for what the connection now waits for (a request's head, or the next part of its body),
-        and stop the earlier one; do nothing if it still waits for the same. Called whenever data may have changed that.
-        """
+        """If the connection now waits for something else than before (a request's head, or the next part of its body),
+        stop the earlier time limit and start a new one; none while a request is being answered. Called whenever data
+        may have changed the state."""
         phase = self.conn.their_state, self._requests
         if phase == self._phase:
             return
@@ -109,8 +110,8 @@ class Connection(H11Protocol):
         self._timer = self.loop.call_later(SECONDS_FOR_PART, self._end_of_part)
 
     def _end_of_part(self) -> None:
-        """Called when the time for a part is over: close the connection if less than a part has arrived; otherwise wait
-        for the next part."""
+        """Called when the time for a part is over: close the connection if less than a part has arrived, unless the
+        application does not read at the moment; otherwise wait for the next part."""
         # While the application does not read, the client cannot send.
         if self.flow.read_paused or self._received - self._counted >= BYTES_OF_PART:
             self._wait_for_part()
@@ -124,7 +125,7 @@ class Connection(H11Protocol):
             self._timer = None
 
     def _make_room(self) -> None:
-        """Close one of the other connections if there are more than `most`; the class tells which."""
+        """Close one of the older connections if there are more than `most`; the class's docstring tells which."""
         present = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
         if len(present) <= self.most:
             return
@@ -142,8 +143,8 @@ class Connection(H11Protocol):
     def stage(self, now: float) -> int:
         """What the connection is doing; a connection with a lower number is closed first. now: time.monotonic().
 
-        0: waiting for a request. 1: waiting for the body of one. 2: either, but for less than SECONDS_ON_THE_WAY.
-        3: answering a request.
+        0: waiting for a request. 1: waiting for a request's body. 2: waiting for one of the two, but for less than
+        SECONDS_ON_THE_WAY. 3: answering a request.
         """
         stage = {h11.IDLE: 0, h11.SEND_BODY: 1}.get(self.conn.their_state)
         if stage is None:
@@ -152,15 +153,15 @@ class Connection(H11Protocol):
 
 
 class FewLines(logging.Filter):
-    """A log filter that lets through MOST_LINES lines a minute, so that a client that sends nonsense cannot fill the
-    disk. The last of them gets a remark that more are left out."""
+    """A log filter that lets through MOST_LINES lines in SECONDS_OF_LINES, so that a client that sends nonsense cannot
+    fill the disk. The last line before some are left out has a remark about it."""
 
     def __init__(self) -> None:
         super().__init__()
         self._times: deque[float] = deque(maxlen=MOST_LINES)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line may be logged. Writes the remark into the record of a minute's last line."""
+        """Whether the line may be logged. Writes the remark into the record of the last line that may."""
         now = time.monotonic()
         if len(self._times) == MOST_LINES and now - self._times[0] < SECONDS_OF_LINES:
             return False

@@ -15,7 +15,9 @@ from ..hosts.diffusers.model_files import read_json
 from ..hosts.diffusers.model_folder import load_folder, load_network
 from . import EMOJI_DIT, SHIPPED
 
+# The text encoder's tokens of a prompt.
 MOST_TOKENS = 77
+# The pixels of an image's side for each number of a latent's side.
 LATENT_PIXEL = 8
 
 
@@ -51,10 +53,11 @@ class FlowPipeline(DiffusionPipeline):
         """Makes an image for each prompt. Returns an object whose attribute `images` is a tensor (prompts, 3, height,
         width) from 0 to 1; with output_type "latent", the latents.
 
-        negative_prompt: empty ones if None; used if guidance_scale is above 1. width, height: in pixels, multiples of
-        side_step. generator: one for each image, on the CPU, which draws its noise. latents: the noise itself,
-        (prompts, channels, height / 8, width / 8), instead of generators. callback_on_step_end: called with (pipeline,
-        step index, noise level, {}); its result is ignored.
+        negative_prompt: one for each prompt, or None for empty ones; used only if guidance_scale is above 1. width,
+        height: in pixels, multiples of side_step. generator: for each image a generator on the CPU, which draws its
+        noise; not used if `latents` is given: the noise itself, (prompts, channels, height / 8, width / 8).
+        callback_on_step_end: called with (pipeline, step index, noise level, {}); its result is ignored. It may set
+        pipeline._interrupt, so that the remaining steps are skipped.
         """
         device = self._execution_device
         transformer = self.transformer
@@ -85,8 +88,9 @@ class FlowPipeline(DiffusionPipeline):
     def velocity(self, latents: Tensor, share: Tensor, context: Tensor, guidance_scale: float) -> Tensor:
         """The velocity that the transformer predicts, (batch, channels, height, width) in float32.
 
-        latents: of this shape. share: the noise level, from 0 to 1. context: see context(). If it has negative prompts
-        too (twice as many rows as latents), the prediction is guided by guidance_scale.
+        latents: of this shape. share: the noise level, from 0 to 1, a tensor with one number. context: see context().
+        If the context has rows for negative prompts, the prediction is guided by guidance_scale; otherwise
+        guidance_scale is not used.
         """
         is_guided = len(context) > len(latents)
         rows = torch.cat([latents, latents]) if is_guided else latents
@@ -111,15 +115,15 @@ class FlowPipeline(DiffusionPipeline):
         return context
 
     def decode(self, latents: Tensor) -> Tensor:
-        """The images of latents, (batch, 3, height, width) in float32 from 0 to 1."""
+        """The images of latents as the transformer computes them, (batch, 3, height, width) in float32 from 0 to 1."""
         vae = self.vae
         images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor).sample
         return (images.float() / 2 + 0.5).clamp(0, 1)
 
 
 def load_emoji_dit(dtype: torch.dtype) -> FlowPipeline:
-    """Loads emoji-dit from this checkout, with the text encoder and the VAE of emoji-sd. All weights in dtype, on the
-    CPU."""
+    """A pipeline of emoji-dit from this checkout, with the text encoder and the VAE of emoji-sd; all weights in dtype,
+    on the CPU."""
     parts = load_folder(SHIPPED, dtype)
     transformer = load_network(EMOJI_DIT / "transformer", CosmosTransformer3DModel, dtype)
     config = read_json(EMOJI_DIT / "scheduler" / "scheduler_config.json")

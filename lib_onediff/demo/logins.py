@@ -22,7 +22,8 @@ from starlette.types import Receive, Scope, Send
 FIRST_FAILURE_TO_WAIT = 5
 FIRST_WAIT = 1.0
 LONGEST_WAIT = 30.0
-# After this many seconds without a wrong password, the count starts at 0 again. The newest MOST_COUNTS are kept.
+# After this many seconds without a wrong password, the count starts at 0 again. MOST_COUNTS counts are kept, the
+# newest.
 FORGIVEN_AFTER = 600.0
 MOST_COUNTS = 1000
 # The prefix length of an IPv6 network that belongs to one client.
@@ -37,8 +38,8 @@ client: ContextVar[str] = ContextVar("client", default="")
 
 @dataclass
 class Failures:
-    """The wrong passwords for one account from one client. count: their number. until: the moment from which another
-    may be tried. last: the moment of the last one. Moments are those of the clock of Logins."""
+    """The wrong passwords for one account from one client. count: their number. until: when the next password may be
+    tried. last: when the last wrong password came. until and last are in seconds, of the clock of Logins."""
 
     count: int = 0
     until: float = 0.0
@@ -59,7 +60,7 @@ class Logins:
         self._failures: OrderedDict[tuple[str, str], Failures] = OrderedDict()
 
     async def check(self, name: str, password: str) -> bool:
-        """Whether the account exists and has this password; a wrong one is counted, a right one resets the count.
+        """Whether the account exists and has this password. A wrong password is counted, a right one resets the count.
         Raises HTTPException with status 429 if the client must wait, also for the right password; such an attempt is
         not counted. A coroutine, so that gradio calls it in the event loop's thread, where two calls cannot
         interleave."""
@@ -113,10 +114,10 @@ def digest(password: str) -> bytes:
 
 
 def network_of(address: str) -> str:
-    """The name of the client to which an address belongs, for Logins: of an IPv6 address, its network of IPV6_NETWORK
-    bits, without the zone ("%eth0"); of any other text, the text itself.
+    """The name of the client to which an address belongs, for Logins. For an IPv6 address, it is the network of
+    IPV6_NETWORK bits, without the zone ("%eth0"); for any other text, the text itself.
 
-    An IPv4-mapped address ("::ffff:192.0.2.1", as a server for both protocols sees IPv4 clients) is its own name too,
+    An IPv4-mapped address ("::ffff:192.0.2.1", as a server for IPv4 and IPv6 sees IPv4 clients) is its own name too,
     because all such addresses are in one network of IPV6_NETWORK bits."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(address.partition("%")[0])

@@ -27,6 +27,7 @@ from .command_line import model_location
 log = logging.getLogger("onediff")
 
 CONFIGS = Path(__file__).with_name("checkpoint_configs.json")
+# Tensors that every checkpoint has which contains a UNet, and a VAE.
 UNET_SIGN = "model.diffusion_model.input_blocks.0.0.weight"
 VAE_SIGN = "first_stage_model.decoder.conv_in.weight"
 # The family of a checkpoint, by a weight of the text encoder that only this family has.
@@ -38,6 +39,7 @@ FAMILY_SIGNS = {
 # A line of a .yaml file that says that the model predicts v. \s instead of [ \t] would match line breaks too, and take
 # quadratic time in a file of empty lines.
 V_IN_YAML = re.compile(r'^[ \t]*parameterization:[ \t]*"?v"?[ \t]*(#.*)?$', re.MULTILINE)
+# In bytes.
 LARGEST_YAML = 1 << 20
 # Repositories of the Hugging Face cache that may have CLIP's tokenizer.
 CACHED = ("openai/clip-vit-large-patch14",)
@@ -46,8 +48,11 @@ ABOUT_SHIPPED = (
     "Start with --model FILE_OR_FOLDER for your own."
 )
 ABOUT_TRANSFORMER = f"{ABOUT_SHIPPED} It is a transformer."
+# emoji-dit's LoadedModel.steps.
 TRANSFORMER_STEPS = 32
+# The input channels of a UNet that needs no mask.
 LATENT_CHANNELS = 4
+# The pixels of an image's side for each number of a latent's side.
 LATENT_PIXEL = 8
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPE = torch.float16 if torch.cuda.is_available() else torch.float32
@@ -94,8 +99,9 @@ class LoadedModel:
 
     @cached_property
     def text_pipeline(self) -> Any:
-        """A second, text-to-image pipeline that shares the model's networks and can have another scheduler; `pipeline`
-        may be for another task. Raises Refusal, for users, if the model also needs a mask."""
+        """A text-to-image pipeline with the networks of `pipeline`, which may be for another task. It is a second
+        object, so that it can have another scheduler. Raises Refusal, for users, if the UNet needs a mask
+        (inpainting)."""
         import diffusers
 
         if not self.is_unet:
@@ -105,7 +111,8 @@ class LoadedModel:
         return diffusers.AutoPipelineForText2Image.from_pipe(self.pipeline)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """The images of latents, (batch, 3, height, width) from 0 to 1 in float32 on the CPU, decoded one by one.
+        """The images of latents as a pipeline returns them with output_type "latent": (batch, 3, height, width) from 0
+        to 1 in float32 on the CPU, decoded one by one.
 
         Converts a VAE with force_upcast, such as SDXL's, to float32 for good, because it overflows in float16.
         """
@@ -123,8 +130,9 @@ class LoadedModel:
 
 
 def load_model(path: str | None) -> LoadedModel:
-    """Loads the model of a file or folder onto DEVICE in DTYPE. path: "emoji-dit" for the transformer that ships with
-    OneDiff; None for emoji-sd. Raises Refusal, for users, if it cannot be loaded."""
+    """The model of a file or folder, loaded onto DEVICE in DTYPE. path: "emoji-dit" for the transformer that ships with
+    OneDiff; None for emoji-sd. Raises Refusal, for users, if there is no such file, it cannot be loaded, or it is a
+    refiner."""
     from diffusers.utils.logging import disable_progress_bar
 
     if path == EMOJI_DIT.name:
@@ -159,7 +167,8 @@ def load_model(path: str | None) -> LoadedModel:
 
 def load_checkpoint(path: Path, dtype: torch.dtype) -> Any:
     """The diffusers pipeline of a single checkpoint file of Stable Diffusion 1.x, 2.x or XL, on the CPU. Raises
-    Refusal, for users, for any other file; diffusers raises many exceptions for a damaged one."""
+    Refusal, for users, for any other file, and if no tokenizer is found; for a damaged file, any exception of
+    diffusers."""
     import diffusers
 
     shapes = read_shapes(path)
@@ -202,7 +211,7 @@ def family_of(path: Path, shapes: Shapes) -> str:
 
 def copy_vocabulary(checkpoint: Path, folder: Path) -> None:
     """Copy the vocabulary files of CLIP's tokenizer into `folder`, from a folder beside the checkpoint or from the
-    Hugging Face cache. If there are none, raises Refusal, which tells users where to put them."""
+    Hugging Face cache. Raises Refusal, which tells users where to put the files, if neither has them."""
     parent = checkpoint.resolve().parent
     for found_in in (parent / "tokenizer", parent / checkpoint.stem / "tokenizer", *cached_tokenizers()):
         if (found_in / VOCABULARY).exists() and (found_in / MERGES).exists():

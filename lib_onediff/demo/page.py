@@ -36,21 +36,27 @@ PASTED = {
     "prompt": "Prompt", "negative_prompt": "Negative prompt", "steps": "Steps", "sampler_name": "Sampler",
     "cfg_scale": "CFG scale", "seed": "Seed", "width": "Size-1", "height": "Size-2",
 }
+# The largest width and height, in pixels.
 LARGEST_SIDE = 2048
+# The time between two updates of the progress line.
 SECONDS_BETWEEN_LOOKS = 0.2
 # The number of generations that gradio starts at once. They wait for queue_lock instead of gradio's queue, so that each
 # can show what it waits for.
 MOST_IMAGES_AT_ONCE = 10
+# shared.state.job of the demo's generations.
 TXT2IMG = "txt2img"
+# Shown if a generation was withdrawn or interrupted before it had an image.
 NEVER_BEGUN = "Interrupted before the first image."
+# The value of an output that stays as it is.
 UNCHANGED = gr.update()
 # Prompts with a button each; the first one is in the text box at the start. The shipped models draw emoji.
 EXAMPLES = (
     "an owl and a rocket on a blue background", "a lion on a yellow background", "a shinto shrine on a red background",
 )
 FONTS = ("system-ui", "-apple-system", "Segoe UI", "Roboto", "Ubuntu", "sans-serif")
-TAGS = re.compile(r"<[^>]*>")
 MONOSPACE_FONTS = ("ui-monospace", "Consolas", "Liberation Mono", "monospace")
+# HTML tags, which option_component removes from an option's explanation.
+TAGS = re.compile(r"<[^>]*>")
 
 
 def appearance() -> dict[str, Any]:
@@ -96,8 +102,8 @@ def text_of(file: Path) -> str:
 
 
 def build_generation_tab(runner: Any) -> None:
-    """Build the txt2img tab inside the open gradio context, with the components of its scripts, and connect its
-    buttons. runner: the ScriptRunner of these scripts."""
+    """Build the txt2img tab inside the open gradio context, with the components of the scripts, and connect its
+    buttons. runner: the scripts' ScriptRunner."""
     with gr.Row(elem_id="txt2img_toprow", elem_classes="toprow"):
         inputs, examples = build_prompts()
         with gr.Column(scale=1, min_width=160, elem_classes="actions"):
@@ -190,10 +196,11 @@ def build_parameters() -> Inputs:
 
 def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple[Any, ...]]]:
     """A new handler for the Generate button. It makes the images in a thread, and yields values for (progress line,
-    gallery, infotext, the hidden text box whose change tells scripts of new images) until they are made.
+    gallery, infotext, the hidden text box whose change tells scripts of new images): every SECONDS_BETWEEN_LOOKS with a
+    new progress line, and at the end with the images, or with the reason why there are none.
 
-    names: the fields of StableDiffusionProcessingTxt2Img whose values the handler gets first; its other values are the
-    arguments of the scripts. runner: the ScriptRunner with these scripts.
+    names: the fields of StableDiffusionProcessingTxt2Img whose values the handler gets first; the values after
+    these are the scripts' arguments. runner: the scripts' ScriptRunner.
     """
 
     def generate(request: gr.Request, *values: Any) -> Iterator[tuple[Any, ...]]:
@@ -228,7 +235,7 @@ def making_images(names: list[str], runner: Any) -> Callable[..., Iterator[tuple
 
 
 def page_of(request: gr.Request) -> str:
-    """The prefix of the names of all tasks that one open page starts. By it, stop_image finds the tasks of its page."""
+    """The prefix of the names of all tasks that one open page starts, by which stop_image finds them."""
     return f"{request.session_hash}/"
 
 
@@ -247,8 +254,8 @@ def stop_image(request: gr.Request) -> None:
 def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> Processed:
     """Wait for this generation's turn, and make its images.
 
-    p: its parameters; closed afterwards. script_args: the values of the scripts' components, after a 0 in the first
-    place. task: its unique name, for progress_bar() and stop_image(). Raises Refusal, for users, for any error, and if
+    p: the generation's parameters; closed afterwards. script_args: 0, then the values of the scripts' components. task:
+    the generation's unique name, for progress_bar() and stop_image(). Raises Refusal, for users, for any error, and if
     the task was withdrawn.
     """
     progress.add_task_to_queue(task)
@@ -274,7 +281,7 @@ def make_images(p: Any, runner: Any, script_args: list[Any], task: str = "") -> 
 
 
 def progress_bar(task: str) -> str:
-    """The progress line of a task as HTML: what it waits for, or which of its steps is being computed."""
+    """The progress line of a task as HTML: what it waits for, or how many steps of which batch are done."""
     share = shared.state.share_done()
     state = shared.state
     if task in progress.pending_tasks:
@@ -295,8 +302,8 @@ def bar_html(share: float, text: str) -> str:
 
 
 def infotext_html(processed: Processed, seconds: float) -> str:
-    """The HTML under the images: the infotext of the first one (or that there is none), the comments, and the duration.
-    """
+    """The HTML under the images: the first image's infotext, or NEVER_BEGUN without images; the comments; and the
+    duration."""
     lines = "<br>".join(html.escape(line) for line in processed.infotexts[0].split("\n"))
     comments = "".join(f"<p class='comment'>{html.escape(line)}</p>" for line in processed.comments.split("\n") if line)
     if not processed.images:
@@ -334,8 +341,8 @@ def option_component(key: str, info: OptionInfo) -> Any:
 
 
 def apply_settings(values: dict[str, Any]) -> str:
-    """Set options, given by name, and save them. Returns sentences as HTML: how many changed, and why they could not be
-    saved if so."""
+    """Set options, given by name, and save them. Returns sentences as HTML: how many and which options changed, and, if
+    they could not be saved, why."""
     # The option's onchange tells users why it does not accept a value.
     changed, _, trouble = shared.opts.set_and_save(values, shared.config_filename)
     count = {0: "No setting", 1: "1 setting"}.get(len(changed), f"{len(changed)} settings")

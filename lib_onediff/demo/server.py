@@ -26,6 +26,7 @@ from .models import LoadedModel
 from .modules import paths, script_callbacks, scripts, sd_models, shared
 from .page import appearance, build_page
 
+# The Content-Security-Policy of the page.
 PAGE_POLICY = (
     "default-src 'self' data: blob:; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-ancestors 'self'"
@@ -33,13 +34,14 @@ PAGE_POLICY = (
 # The time for answers in progress when the server ends. Then connections are closed: pages keep theirs open without a
 # limit.
 SECONDS_FOR_ANSWERS = 1
+# The elements in gradio's page template that refer to other servers.
 FOREIGN_ELEMENTS = re.compile(
     r"""<link\s[^>]*rel="preconnect"[^>]*/?>|<script\s[^>]*src="https?://[^"]*"[^>]*>\s*</script>|<meta\s[^>]*content="https?://[^"]*"[^>]*/?>"""
 )
 
 
 class QuietServer(uvicorn.Server):
-    """uvicorn's server without the log lines on every open page when it ends."""
+    """uvicorn's server without the log lines that it writes about each open page when it ends."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn when it ends: silence its log, then close all connections."""
@@ -90,8 +92,8 @@ def own_origins(arguments: argparse.Namespace, only_this_machine: bool) -> Origi
 
 
 def serve(app: FastAPI, listener: socket.socket) -> None:
-    """Answer requests at the listener until Ctrl-C, then call the scripts' callbacks for unloading. Raises
-    KeyboardInterrupt as uvicorn does."""
+    """Answer requests at the listener until Ctrl-C or SIGTERM, then call the scripts' callbacks for unloading. Raises
+    KeyboardInterrupt: uvicorn raises the signal again, with the handlers of __main__.run()."""
     # ws="none": neither gradio nor the API uses web sockets.
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=SECONDS_FOR_ANSWERS, ws="none",
@@ -113,13 +115,14 @@ class OwnResourcesOnly(jinja2.FileSystemLoader):
     """A jinja2 loader that removes references to other servers (fonts, scripts) from gradio's page template."""
 
     def get_source(self, environment: jinja2.Environment, template: str) -> tuple:
-        """Called by jinja2: the template's source without FOREIGN_ELEMENTS, its path, and whether it is up to date."""
+        """Called by jinja2: (the template's source without FOREIGN_ELEMENTS, its path, a function that returns whether
+        the source is up to date)."""
         source, *more = super().get_source(environment, template)
         return FOREIGN_ELEMENTS.sub("", source), *more
 
 
 def refuse(url: Any) -> NoReturn:
-    """Raise httpx.ConnectError, whatever the URL. fetch_nothing puts this in the place of gradio's requests."""
+    """Raise httpx.ConnectError for any URL. fetch_nothing() replaces gradio's functions that send requests by this."""
     raise httpx.ConnectError("This server downloads nothing from addresses.")
 
 

@@ -17,8 +17,8 @@ TOP_NAME = "modules"
 
 @contextmanager
 def modules_importable() -> Iterator[None]:
-    """A context in which `import modules.shared` and the like import these modules. Raises RuntimeError if the process
-    already has another package of this name, as in a real WebUI."""
+    """A context in which `import modules.shared` and the like import these modules; not any more after it. Raises
+    RuntimeError if the process already has a package of this name, as in a real WebUI, or in such a context."""
     if TOP_NAME in sys.modules:
         raise RuntimeError("another WebUI's modules are loaded in this process")
     added = {TOP_NAME: sys.modules[__name__]}

@@ -51,7 +51,7 @@ class Standalone(WebUI):
         return unet if diffusers_host.is_served(unet) else None
 
     def stop(self) -> None:
-        """Undo serve(): give the loaded model its own forwards back."""
+        """Undo serve(): give the loaded model its own forwards back, and let the runtime release all networks."""
         self._serving = False
         unet = self.unet_of(self.checkpoint())
         if unet is not None:
@@ -66,8 +66,8 @@ class Standalone(WebUI):
         return int(unet is not None and attached(unet) is not None)
 
     def model_loaded(self, sd_model: Any) -> None:
-        """Called when a LoadedModel is loaded, and before each sampling. While OneDiff serves, its network and VAE get
-        our forwards."""
+        """Called when a LoadedModel is loaded, and before each sampling. Between serve() and stop(), its VAE and its
+        network, if OneDiff serves the network's class, get our forwards. Does nothing for None."""
         unet = self.unet_of(sd_model)
         if unet is not None and self._serving:
             diffusers_host.attach(unet)
@@ -76,7 +76,8 @@ class Standalone(WebUI):
                 diffusers_decoder.attach(half)
 
     def before_sampling(self, p: Any) -> None:
-        """Called before each sampling of the generation p: tell the runtime that a sampling of its network begins."""
+        """Called before each sampling of the generation p: tell the runtime that a sampling of the loaded model's
+        network begins. Nothing is told if OneDiff does not serve the network's class."""
         self.model_loaded(self.checkpoint())
         unet = self.unet_of(self.checkpoint())
         generation = weakref.ref(p)
@@ -104,7 +105,8 @@ class Standalone(WebUI):
             unet(**arguments)
 
     def warm_decode(self, width: int, height: int, images: int) -> None:
-        """Decode a random latent, so that OneDiff makes the VAE's shape ready. width, height: in pixels."""
+        """Decode a random latent, so that OneDiff makes the VAE's shape ready. width, height: in pixels. images: not
+        used, because the images of a batch are decoded one by one. A model must be loaded."""
         model = self.checkpoint()
         vae = model.pipeline.vae
         with random_state_kept(), torch.no_grad():
@@ -114,8 +116,8 @@ class Standalone(WebUI):
 
 
 def arguments_of(unet: Any, call: Call, noise: Callable[..., Tensor]) -> dict[str, Any]:
-    """The keyword arguments with which a diffusers pipeline would make this call of a UNet. noise: returns a random
-    tensor, given its sizes."""
+    """The keyword arguments with which a diffusers pipeline would make this call of a UNet; SDXL's time_ids are random.
+    noise: returns a random tensor, given its sizes."""
     context, *labels = call.prompt
     conditions = None
     for label in labels:

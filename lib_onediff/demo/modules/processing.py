@@ -21,18 +21,25 @@ from ...core.refusal import Refusal
 from . import shared
 from .scripts import ScriptRunner
 
+# CLIP's tokens of a prompt, among them the begin and the end.
 MOST_TOKENS = 77
 # In characters. A tokenizer takes quadratic time for a long word.
 LONGEST_PROMPT = 2000
 # In characters: two prompts, and the parameters of many extensions.
 LONGEST_INFOTEXT = 20_000
+# A parameter's name in infotext, and a size.
 NAME = re.compile(r"\w[\w \-/]+")
 SIZE = re.compile(r"(\d{1,6})x(\d{1,6})")
 
 
 @dataclass(repr=False)
 class StableDiffusionProcessingTxt2Img:
-    """A txt2img generation. The names are those of A1111."""
+    """A txt2img generation. The names are those of A1111.
+
+    seed: of the first image; the next images have the next numbers. -1: a random one.
+    scripts, script_args: the ScriptRunner and the arguments of its scripts; set by the caller of process_images.
+    comments: see comment. all_seeds: of all images; seeds: of the batch in progress; set by process_images.
+    """
 
     sd_model: Any = None
     prompt: str = ""
@@ -61,12 +68,13 @@ class StableDiffusionProcessingTxt2Img:
     sampler: Any = field(default=None, init=False)
 
     def comment(self, text: str) -> None:
-        """Add a remark for the user that is shown under the images; the same one only once."""
+        """Add a remark for the user that is shown under the images; a remark that is given twice is shown once."""
         self.comments[text] = 1
 
     def sample(self) -> Tensor:
         """The latents of one batch, (batch, channels, height / 8, width / 8), computed by the model's pipeline; one
-        image for each of self.seeds, which the caller sets. Sets pipeline and sampler, and calls the scripts' hook.
+        image for each of self.seeds, which the caller sets. Sets pipeline and sampler, and calls the scripts' hook
+        process_before_every_sampling. Raises Refusal, for users, for an unknown sampler, or a model that needs a mask.
 
         Noise is drawn on the CPU for each image by itself, so that a seed has the same noise on every device and in any
         batch.
@@ -94,8 +102,8 @@ class StableDiffusionProcessingTxt2Img:
 
 @dataclass(frozen=True)
 class Processed:
-    """The result of a generation. infotexts: one for each image; [""] without images. comments: remarks for users, a
-    line for each."""
+    """The result of a generation. images: fewer than wanted if it was interrupted. infotexts: one for each image; [""]
+    without images. comments: remarks for users, a line for each."""
 
     images: list[Image.Image]
     infotexts: list[str]
@@ -125,8 +133,8 @@ def check_numbers(network: str, values: Tensor) -> None:
 
 def process_images(p: StableDiffusionProcessingTxt2Img) -> Processed:
     """Make all images of p, batch after batch, and call the scripts' hooks. The caller must hold call_queue.queue_lock.
-    If the user interrupts it, the images that are made so far are returned. If p has no model, the loaded one is used.
-    Raises Refusal, for users, for wrong parameters and for images with NaN or infinity."""
+    If the user interrupts it, the images so far are returned, the last batch after fewer steps. If p has no model, the
+    loaded one is used. Raises Refusal, for users, for wrong parameters and for images with NaN or infinity."""
     p.sd_model = p.sd_model or shared.sd_model
     for name, side in (("width", p.width), ("height", p.height)):
         if side % p.sd_model.side_step:
@@ -238,9 +246,9 @@ def quote(text: Any) -> Any:
 
 
 def parse_generation_parameters(infotext: str) -> dict[str, Any]:
-    """The parameters in an infotext, by name: "Prompt", "Negative prompt", and the named values of its last line, as
-    texts. A last line with fewer than three of these belongs to the prompt. A size such as "Size: 512x768" becomes
-    "Size-1" and "Size-2". Raises Refusal, for users, if the text is too long."""
+    """The parameters in an infotext, by name: always "Prompt" and "Negative prompt" ("" for none), and the named values
+    of its last line, as texts without quotes. A last line with fewer than three named values belongs to the prompts. A
+    size such as "Size: 512x768" becomes "Size-1" and "Size-2". Raises Refusal, for users, if the text is too long."""
     if len(infotext) > LONGEST_INFOTEXT:
         raise Refusal(f"This text is too long to be read: infotext has {LONGEST_INFOTEXT} characters at most.")
     *lines, last = infotext.strip().split("\n")
@@ -290,8 +298,8 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
     """Make a button fill components from the infotext in the component `text`.
 
     fields: pairs of a component and its source: the name of an infotext parameter, or a function that takes all
-    parameters and returns the value. A component without a value (None), or with a wrong one, stays as it is; the page
-    shows a warning for wrong ones.
+    parameters and returns the value. A component whose value is missing (None) or wrong stays as it is; the page shows
+    a warning for wrong values. If the infotext is too long, all components stay, and the page shows a warning.
     """
     def paste(infotext: str) -> list[Any]:
         """The new values of the components, in the order of `fields`."""
@@ -321,7 +329,8 @@ def connect_paste(button: Any, fields: list[Any], text: Any) -> None:
 
 def as_in(component: Any, value: Any) -> Any:
     """A value from infotext in the form for a component: a float for a slider or number field, otherwise unchanged.
-    Raises Refusal, for users, if it is none of a list's choices, no number or out of bounds."""
+    Raises Refusal, for users, if the value is none of a list's choices, or is not a number within the slider's bounds.
+    """
     if isinstance(component, gr.Dropdown) and not component.allow_custom_value:
         known = [choice for _, choice in component.choices]
         if value not in known:

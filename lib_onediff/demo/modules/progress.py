@@ -4,17 +4,18 @@ from __future__ import annotations
 import threading
 import time
 
-# The time of each request (time.time()), by the unique name of its task.
+# The tasks that wait, and the time.time() at which each was added.
 pending_tasks: dict[str, float] = {}
 # The task in progress; "" if there is none.
 current_task = ""
 # The tasks that users have withdrawn while they waited; each is removed when its turn would have come.
 withdrawn_tasks: set[str] = set()
+# Held while a task is withdrawn or started, so that only one of the two happens to it.
 lock = threading.Lock()
 
 
 def add_task_to_queue(task: str) -> None:
-    """Add a task to those that wait."""
+    """Add a task to pending_tasks."""
     pending_tasks[task] = time.time()
 
 
@@ -26,8 +27,8 @@ def withdraw(task: str) -> None:
 
 
 def start_task(task: str) -> bool:
-    """Make a task the one in progress and return True; return False if it was withdrawn, and then it must not run. Its
-    turn has come: the caller holds call_queue.queue_lock."""
+    """Make a task current_task and return True; return False if it was withdrawn, and then it must not run. In either
+    case, it does not wait any more. The caller holds call_queue.queue_lock, so it is the task's turn."""
     global current_task
     with lock:
         pending_tasks.pop(task, None)
@@ -39,6 +40,6 @@ def start_task(task: str) -> bool:
 
 
 def finish_task() -> None:
-    """Set that no task is in progress: the current one is over."""
+    """Set current_task to "", because it is over."""
     global current_task
     current_task = ""

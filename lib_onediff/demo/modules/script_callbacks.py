@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 log = logging.getLogger("onediff")
+# The callbacks of each event, in the order of registration.
 callback_map: dict[str, list[Callable[..., Any]]] = {}
 
 

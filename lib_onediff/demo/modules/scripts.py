@@ -28,7 +28,9 @@ class Script:
 
     Subclasses have title(), ui(is_img2img), which creates gradio components and returns those whose values the hooks
     get, and the hooks that they need: process and postprocess for each generation, process_before_every_sampling and
-    postprocess_batch for each batch, after_component for each component of the page.
+    postprocess_batch for each batch, after_component for a component of the page. infotext_fields: pairs of a component
+    and its source (see processing.connect_paste); ui() fills them. ScriptRunner.setup_ui sets the rest: name, the title
+    in lower case; args_from, args_to: the script's range of the script arguments. is_img2img: always False here.
     """
 
     name = ""
@@ -40,8 +42,9 @@ class Script:
 class ScriptRunner:
     """The scripts of the txt2img tab.
 
+    alwayson_scripts: the scripts.
     inputs: the components whose values are the script arguments, in their order; the first is None, since argument 0
-        belongs to no script. infotext_fields: the scripts' pairs of a component and its function of an infotext.
+        belongs to no script. infotext_fields: those of all scripts (see Script). Both are filled by setup_ui().
     """
 
     def __init__(self, classes: Iterable[type[Any]] = ()) -> None:
@@ -72,7 +75,7 @@ class ScriptRunner:
             call_hook(script, hook, p, *objects, *p.script_args[script.args_from : script.args_to])
 
     def after_component(self, component: Any) -> None:
-        """Call the hook after_component of every script, for a component of the page that was just created."""
+        """Call the hook after_component of every script, with a component of the page that was just created."""
         for script in self.alwayson_scripts:
             call_hook(script, "after_component", component)
 
@@ -92,8 +95,8 @@ scripts_txt2img = ScriptRunner()
 
 
 def load_scripts() -> None:
-    """Run the files of the extension's folder "scripts", and make scripts_txt2img anew of the Script classes in them.
-    Callbacks of an earlier load are forgotten. A file that raises an exception is logged and left out."""
+    """Run the files of the extension's folder "scripts", and make a new scripts_txt2img of the Script classes in them.
+    All callbacks are removed before. A file that raises an exception is left out, and the exception is logged."""
     global scripts_txt2img
     script_callbacks.callback_map.clear()
     if paths.script_path not in sys.path:

@@ -40,8 +40,8 @@ class OptionInfo:
 class Options:
     """The values of all settings, as attributes: opts.NAME.
 
-    data_labels: their OptionInfo, by name. data: their values by name, which are saved; also values of the file that
-        belong to no setting.
+    data_labels: each setting's OptionInfo, by name. data: the values by name, which are saved; also values of the file
+        that belong to no setting.
     """
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class Options:
         os.replace(unfinished, path)
 
     def load(self, filename: str) -> None:
-        """Read values from a file that save() has written; none if there is no file. A damaged file is renamed to
-        .damaged, which is logged. Call it before settings are added."""
+        """Read values from a file that save() has written; none if there is no file. A file that cannot be read gets
+        the suffix .damaged in place of its own, and a warning is logged. Call it before settings are added."""
         path = Path(filename)
         try:
             if path.exists() and not path.is_file():
@@ -122,10 +122,10 @@ class Options:
 class State:
     """The state of the generation in progress; call_queue.queue_lock allows one at a time.
 
-    job: its name; "" if there is none.
-    interrupted, skipped: whether the user has stopped it.
-    job_no, job_count: the number of batches that are done, and of all.
-    sampling_step, sampling_steps: the number of steps of the batch that are done, and of all.
+    job: the generation's name; "" if there is none in progress.
+    interrupted: whether the user has stopped it. skipped: False here; scripts read it.
+    job_no, job_count: the number of batches that are done, and of all batches.
+    sampling_step, sampling_steps: the number of steps of the batch that are done, and of all its steps.
     """
 
     job: str = ""
@@ -137,11 +137,11 @@ class State:
     sampling_steps: int = 0
 
     def begin(self, job: str) -> None:
-        """Start a job: its name is set, and everything else is as at first."""
+        """Start a job: set its name, and all other attributes to their defaults."""
         vars(self).update(vars(State(job)))
 
     def end(self) -> None:
-        """End the job: everything is as at first, except `interrupted`, which callers read afterwards."""
+        """End the job: set all attributes but `interrupted`, which callers read afterwards, to their defaults."""
         vars(self).update(vars(State(interrupted=self.interrupted)))
 
     def interrupt(self) -> None:
@@ -154,8 +154,10 @@ class State:
         return min(1.0, (self.job_no + batch) / max(1, self.job_count))
 
 
+# Set by server.make_app: the command line's options, and the file of the settings.
 cmd_opts = argparse.Namespace()
 config_filename = ""
 opts = Options()
 state = State()
+# The LoadedModel; set by sd_models.use_model.
 sd_model: Any = None
