@@ -31,9 +31,9 @@ class Residual(NamedTuple):
     tokens: (batch, tokens, width).
     update: the output of the last layer, of the shape of tokens. update_scales: float32 (..., 1), which a product in
         float8 leaves to the reader. norm: the norm after that layer. gate: (batch, width).
-    bias: (width,), that of the last linear layer. deferred_bias: float32 (width,), the sum of the biases of earlier
-        layers. The next norm adds both to the tokens as it reads them, and returns their sum as the new deferred_bias:
-        this takes less time than an addition to all tokens after each linear layer.
+    bias: (width,), the bias of the last linear layer. deferred_bias: float32 (width,), the sum of the biases of earlier
+        layers. The next norm adds bias and deferred_bias to the tokens as it reads them, and returns their sum as the
+        new deferred_bias: this takes less time than an addition to all tokens after each linear layer.
     """
 
     tokens: Tensor
@@ -139,9 +139,9 @@ class QuantizedTokens(NamedTuple):
 
     values: (rows, width). scales: float32, (rows, 1), or (1, 1) for all rows. tokens = values * scales.
     shape: the dimensions that are flattened to rows, such as (batch, tokens).
-    unit: float32 (1, 1), the number one, given with scales of rows in float8: a product may multiply by it in place of
-        the scales, and leave those to the operator that reads its result.
-    plain: the same tokens in the model's dtype, (*shape, width), for LoRAs of the layer; None if it has none.
+    unit: float32 (1, 1), the number one; None unless the tokens are in float8 with a scale for each row. A product may
+        multiply by `unit` in place of `scales`, and leave `scales` to the operator that reads its result.
+    plain: the same tokens in the model's dtype, (*shape, width), for LoRAs of the layer; None without LoRAs.
     """
 
     values: Tensor
@@ -176,7 +176,7 @@ class Operators(Protocol):
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:
         """Cosines and sines of the timestep at falling frequencies: (batch,) -> float32 (batch, channels), where
-        channels and the formula are those of `time`."""
+        `time` has the number of channels and the formula."""
 
     def join(self, vectors: Sequence[Tensor]) -> Tensor:
         """Vectors of any widths and one dtype, concatenated to one vector."""

@@ -66,8 +66,8 @@ class EveryPoint(Points):
         return self._patches.unchanged(point, *arguments)
 
     def at(self, point: str, *arguments: Any) -> Any:
-        """The result of the point of this name for these arguments: here, that of the method of this name of the call's
-        own Points."""
+        """The result of the point of this name for these arguments. Here, the method of this name of the call's own
+        Points is called."""
         return getattr(self._patches, point)(*arguments)
 
     def __getattr__(self, name: str) -> Any:

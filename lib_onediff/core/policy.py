@@ -27,9 +27,10 @@ FAILED = "it failed in this image (a fault of OneDiff; see the log)"
 class Served(NamedTuple):
     """A call that OneDiff has computed.
 
-    output: of the latent's shape; the number of channels may differ. entry: that of the call's shape. epoch: the
-        network's, at the call.
-    route: GRAPH or PLAIN of core.image. reason: why it did not take a faster route, for users; "" if there is none.
+    output: of the latent's shape; the number of channels may differ. entry: the entry of the call's shape. epoch: the
+        network's epoch at the call.
+    route: GRAPH or PLAIN of core.image. reason: why the call did not take a faster route, for users; "" if no route is
+        faster.
     call: the call as it was computed.
     rewind: restores the random states, and the state of other extensions' functions, to what they were before the call,
         so that a capture may call these functions again; None without such functions, or if no graph is to be captured.
@@ -64,16 +65,16 @@ class Compute(Protocol):
         """The output of a call: of the policy's own call (StepContext.call), or of a changed one, such as with a cut.
 
         host: the host's own forward of this call, with which the first output of a shape is compared. None if the host
-            has none; then only a shape that was checked before is served.
+            cannot compute the call; then only a shape that was checked before is served.
         Raises Refusal if OneDiff does not serve the call, torch.cuda.OutOfMemoryError, and any exception of the host.
         """
 
     def check(self, call: Call, served: Served) -> None:
         """Check a shape that the host cannot compute, such as a cached pass: compute `call` once, and compare its
-        output with that of a full pass with the same inputs (served). Policies call this right after that full pass.
-        Then calls of the shape can be computed with host=None.
+        output with the output of a full pass with the same inputs (`served`). Policies call this right after the full
+        pass. If the outputs agree, calls of the shape can be computed with host=None.
 
-        Raises Refusal if the two differ by more than rounding explains, now and for each later call of the shape.
+        Raises Refusal if the outputs differ by more than rounding explains, now and for each later call of the shape.
         """
 
 
@@ -99,8 +100,8 @@ class StepContext:
     """Everything that a policy needs to decide about one call. Several fields are functions, because their answers take
     time and only some policies need them.
 
-    host: computes the call with the host's own forward. settings, sampling: those of the call.
-    guidance: returns which rows are the prompt's; None if the host cannot tell.
+    host: computes the call with the host's own forward. settings, sampling: valid for the call.
+    guidance: see Guidance; None if the host never knows which rows are the prompt's.
     call_stats: the runtime.call_stats.CallStats that counts the image's steps.
     memories: each policy's memory for this network, by the policy's name. The runtime drops them at the end of the
         sampling, or when GPU memory is short.
@@ -108,8 +109,8 @@ class StepContext:
         number of times.
     deepest: returns the largest depth at which this network can be cut; 0 if it cannot be cut.
     schedule: returns Family.schedule of the network's family.
-    cut_memory: given a hashable that identifies a shape, returns the memory of its cut: the same object as long as
-        somebody refers to it.
+    cut_memory: given a hashable that identifies a shape, returns the memory of the shape's cut: the same object as long
+        as there is a reference to it.
     values: looks for edits of the weights now, and returns the version of their values (Epoch.values).
     ordered: returns a context manager within which only this thread launches work on the call's device, and may write
         memory that calls share (Services.computing).
@@ -152,11 +153,11 @@ class StepPolicy(Protocol):
     """A way to compute less than the whole network at some steps. The object has counts and words for the user; its
     memory of a network is in StepContext.memories.
 
-    name: the key of its part of the status, and of its memory. title: its name for users.
+    name: the key of the policy's part of the runtime's status, and of its memory. title: the policy's name for users.
     status: plain values by name: counts, and under "reason" why the last call was computed as without the policy, or
         "".
-    whole_batch: whether it decides for a call's whole batch. False: it decides for each GPU's rows separately, so that
-        its memory of them is on that GPU.
+    whole_batch: whether the policy decides for a call's whole batch. False: it decides for each GPU's rows separately,
+        so that what it remembers of these rows is on their GPU.
     """
 
     name: str
@@ -168,8 +169,8 @@ class StepPolicy(Protocol):
         """Whether the settings turn this policy on."""
 
     def answerer(self, step_context: StepContext) -> Callable[[Compute], Answer]:
-        """Decide about a call. Returns a function that computes it: given the next Compute, it returns the Answer, and
-        raises what that raises.
+        """Decide about a call. Returns a function that answers the call: given the next Compute, which it may call, it
+        returns the Answer. The function raises what the Compute raises.
 
         Raises Refusal if the call is to be computed as without this policy; the caller shows its reason in the status.
         With the reason "", the policy counts as off for this call, and nothing is shown.

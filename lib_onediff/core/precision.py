@@ -1,7 +1,7 @@
 """torch's global switches for precision (TF32, float16 sums): set around our calls, and restored afterwards.
 
 Not every version of torch has all of them. A shape's key contains the switches that affect its numbers, because a
-replay computes with those that were set at its capture.
+replay computes with the values of its capture.
 """
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ROUNDING_HALF_SUMS = 6e-2
 # Values of switches, for applied() and a shape's key: (switch, whether it is on) pairs, with names as in SWITCHES.
 Flags = tuple[tuple[str, bool], ...]
 
-# Two threads must not change the switches at the same time: the one that ends last would restore values that the other
-# had set.
+# Two threads must not change the switches at the same time: the thread that ends last would restore values that the
+# other thread had set.
 _TURN = threading.RLock()
 
 
@@ -119,7 +119,8 @@ class Tf32Switch:
             newer.fp32_precision = "tf32" if value else "ieee"
 
     def restore(self, state: tuple[bool | None, str | None]) -> None:
-        """Set both attributes to the values that state() has returned. A value that is None is not written."""
+        """Set allow_tf32 and fp32_precision to the values that state() has returned. A value that is None is not
+        written."""
         allowed, precision = state
         older, newer = self._owners()
         if allowed is not None:

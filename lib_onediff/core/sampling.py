@@ -47,9 +47,9 @@ class Step:
     """A step of a sampling.
 
     index: from 0, for the first step that is computed (in img2img not the first of the schedule).
-    total: the number of steps from that one on.
-    fraction: index / total, the part of the sampling that was done before it.
-    is_last: whether it is the last step.
+    total: the number of steps from the step with index 0 on.
+    fraction: index / total, the part of the sampling that was done before this step.
+    is_last: whether this is the last step.
     """
 
     index: int
@@ -165,8 +165,8 @@ class Sampling:
 
     def position(self, timestep: Tensor) -> Position:
         """The position of a call, given its timestep, a tensor (batch,). To be called once for each call, in their
-        order: a step before that of the last call begins a new sampling_run. A refiner's calls continue the base
-        model's.
+        order: a step before the last call's step begins a new sampling_run. A refiner's calls continue the sampling_run
+        of the base model.
 
         May wait for the GPU: see read. Raises Refusal, with a reason for the user, if the step is unknown, or if every
         step must compute the whole network: for why_not, or because there are too few steps.

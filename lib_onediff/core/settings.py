@@ -37,7 +37,7 @@ MOST_DEPTH = 11
 # How many blocks of a transformer a cached step of DeepCache computes. A second one does not bring images close enough
 # to exact ones for the time that it takes (.readme/developing.md).
 TRANSFORMER_DEPTH = 1
-# The options of DeepCache, and those that replace them for transformers: see Settings.cache_options.
+# The options of DeepCache, and the option that replaces them for transformers: see Settings.cache_options.
 DEEPCACHE_OPTIONS = frozenset({"deepcache_interval", "deepcache_depth"})
 TRANSFORMER_OPTIONS = frozenset({"transformer_interval"})
 # The largest interval of extrapolated outputs. With a larger one, images differ too much from exact ones.
@@ -220,8 +220,9 @@ class Settings:
         return TRANSFORMER_OPTIONS if is_transformer and self.transformer_interval else DEEPCACHE_OPTIONS
 
     def cache(self, is_transformer: bool) -> tuple[int, int]:
-        """DeepCache's (interval, depth) for a transformer if is_transformer, else for a UNet. A transformer has that of
-        UNets if transformer_interval is 0. An interval of 1 means off, as with deepcache_depth 0. depth: see call.Cut.
+        """DeepCache's (interval, depth) for a transformer if is_transformer, else for a UNet. If transformer_interval
+        is 0, a transformer has the interval and depth of UNets. The interval is 1 if DeepCache is off, as with
+        deepcache_depth 0. depth: see call.Cut.
         """
         if is_transformer and self.transformer_interval:
             return self.transformer_interval, TRANSFORMER_DEPTH

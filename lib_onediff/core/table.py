@@ -19,12 +19,12 @@ Result = TypeVar("Result")
 Value = TypeVar("Value")
 # A measured duration: seconds, or the CUDA events at its begin and end, which the GPU may not have reached yet.
 Took = float | tuple["torch.cuda.Event", "torch.cuda.Event"]
-# A median of at least so many times counts as settled.
+# A stopwatch's median counts as settled with at least this number of times.
 ENOUGH = 3
 # The number of latest times that a stopwatch keeps.
 MOST_TIMES = 32
-# The number of verdicts kept for one shape, besides that of the weights in use. Each combination of LoRAs is another
-# set of weights, and has its own.
+# The number of verdicts kept for one shape, besides the verdict with the weights in use. Each combination of LoRAs is
+# another set of weights, and has its own verdict.
 MOST_VERDICTS = 64
 # The number of replaced functions named in a reason.
 MOST_NAMED = 3
@@ -342,8 +342,9 @@ class ShapeTable:
         self._lock = threading.Lock()
 
     def entry(self, key: ShapeKey, model: str = "") -> Entry:
-        """The entry of a shape, for a call of it, which is counted in Entry.uses. At the first use, a new COLD one is
-        added, and others may be forgotten. model: the model's name for users, for a new entry."""
+        """The entry of a shape, for a call of the shape, which is counted in Entry.uses. If there is none, a new COLD
+        entry is added, and others may be forgotten. model: the model's name for users; not used if there is an entry.
+        """
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:

@@ -12,8 +12,8 @@ callback_map: dict[str, list[Callable[..., Any]]] = {}
 
 
 def call_all(moment: str, *arguments: Any) -> list[Any]:
-    """Call every callback that is registered for an event, in the order of registration. Returns their results, without
-    those of callbacks that raised an exception. moment: the event's name, such as "model_loaded"."""
+    """Call every callback that is registered for an event, in the order of registration. Returns a list of their
+    results; a callback that raised an exception has none. moment: the event's name, such as "model_loaded"."""
     results = []
     for callback in list(callback_map.get(moment, ())):
         try:

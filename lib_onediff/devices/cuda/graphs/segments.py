@@ -29,7 +29,7 @@ RUNS_IN_GRAPH = 5
 REPLAYS = 5
 # Points of UNets (families/unet/patch_points.py) whose methods are called in each replay even if no function is set at
 # them, because the methods write the position in the forward to the host's options.
-NOTED = ("before_stage", "join", "begin_block", "end_transformer")
+POSITION_POINTS = ("before_stage", "join", "begin_block", "end_transformer")
 # The number of bytes of functions' results that a replay keeps at most. If there are more, and the replay then does not
 # fit, all functions are called again.
 MOST_KEPT = 256 << 20
@@ -183,7 +183,7 @@ def random_numbers_survive(device: torch.device) -> Iterator[None]:
         raise
 
 
-class Returned:
+class KeptResults:
     """Copies of what the functions of other extensions have returned in one replay, in order. If a later function turns
     out not to fit the graphs (DoesNotFit), the forward is repeated with these results, so that no function is called
     twice (core.points.ResumedPoints).
@@ -214,7 +214,7 @@ class Returned:
 
 # One part of a replay, called as segment(patches, kept): either replays the graph of a part of the forward; or calls
 # the functions of the call's patches at a point, and keeps copies of their results in `kept`.
-Segment = Callable[[Any, Returned], object]
+Segment = Callable[[Any, KeptResults], object]
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class FunctionPoint:
     results: tuple[Tensor, ...]
     number: int
 
-    def __call__(self, patches: Points, kept: Returned) -> None:
+    def __call__(self, patches: Points, kept: KeptResults) -> None:
         """Call the functions of `patches` at this point, with copies of the arguments. Copies of their results go to
         the next graph's inputs and to `kept`. Raises DoesNotFit if the results differ in number, shape, dtype or device
         from those at the capture, or one is no tensor; `kept` has the results also then."""
@@ -245,15 +245,15 @@ class FunctionPoint:
             result.copy_(one)
 
 
-def replaying(replay: Callable[[], None]) -> Segment:
-    """The Segment that replays a graph by this function; it calls no functions of extensions."""
+def graph_segment(replay: Callable[[], None]) -> Segment:
+    """The Segment that replays a graph. replay: the function that does so."""
     return lambda patches, kept: replay()
 
 
-def noting(name: str, arguments: tuple[Any, ...]) -> Segment:
-    """The Segment for one of the NOTED points when no function is set at it. Its method is called in every replay all
-    the same, because it writes the forward's position to the host's options. name: of the point. arguments: the
-    point's; the method gets None instead of tensors, which it does not read."""
+def position_segment(name: str, arguments: tuple[Any, ...]) -> Segment:
+    """The Segment for one of POSITION_POINTS at which no function is set: it calls the point's method, which writes the
+    position in the forward to the host's options. name: of the point. arguments: the point's at the capture; the
+    method gets None instead of tensors, which it does not read."""
     plain = tuple(None if isinstance(one, Tensor) else one for one in arguments)
     return lambda patches, kept: getattr(patches, name)(*plain)
 
@@ -284,13 +284,13 @@ class RecordedPoints(EveryPoint):
         patches = self._patches
         recording = self._recording
         if not patches.has_function(point, *arguments):
-            if point in NOTED:
-                self.segments.append(noting(point, arguments))
+            if point in POSITION_POINTS:
+                self.segments.append(position_segment(point, arguments))
             returned = getattr(patches, point)(*arguments)
             is_bool = isinstance(returned, bool)
             self.points.append(PassedPoint(point, is_bool, returned if is_bool else None))
             return returned
-        self.segments.append(replaying(recording.end()))
+        self.segments.append(graph_segment(recording.end()))
         views = tuple(recording.view(one) if isinstance(one, Tensor) else one for one in arguments)
         returned = getattr(patches, point)(*map(fresh, arguments))
         results = recording.begin(tensors_of(returned))
@@ -326,7 +326,7 @@ class GraphRunner:
         function is called), or if a function's results do not fit (see FunctionPoint).
         """
         patches = call.patches
-        kept = Returned()
+        kept = KeptResults()
         if (None if patches is None else patches.positions) != self.positions:
             misfit = DoesNotFit("extensions' functions are called at other points than before")
             misfit.passed = []
@@ -342,7 +342,7 @@ class GraphRunner:
                 raise
         return self.output.clone()
 
-    def _passed(self, segment: Any, kept: Returned) -> list[PassedPoint] | None:
+    def _passed(self, segment: Any, kept: KeptResults) -> list[PassedPoint] | None:
         """The points up to and including this FunctionPoint, at which the replay has stopped, with the functions'
         results in `kept`; None if `kept` is incomplete."""
         if not kept.is_complete:
@@ -373,12 +373,12 @@ def record(
     recording.begin()
     if patches is None:
         output = compute(own)
-        segments = [replaying(recording.stop().replay)]
+        segments = [graph_segment(recording.stop().replay)]
     else:
         points = RecordedPoints(patches, recording)
         positions = patches.positions
         output = compute(replace(inputs, patches=points))
-        segments = [*points.segments, replaying(recording.end())]
+        segments = [*points.segments, graph_segment(recording.end())]
         passed = points.points
     return GraphRunner(segments, output, positions, passed, own, memory, bytes_of(own))
 
