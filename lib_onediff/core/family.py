@@ -71,12 +71,13 @@ class AttentionShapes(NamedTuple):
     """The shapes of an attention's queries, and of its keys and values: (batch, heads, tokens, head width) each. A
     device measures its fastest attention kernel for them.
 
-    is_filled: whether its mask is a core.operators.Filled, so that rows have tokens of padding.
+    uncertain: how many of the last tokens of each row may be padding, if the attention's mask is a
+    core.operators.Filled; otherwise 0.
     """
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    is_filled: bool = False
+    uncertain: int = 0
 
 
 class UsualSizes(NamedTuple):

@@ -86,18 +86,22 @@ class Filled(NamedTuple):
     used: int (batch,), how many tokens of each row are not padding.
     ends: int32 (2 * batch + 1,). With all rows concatenated: the begin of each row, the end of its used tokens, and
         finally the end of the last row.
+    certain: how many of the first tokens of each row are never padding, such as an image's before its prompt. 0 if that
+        is not known. No value of used is below it.
     used and ends are read on their device, so their values may change between replays of a graph.
     """
 
     used: Tensor
     ends: Tensor
+    certain: int
 
     @classmethod
-    def of(cls, used: Tensor, tokens: int) -> Filled:
-        """The Filled of a batch. used: see Filled. tokens: the number of tokens of each row, padding included."""
+    def of(cls, used: Tensor, tokens: int, certain: int = 0) -> Filled:
+        """The Filled of a batch. used, certain: see Filled. tokens: the number of tokens of each row, padding
+        included."""
         begins = tokens * torch.arange(len(used) + 1, dtype=torch.int32, device=used.device)
         inner = torch.stack([begins[:-1], begins[:-1] + used.to(torch.int32)], dim=1)
-        return cls(used, torch.cat([inner.flatten(), begins[-1:]]))
+        return cls(used, torch.cat([inner.flatten(), begins[-1:]]), certain)
 
     def mask(self, tokens: int) -> Tensor:
         """A bool mask for Operators.attention, (batch, 1, 1, tokens): True for the tokens that are not padding. A row

@@ -25,6 +25,7 @@ from lib_onediff.devices.torch.attention import (
     FLASH,
     GEMM,
     MATH,
+    PARTS,
     TORCH,
     Attention,
     gemm_attention,
@@ -191,6 +192,7 @@ def test_each_filled_row_becomes_two_sequences(
     name: str, used: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "may_use", lambda name: True)
+    monkeypatch.setattr(module, "KEEPS_CUDNN_SEQUENCES", True)
     monkeypatch.setattr(module, "flash_of_sequences", lambda query, key, value, ends, longest: sequences(
         query, key, value, ends
     ))
@@ -220,7 +222,74 @@ def test_kernels_for_sequences_are_chosen_if_they_are_correct(
     monkeypatch.setattr(module, "flash_of_sequences", flash)
     attention = Attention(Launches(TuningCache()))
     shapes = (2, 6, 30, 8), (2, 2, 30, 8)
-    assert attention.pick(*shapes, torch.bfloat16, is_filled=True) == TORCH
-    assert attention.measure(*shapes, torch.bfloat16, CPU, Clock(flash=0.5), is_filled=True)
-    assert attention.pick(*shapes, torch.bfloat16, is_filled=True) == best
-    assert attention.pick(*shapes, torch.bfloat16) == TORCH, "other rows are another class"
+    assert attention.pick(*shapes, torch.bfloat16, uncertain=30) == TORCH
+    assert attention.measure(*shapes, torch.bfloat16, CPU, Clock(flash=0.5), uncertain=30)
+    assert attention.pick(*shapes, torch.bfloat16, uncertain=30) == best
+    for other in (0, 12):
+        assert attention.pick(*shapes, torch.bfloat16, uncertain=other) == TORCH, "other rows are another class"
+
+
+def test_sequences_of_cudnn_need_a_torch_that_keeps_what_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "may_use", lambda name: True)
+    monkeypatch.setattr(module, "KEEPS_CUDNN_SEQUENCES", False)
+    inputs = inputs_of(random_on(CPU, torch.bfloat16), (2, 6, 30, 8), (2, 2, 30, 8))
+    with pytest.raises(RuntimeError, match="does not keep"):
+        module.attend_filled(CUDNN, *inputs, Filled.of(torch.tensor([9, 30]), 30))
+
+
+def exact_part(
+    name: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """As module.part_of, in float64, and for kernels that read rows of a bias only where they are aligned."""
+    heads = query.shape[1]
+    wide = query.double(), *(torch_ops.repeated(one, heads).double() for one in (key, value))
+    scores = wide[0] @ wide[1].mT * query.shape[3]**-0.5
+    if name == EFFICIENT:
+        assert bias is not None and bias.shape == scores.shape and bias.dtype == query.dtype
+        assert bias.isfinite().all() and all(stride % 8 == 0 for stride in bias.stride()[:3]) and bias.stride(3) == 1
+        scores += bias
+    mixed = scores.softmax(-1) @ wide[2]
+    return mixed.to(query.dtype), scores.logsumexp(-1).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("key_heads", [6, 2])
+@pytest.mark.parametrize("used", [(19, 30), (18, 25), (30, 30), (18, 18)], ids=str)
+def test_attention_over_two_parts_of_the_keys_is_that_over_all(
+    used: tuple[int, int], key_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "part_of", exact_part)
+    inputs = inputs_of(random_on(CPU, dtype), (2, 6, 30, 8), (2, key_heads, 30, 8))
+    output = module.attend_filled(PARTS, *inputs, Filled.of(torch.tensor(used), 30, certain=18))
+    assert output.dtype == dtype and output.shape == inputs[0].shape and output.isfinite().all()
+    for row, count in enumerate(used):
+        own = [one[row:row + 1, :, :count] for one in inputs]
+        # Three roundings: of both parts, and of their sum.
+        error = relative_error(output[row:row + 1, :, :count].double(), exact_attention(*own))
+        assert error < torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("apart", [0.0, 3.0, -3.0, 100.0, -100.0, 1e38, -1e38])
+def test_parts_are_merged_by_their_sums(apart: float) -> None:
+    make = random_on(CPU, torch.float32)
+    first, second = make(1, 2, 5, 4), make(1, 2, 5, 4)
+    sums = make(1, 2, 5)
+    share = torch.sigmoid(torch.tensor(apart, dtype=torch.float64))
+    expected = first.double() * (1 - share) + second.double() * share
+    assert relative_error(module.merged(first, sums, second, sums + apart).double(), expected) < 1e-5
+
+
+@pytest.mark.parametrize("certain", [0, 30])
+def test_one_part_alone_is_left_to_others(certain: int) -> None:
+    inputs = inputs_of(random_on(CPU, torch.bfloat16), (2, 6, 30, 8), (2, 2, 30, 8))
+    with pytest.raises(RuntimeError, match="certain"):
+        module.attend_filled(PARTS, *inputs, Filled.of(torch.tensor([30, 30]), 30, certain))
+
+
+def test_parts_are_chosen_where_tokens_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "part_of", exact_part)
+    attention = Attention(Launches(TuningCache()))
+    shapes = (2, 6, 30, 8), (2, 2, 30, 8)
+    for uncertain, best in ((5, PARTS), (12, PARTS), (30, TORCH)):
+        assert attention.measure(*shapes, torch.bfloat16, CPU, Clock(parts=0.5), uncertain=uncertain)
+        assert attention.pick(*shapes, torch.bfloat16, uncertain=uncertain) == best

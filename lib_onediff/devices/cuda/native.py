@@ -208,7 +208,7 @@ class Native(Device):
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return False
         measured = [
-            self.attention.measure(one.queries, one.keys, dtype, device, time_ms, one.is_filled) for one in attentions
+            self.attention.measure(one.queries, one.keys, dtype, device, time_ms, one.uncertain) for one in attentions
         ]
         if call.latent.dtype in DTYPES and any(isinstance(user, LayerNorm) for user in use.users):
             # A block with self-attention of several heads has a feed-forward with these rows and this width; in a

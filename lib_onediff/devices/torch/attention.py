@@ -18,13 +18,15 @@ from .operators import HAS_GQA, repeated, scaled_dot_product_attention
 
 log = logging.getLogger("onediff")
 
-# The implementations. TORCH: torch's own choice. GEMM: gemm_attention below. The others: torch's kernels.
+# The implementations. TORCH: torch's own choice. GEMM: gemm_attention below. PARTS: attention_in_parts below. The
+# others: torch's kernels.
 TORCH = "torch"
 CUDNN = "cudnn"
 FLASH = "flash"
 EFFICIENT = "efficient"
 MATH = "math"
 GEMM = "gemm"
+PARTS = "parts"
 # The functions of torch's kernels, which are called directly: torch's switches for the choice are global, and other
 # threads of the host would see them change.
 FUSED = {
@@ -35,10 +37,22 @@ FUSED = {
 GIVEN: dict[str, tuple[Any, ...]] = {CUDNN: (None, False), FLASH: (), EFFICIENT: (None, False), MATH: ()}
 # The kernels that support fewer heads of keys than of queries, if torch does (HAS_GQA).
 SHARE_KEY_HEADS = {CUDNN, FLASH}
+
+
+def takes(function: str, argument: str) -> bool:
+    """Whether torch.ops.aten has this function, with this argument."""
+    operator = getattr(torch.ops.aten, function, None)
+    return operator is not None and f" {argument}" in str(operator.default._schema)
+
+
+# Before torch 2.5, cuDNN's function had other arguments or did not exist.
+HAS_CUDNN = takes(FUSED[CUDNN], "attn_bias")
+# Whether torch keeps the plans that cuDNN builds for sequences of different lengths: since the release that added this
+# argument. An older torch builds a plan at each call, which takes some 40 ms on the CPU, and frees it afterwards, even
+# if a captured graph uses it.
+KEEPS_CUDNN_SEQUENCES = takes("_cudnn_attention_forward", "seqused_k")
 # torch.backends.cuda has a function NAME_sdp_enabled for each of these names.
 SWITCHES = {CUDNN: "cudnn", FLASH: "flash", EFFICIENT: "mem_efficient", MATH: "math"}
-# Before torch 2.5, cuDNN's function had other arguments or did not exist.
-HAS_CUDNN = hasattr(torch, FUSED[CUDNN]) and "attn_bias" in str(getattr(torch.ops.aten, FUSED[CUDNN]).default._schema)
 # Whether torch has a GEMM of float16 or bfloat16 with a float32 output: torch 2.8 and newer, on NVIDIA GPUs.
 GEMM_WIDENS = "dtype_out" in torch.ops.aten.baddbmm.overloads() and torch.version.hip is None
 # The widest heads of NARROW. Of torch's kernels, only EFFICIENT supports wider ones; MATH would store all scores: 4 GiB
@@ -56,9 +70,11 @@ MATH_SCORES_BYTES = 4 << 20
 NARROW = Kernel("attention", tuple((name,) for name in (TORCH, CUDNN, FLASH, EFFICIENT, MATH, GEMM)))
 WIDE = Kernel("attention", ((GEMM,), (EFFICIENT,)))
 # The candidates for rows of tokens that are filled up to one length (core.operators.Filled). TORCH uses a mask of keys.
-FILLED = Kernel("attention of filled rows", ((TORCH,), (CUDNN,), (FLASH,)))
+FILLED = Kernel("attention of filled rows", ((TORCH,), (CUDNN,), (FLASH,), (PARTS,)))
 # How many tokens of each row are padding when the candidates of FILLED are measured.
 NOT_USED = 9
+# EFFICIENT needs rows of a bias that begin at multiples of this many numbers.
+BIAS_ALIGNED = 8
 # The largest relative difference between two correct implementations at random inputs. A wrong one differs by about 1.
 WORST_ERROR = {torch.float16: 1e-2, torch.bfloat16: 2e-2, torch.float32: 2e-3}
 # The dtypes of attention over filled rows without a mask of keys.
@@ -88,9 +104,12 @@ class Attention:
             return self(query.float(), key.float(), value.float(), mask=mask).to(query.dtype)
         if query.device.type != "cuda" or isinstance(mask, Tensor):
             return scaled_dot_product_attention(query, key, value, mask)
-        name = self.pick(query.shape, key.shape, query.dtype, mask is not None)
+        uncertain = 0 if mask is None else key.shape[2] - mask.certain
+        name = self.pick(query.shape, key.shape, query.dtype, uncertain)
         try:
-            return attend(name, query, key, value) if mask is None else attend_filled(name, query, key, value, mask)
+            if mask is None or not uncertain:
+                return attend(name, query, key, value)
+            return attend_filled(name, query, key, value, mask)
         except torch.cuda.OutOfMemoryError:
             raise
         except RuntimeError:
@@ -98,35 +117,36 @@ class Attention:
             log.debug("the chosen attention does not support %s", tuple(query.shape), exc_info=True)
             return scaled_dot_product_attention(query, key, value, mask)
 
-    def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, is_filled: bool = False) -> str:
+    def pick(self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, uncertain: int = 0) -> str:
         """The name of the implementation to use for queries and keys of these shapes (batch, heads, tokens, width) on
         the current GPU: TORCH, CUDNN and so on. Without a measurement, the first candidate of NARROW, WIDE or FILLED.
-        is_filled: the rows are padded to one length (Filled)."""
-        kernel = FILLED if is_filled else kernel_of(query_shape)
-        [picked] = self._launches.of(kernel, class_of(query_shape, key_shape), dtype)
+        uncertain: see core.family.AttentionShapes."""
+        kernel = FILLED if uncertain else kernel_of(query_shape)
+        [picked] = self._launches.of(kernel, class_of(query_shape, key_shape, uncertain), dtype)
         return str(picked)
 
     def measure(
         self, query_shape: Shape, key_shape: Shape, dtype: torch.dtype, device: torch.device, time_ms: TimeMs,
-        is_filled: bool = False,
+        uncertain: int = 0,
     ) -> bool:
         """Time every implementation for shapes of this class, store the fastest correct one as the choice, and return
         True. If there is a choice for this GPU model, do nothing and return False. query_shape, key_shape, dtype,
-        is_filled: see pick.
+        uncertain: see pick.
 
         Takes tens of milliseconds and three times the memory of the attention itself. Does not change the user's random
         generators. Raises torch.cuda.OutOfMemoryError, and what the first candidate raises.
         """
-        kernel = FILLED if is_filled else kernel_of(query_shape)
-        shape_class = class_of(query_shape, key_shape)
+        kernel = FILLED if uncertain else kernel_of(query_shape)
+        shape_class = class_of(query_shape, key_shape, uncertain)
         if self._launches.chosen(kernel, shape_class, dtype) is not None:
             return False
         # torch warns why an implementation cannot be used; these warnings are of no use to users.
         with our_modes(device), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             query, key, value = inputs_of(random_on(device, dtype), query_shape, key_shape)
-            if is_filled:
-                return tuned(self._launches, filled_trial(shape_class, query, key, value), dtype, time_ms)
+            if uncertain:
+                trial = filled_trial(shape_class, query, key, value, uncertain)
+                return tuned(self._launches, trial, dtype, time_ms)
             # Computed in float32, so that the same implementation in half precision is checked too.
             expected = attend(GEMM, query.float(), key.float(), value.float())
 
@@ -144,14 +164,25 @@ def kernel_of(query_shape: Shape) -> Kernel:
     return WIDE if query_shape[3] > WIDEST_HEAD else NARROW
 
 
-def class_of(query_shape: Shape, key_shape: Shape) -> str:
+def class_of(query_shape: Shape, key_shape: Shape, uncertain: int = 0) -> str:
     """The name of the class of shapes within which one implementation is used. It consists of the head width; the
-    numbers of queries and of keys, rounded up to powers of two, for keys at least FEW_KEYS; and how many heads of
-    queries share a head of keys."""
-    queries, keys = (1 << (shape[2] - 1).bit_length() for shape in (query_shape, key_shape))
+    numbers of queries and of keys, rounded up to powers of two, for keys at least FEW_KEYS; how many heads of queries
+    share a head of keys; and uncertain (see core.family.AttentionShapes), rounded up to a power of two."""
+    queries = power_of_two(query_shape[2])
+    keys = power_of_two(key_shape[2])
     name = f"width {query_shape[3]}, {queries} queries, {max(keys, FEW_KEYS)} keys"
     shared_by = query_shape[1] // key_shape[1]
-    return name if shared_by == 1 else f"{name}, {shared_by} heads to one"
+    if shared_by > 1:
+        name = f"{name}, {shared_by} heads to one"
+    if not uncertain:
+        return name
+    last = "all" if uncertain == key_shape[2] else str(power_of_two(uncertain))
+    return f"{name}, {last} uncertain"
+
+
+def power_of_two(number: int) -> int:
+    """number, at least 1, rounded up to a power of two."""
+    return 1 << (number - 1).bit_length()
 
 
 def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -185,8 +216,14 @@ def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: 
     """
     if name == TORCH:
         return scaled_dot_product_attention(query, key, value, filled)
-    if not may_use(name) or query.dtype not in HALF_TYPES:
-        raise RuntimeError(f"{name} is missing, switched off, or computes no {query.dtype}")
+    if query.dtype not in HALF_TYPES:
+        raise RuntimeError(f"{name} computes no {query.dtype}")
+    if name == PARTS:
+        return attention_in_parts(query, key, value, filled)
+    if not may_use(name):
+        raise RuntimeError(f"{name} is missing, or switched off")
+    if name == CUDNN and not KEEPS_CUDNN_SEQUENCES:
+        raise RuntimeError("this torch does not keep cuDNN's plans for sequences")
     batch, heads, tokens, _ = query.shape
     if key.shape[1] != heads and not HAS_GQA:
         key = repeated(key, heads)
@@ -199,6 +236,60 @@ def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: 
         mixed = flash_of_sequences(queries, keys, values, filled.ends, tokens)
     output: Tensor = mixed.unflatten(0, (batch, tokens)).transpose(1, 2)
     return output
+
+
+def attention_in_parts(query: Tensor, key: Tensor, value: Tensor, filled: Filled) -> Tensor:
+    """Attention of rows that are filled up to one length (Filled), joined from attention over two parts of the keys:
+    over those that are never padding, by CUDNN without a mask, and over the others, by EFFICIENT with a bias. Raises as
+    attend."""
+    certain = filled.certain
+    heads = query.shape[1]
+    tokens = key.shape[2]
+    if not 0 < certain < tokens:
+        raise RuntimeError("all tokens are certain, or none is")
+    sure_key = key[:, :, :certain]
+    sure_value = value[:, :, :certain]
+    if not HAS_GQA:
+        sure_key = repeated(sure_key, heads)
+        sure_value = repeated(sure_value, heads)
+    sure = part_of(CUDNN, query, sure_key, sure_value)
+    bias = bias_of(filled.mask(tokens)[..., certain:], query.dtype).expand(-1, heads, query.shape[2], -1)
+    rest = part_of(EFFICIENT, query, repeated(key[:, :, certain:], heads), repeated(value[:, :, certain:], heads), bias)
+    return merged(*sure, *rest)
+
+
+def part_of(
+    name: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention over the given keys, and the logarithm of the sum of their scores' exponentials (log-sum-exp), float32
+    (batch, heads, queries). name: CUDNN or EFFICIENT. bias: added to the scores, (batch, heads, queries, keys). Raises
+    as attend."""
+    if not may_use(name):
+        raise RuntimeError(f"{name} is missing, or switched off")
+    mixed, sums = getattr(torch, FUSED[name])(query, key, value, bias, True)[:2]
+    batch, heads, queries, _ = query.shape
+    # cuDNN's sums have a fourth dimension, of size 1; EFFICIENT's are padded to a multiple of 32 queries.
+    return mixed, sums.reshape(batch, heads, -1)[:, :, :queries]
+
+
+def bias_of(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of keys as a bias of scores, (batch, 1, 1, keys) both: 0 for keys that are seen, otherwise a number whose
+    exponential is 0. seen: bool. The rows of the result begin at multiples of BIAS_ALIGNED."""
+    keys = seen.shape[-1]
+    # Finite, also when a kernel multiplies it by log2(e): otherwise a row that sees none of these keys would be NaN.
+    lowest = torch.finfo(dtype).min / 2
+    room = torch.zeros((*seen.shape[:-1], keys + -keys % BIAS_ALIGNED), dtype=dtype, device=seen.device)
+    return room[..., :keys].masked_fill_(~seen, lowest)
+
+
+def merged(first: Tensor, first_sums: Tensor, second: Tensor, second_sums: Tensor) -> Tensor:
+    """Attention over all keys, from attention over two parts of them and the sums of both: see part_of.
+
+    The share of each part is computed in float32. Then it is rounded to the dtype of the parts, so that one kernel can
+    join them; the error of that is no larger than that of rounding the output.
+    """
+    share = torch.sigmoid(second_sums - first_sums)
+    return torch.lerp(first, second, share.to(first.dtype)[..., None])
 
 
 def cudnn_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
@@ -219,14 +310,14 @@ def flash_of_sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, 
     return output
 
 
-def filled_trial(shape_class: str, query: Tensor, key: Tensor, value: Tensor) -> Trial:
-    """The trial of attention of rows that are filled up (Filled), at these inputs. shape_class: see class_of. An
-    implementation agrees if its output is correct both when all tokens are used and when NOT_USED tokens of each row
-    are padding."""
+def filled_trial(shape_class: str, query: Tensor, key: Tensor, value: Tensor, uncertain: int) -> Trial:
+    """The trial of attention of rows that are filled up (Filled), at these inputs. shape_class: see class_of.
+    uncertain: see core.family.AttentionShapes. An implementation agrees if its output is correct both when all tokens
+    are used and when NOT_USED tokens of each row (at most uncertain) are padding."""
     tokens = query.shape[2]
-    counts = [tokens, max(1, tokens - NOT_USED)]
+    counts = [tokens, max(1, tokens - min(NOT_USED, uncertain))]
     used = [torch.full((len(query),), count, dtype=torch.int64, device=query.device) for count in counts]
-    every = [Filled.of(one, tokens) for one in used]
+    every = [Filled.of(one, tokens, tokens - uncertain) for one in used]
     expected = [attend(GEMM, *(one[:, :, :count].float() for one in (query, key, value))) for count in counts]
 
     def run(config: LaunchConfig) -> tuple[str, Tensor]:

@@ -102,17 +102,17 @@ class Krea2s:
         height, width = call.latent.shape[-2:]
         together = tokens + layout.patches_over(height, width)
         text = layout.text
-        is_filled = call.mask is not None
+        uncertain = 0 if call.mask is None else tokens
         return [
-            shapes_of(layout.blocks[0].layers.attention, batch, together, is_filled),
-            shapes_of(text.across_tokens[0].attention, batch, tokens, is_filled),
-            shapes_of(text.across_layers[0].attention, batch * tokens, layout.text_layers, False),
+            shapes_of(layout.blocks[0].layers.attention, batch, together, uncertain),
+            shapes_of(text.across_tokens[0].attention, batch, tokens, uncertain),
+            shapes_of(text.across_layers[0].attention, batch * tokens, layout.text_layers, 0),
         ]
 
 
-def shapes_of(attention: SelfAttention, rows: int, tokens: int, is_filled: bool) -> AttentionShapes:
+def shapes_of(attention: SelfAttention, rows: int, tokens: int, uncertain: int) -> AttentionShapes:
     """The shapes of a self attention's queries and keys. rows: the batch size of the attention. tokens: the number in
-    each row, padding included. is_filled: whether rows may contain padding, which the attention masks."""
+    each row, padding included. uncertain: how many of the last ones may be padding, which the attention masks."""
     width = attention.head_width
     queries = rows, attention.heads, tokens, width
-    return AttentionShapes(queries, (rows, attention.key_heads, tokens, width), is_filled)
+    return AttentionShapes(queries, (rows, attention.key_heads, tokens, width), uncertain)

@@ -48,7 +48,9 @@ def output(layout: Krea2Layout, weights: Weights, ops: Operators, call: Krea2Cal
     text = fused_prompt(layers, layout, prompt)
     patches = image.shape[1]
     rotary = rotary_of(layout.axes, positions_of(call, prompt, rows, columns))
-    filled = None if prompt.used is None else Filled.of(prompt.used + patches, patches + text.shape[1])
+    filled = None
+    if prompt.used is not None:
+        filled = Filled.of(prompt.used + patches, patches + text.shape[1], certain=patches)
 
     def through(residual: Residual, index: int, block: StreamBlock) -> Residual:
         return through_layers(layers, block.layers, residual, rotary, filled, modulations[index])
