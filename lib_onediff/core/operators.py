@@ -69,9 +69,10 @@ class Rotary(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """How one part of a projection is split into heads: its queries, keys or values.
+    """How one part of a projection (its queries, keys or values) is split into heads.
 
-    number: the number of heads. norm: the RMS norm over each head, or None. rotary: applied after the norm, or None.
+    number: the number of heads. norm: the RMS norm over each head's width, or None. rotary: applied after the norm, or
+    None.
     """
 
     number: int
@@ -84,10 +85,10 @@ class Filled(NamedTuple):
     last. No token sees padding; what an operator computes for padding has no meaning, but is finite.
 
     used: int (batch,), how many tokens of each row are not padding.
-    ends: int32 (2 * batch + 1,). With all rows concatenated: the begin of each row, the end of its used tokens, and
-        finally the end of the last row.
+    ends: int32 (2 * batch + 1,): indices of tokens in all rows concatenated. For each row, the index of its first token
+        and that of its first padding; finally the number of all tokens.
     certain: how many of the first tokens of each row are never padding, such as an image's before its prompt. 0 if that
-        is not known. No value of used is below it.
+        is not known. No value of `used` is below `certain`.
     used and ends are read on their device, so their values may change between replays of a graph.
     """
 
@@ -106,10 +107,10 @@ class Filled(NamedTuple):
     def mask(self, tokens: int) -> Tensor:
         """A bool mask for Operators.attention, (batch, 1, 1, tokens): True for the tokens that are not padding. A row
         of nothing but padding is all True, so that its softmax is finite. tokens: the number of tokens of each row."""
-        places = torch.arange(tokens, dtype=torch.int64, device=self.used.device)
+        indices = torch.arange(tokens, dtype=torch.int64, device=self.used.device)
         # A row without used tokens sees all of them: a softmax over no key would be NaN.
         seen = torch.where(self.used > 0, self.used, tokens)
-        return (places < seen[:, None])[:, None, None]
+        return (indices < seen[:, None])[:, None, None]
 
 
 class Activation(Enum):
@@ -123,7 +124,7 @@ class Activation(Enum):
 
 
 class GatedUnit(NamedTuple):
-    """A gated linear unit, value * activation(gate), where value and gate are the halves of the input along its width.
+    """A gated linear unit, value * activation(gate). value and gate are the two halves of the input along its width.
 
     gate_first: whether the gate is the first half.
     """
@@ -165,8 +166,8 @@ class QuantizedImage(NamedTuple):
     scales: Tensor
 
 
-# The result of one operator for the next one of the same device, tokens or an image: a tensor, or a form that only this
-# device's operators understand, such as QuantizedTokens. A forward passes it on, and does not read it.
+# Tokens (Rows) or an image (Image) as one operator passes them to another of the same device: a tensor, or a form that
+# only this device's operators understand, such as QuantizedTokens. A forward does not read them.
 Rows = Any
 Image = Any
 
@@ -174,8 +175,8 @@ Image = Any
 class Operators(Protocol):
     """The operators of one device (backend).
 
-    consumer: the weights of the layer that reads an operator's result. The result is in the dtype of that layer's
-        weight; a device may write it in eight bits if the layer has low_bit weights.
+    consumer: an argument of several operators: the weights of the layer that reads the result. The result is in the
+        dtype of this layer's weight; a device may write it in eight bits if the layer has low_bit weights.
     """
 
     def sinusoids(self, timestep: Tensor, time: TimeEmbedding) -> Tensor:

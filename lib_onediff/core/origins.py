@@ -18,11 +18,11 @@ FOLDERS = ("extensions", "extensions-builtin")
 OURS = __name__.partition(".")[0]
 # The classes (module, name) of LoRA layers whose attributes contain everything that they add to the layer inside.
 LORAS = {("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.layer", "Conv2d")}
-# The name of the submodule that is the layer inside a LoRA layer.
+# The name, within a LoRA layer, of the layer that it wraps.
 WITHIN = "base_layer"
 # functions_within() looks into at most this many callables, because one may reach any number of others.
 MOST_PARTS = 64
-# Types that are callable and only wrap a function.
+# The types of objects that only wrap a function.
 HOLDERS = (types.MethodType, functools.partial, staticmethod, classmethod, property)
 
 
@@ -57,8 +57,8 @@ def undecorated(function: object) -> Any:
     """The function that a callable runs, without the partials, bound methods and decorators of torch (inference_mode,
     compiler.disable) around it.
 
-    It is taken from the decorator's closure. __module__ and __wrapped__ do not help: an extension that replaces a
-    function copies them with functools.wraps from the function that it replaces.
+    The decorated function is taken from the decorator's closure. __module__ and __wrapped__ do not help: an extension
+    that replaces a function copies them with functools.wraps from the replaced function.
     """
     inner = underlying(function)
     seen = set[int]()
@@ -79,8 +79,9 @@ def globals_of(function: object) -> Mapping[str, Any]:
 
 
 def is_wrapped_by_torch(function: object) -> bool:
-    """Whether a callable that was found inside of one of torch's decorators is the function that it decorates, and not
-    a helper of torch: a function of another package, or one with a closure, which is another decorator of torch."""
+    """Whether a callable that was found inside of one of torch's decorators is the decorated function, and not a helper
+    of torch. It is if it is a function of another package than torch, or has a closure, as another decorator of torch
+    has."""
     inner = underlying(function)
     return isinstance(inner, types.FunctionType) and (
         package(str(inner.__globals__.get("__name__"))) != TORCH or inner.__closure__ is not None

@@ -16,9 +16,10 @@ class Points(ABC):
     A family that supports such functions has a subclass with a method for each point. The forward calls the method with
     its tensors, and continues with the values that it returns. A method may write to its arguments.
 
-    structure: for ShapeKey.patches: words for the points with functions and their authors; equal for calls that compute
+    structure: the texts in ShapeKey.patches: the points with functions and their authors; equal for calls that compute
         the same way.
-    positions: a value that is equal for calls with functions at the same points.
+    positions: a value that identifies the points with functions: graphs fit only calls whose value equals the captured
+        call's.
     functions: every function that is called in this call, so that their state can be restored (verify.rewinder_of_all).
     """
 

@@ -150,8 +150,8 @@ class StepContext:
 
 
 class StepPolicy(Protocol):
-    """A way to compute less than the whole network at some steps. The object has counts and words for the user; its
-    memory of a network is in StepContext.memories.
+    """A way to compute less than the whole network at some steps. The object has what users see of the policy; what it
+    remembers of a network is in StepContext.memories.
 
     name: the key of the policy's part of the runtime's status, and of its memory. title: the policy's name for users.
     status: plain values by name: counts, and under "reason" why the last call was computed as without the policy, or

@@ -19,8 +19,8 @@ log = logging.getLogger("onediff")
 class OptionInfo:
     """A setting: its default, its component in the settings tab, and a function that is called when it changes.
 
-    component: a gradio class, with its arguments component_args. section: (id, title) of its part of the settings tab.
-    onchange: may set the option back, to refuse a value.
+    component: a gradio class, with its arguments component_args. section: (id, title) of a WebUI's settings page; not
+    used here. onchange: may set the option back, to refuse a value.
     """
 
     default: Any
@@ -32,7 +32,7 @@ class OptionInfo:
     explanation: str = ""
 
     def info(self, text: str) -> OptionInfo:
-        """Set the explanation, HTML that the settings tab shows beside the label. Returns this object."""
+        """Set the explanation, HTML that the settings tab shows without its tags. Returns this object."""
         self.explanation = text
         return self
 
