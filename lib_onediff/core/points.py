@@ -20,11 +20,14 @@ class Points(ABC):
         the same way.
     positions: a value that identifies the points with functions: graphs fit only calls whose value equals the captured
         call's.
+    position_points: the points whose methods write the position in the forward to the host's options. A replay calls
+        these methods even if no function is set there.
     functions: every function that is called in this call, so that their state can be restored (verify.rewinder_of_all).
     """
 
     structure: tuple[str, ...] = ()
     positions: object = ()
+    position_points: Collection[str] = ()
     functions: Collection[Any] = ()
 
     def has_function(self, point: str, *arguments: Any) -> bool:
@@ -51,6 +54,7 @@ class EveryPoint(Points):
         self._patches = patches
         self.structure = patches.structure
         self.positions = patches.positions
+        self.position_points = patches.position_points
 
     @property
     def functions(self) -> Collection[Any]:  # type: ignore[override]

@@ -33,11 +33,13 @@ class PatchPoints(Points):
     sees_stages: whether functions are set at stages or replace norms. Then hidden states and skip of each output stage
         are concatenated to one tensor for the functions, as the host does. Otherwise the device may defer the
         concatenation.
+    position_points: see Points. Adapters of hosts whose options have the position override these methods.
     norm: norm(path, hidden_states) replaces the group norms of residual blocks and of the output, without SiLU. None:
         our forward computes them.
     """
 
     sees_stages = False
+    position_points = ("before_stage", "join", "begin_block", "end_transformer")
     norm: Callable[[str, Tensor], Tensor] | None = None
 
     def unchanged(self, point: str, *arguments: Any) -> Any:

@@ -27,9 +27,6 @@ from ....core.points import DoesNotFit, EveryPoint, PassedPoint, Points
 WARM_RUNS = 2
 RUNS_IN_GRAPH = 5
 REPLAYS = 5
-# Points of UNets (families/unet/patch_points.py) whose methods are called in each replay even if no function is set at
-# them, because the methods write the position in the forward to the host's options.
-POSITION_POINTS = ("before_stage", "join", "begin_block", "end_transformer")
 # The number of bytes of functions' results that a replay keeps at most. If there are more, and the replay then does not
 # fit, all functions are called again.
 MOST_KEPT = 256 << 20
@@ -251,9 +248,9 @@ def graph_segment(replay: Callable[[], None]) -> Segment:
 
 
 def position_segment(name: str, arguments: tuple[Any, ...]) -> Segment:
-    """The Segment for one of POSITION_POINTS at which no function is set: it calls the point's method, which writes the
-    position in the forward to the host's options. name: of the point. arguments: the point's at the capture; the
-    method gets None instead of tensors, which it does not read."""
+    """The Segment for one of Points.position_points at which no function is set: it calls the point's method, which
+    writes the position in the forward to the host's options. name: of the point. arguments: the point's at the capture;
+    the method gets None instead of tensors, which it does not read."""
     plain = tuple(None if isinstance(one, Tensor) else one for one in arguments)
     return lambda patches, kept: getattr(patches, name)(*plain)
 
@@ -284,7 +281,7 @@ class RecordedPoints(EveryPoint):
         patches = self._patches
         recording = self._recording
         if not patches.has_function(point, *arguments):
-            if point in POSITION_POINTS:
+            if point in self.position_points:
                 self.segments.append(position_segment(point, arguments))
             returned = getattr(patches, point)(*arguments)
             is_bool = isinstance(returned, bool)
