@@ -49,6 +49,9 @@ TOKEN_WIDTHS = (32, 64, 96, 128, 256, 320, 384, 640, 768, 1280, 1536)
 NORM_CHANNELS = (32, 64, 128, 256, 320, 384, 512, 640, 768, 960, 1280, 1536, 1920, 2304, 2560, 3072)
 # (number of heads, head width) of the transformers with normed heads that are not single streams: Anima and emoji-dit.
 NORMED_HEADS = ((16, 128), (4, 64))
+# The widths of tokens between the linear layers of a feed-forward with GELU, where they are not four times the width of
+# the network's tokens: emoji-dit's.
+GELU_WIDTHS = (512,)
 # Of the single-stream transformers Z-Image and Krea 2, and of Krea 2's transformer for the prompt: the widths of
 # tokens, of the outputs of SwiGLUs, of tokens with a sigmoid gate, and of heads.
 STREAM_WIDTHS = (3840, 6144)
@@ -144,8 +147,15 @@ def every_launch(dtypes: tuple[Any, ...], meta: Any) -> Iterator[Any]:
                     yield from loading.low_bit_launches(users, dtype, meta, Nth(number), kind)
         if dtype == torch.float32:
             continue
+        for width in GELU_WIDTHS:
+            for kind in (FP8, INT8):
+                yield partial(rounding.rounded, make(4, width), kind, gelu=True)
         for rule in rounding.Rule:
             if rule != rounding.Rule.OURS:
+                for width in GELU_WIDTHS:
+                    if rule == rounding.Rule.HOSTS or width % rounding.GROUP == 0:
+                        yield partial(rounding.rounded, make(4, width), INT8, gelu=True, rule=rule)
+                        yield partial(rounding.gelu_and_rounded, make(4, width), rule)
                 for users in networks:
                     yield from loading.stored_launches(users, dtype, meta, rule)
                 for width in ROUNDED_WIDTHS:
