@@ -204,7 +204,7 @@ def family_of(path: Path, shapes: Shapes) -> str:
     if family is None or any(missing.values()):
         raise Refusal(
             f"{path.name} is not a checkpoint of Stable Diffusion 1.x, 2.x or XL: it has no "
-            f"{' and no '.join(part for part, lacking in missing.items() if lacking)} of these."
+            f"{' and no '.join(part for part, lacking in missing.items() if lacking)} of such a model."
         )
     return family
 

@@ -364,7 +364,9 @@ class OneCard:
         if lossy.low_bit:
             self._route.low_bit.fit(network, lossy, call, self.settings, is_first=is_cold)
         if call.cut is not None and call.cut.reads and call.cut.values != network.bound.epoch.values:
-            raise Refusal("the model's weights have changed since the last full step, so this step is computed in full")
+            raise Refusal(
+                "the model's weights have changed since the last full step, so DeepCache does not shorten this step"
+            )
         launch = partial(self._launch, entry)
         streamed = network.streamed(lossy, self.settings)
 

@@ -131,7 +131,8 @@ class Queue:
             if isinstance(answer, str):
                 raise HTTPException(500, answer)
             return answer
-        raise HTTPException(503, f"The image was started {self._limits.tries} times and never finished.")
+        tries = self._limits.tries
+        raise HTTPException(503, f"The image was given up: it was started {tries} times and never finished.")
 
     async def end(self) -> None:
         """Refuse new requests from now on, and return when all earlier ones are over."""

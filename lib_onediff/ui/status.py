@@ -70,11 +70,11 @@ def current_status(webui: Any) -> dict[str, Any]:
 
 
 def summary_html(status: dict[str, Any]) -> str:
-    """Markup of the status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.7x faster,
+    """Markup of the status in the accordion's title: "0.9 s/image (WebUI 1.6 s), 29 ms/step (WebUI 57 ms), 1.8x faster,
     graph"; or that OneDiff is off, that the model is not served, or that there is no image yet.
 
     The title has room for two lines. So a part that took much of the image's time, such as the VAE, replaces the step:
-    "4.4 s/image, VAE 1.3 s, 1.6x faster, no graph". On a phone: "0.9 s/image, 1.7x faster, graph".
+    "4.4 s/image, VAE 1.3 s, 1.6x faster, no graph". On a phone: "0.9 s/image, 1.8x faster, graph".
     """
     route = status["route"]
     if not runtime.settings.enabled:

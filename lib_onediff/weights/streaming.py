@@ -287,8 +287,8 @@ def streaming_of(binding: Binding, units: Units, memory: MainMemory) -> Streamin
     device."""
     if binding.device.type != "cuda":
         raise Refusal(
-            "a part of the model is in main memory, and OneDiff cannot stream it to this device "
-            f"({binding.device.type})"
+            "a part of the model is in main memory (RAM), and OneDiff cannot copy it to this device "
+            f"({binding.device.type}) during a step"
         )
     return Streaming(binding, units, CopyStream(binding.device), memory, pinned=True)
 

@@ -204,7 +204,7 @@ def image_prompt(processors: dict[str, Any], latent: Tensor, index: int, tokens:
         if not isinstance(scale, (int, float)):
             raise Refusal(f"an IP-Adapter's scale is {scale!r} instead of a number")
         if type(keys) is not nn.Linear or type(values) is not nn.Linear:
-            raise Refusal(f"an IP-Adapter has a layer at {path} that is not linear")
+            raise Refusal(f"OneDiff does not support this kind of IP-Adapter: its layer {path} is not a linear layer")
         if scale != 0:
             projected += keys(tokens), values(tokens) * scale
             parts[path + QUERY] = width, keys.out_features + values.out_features

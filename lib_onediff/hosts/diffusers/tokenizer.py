@@ -176,7 +176,10 @@ def token_of(token: Any, folder: Path) -> Any:
     """
     content = token.get("content") if isinstance(token, dict) else token
     if not isinstance(content, str) or not 0 < len(content) <= LONGEST_WORD:
-        raise Refusal(f"A token in {folder.name} is empty, or longer than {LONGEST_WORD} letters.")
+        raise Refusal(
+            f"The tokenizer in {folder.name} is damaged: it has a token that is empty, or longer than {LONGEST_WORD} "
+            "letters."
+        )
     if not isinstance(token, dict):
         return content
     flags = {name: token[name] for name in FLAGS if isinstance(token.get(name), bool)}

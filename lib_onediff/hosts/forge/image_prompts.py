@@ -67,8 +67,10 @@ def read_image_prompts(
     first = next(iter(functions.values()))
     count = len(first.weights)
     rows = latent.shape[0]
-    if not order or rows % len(order) or any(len(one.weights) != count for one in functions.values()):
-        raise Refusal("layers differ in the number of IP-Adapters, or prompts in the number of latents")
+    if not order or rows % len(order):
+        raise Refusal("prompt and negative prompt do not have the same number of images in this batch")
+    if any(len(one.weights) != count for one in functions.values()):
+        raise Refusal("not all layers of the model use the same number of IP-Adapters")
     places = {key: queries_at(unet, key) for key in functions}
     if options.get("ad_params") is not None or not all(places.values()):
         raise Refusal("AnimateDiff is used, or an IP-Adapter changes layers that are not cross attentions")
