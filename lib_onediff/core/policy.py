@@ -74,7 +74,8 @@ class Compute(Protocol):
         output with the output of a full pass with the same inputs (`served`). Policies call this right after the full
         pass. If the outputs agree, calls of the shape can be computed with host=None.
 
-        Raises Refusal if the outputs differ by more than rounding explains, now and for each later call of the shape.
+        Raises Refusal if the outputs differ by more than rounding explains; check() then raises it for each later call
+        of the shape, too.
         """
 
 

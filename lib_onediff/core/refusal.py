@@ -13,13 +13,15 @@ class Refusal(Exception):
 
 def unsupported_inputs(detail: str) -> Refusal:
     """A Refusal of a call because of its inputs, such as their shapes. Extensions and scripts are the usual cause, so
-    users are told where to look first. detail: which input is unusual, in one line without a period."""
+    the message is this hint for users, a colon, and the detail. detail: which input is unusual, in one line that does
+    not end in a period."""
     lead = "the model gets inputs that OneDiff does not support, perhaps from an extension or a script"
     return Refusal(f"{lead}: {detail}")
 
 
 def unsupported_model(detail: str) -> Refusal:
-    """A Refusal of a network because of its layers. detail: which layer is unusual, in one line without a period."""
+    """A Refusal of a network because of its layers. detail: which layer is unusual, in one line that does not end in a
+    period."""
     return Refusal(f"the model is built in a way that OneDiff does not support: {detail}")
 
 

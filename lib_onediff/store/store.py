@@ -101,7 +101,8 @@ class Store:
 
     @property
     def path(self) -> Path:
-        """The file in use: the one with the highest number in the folder. It may not exist yet."""
+        """The file in use: the one with the highest number in the folder, or with the number after a damaged one's. It
+        may not exist yet."""
         names = (file.name[len(NAME):-len(ENDING)] for file in self._files(f"{NAME}*{ENDING}"))
         numbers = (int(name) for name in names if name.isascii() and name.isdecimal())
         return self.folder / f"{NAME}{max(self._number, *numbers, 0)}{ENDING}"

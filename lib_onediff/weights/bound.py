@@ -370,9 +370,10 @@ class BoundNetwork:
         self.baseline.advance(addresses=1, values=1)
 
     def part_of(self, call: Call) -> Part | None:
-        """The part of the network that a call reads if DeepCache shortens it, as it is now. A replay of such a call
-        compares only this part with the host's (Baseline.begin_part). None for other calls, if the family does not tell
-        which layers a call reads (units_of), and if the whole network must be compared (Baseline.part)."""
+        """The part of the network that a call reads if DeepCache shortens the call; the part is noted as it is now. A
+        replay of such a call compares only this part with the host's (Baseline.begin_part). None in three cases: for
+        calls that DeepCache does not shorten; if the family does not tell which layers a call reads (units_of); if the
+        whole network must be compared (Baseline.part). Raises Refusal without a binding."""
         if self._units_of is None or call.cut is None or not call.cut.reads:
             return None
         binding = self.binding

@@ -18,11 +18,11 @@ class ZImageCall(Call):
     latent: (batch, channels, height, width).
     context: (batch, tokens, width), the prompts' embeddings, each padded to a multiple of ZImageLayout.multiple tokens.
         The network replaces this padding by a learned token, to which attentions do attend.
-    lengths: int64 (batch,), the number of tokens of each prompt before padding.
-    is_ragged: whether some prompts, after that padding, are shorter than the longest. Attentions do not attend to the
-        tokens after a prompt's own padding.
-    image_share: float32 (batch,), 1 - timestep, if the host's call has that instead of the timestep: computing it from
-        the timestep would round it again. None otherwise.
+    lengths: int64 (batch,), the number of tokens of each prompt before it is padded to that multiple.
+    is_ragged: whether some prompts, padded to that multiple, are shorter than the longest. Attentions do not attend to
+        the tokens after a prompt's own padding.
+    image_share: float32 (batch,), 1 - timestep, if the host passes this number and not the timestep: the timestep,
+        computed from it, is rounded, so 1 - timestep would be rounded twice. None if the host passes the timestep.
     """
 
     context: Tensor

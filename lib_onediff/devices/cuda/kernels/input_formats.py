@@ -66,7 +66,8 @@ class InputFormats:
         if the consumer has no 8-bit weight.
 
         tokens: the operator's input or output, (..., any width): only the number of its rows counts. source: see
-        InputFormats. Raises Refusal if the host stores the consumer's weight with an invalid rotation.
+        InputFormats. Raises Refusal if the host stores the consumer's weight in eight bits with an invalid rotation by
+        groups of rounding.GROUP, and no LoRA is beside it: for others, None is given before the rotation is checked.
         """
         return self.of_rows(tokens.numel() // tokens.shape[-1], consumer, source)
 
@@ -81,15 +82,17 @@ class InputFormats:
 
     def with_plain(self, tokens: Tensor, consumer: LayerWeights, source: str) -> tuple[Kind | None, bool]:
         """The format of the consumer's input, and whether the tokens must also be written in the model's dtype: (INT8,
-        True) if reads_both(consumer), otherwise (the format of of_tokens, False). Raises as of_tokens."""
+        True) if reads_both(consumer), otherwise (the format of of_tokens, False). Raises Refusal as of_tokens, and as
+        of_stored for a layer with LoRAs."""
         kind = self.of_tokens(tokens, consumer, source)
         if kind is None and self.reads_both(consumer):
             return INT8, True
         return kind, False
 
     def reads_both(self, consumer: LayerWeights) -> bool:
-        """Whether a layer reads its input in int8, and its LoRAs read the same input in the model's dtype. The weight
-        of such a layer exists in INT8 only, and the host stores it so. False for a layer without LoRAs."""
+        """Whether a layer reads its input in int8, and its LoRAs read the same input in the model's dtype. True only if
+        the host stores the layer's weight in INT8, without a rotation or in groups of rounding.GROUP; False for a layer
+        without LoRAs. Raises Refusal as of_stored."""
         if not consumer.weight.is_meta or consumer.low_rank is None:
             return False
         weight = consumer.low_bit[0]
@@ -117,9 +120,9 @@ class InputFormats:
         """of_rows for a weight that exists in eight bits only.
 
         If Low-bit has made the weight (`stored` is False), its format: such a layer has neither LoRAs beside it nor a
-        rotation. If the host stores the weight so, of_stored(consumer); but None, the model's dtype, if the layer has
-        LoRAs, which read the input too, or if the weight is rotated in groups of a size that our kernels do not rotate.
-        Raises Refusal as of_stored.
+        rotation. If the host stores the weight so: None, the model's dtype, for a layer with LoRAs, which read the
+        input too, and for a weight that is rotated in groups of a size that our kernels do not rotate; otherwise
+        of_stored(consumer), which may raise Refusal.
         """
         weight = consumer.low_bit[0]
         if not weight.stored:
