@@ -3,6 +3,7 @@ Pre-warm list, "1024x1024, most used 4"."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,8 +18,10 @@ MULTIPLE = 8
 LARGEST_BATCH = 64
 # The largest number of sizes in a list, and of "most used".
 MOST_SIZES = 100
-# The number of characters of a wrong text that a message quotes.
+# The number of characters of a wrong text that a message quotes, and of wrong items of a list that it names.
 LONGEST_QUOTE = 40
+MOST_QUOTES = 5
+HOW_TO_WRITE_A_SIZE = "Write for example 768x512, or 768x512 x2 for two images at once."
 # The length in tokens of a prompt that fits into one CLIP chunk. Hosts encode longer prompts in several whole chunks.
 TOKENS = 77
 # The lengths of prompts for which a size can be made ready.
@@ -65,13 +68,34 @@ class WantedSize(NamedTuple):
 
 def parse_sizes(text: str) -> list[Size]:
     """The sizes in a list, each once, in the order given. The items are separated by commas, semicolons or lines; empty
-    ones are skipped, so "" gives []. Raises ValueError with a sentence for the user for an item that is no size, and
-    for more than MOST_SIZES."""
-    parts = [part.strip() for part in SEPARATOR.split(text)]
-    sizes = list(dict.fromkeys(parse_size(part) for part in parts if part))
+    ones are skipped, so "" gives []. Raises ValueError with sentences for the user: one for each item that is no size
+    (see all_problems), or one for more than MOST_SIZES."""
+    sizes: dict[Size, None] = {}
+    problems = []
+    for item in items_of(text):
+        try:
+            sizes[parse_size(item)] = None
+        except ValueError as problem:
+            problems.append(str(problem))
+    if problems:
+        raise ValueError(all_problems(problems))
     if len(sizes) > MOST_SIZES:
         raise ValueError(f"{len(sizes)} sizes are too many at once; give at most {MOST_SIZES}.")
-    return sizes
+    return list(sizes)
+
+
+def items_of(text: str) -> list[str]:
+    """The items of a list that a user has written, without empty ones."""
+    return list(filter(None, map(str.strip, SEPARATOR.split(text))))
+
+
+def all_problems(problems: Iterable[str]) -> str:
+    """One text of several sentences for the user on wrong items: each sentence once, the first MOST_QUOTES of them, and
+    then once how to write a size."""
+    different = list(dict.fromkeys(problem.removesuffix(HOW_TO_WRITE_A_SIZE).strip() for problem in problems))
+    hidden = len(different) - MOST_QUOTES
+    more = [f"{hidden} more {'is' if hidden == 1 else 'are'} wrong."] if hidden > 0 else []
+    return " ".join([*different[:MOST_QUOTES], *more, HOW_TO_WRITE_A_SIZE])
 
 
 def parse_size(text: str) -> Size:
@@ -80,7 +104,7 @@ def parse_size(text: str) -> Size:
     found = SIZE.fullmatch(text.strip())
     if not found:
         shown = text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}..."
-        raise ValueError(f"{shown!r} is not a size; write for example 768x512, or 768x512 x2 for two images at once.")
+        raise ValueError(f"{shown!r} is not a size. {HOW_TO_WRITE_A_SIZE}")
     return Size(int(found[1]), int(found[2]), int(found[3] or 1))
 
 
@@ -100,11 +124,12 @@ def parse_prewarm(text: str) -> PrewarmList:
     any other text, for a size that is out of range, and for more than MOST_SIZES."""
     sizes = []
     most_used = 0
-    for part in filter(None, map(str.strip, SEPARATOR.split(text))):
-        if found := MOST_USED.fullmatch(part):
+    for item in items_of(text):
+        if found := MOST_USED.fullmatch(item):
             most_used = int(found[1] or USUAL_NUMBER)
         else:
-            sizes.append(part)
+            sizes.append(item)
+    wanted = PrewarmList(parse_sizes(", ".join(sizes)), most_used)
     if most_used > MOST_SIZES:
         raise ValueError(f"{most_used} sizes are too many at once; give at most {MOST_SIZES}.")
-    return PrewarmList(parse_sizes(", ".join(sizes)), most_used)
+    return wanted

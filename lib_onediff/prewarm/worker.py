@@ -3,11 +3,12 @@ WarmUp.why_not_ready whether this process is ready for images."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.attempt import attempted
 from ..core.image import GRAPH, PLAIN
@@ -33,8 +34,11 @@ MEASURING = "measuring"
 # How long each kind of work takes, as a multiple of a call without a graph: used until this process has measured it.
 WEIGHTS = {CHECKING: 6.0, CAPTURING: 3.0, MEASURING: 1.0, DECODING: 6.0}
 # A call of twice the pixels takes 2 ** (1 + GROWTH) times as long, because of attention. Of emoji-sd on a CPU, 768x768
-# took 21 times as long as 256x256. WarmUp.seconds_for uses it for sizes larger than the one that was timed.
+# took 21 times as long as 256x256. Used for sizes larger than the one that was timed.
 GROWTH = 0.35
+# The times of a size are not extrapolated to more than this many times its pixels: calls of small sizes take nearly as
+# long as those of still smaller ones, so an estimate far from what was timed may be many times too high.
+MOST_TIMES_THE_PIXELS = 4
 # The work of each of the CALLS_PER_SHAPE calls, in their order.
 WORK_OF_A_SHAPE = (CHECKING, CAPTURING, MEASURING)
 # The reasons of WarmUp.why_not_ready before the first checkpoint, for users and load balancers.
@@ -62,37 +66,58 @@ class SizeJob(Job):
     of_calls: float = 0.0
 
 
+class Timed(NamedTuple):
+    """How long some work took. kind: a key of WEIGHTS. pixels: of the image. seconds: for one latent."""
+
+    kind: str
+    pixels: int
+    seconds: float
+
+    def seconds_for(self, kind: str, pixels: int) -> float:
+        """Estimated seconds that work of some kind takes for one latent of an image of so many pixels; if that is far
+        (see is_far_from), those for the largest image that is not far, which are too few."""
+        ratio = min(pixels / self.pixels, MOST_TIMES_THE_PIXELS)
+        return self.seconds * WEIGHTS[kind] / WEIGHTS[self.kind] * ratio * max(1.0, ratio) ** GROWTH
+
+    def is_far_from(self, pixels: int) -> bool:
+        """Whether an image of so many pixels has more than MOST_TIMES_THE_PIXELS of this work."""
+        return pixels > MOST_TIMES_THE_PIXELS * self.pixels
+
+
+class Estimate(NamedTuple):
+    """How long pre-warming a size takes, in seconds. is_least: whether it takes longer than that, by an unknown time,
+    because only much smaller sizes were timed."""
+
+    seconds: float
+    is_least: bool = False
+
+
 class WorkTimes:
     """Estimates how long each kind of work (a key of WEIGHTS) takes, from the work that this process has measured."""
 
     def __init__(self) -> None:
-        # The kind of work: the seconds that it took for each pixel, at the last measurement.
-        self._measured: dict[str, float] = {}
+        # The last measurement of each kind at each number of pixels.
+        self._measured: dict[tuple[str, int], Timed] = {}
 
-    def note(self, kind: str, pixels: int, seconds: float) -> None:
-        """Note how many seconds some work took, in place of an earlier measurement of its kind. kind, pixels: as for
-        estimate()."""
-        self._measured[kind] = seconds / pixels
+    def note(self, kind: str, pixels: int, latents: int, seconds: float) -> None:
+        """Note how many seconds some work took, in place of an earlier measurement of its kind at as many pixels. kind:
+        a key of WEIGHTS. pixels: of the image. latents: the number of latents that were computed."""
+        self._measured[kind, pixels] = Timed(kind, pixels, seconds / latents)
 
-    def estimate(self, kind: str, pixels: int, plain: float = 1.0) -> float:
-        """Seconds that some work will take, in proportion to its pixels. They are computed from the last measurement of
-        this kind of work; if there is none, from those of other kinds and WEIGHTS; if nothing was measured, from
-        `plain` and WEIGHTS.
+    def best_for(self, kind: str, pixels: int, more: Iterable[Timed] = ()) -> Timed | None:
+        """The measurement from which to estimate some work; None if there is none. One that is not far from the size
+        comes before one that is, then one of the same kind before others, then the one nearest in pixels. kind, pixels:
+        of the work, as for note(). more: further measurements to choose from."""
+        measured = [*self._measured.values(), *more]
+        return min(measured, default=None, key=lambda timed: (
+            timed.is_far_from(pixels), timed.kind != kind, abs(math.log(pixels / timed.pixels)),
+        ))
 
-        kind: a key of WEIGHTS. pixels: of the image, times the number of latents. plain: the seconds that a call
-        without a graph takes for each pixel; with the default, the estimates of several kinds only have the right
-        ratio.
-        """
-        known = self._measured.get(kind)
-        if known is not None:
-            return known * pixels
-        units = [seconds / WEIGHTS[one] for one, seconds in self._measured.items()]
-        return WEIGHTS[kind] * pixels * (sum(units) / len(units) if units else plain)
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything was measured."""
-        return bool(self._measured)
+    def ratio_of(self, kind: str, pixels: int) -> float:
+        """Seconds that some work takes for one latent; if nothing was measured, a number that is only in proportion to
+        other results of this method. kind, pixels: as for note()."""
+        timed = self.best_for(kind, pixels) or Timed(MEASURING, pixels, float(pixels))
+        return timed.seconds_for(kind, pixels)
 
 
 def check_tokens(tokens: int) -> None:
@@ -144,20 +169,18 @@ def with_prewarm(row: ResolutionRow, job: SizeJob | None) -> ResolutionRow:
     return replace(row, prewarm_s=job.seconds, saved_s=None if steps is None else max(0.0, job.of_calls - steps))
 
 
-def plain_seconds(rows: Iterable[ResolutionRow], model: str | None) -> tuple[float, int] | None:
-    """(the seconds that a usual UNet call of a model takes for each pixel of one latent, the number of pixels of the
-    image with which they were measured), from the model's last used row that has a step time. The row's calls are
-    assumed to have two latents, for prompt and negative prompt. None if no row of the model has a step time.
+def timed_steps(rows: Iterable[ResolutionRow], model: str | None) -> list[Timed]:
+    """The usual UNet calls of a model at each size, as measurements, from its rows that have a step time. The row's
+    calls are assumed to have two latents, for prompt and negative prompt.
 
     model: None if unknown: then the rows of every model count.
     """
-    timed = [row for row in rows if is_made_ready(row, model) and row.step_ms is not None]
-    if not timed:
-        return None
-    last = max(timed, key=lambda row: row.last_used)
-    size = parse_size(last.resolution)
-    pixels = size.width * size.height
-    return (last.step_ms or 0.0) / 1e3 / (2 * pixels), pixels
+    timed = []
+    for row in rows:
+        if is_made_ready(row, model) and row.step_ms is not None:
+            size = parse_size(row.resolution)
+            timed.append(Timed(MEASURING, size.width * size.height, row.step_ms / 1e3 / 2))
+    return timed
 
 
 def is_made_ready(row: ResolutionRow, model: str | None) -> bool:
@@ -211,25 +234,26 @@ class WarmUp:
         job.work = partial(self._run, job)
         return job
 
-    def seconds_for(self, sizes: Iterable[Size]) -> dict[Size, float]:
-        """Estimated seconds of pre-warming each size for a context of TOKENS, from the measurements of this process and
-        the step times in the table; {} if there are none yet. After the first pre-warm the estimates are proportional
-        to the pixels, which is too low for larger sizes, because attention grows faster."""
-        known = plain_seconds(self._runtime.rows(), self.model)
-        if known is None and not self._times.is_known:
-            return {}
+    def estimates(self, sizes: Iterable[Size]) -> dict[Size, Estimate]:
+        """How long pre-warming each size for a context of TOKENS takes, estimated from the measurements of this process
+        and the step times in the table; {} if there are none yet."""
+        steps = timed_steps(self._runtime.rows(), self.model)
         found = {}
         for size in sizes:
             pixels = size.width * size.height
-            plain = None
-            if known is not None:
-                seconds_of_a_pixel, of_pixels = known
-                plain = seconds_of_a_pixel * max(1.0, pixels / of_pixels) ** GROWTH
-            seconds = self._times.estimate(DECODING, size.batch * pixels, plain or 1.0)
+            nearest = sorted(steps, key=lambda timed: abs(math.log(pixels / timed.pixels)))[:1]
+            work = [(DECODING, size.batch)]
             for batch, _ in self._webui.call_shapes(size.batch, TOKENS):
-                for work in WORK_OF_A_SHAPE:
-                    seconds += self._times.estimate(work, batch * pixels, plain or 1.0)
-            found[size] = seconds
+                work += [(kind, batch) for kind in WORK_OF_A_SHAPE]
+            seconds = 0.0
+            is_least = False
+            for kind, latents in work:
+                timed = self._times.best_for(kind, pixels, nearest)
+                if timed is None:
+                    return {}
+                seconds += latents * timed.seconds_for(kind, pixels)
+                is_least = is_least or timed.is_far_from(pixels)
+            found[size] = Estimate(seconds, is_least)
         return found
 
     def jobs(self) -> list[SizeJob]:
@@ -288,8 +312,8 @@ class WarmUp:
         left = 0.0
         for number in range(job.done, job.total):
             batch, _ = job.shapes[number // CALLS_PER_SHAPE]
-            left += self._times.estimate(WORK_OF_A_SHAPE[number % CALLS_PER_SHAPE], batch * pixels)
-        left += self._times.estimate(DECODING, job.size.batch * pixels)
+            left += batch * self._times.ratio_of(WORK_OF_A_SHAPE[number % CALLS_PER_SHAPE], pixels)
+        left += job.size.batch * self._times.ratio_of(DECODING, pixels)
         return job.seconds / (job.seconds + left)
 
     def _run(self, job: SizeJob) -> str:
@@ -327,7 +351,7 @@ class WarmUp:
             log.debug("no decode of %s was warmed up: %s", size, warmed.reason, exc_info=warmed.fault)
         took = time.perf_counter() - began
         job.seconds += took
-        self._times.note(DECODING, size.batch * size.width * size.height, took)
+        self._times.note(DECODING, size.width * size.height, size.batch, took)
         return ""
 
     def _warm_decode(self, size: Size) -> None:
@@ -362,7 +386,8 @@ class WarmUp:
         took = time.perf_counter() - began
         is_ready = made.route == GRAPH
         left = CALLS_PER_SHAPE - number
-        self._times.note(WORK_OF_A_SHAPE[number], job.shapes[shape][0] * job.size.width * job.size.height, took)
+        pixels = job.size.width * job.size.height
+        self._times.note(WORK_OF_A_SHAPE[number], pixels, job.shapes[shape][0], took)
         self._queue.advance(
             job, done=job.done + (left if is_ready else 1), made=job.made + 1, seconds=job.seconds + took,
             of_calls=job.of_calls + took,

@@ -11,6 +11,8 @@ NOTHING = "–"
 MINUTE = 60
 HOUR = 3600
 DAY = 86400
+# Durations from so many minutes on are given in hours.
+MOST_MINUTES = 100
 
 
 def milliseconds(value: float | None) -> str:
@@ -25,9 +27,18 @@ def seconds(value: float) -> str:
     return f"{value:.0f} s" if value >= 10 else f"{value:.1f} s"
 
 
-def minutes(value: float) -> str:
-    """A number of seconds as text in whole minutes, at least one, for example "4 min"."""
-    return f"{max(1, round(value / MINUTE))} min"
+def minutes_or_hours(value: float) -> str:
+    """A number of seconds as text in whole minutes, at least one, for example "4 min"; from 100 minutes on in hours:
+    "1.7 h", and without decimals from 10 hours on."""
+    if value < MOST_MINUTES * MINUTE:
+        return f"{max(1, round(value / MINUTE))} min"
+    hours = value / HOUR
+    return f"{hours:.0f} h" if hours >= 10 else f"{hours:.1f} h"
+
+
+def duration(value: float) -> str:
+    """A duration of any length as text: in seconds below two minutes, otherwise in minutes or hours."""
+    return seconds(value) if value < 2 * MINUTE else minutes_or_hours(value)
 
 
 def speedup(ratio: float | None) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ..core.jobs import CANCELLED, COMPARISON, DONE, IMAGE, PREWARM, RUNNING, Job, JobQueue
-from .amounts import counted, seconds
+from .amounts import counted, duration
 from .markup import bar_html
 
 # See jobs_html.
@@ -115,7 +115,7 @@ def job_sentence(job: Job) -> str:
     """A job's state in words, shown beside its name, for example "40 %, step 8 of 20, about 12 s left". Without a time
     left that is unknown or shorter than LEAST_SECONDS_LEFT."""
     if job.state == DONE:
-        return f"done in {seconds(job.seconds)}{f': {job.reason}' if job.reason else ''}"
+        return f"done in {duration(job.seconds)}{f': {job.reason}' if job.reason else ''}"
     if job.state == CANCELLED or job.reason:
         return f"{job.state}{f': {job.reason}' if job.reason else ''}"
     if job.state != RUNNING:
@@ -123,6 +123,6 @@ def job_sentence(job: Job) -> str:
     left = job.seconds_left
     said = [
         f"{100 * job.share:.0f} %", f"step {job.done} of {job.total}" if job.unit == "step" and job.total else "",
-        job.what, "" if left is None or left < LEAST_SECONDS_LEFT else f"about {seconds(left)} left",
+        job.what, "" if left is None or left < LEAST_SECONDS_LEFT else f"about {duration(left)} left",
     ]
     return ", ".join(filter(None, said))

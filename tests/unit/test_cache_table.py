@@ -9,6 +9,7 @@ from panel_builders import ROW, SHAPE, TOTALS, text_of
 from lib_onediff.core.family import UsualSizes
 from lib_onediff.core.jobs import PREWARM, Job
 from lib_onediff.core.sizes import Size
+from lib_onediff.prewarm.worker import Estimate
 from lib_onediff.runtime.rows import LowBitErrors
 from lib_onediff.ui.cache import table as cache_table
 from lib_onediff.ui.jobs import jobs_html
@@ -81,10 +82,13 @@ def test_a_queued_row_is_cancelled_beside_its_size() -> None:
 
 def test_sizes_of_the_user_come_first_and_what_takes_minutes_says_so() -> None:
     usual = [UsualSizes("SD 1.5", ("SD1",), ("512x512", "256x256", "1024x1024"))]
-    estimates = {Size(512, 512): 59.0, Size(1024, 1024): 245.0}
-    markup = cache_table.sizes_html({"256x256": "used"}, usual, estimates)
-    assert text_of(markup) == "Yours 256x256 SD 1.5 512x512 1024x1024 4 min"
-    assert 'title="about 4 min or more on this machine"' in markup
+    estimates = {
+        Size(512, 512): Estimate(59.0), Size(1024, 1024): Estimate(245.0),
+        Size(64, 64): Estimate(24180.0, is_least=True),
+    }
+    markup = cache_table.sizes_html({"256x256": "used", "64x64": "used"}, usual, estimates)
+    assert text_of(markup) == "Yours 256x256 64x64 &gt; 6.7 h SD 1.5 512x512 1024x1024 4 min"
+    assert 'title="about 4 min on this machine"' in markup and 'title="used, more than 6.7 h on this machine"' in markup
 
 
 def test_the_table_shows_no_more_than_most_rows_and_counts_the_others() -> None:

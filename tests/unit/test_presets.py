@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_sizes
+from lib_onediff.core.sizes import LARGEST_BATCH, MOST_SIZES, Size, parse_prewarm, parse_sizes
 from lib_onediff.families.registry import FAMILIES
 from lib_onediff.store.history import History, HistoryRow
 
@@ -87,6 +87,17 @@ def test_impossible_sizes_are_refused(text: str, part: str) -> None:
             parse_sizes(wrong)
         assert part in str(caught.value)
         assert str(caught.value).endswith(".")
+
+
+def test_a_message_names_every_wrong_size_of_a_list_once() -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_prewarm("wide, 512x512, 99x64, most used 4, wide, 64x64 x0")
+    assert str(caught.value) == (
+        "'wide' is not a size. 99x64: the width must be a multiple of 8 from 64 to 4096 pixels. "
+        "64x64 x0: a batch has 1 to 64 images. Write for example 768x512, or 768x512 x2 for two images at once."
+    )
+    with pytest.raises(ValueError, match=r"^'a' is .* 'e' is not a size\. 2 more are wrong\. Write"):
+        parse_sizes("a, b, c, d, e, f, g")
 
 
 def test_too_many_sizes_are_refused() -> None:

@@ -41,6 +41,7 @@ from .table import (
     IN_TXT2IMG,
     MOST_USED,
     MUCH_SECONDS,
+    estimate_words,
     has_gpu,
     key_of,
     legend_html,
@@ -120,10 +121,11 @@ class Panel:
         if known:
             verb = "runs or waits" if len(known) == 1 else "run or wait"
             said.append(f"{', '.join(known)}: {verb} already, not queued again.")
-        estimates = self.warmup.seconds_for(job.size for job in queued if job.id not in before)
-        long = [str(size) for size, took in estimates.items() if took >= MUCH_SECONDS]
-        if long:
-            said.append(f"{', '.join(long)}: this takes minutes on this machine; Cancel stops it.")
+        estimates = self.warmup.estimates(job.size for job in queued if job.id not in before)
+        said += [
+            f"{size}: this takes {estimate_words(estimate)} on this machine; Cancel stops it."
+            for size, estimate in estimates.items() if estimate.seconds >= MUCH_SECONDS
+        ]
         return " ".join(said)
 
     def cancel_all(self, waiting: Chore | None) -> Answer:
@@ -269,7 +271,7 @@ class Panel:
         for used in self.runtime.history.most_used(model, MOST_YOURS):
             yours.setdefault(used.size.resolution, MOST_USED)
         every = {*yours, *(size for row in usual for size in row.sizes)}
-        return sizes_html(yours, usual, self.warmup.seconds_for(map(parse_size, every)))
+        return sizes_html(yours, usual, self.warmup.estimates(map(parse_size, every)))
 
 
 def if_confirmed(question: str, value: str = "'yes'") -> str:

@@ -13,8 +13,9 @@ from ...core.family import UsualSizes
 from ...core.jobs import Job
 from ...core.sizes import Size
 from ...core.table import ENOUGH
+from ...prewarm.worker import Estimate
 from ...runtime.rows import LowBitErrors, ResolutionRow, ShapeRow, Totals
-from ..amounts import NOTHING, ago, counted, memory, milliseconds, minutes, seconds, speedup
+from ..amounts import NOTHING, ago, counted, memory, milliseconds, minutes_or_hours, seconds, speedup
 from ..jobs import small_button
 from ..markup import bar_html, fact_html
 
@@ -167,35 +168,43 @@ def row_html(cells: Mapping[str, str], columns: Iterable[str]) -> str:
     return "".join(f"<td{number_class(column)}>{cells[column]}</td>" for column in columns if column in cells)
 
 
-def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates: Mapping[Size, float]) -> str:
+def sizes_html(yours: Mapping[str, str], usual: Iterable[UsualSizes], estimates: Mapping[Size, Estimate]) -> str:
     """Rows of buttons: the user's own sizes, then the usual sizes of each kind of model, without the user's own. A row
     without sizes is left out.
 
     yours: why each of the user's sizes is offered, by size ("512x512"). usual: the sizes of each kind of model.
-    estimates: the seconds that pre-warming takes, for sizes where that is known.
+    estimates: how long pre-warming takes, for sizes where that is known.
     """
-    much = {str(size): took for size, took in estimates.items() if took >= MUCH_SECONDS}
+    much = {str(size): estimate for size, estimate in estimates.items() if estimate.seconds >= MUCH_SECONDS}
     rows = [("yours", "Yours", yours)]
     for name, (model, *_), sizes in usual:
         rows.append((model, name, {size: "" for size in sizes if size not in yours}))
     return "".join(
         f'<div class="onediff-presets" id="onediff_presets_{kind}"><b>{name}</b>'
-        f'{"".join(size_html(kind, size, why, much.get(size, 0.0)) for size, why in sizes.items())}</div>'
+        f'{"".join(size_html(kind, size, why, much.get(size)) for size, why in sizes.items())}</div>'
         for kind, name, sizes in rows if sizes
     )
 
 
-def size_html(kind: str, size: str, why: str, much: float) -> str:
+def size_html(kind: str, size: str, why: str, much: Estimate | None) -> str:
     """A button that pre-warms a size (javascript/onediff.js). kind: the row of buttons, for the button's id. why: why
-    the size is offered, for its tooltip; "" for none. much: the seconds that pre-warming takes, shown as a warning; 0
-    for no warning."""
-    slow = f"about {minutes(much)} or more on this machine" if much else ""
+    the size is offered, for its tooltip; "" for none. much: how long pre-warming takes, shown as a warning; None for no
+    warning."""
+    slow = ""
+    mark = ""
+    if much:
+        slow = f"{estimate_words(much)} on this machine"
+        mark = f" <small>{'&gt; ' if much.is_least else ''}{minutes_or_hours(much.seconds)}</small>"
     title = ", ".join(filter(None, (why, slow)))
-    mark = f" <small>{minutes(much)}</small>" if much else ""
     return (
         f'<button type="button" class="onediff-small onediff-size" id="onediff_preset_{kind}_{size}" '
         f'data-onediff-size="{size}" title="{title}">{size}{mark}</button>'
     )
+
+
+def estimate_words(estimate: Estimate) -> str:
+    """How long pre-warming takes, in words: "about 4 min", or "more than 4 min"."""
+    return f"{'more than' if estimate.is_least else 'about'} {minutes_or_hours(estimate.seconds)}"
 
 
 def legend_html() -> str:

@@ -1,0 +1,69 @@
+"""How long pre-warming a size takes, estimated from other sizes, and how durations are written."""
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from panel_builders import ROW
+
+from lib_onediff.core.jobs import JobQueue
+from lib_onediff.core.sizes import Size
+from lib_onediff.prewarm.worker import CHECKING, DECODING, GROWTH, MEASURING, WEIGHTS, WarmUp, WorkTimes
+from lib_onediff.ui.amounts import duration, minutes_or_hours
+
+
+def warm_up_after(*images: tuple[str, float]) -> WarmUp:
+    """A WarmUp after images of SD1: their resolution, and the milliseconds of a step with two latents."""
+    rows = [replace(ROW, resolution=resolution, step_ms=step) for resolution, step in images]
+    webui: Any = SimpleNamespace(model_name=lambda: "SD1", call_shapes=lambda images, tokens: ((2 * images, tokens),))
+    runtime: Any = SimpleNamespace(rows=lambda: rows)
+    return WarmUp(webui, runtime, JobQueue())
+
+
+# A call of one shape takes two latents, the decode one.
+CALLS_OF_A_SIZE = 2 * sum(WEIGHTS.values()) - WEIGHTS[DECODING]
+
+
+def test_a_size_is_estimated_from_the_nearest_one_that_was_timed() -> None:
+    warmup = warm_up_after(("64x64", 600.0), ("512x512", 2000.0))
+    half = Size(512, 256)
+    double = Size(1024, 512)
+    found = warmup.estimates([half, double])
+    assert found[half] == (pytest.approx(CALLS_OF_A_SIZE * 1.0 / 2), False)
+    assert found[double] == (pytest.approx(CALLS_OF_A_SIZE * 1.0 * 2 ** (1 + GROWTH)), False)
+
+
+def test_nothing_is_extrapolated_far_beyond_what_was_timed() -> None:
+    """After one image of 64x64 with a step of 0.6 s, 512x512 was estimated at 36 minutes. It is only known that it
+    takes longer than 128x128."""
+    warmup = warm_up_after(("64x64", 600.0))
+    found = warmup.estimates([Size(128, 128), Size(512, 512)])
+    assert found[Size(512, 512)] == (found[Size(128, 128)].seconds, True)
+    assert found[Size(512, 512)].seconds < 60 and not found[Size(128, 128)].is_least
+
+
+def test_without_a_measurement_nothing_is_estimated() -> None:
+    assert warm_up_after().estimates([Size(512, 512)]) == {}
+
+
+def test_a_measurement_near_a_size_comes_before_one_of_the_same_kind_of_work() -> None:
+    times = WorkTimes()
+    assert times.best_for(CHECKING, 4096) is None and times.ratio_of(CHECKING, 4096) == 4096 * WEIGHTS[CHECKING]
+    times.note(CHECKING, 4096, 2, 3.0)
+    assert times.best_for(CHECKING, 8 * 4096) == (CHECKING, 4096, 1.5)
+    times.note(MEASURING, 4 * 4096, 1, 9.0)
+    for pixels, kind in ((4 * 4096, CHECKING), (5 * 4096, MEASURING)):
+        timed = times.best_for(CHECKING, pixels)
+        assert timed is not None and timed.kind == kind
+    assert times.ratio_of(CHECKING, 5 * 4096) == pytest.approx(9.0 * WEIGHTS[CHECKING] * 1.25 ** (1 + GROWTH))
+
+
+@pytest.mark.parametrize("took, said", [
+    (3.0, "3.0 s"), (119.0, "119 s"), (120.0, "2 min"), (5970.0, "100 min"), (6000.0, "1.7 h"), (24180.0, "6.7 h"),
+    (36000.0, "10 h"), (100000.0, "28 h"),
+])
+def test_long_durations_are_in_minutes_or_hours(took: float, said: str) -> None:
+    assert duration(took) == said
+    assert minutes_or_hours(max(took, 120.0)) == (said if took >= 120.0 else "2 min")
