@@ -72,8 +72,8 @@ class Guard:
         """note() for code that has caught a fault itself, and returns the host's answer to its caller instead.
 
         Inside of serve(), the host also serves the rest of the generation, from the next call on, as after a fault that
-        serve() catches. The fault is only noted outside of serve(), as in a call without hooks, and if resume() was
-        never called.
+        serve() catches. In two cases the fault is noted and nothing else happens: outside of serve(), as in a call
+        without hooks; and if resume() was never called.
         """
         sentence = self.note(hook, error)
         if self._here.hooks:

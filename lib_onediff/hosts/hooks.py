@@ -369,8 +369,9 @@ class UNetHooks(ForwardPatches):
 
     def begin_sampling(self, p: Any, unet: nn.Module | None) -> None:
         """Note that the generation p, the WebUI's processing object, begins a sampling with this UNet, and that the
-        same generation's previous sampling has ended (end_sampling). Notes nothing if a second pass of hires fix is
-        announced again. Also sets our forwards on their classes again if other code has removed them.
+        same generation's previous sampling has ended (end_sampling); the sampling of another generation is forgotten.
+        The second pass of hires fix may be announced twice: the second time, nothing is noted. Also sets our forwards
+        on their classes again if other code has removed them.
 
         unet: None if OneDiff does not serve the network. Then the previous sampling has ended, and no new one is noted.
         """

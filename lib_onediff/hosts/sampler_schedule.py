@@ -115,8 +115,8 @@ def guidance_scale_of(p: Any, second_pass: bool) -> float | None:
     """The CFG scale that step policies use for a sampling of the generation p; None if unknown. second_pass: whether it
     is the second pass of hires fix.
 
-    Returns p.cfg_scale, with one exception: if the second pass has a checkpoint of its own, its own scale (hr_cfg of
-    the Forge family), if p has one. With the first pass's checkpoint, hr_cfg is not used: it is 1 by default, and at a
+    Returns p.cfg_scale, with one exception: for a second pass that has a checkpoint of its own, p.hr_cfg (of the Forge
+    family), if p has it. With the first pass's checkpoint, hr_cfg is not used: it is 1 by default, and at a
     scale of 1 step policies would take every model for a few-step model.
     """
     own = second_pass and getattr(p, "hr_checkpoint_info", None) is not None

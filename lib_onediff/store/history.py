@@ -282,8 +282,8 @@ class History:
 
     def pin(self, model: str, resolution: str, pinned: bool) -> None:
         """Pin a resolution ("512x512") of a model ("SD1"), or unpin it if `pinned` is False. Waits until it is on the
-        disk. The pin is valid in this process alone if it could not be written, which raises NotKept, and without a
-        folder, which raises nothing."""
+        disk. If it could not be written, the pin is valid in this process, a later commit() tries again, and NotKept is
+        raised. Without a folder, the pin is valid in this process alone, and nothing is raised."""
         self._remember(CHOSEN, pin_name(model, resolution), pinned)
         self.commit()
 

@@ -255,20 +255,20 @@ def replaced_names(
 
 
 def was_replaced(named: Named, known: Collection[str]) -> bool:
-    """Whether the value of a name contains a function that does not belong there: for a name in torch (or another
-    package of NOT_READ), a function that is in no installed package; for a name in any other file, a function of an
-    extension. False for a value that is not code. known: see foreign_parts."""
+    """Whether the value of a name contains a foreign function (see foreign_parts) that must have been put there. For a
+    name that is defined in torch, or another package of NOT_READ: a function of no installed package, because installed
+    ones decorate torch's. For a name that is defined in any other file: a function of an extension, because a host's
+    file imports functions of other packages. False for a value that is not code. known: see foreign_parts."""
     files = [str(globals_of(one).get("__file__")) for one in foreign_parts(named, known)]
     if package(named.owner) in NOT_READ:
-        # Functions of installed packages do not count: some decorate torch's.
         return not all(map(is_installed, files))
-    # Functions of other packages do not count: a host's file imports some.
     return any(map(extension_of, files))
 
 
 def foreign_parts(named: Named, known: Collection[str]) -> list[Any]:
-    """The functions in a name's value whose code is foreign: of none of torch, OneDiff, the standard library, the known
-    Python modules and packages, and the package that the name belongs to. [] for a value that is not code."""
+    """The functions in a name's value whose code is foreign. Not foreign is the code of torch, of OneDiff, of the
+    standard library, of the known Python modules and packages, and of the package in which the name is defined
+    (named.owner). [] for a value that is not code."""
     if not may_compute(named.value):
         return []
     return [one for one in functions_within(named.value) if not is_of(one, {*known, package(named.owner)})]

@@ -26,9 +26,10 @@ LOWEST = -60000.0
 
 
 class OneFlowOperators:
-    """Operators for OneFlow's tensors, those that UNets need. core.operators.Operators describes their arguments; those
-    that only other backends need, such as consumer, are ignored. Images are contiguous. Layers have neither LoRAs nor
-    8-bit weights (OneFlow.refuse_call). Arguments that no UNet uses, such as a modulation, raise AssertionError."""
+    """Operators for OneFlow's tensors, as far as UNets need them. core.operators.Operators describes their arguments
+    and results; arguments that only other backends need, such as consumer, are ignored. Images are contiguous. Layers
+    have neither LoRAs nor 8-bit weights (OneFlow.refuse_call). Arguments that no UNet uses, such as a modulation, raise
+    AssertionError."""
 
     # These functions only use methods that torch's and OneFlow's tensors have.
     materialize = staticmethod(torch_ops.materialize)
@@ -114,8 +115,9 @@ class OneFlowOperators:
     def attention(
         self, query: Tensor, key: Tensor, value: Tensor, upcast: bool, mask: Tensor | Filled | None = None
     ) -> Tensor:
-        """Softmax attention over (batch, heads, tokens, head width), by two products and a softmax. Keys may have fewer
-        heads than queries. upcast, mask: see Operators.attention, but mask must not be Filled."""
+        """Softmax attention, by two products and a softmax: query, key and value (batch, heads, tokens, head width) ->
+        (batch, heads, tokens of query, head width). Keys may have fewer heads than queries. upcast, mask: see
+        core.operators.Operators.attention, but mask must not be Filled."""
         assert not isinstance(mask, Filled), "no UNet has rows that are filled up"
         dtype, (batch, heads, queries, width) = query.dtype, query.shape
         if upcast:

@@ -208,8 +208,8 @@ def attend(name: str, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: Filled) -> Tensor:
-    """Attention of rows that are filled up to one length (Filled), by the implementation of this name: TORCH, CUDNN or
-    FLASH. Raises RuntimeError as attend, and for CUDNN and FLASH if query is not in half precision.
+    """Attention of rows that are filled up to one length (Filled), by the implementation of this name: TORCH, CUDNN,
+    FLASH or PARTS. Raises RuntimeError as attend, and for all but TORCH if query is not in half precision.
 
     The kernels for sequences of different lengths (varlen) get two sequences for each row: the tokens that are used,
     and the padding. So no token attends to padding, and the shapes do not depend on the lengths.
@@ -240,8 +240,8 @@ def attend_filled(name: str, query: Tensor, key: Tensor, value: Tensor, filled: 
 
 def attention_in_parts(query: Tensor, key: Tensor, value: Tensor, filled: Filled) -> Tensor:
     """Attention of rows that are filled up to one length (Filled), joined from attention over two parts of the keys:
-    over those that are never padding, by CUDNN without a mask, and over the others, by EFFICIENT with a bias. Raises as
-    attend."""
+    over the first filled.certain ones, which are never padding, by CUDNN without a mask; and over the others, by
+    EFFICIENT with a bias. Raises RuntimeError as attend, and if one of the two parts has no keys."""
     certain = filled.certain
     heads = query.shape[1]
     tokens = key.shape[2]

@@ -65,10 +65,10 @@ class AnimaLayout(Layout):
     in_channels: of the latent. The network may append a padding mask to it (see forward.patches_of).
     patches: the linear layer over the values of a patch. patch: the patch's side in latent pixels.
     time: makes, from the timestep, the shift, scale and gate that all layers share.
-    time_norm, downs, ups, out_up: make the vectors that each layer adds to the shared ones, by a low-rank pair of
-        linear layers for each, over the timestep's sinusoids after time_norm. downs has the first linear layers of the
-        pairs of all blocks, in order, and ups the second ones. The last member of downs and out_up are one more pair,
-        for the norm before the last layer (out).
+    time_norm, downs, ups, out_up: each layer adds vectors of its own to the shared ones. They are made from the
+        timestep's sinusoids, after time_norm, by a low-rank pair of linear layers for each layer. downs has the first
+        linear layers of the pairs of all blocks, in order, and ups the second ones. One more pair is for the norm
+        before the last layer (out): the last member of downs, and out_up.
     context_width: the width of the prompt's tokens.
     """
 

@@ -43,9 +43,9 @@ def made_of_anima(network: Any) -> bool:
 
 
 def read_cosmos(network: Any) -> AnimaLayout:
-    """The layout of a CosmosTransformer3DModel. Its in_channels include the channels of the masks, which the network
-    takes as further channels of the latent. Raises Refusal if the module is built in a way that our forward does not
-    compute."""
+    """The layout of a CosmosTransformer3DModel. The layout's in_channels include the channels of the masks, which the
+    network takes as further channels of the latent. Raises Refusal if the module is built in a way that our forward
+    does not compute."""
     leaves = LeafReader(network, reads_loras=True)
     time = network.time_embed
     final = network.norm_out
