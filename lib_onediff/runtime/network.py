@@ -26,8 +26,8 @@ from ..weights.operands import WithLowBit, merged_operand, source_of
 from ..weights.scan import HostTraits
 from .low_bit_errors import Choice
 
-# How often the host may be asked in one sampling to move weights off the GPU: once for 8-bit weights, once for a graph,
-# and once more.
+# How often the host may be asked in one sampling to move weights off the GPU: for 8-bit weights, for calls that ran out
+# of memory (FullGpu), and for a graph.
 MOST_ASKED = 3
 # A hint for users, at the end of Network.streamed.
 EIGHT_BITS = " (the options Low-bit and Low-bit only keep most of them on the GPU, in 8 bits)"
@@ -51,6 +51,8 @@ class Network:
     has_served: in an announced sampling, whether OneDiff, and not the host, has served a call of it; outside of
         samplings, whether it has served the last call that had no plan.
     no_room_for_low_bit: whether GPU memory was too small in this sampling for 8-bit weights.
+    no_room: the calls of this sampling that ran out of GPU memory: by Call.signature, the bytes that could be allocated
+        for them, which were not enough. Empty again after the host has moved weights.
     asked_for_room: how often the host was asked in this sampling to move weights off the GPU.
     """
 
@@ -75,6 +77,7 @@ class Network:
         self.low_bit: LowBitWeights | None = None
         self.low_bit_choice: Choice | None = None
         self.no_room_for_low_bit = False
+        self.no_room: dict[Hashable, int] = {}
         self.asked_for_room = 0
         self.runners: dict[ShapeKey, CachedRunner] = {}
         # By image size: bytes of GPU memory beside the weights that the steps of earlier samplings needed.
@@ -85,10 +88,11 @@ class Network:
 
     def begin_sampling(self) -> None:
         """Begin a sampling that the host has announced: drop the plans, and let the calls try again to read the
-        network, to make 8-bit weights, and to ask the host for room, if one of these has failed in the last
+        network, to compute, to make 8-bit weights, and to ask the host for room, if one of these has failed in the last
         sampling."""
         self.has_served = False
         self.no_room_for_low_bit = False
+        self.no_room.clear()
         self.asked_for_room = 0
         self.plans.clear()
         self.samplings += 1
@@ -285,7 +289,8 @@ class Network:
         The host is asked only if it keeps a part of the weights in main memory anyway, or if is_urgent: the host itself
         has run out of memory. It is asked at most MOST_ASKED times in a sampling. Returns False if it is not asked.
         """
-        if (self.bound.streaming is None and not is_urgent) or self.asked_for_room >= MOST_ASKED:
+        is_streamed = self.bound.is_partly_away
+        if not (is_streamed or is_urgent) or self.asked_for_room >= MOST_ASKED:
             return False
         self.asked_for_room += 1
         unet = self.bound.module
@@ -293,7 +298,9 @@ class Network:
         with torch.no_grad(), torch.inference_mode(next(unet.parameters()).is_inference()):
             freed = self.bound.host_traits.make_room(unet, byte_count)
         self._bytes_had += freed
-        if freed and self.bound.streaming is not None:
+        if freed:
+            self.no_room.clear()
+        if freed and is_streamed:
             self._bytes_needed[self._image_size] = self._bytes_had
         return freed > 0
 

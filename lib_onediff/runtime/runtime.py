@@ -27,6 +27,7 @@ from ..store.history import History
 from ..weights.scan import HostTraits
 from .cache import Cache
 from .card_route import CardRoute, OneCard
+from .full_gpu import FullGpu
 from .network import Network
 from .plan import replayed
 from .services import SWITCHED_OFF, TRAINING, Services
@@ -50,6 +51,7 @@ class Runtime:
 
     services: the shared objects. Some of them, and some of their methods, are attributes of the runtime too.
     stepping, two_gpus, by_card: the parts of a call's route, in this order.
+    full_gpu: frees memory after a call has run out of it, and refuses calls for which there is none yet.
     cache: the methods for pages and the API.
     vae: the route of decodes.
     webui: the adapter of the WebUI that OneDiff runs in (a hosts.contract.WebUI), kept here to survive a reload of
@@ -78,6 +80,7 @@ class Runtime:
         self.stepping = Stepping(services, step_policies() if policies is None else policies, self.sampling_of)
         self.by_card = CardRoute(services, self.stepping)
         self.two_gpus = TwoGpusRoute(services, self.stepping, self.by_card, self.release)
+        self.full_gpu = FullGpu(services)
         self.vae = DecoderRoute(services)
         cache = Cache(services, self.stepping, self.vae, self.two_gpus)
         self.cache = cache
@@ -131,6 +134,7 @@ class Runtime:
             else:
                 known.settings = settings
                 known.no_room_for_low_bit = False
+                known.no_room.clear()
         if known is None:
             services.devices.prepare_early(unet, settings or self.settings)
 
@@ -280,7 +284,7 @@ class Runtime:
         except Exception as error:
             tried: Attempt[Any] = Attempt.of(error, around)
             work: Callable[[], Answer] = partial(
-                self.by_host, unet, tried, "looking a UNet up", as_host(host), call.latent
+                self.by_host, unet, tried, "looking a UNet up", as_host(host), call
             )
         else:
             work = partial(compute, call, as_host(host))
@@ -332,25 +336,31 @@ class Runtime:
         return network, settings
 
     def by_host(
-        self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, latent: Tensor | None = None,
+        self, unet: nn.Module, attempt: Attempt[Any], hook: str, host: Host, call: Call | None = None,
         tried: Entry | None = None,
     ) -> Answer:
         """The answer of the host's own forward to a call that OneDiff did not serve. The call is counted, with the
         reason.
 
         attempt: the failed attempt to serve the call; has the reason. If it ran out of GPU memory, OneDiff's memory is
-        freed first. hook: what was attempted, in words for Guard.give_up. latent: the call's latent; None if it could
-        not be read. tried: the entry that was tried last; None if there was none. A fault of ours is logged only after
-        the host has answered: if the host raises too, the inputs are wrong. Raises only exceptions of the host.
+        freed first, and the host may be asked to move weights (FullGpu.relieve). hook: what was attempted, in words for
+        Guard.give_up. call: None if it could not be read. tried: the entry that was tried last; None if there was none.
+        A fault of ours is logged only after the host has answered: if the host raises too, the inputs are wrong. Raises
+        only exceptions of the host.
         """
         fault = attempt.fault
-        if attempt.outcome is Outcome.OUT_OF_MEMORY:
-            self.release_memory()
+        network = self.services.networks.get(unet)
         reason = attempt.reason if fault is None else NOT_UNDERSTOOD.format(first_line(fault))
+        if attempt.outcome is Outcome.OUT_OF_MEMORY:
+            if network is None or call is None:
+                self.release_memory()
+            else:
+                relieve = partial(self.full_gpu.relieve, network, call, tried)
+                reason = self.guard.attempt("freeing GPU memory", relieve) or reason
         known = None if tried is None else tried.host
+        latent = None if call is None else call.latent
         host_times = self.call_stats.note_host(reason, self._known_name(unet), latent, known)
         self._leave_as_found(unet)
-        network = self.services.networks.get(unet)
         # Binding moves weights, which fragments GPU memory. So only then the host is asked to make room for itself.
         is_ours = network is not None and network.bound.has_binding
         room = partial(network.make_room, HOST_NEEDS, is_urgent=True) if network and is_ours else None
@@ -425,11 +435,13 @@ class OursOrHosts:
         if made.is_ours:
             return made.given()
         runtime = self._runtime
-        return runtime.by_host(self._unet, made, "the UNet's forward", host, call.latent, card.tried)
+        return runtime.by_host(self._unet, made, "the UNet's forward", host, call, card.tried)
 
     def _ours(self, card: OneCard, call: Call, host: Host) -> Answer:
         """The answer by OneDiff, on two GPUs if the settings say so and the call can be split, else on one. A call that
-        OneDiff has computed is counted. card: computes on one GPU. Raises the exceptions of CardRoute.answer."""
+        OneDiff has computed is counted. card: computes on one GPU. Raises the exceptions of CardRoute.answer, and
+        Refusal if such calls have run out of GPU memory (FullGpu.refuse_call)."""
+        self._runtime.full_gpu.refuse_call(self._network, call)
         two_gpus = self._runtime.two_gpus
         settings = self._settings
         if settings.second_gpu != ONE_GPU:
@@ -443,6 +455,7 @@ class OursOrHosts:
         answer = card(call, host) if self._is_plain else self._runtime.by_card.answer(card, call, host)
         if answer.served is None:
             return answer
+        self._runtime.full_gpu.note_served(self._network, call)
         return answer._replace(host_times=self._runtime.note_served(answer.served))
 
     def check(self, call: Call, served: Served) -> None:

@@ -108,6 +108,12 @@ class BoundNetwork:
         return self._binding is not None
 
     @property
+    def is_partly_away(self) -> bool:
+        """Whether the host kept a part of the weights in main memory when they were bound last. Unlike `streaming`,
+        this stays when the buffers are freed, and when there was no GPU memory for them."""
+        return self._binding is not None and bool(self._binding.away)
+
+    @property
     def binding(self) -> Binding:
         """The binding to the module's layers, as refresh() or layout_now() has read them last; see has_binding. Raises
         Refusal before the first reading, after release(), and if the last reading gave no layout."""

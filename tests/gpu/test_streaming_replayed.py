@@ -1,6 +1,7 @@
 """Weights that a host keeps in main memory are copied while the GPU computes, and edits of them count at once."""
 from __future__ import annotations
 
+import gc
 import random
 from dataclasses import replace
 from typing import Any
@@ -15,12 +16,15 @@ from torch import nn
 import lib_onediff
 from lib_onediff.bench.models import random_unet
 from lib_onediff.bench.steps import exact_output
+from lib_onediff.runtime.network import MOST_ASKED
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 from lib_onediff.weights.digests import digest_of_values
+from lib_onediff.weights.streaming import RING
 
 GPU = torch.device("cuda")
 MAIN = torch.device("cpu")
+MIB = 2**20
 TRIALS = 150
 
 
@@ -135,6 +139,58 @@ def test_weights_that_are_kept_in_eight_bits_are_not_copied(option: Any) -> None
     whole = network.bound.streaming.copied()
     # SD1.5's convolutions are three quarters of its weights.
     assert network.bound.streaming.copied(network.low_bit.names()) < 0.8 * whole
+
+
+@pytest.mark.gpu
+def test_on_a_full_gpu_the_host_moves_weights_until_they_are_streamed_by_a_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    unet = random_unet("sd15", GPU).half()
+    given = arguments(unet, 256, 192)
+    exact = exact_output(unet, given).to(GPU)
+    expected = host(unet, given)
+    network = in_our_care(moved(unet, 0.3))
+    asked: list[int] = []
+    freed: list[int] = []
+    routes: list[str] = []
+
+    def make_room(unet: nn.Module, size: int) -> int:
+        asked.append(size)
+        done = 0
+        for layer in unet.modules():
+            on_gpu = [one for one in layer._parameters.values() if one is not None and one.is_cuda]
+            if done < size and on_gpu:
+                done += sum(one.nbytes for one in on_gpu)
+                layer.to(MAIN)
+        brought(unet)
+        freed.append(done)
+        return done
+
+    network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
+    # OneDiff leaves a GiB of this GPU to others, which most of these weights would have to make room for.
+    monkeypatch.setattr(runtime.services.holdings.card, "spare", lambda device: 128 * MIB)
+    runtime.room_lacked(unet, "256x192")
+    runtime.begin_sampling(unet)
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    # Less than the ring takes.
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 128 * MIB) / total)
+    try:
+        with as_in_images():
+            for _ in range(9):
+                output = called(unet, given)
+                assert relative_error(output, exact) <= 1.1 * relative_error(expected, exact)
+                routes.append(last_call()["route"])
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+        runtime.end_sampling()
+    assert routes[0] == "host" and routes[-1] == "graph", (routes, last_call()["reason"])
+    assert "main memory" in last_call()["reason"] and network.bound.streaming is not None
+    assert asked[0] >= RING and len(asked) <= MOST_ASKED
+    # The next image has this room from its beginning, apart from what OneDiff holds already.
+    assert runtime.room_lacked(unet, "256x192") + network.bound.bytes >= sum(freed)
+    lib_onediff.uncompile_unet(unet)
 
 
 @pytest.mark.gpu

@@ -15,16 +15,20 @@ from graph_builders import PretendedCard, PretendedGraphs
 from ladder_builders import Weather, attached, error, make_ready, now, reason, states
 from torch import Tensor, nn
 
+from lib_onediff.core.attempt import OUT_OF_MEMORY
 from lib_onediff.core.guard import Guard
 from lib_onediff.core.settings import Settings
 from lib_onediff.devices.cuda.graphs.capture import PIECE, most_in_use
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.families.unet.call import UNetCall
+from lib_onediff.runtime.full_gpu import NO_ROOM_YET
 from lib_onediff.runtime.graphs import cache
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL, GRAPHS, WEIGHTS, MemoryPressure
 from lib_onediff.runtime.runtime import HOST_NEEDS, runtime
 
 CLOSE = 1e-5
 GIBIBYTE = 2**30
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -123,6 +127,74 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     runtime.release_memory()
     with torch.no_grad(), pytest.raises(torch.cuda.OutOfMemoryError):
         runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
+
+
+def test_a_call_that_runs_out_of_memory_is_not_tried_again_in_this_sampling(
+    unet: nn.Module, weather: Weather, card: PretendedCard
+) -> None:
+    """It would free the graphs of all other shapes each time."""
+
+    def too_large(tokens: Tensor, unit: Any, consumer: Any) -> Tensor:
+        if len(tokens) > 2:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return torch_ops.gated(tokens, unit, consumer)
+
+    weather.gated_by = too_large
+    large = a_call(unet, batch=4)
+    leave(card, 2 * GIBIBYTE)
+    for _ in range(2):
+        runtime.begin_sampling(unet)
+        before = weather.calls
+        assert error(unet, large) < CLOSE and now()[1] == "host" and reason() == OUT_OF_MEMORY
+        assert weather.calls == before + 1
+        make_ready(unet, (8, 8))
+        before = weather.calls, card.emptied
+        for _ in range(3):
+            assert error(unet, large) < CLOSE and now()[1] == "host" and reason() == NO_ROOM_YET
+        assert (weather.calls, card.emptied) == before and states()["64x64"] == "ready"
+        runtime.purge()
+    weather.clears()
+    assert error(unet, large) < CLOSE and now()[1] == "host", "the sampling has not ended"
+    runtime.begin_sampling(unet)
+    assert error(unet, large) < CLOSE and now() == ("native", "plain")
+
+
+def test_a_call_that_ran_out_of_memory_is_tried_again_when_more_is_free(
+    unet: nn.Module, weather: Weather, card: PretendedCard
+) -> None:
+    call = a_call(unet)
+    leave(card, 100 << 20)
+    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    runtime.begin_sampling(unet)
+    for freed, is_tried in ((0, True), (0, False), (10, False), (100, True), (0, False)):
+        leave(card, card.free(CPU) + (freed << 20))
+        before = weather.calls
+        assert error(unet, call) < CLOSE and now()[1] == "host"
+        assert weather.calls == before + is_tried
+    weather.clears()
+    leave(card, card.free(CPU) + (100 << 20))
+    assert error(unet, call) < CLOSE and now() == ("native", "plain")
+
+
+def test_a_call_is_tried_once_more_if_graphs_had_the_memory(
+    unet: nn.Module, weather: Weather, card: PretendedCard
+) -> None:
+    make_ready(unet, (16, 16))
+    call = a_call(unet)
+    leave(card, GIBIBYTE)
+    runtime.begin_sampling(unet)
+    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    assert error(unet, call) < CLOSE and now()[1] == "host"
+    weather.clears()
+    for route in ("plain", "plain", "graph", "graph"):
+        assert error(unet, call) < CLOSE and now() == ("native", route), reason()
+    runtime.release_memory()
+    make_ready(unet, (12, 12))
+    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    for is_tried in (True, True, False, False):
+        before = weather.calls
+        assert error(unet, call) < CLOSE and now()[1] == "host"
+        assert weather.calls == before + is_tried
 
 
 def test_out_of_memory_in_a_capture_frees_the_other_graphs(unet: nn.Module, card: PretendedCard) -> None:

@@ -22,7 +22,10 @@ from streaming_builders import Early, Late, use_lane
 from torch import Tensor, nn
 
 import lib_onediff
+from lib_onediff.core.attempt import OUT_OF_MEMORY
+from lib_onediff.devices.torch import operators as torch_ops
 from lib_onediff.runtime import card_route
+from lib_onediff.runtime.full_gpu import NO_ROOM_YET, WEIGHTS_MOVED
 from lib_onediff.runtime.graphs import cache as graph_cache
 from lib_onediff.runtime.graphs.accounting import memory_of
 from lib_onediff.runtime.graphs.cache import CARD_IS_FULL
@@ -336,6 +339,67 @@ def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
     # Another program has freed memory.
     assert [sampling("512x512", 650 << 20), sampling("512x512", 650 << 20)] == [lacked, lacked - (50 << 20)]
     assert len(asked) == 2
+
+
+def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
+    computer: Computer, weather: Weather, pretended: PretendedGraphs
+) -> None:
+    """The host answers that call; a later one is served, and the next sampling has the room from its beginning."""
+    computer.is_away = half
+    unet = in_our_care(computer)
+    card = pretended.card
+    card.size = 24 << 30
+    network = runtime.services.networks.get(unet)
+    asked = list[int]()
+    held = list[int]()
+    assert network is not None
+
+    def computed(tokens: Tensor, unit: Any, consumer: Any) -> Tensor:
+        if card.free(CPU) < 700 << 20:
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        return torch_ops.gated(tokens, unit, consumer)
+
+    def make_room(unet: nn.Module, size: int) -> int:
+        asked.append(size)
+        held.append(network.bound.bytes)
+        card.others -= size
+        computer.is_away = lambda name: True
+        for parameter in unet.parameters():
+            parameter.data = parameter.data.clone()
+        return size
+
+    def sampling() -> tuple[int, list[str]]:
+        """The bytes that the host leaves free in addition to its own 300 MiB, and the routes of the calls."""
+        computer.is_away = half
+        for parameter in unet.parameters():
+            parameter.data = parameter.data.clone()
+        lacked = runtime.room_lacked(unet, "512x512")
+        card.others = 0
+        card.others = card.free(CPU) - (300 << 20) - lacked
+        runtime.begin_sampling(unet)
+        routes = list[str]()
+        for _ in range(5):
+            assert is_right(unet, a_call(unet))
+            routes.append(now()[1])
+            assert (reason() == WEIGHTS_MOVED) == (routes[-1] == "host")
+        return lacked, routes
+
+    weather.gated_by = computed
+    network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
+    assert sampling() == (0, ["host", "host", "plain", "plain", "graph"])
+    assert asked == [RING, 2 * RING] and held == [0, 0], "what OneDiff held was freed before"
+    assert sampling() == (3 * RING, ["plain", "graph", "graph", "graph", "graph"])
+    assert len(asked) == 2
+
+
+def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(computer: Computer, weather: Weather) -> None:
+    computer.is_away = half
+    unet = in_our_care(computer)
+    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    for why in (OUT_OF_MEMORY, NO_ROOM_YET, NO_ROOM_YET):
+        assert is_right(unet, a_call(unet))
+        assert now()[1] == "host" and reason() == why
+    assert weather.calls == 1
 
 
 @pytest.mark.parametrize("takes", [True, False])
