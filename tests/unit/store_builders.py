@@ -24,13 +24,15 @@ def opened(folder: Path, machine: str = "") -> History:
 
 
 def row(resolution: str = "512x512", architecture: str = "sd1", **values: float | None) -> HistoryRow:
+    """A row of one shape, as a History stores it. values: others of its fields."""
     return HistoryRow(architecture, "SD1", resolution, 2, 77, "float16", **{"last_used": 1000.0, **values})
 
 
 def uses(history: History) -> dict[str, int]:
+    """The number of uses of each resolution."""
     return {found.resolution: found.uses for found in history.rows()}
 
 
 def checked(key: ShapeKey) -> Entry:
-    """An entry that was checked."""
+    """An entry whose output was compared with the host's and is close to it."""
     return Entry(key, weights="weights and sources", verdict=Verdict(relative_error=1e-3))

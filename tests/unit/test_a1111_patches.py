@@ -134,6 +134,8 @@ def route() -> str:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_patch_runs_inside_our_forward_until_it_is_removed(unet: Any, case: str) -> None:
+    """Functions that an extension sets on ldm's modules change our output as they change ldm's own forward. After they
+    are removed, our output equals the one before."""
     changed = ChangedModules(does_nothing_now)
     plain = ours(unet, changed)
     undo = CASES[case](unet)
@@ -160,10 +162,12 @@ FREEU = functools.partial(boosted, original_function=builders.ResizingTorch().ca
 
 
 @pytest.mark.parametrize(("size", "triton"), [((16, 16), False), ((12, 21), False), ((4, 5), True)])
-def test_functions_that_join_skips_get_the_arguments_of_the_webuis_call(
+def test_a_function_that_replaces_the_join_of_skips_runs_inside_our_forward(
     monkeypatch: pytest.MonkeyPatch, size: tuple[int, int], triton: bool
 ) -> None:
-    """Odd sizes make skips of another size than the hidden states."""
+    """FREEU replaces the torch.cat of ldm's module, as FreeU does. Our output is close to ldm's with it, and far from
+    ours without it. Odd sizes make skips of another size than the hidden states. triton: our own kernel would join
+    them."""
     monkeypatch.setattr(builders.ResizingTorch, "cat", staticmethod(FREEU))
     ops: Any = torch_ops
     unet = ldm_unet(**FEW_NORMS_LDM)
@@ -182,9 +186,9 @@ def test_functions_that_join_skips_get_the_arguments_of_the_webuis_call(
         assert relative_error(output, our_output(unet, call)) > 100 * CLOSE
 
 
-def test_attention_of_reference_is_a_patch_only_while_it_has_recorded_features(unet: Any) -> None:
+def test_functions_of_controlnets_reference_are_a_patch_only_while_features_are_recorded(unet: Any) -> None:
     """sd-webui-controlnet removes its forward of the UNet after use, but none of those that it has set on inner
-    modules."""
+    modules. With an empty bank they compute what the block computes."""
 
     def hacked_basic_transformer_inner_forward(self: Any, x: Tensor, context: Tensor | None = None) -> Tensor:
         return type(self)._forward(self, x + sum(self.bank), context)
@@ -207,6 +211,8 @@ def test_attention_of_reference_is_a_patch_only_while_it_has_recorded_features(u
 
 
 def test_attention_of_hypertile_is_a_patch_only_while_it_is_switched_on(unet: Any) -> None:
+    """does_nothing_now reads HyperTile's switch. A function of another extension over HyperTile's hides the switch, and
+    is a patch again."""
     attention = blocks_of(unet)[0].attn1
     switch = types.SimpleNamespace(enabled=True, forward=attention.forward)
     attention.__dict__["__webui_hypertile_params"] = switch
@@ -220,6 +226,8 @@ def test_attention_of_hypertile_is_a_patch_only_while_it_is_switched_on(unet: An
 
 
 def test_the_webuis_own_attention_that_an_extension_has_bound_is_no_patch(unet: Any) -> None:
+    """A function of modules.sd_hijack_optimizations is the WebUI's own attention, which ours replaces. It is never
+    called here: it would raise."""
     space: dict[str, Any] = {"__name__": "modules.sd_hijack_optimizations"}
     exec("def forward(self, x, context=None, mask=None): raise AssertionError('ours computes it')", space)
     changed = ChangedModules(does_nothing_now)
@@ -236,6 +244,7 @@ def test_the_webuis_own_attention_that_an_extension_has_bound_is_no_patch(unet: 
     ("/venv/tomesd/patch.py", "tomesd.patch"), ("/webui/extensions/loose.py", "tomesd.patch"),
 ])
 def test_reasons_name_the_extension_that_users_have_installed(path: str, name: str) -> None:
+    """author() names a function by the folder below extensions/ that its file is in, and by its module elsewhere."""
     space: dict[str, Any] = {"__name__": "tomesd.patch", "__file__": path}
     exec("def function(): pass", space)
     assert author(types.MethodType(space["function"], object())) == name

@@ -34,7 +34,9 @@ def gone(*places: int) -> Any:
     return set(places)
 
 
-def test_a_memory_shrinks_to_the_largest_that_stays_where_that_is_worth_it() -> None:
+def test_dropping_graphs_frees_memory_down_to_the_largest_graph_that_stays() -> None:
+    """Graphs share one memory, which is as large as the largest of them needs. It is made anew only if that gains
+    LEAST_GAIN bytes and LEAST_SHARE of it; shrinks() is 0 where it stays, and the whole size where no graph stays."""
     small = 8 * PAGE
     rest = memory_of(small)
     assert SharedMemory(1000, graphs(small, small)).shrinks(gone(0, 1)) == 1000, "nothing stays in it"

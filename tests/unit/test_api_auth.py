@@ -46,7 +46,9 @@ def nothing_happened(api: Api) -> bool:
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: f"{request[0]} {request[1]}")
-def test_no_endpoint_is_without_the_hosts_password(request_: Any) -> None:
+def test_every_endpoint_requires_an_account_of_api_auth(request_: Any) -> None:
+    """A wrong, partial or missing password is answered with 401, and changes nothing. Each account of the option is
+    accepted."""
     api = Api()
     client = TestClient(api.add_to(a1111s_app("ann:one,bob:two"), command_line(api_auth="ann:one,bob:two")))
     for headers in ({}, *map(basic, ["ann:two", "ann:", "ann", ":", "", "ANN:one"]), {"Authorization": "Bearer x"},
@@ -59,7 +61,8 @@ def test_no_endpoint_is_without_the_hosts_password(request_: Any) -> None:
         assert send(client, request_, **basic(account)).status_code != 401
 
 
-def test_a_host_whose_own_check_is_not_found_lets_nobody_in() -> None:
+def test_without_the_hosts_password_check_every_request_is_refused() -> None:
+    """A bare FastAPI() has none of the routes whose check of --api-auth we use. A correct password is refused, too."""
     client = TestClient(Api().add_to(FastAPI(), command_line(api_auth="ann:one")))
     answer = send(client, REQUESTS[0], **basic("ann:one"))
     assert answer.status_code == 401 and answer.json() == {"detail": NO_CHECK}
@@ -94,8 +97,8 @@ def logged_in_client(app: Any, account: dict[str, str]) -> TestClient:
     return client
 
 
-def test_refused_clients_are_told_only_of_options_that_exist() -> None:
-    """The demo has no --api-auth, and --gradio-auth."""
+def test_a_refusal_mentions_api_auth_only_where_the_host_has_that_option() -> None:
+    """The demo has --gradio-auth, but no --api-auth: the sentence has only the login on the page."""
     options = SimpleNamespace(api=True, gradio_auth="ann:one")
     client = TestClient(Api().add_to(page_of_a_host([("ann", "one")]), options))
     answer = send(client, REQUESTS[0])
@@ -104,7 +107,9 @@ def test_refused_clients_are_told_only_of_options_that_exist() -> None:
 
 
 @pytest.mark.parametrize("flag", ["gradio_auth", "gradio_auth_path"])
-def test_a_page_with_logins_lets_in_who_has_logged_in(flag: str) -> None:
+def test_with_gradio_auth_only_clients_that_have_logged_in_are_answered(flag: str) -> None:
+    """A client without a login, with a wrong password, or with an invented cookie gets 401 from every endpoint. A
+    password of the page is not accepted as one of --api-auth."""
     api = Api()
     app = api.add_to(page_of_a_host([("ann", "one"), ("bob", "two:parts")]), command_line(**{flag: "given"}))
     stranger = TestClient(app)
@@ -120,8 +125,9 @@ def test_a_page_with_logins_lets_in_who_has_logged_in(flag: str) -> None:
         assert send(logged_in_client(app, account), REQUESTS[0]).status_code == 200, account
 
 
-def test_logins_without_a_page_let_nobody_in() -> None:
-    """--nowebui: there is no login, and an app that has a route of the same name is no gradio."""
+def test_gradio_auth_without_a_page_refuses_every_request() -> None:
+    """With --nowebui there is no page to log in on. The app's own routes /user and /login_check are not gradio's, and
+    must not be used as a login check."""
     app = FastAPI()
     app.add_api_route("/user", lambda: "ann")
     app.add_api_route("/login_check", lambda: None)
@@ -137,9 +143,9 @@ def test_logins_without_a_page_let_nobody_in() -> None:
 
 
 @pytest.mark.parametrize("headers", [{"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}], ids=str)
-def test_another_sites_page_changes_nothing(headers: dict[str, str]) -> None:
-    """Not with a password that the browser adds, either, and not by a form, which is no JSON. See test_api_origins.py
-    for what is another site."""
+def test_requests_that_change_something_are_refused_from_pages_of_other_sites(headers: dict[str, str]) -> None:
+    """Also with a password that the browser adds, and also from a form, which sends no JSON. test_api_origins.py tests
+    which sites are others."""
     for flags, password in (({}, {}), ({"api_auth": "ann:one"}, basic("ann:one"))):
         api = Api()
         client = TestClient(api.add_to(a1111s_app("ann:one"), command_line(**flags)))

@@ -56,15 +56,16 @@ def test_invalid_requests_are_refused_in_one_sentence(api: Api, content_type: st
 
 
 @pytest.mark.parametrize("body", [b'{"sizes": "\xff"}', b"\xc3"])
-def test_a_body_that_is_not_utf_8_gets_a_sentence(api: Api, body: bytes) -> None:
+def test_a_body_that_is_not_utf_8_is_refused_in_a_sentence_that_says_so(api: Api, body: bytes) -> None:
     for path in ("prewarm", "purge", "pin", "release"):
         answer = api.client.post(f"/onediff/v1/{path}", content=body, headers={"Content-Type": "application/json"})
         told = {"detail": "The request body is not usable: it is no UTF-8 text."}
         assert (answer.status_code, answer.json()) == (400, told)
 
 
-def test_values_that_json_lacks_are_answered_as_null(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Numbers that JSON lacks, and halves of surrogate pairs, in what the runtime itself says."""
+def test_numbers_that_json_lacks_are_answered_as_null(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Infinity and NaN become null. Half of a surrogate pair does not fail the answer, though UTF-8 cannot encode it,
+    and keys become strings."""
     odd = {"ratio": float("inf"), "reason": "half \ud800", 3: [float("nan"), (1.5, None, True)]}
     monkeypatch.setattr(api_builders, "STATUS", odd)
     said = {"ratio": None, "reason": "half \ud800", "3": [None, [1.5, None, True]]}
@@ -74,6 +75,8 @@ def test_values_that_json_lacks_are_answered_as_null(api: Api, monkeypatch: pyte
 def test_an_internal_error_is_answered_in_one_sentence_and_logged(
     api: Api, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The exception's own text is in the log alone: it may contain a path or a name."""
+
     def broken() -> list[Any]:
         raise RuntimeError("secret")
 

@@ -38,7 +38,9 @@ def test_pages_of_other_sites_are_refused(headers: dict[str, str]) -> None:
         assert origins.is_foreign({"host": "127.0.0.1:7860", **headers})
 
 
-def test_pages_under_local_names_of_this_machine_are_allowed() -> None:
+def test_a_strict_host_refuses_pages_under_a_name_that_is_not_its_own() -> None:
+    """DNS rebinding: another site's name is made to resolve to this machine, so that Origin and Host agree. strict_host
+    accepts addresses, localhost and the given names."""
     rebound = {"host": "evil.example:7860", "origin": "http://evil.example:7860"}
     assert Origins(strict_host=True).is_foreign(rebound)
     assert not Origins(strict_host=True, names=["evil.example"]).is_foreign(rebound)
@@ -54,6 +56,7 @@ def test_pages_under_local_names_of_this_machine_are_allowed() -> None:
     ("2130706433", "2130706433", False),
 ])
 def test_a_strict_host_knows_only_addresses_and_localhost(host: str, name: str, fixed: bool) -> None:
+    """Without strict_host, every name that can be read from the Host header is known."""
     assert host_name(host) == name
     assert Origins(strict_host=True).knows(host) is fixed
     assert Origins().knows(host) is bool(name)
@@ -64,7 +67,10 @@ def test_a_strict_host_knows_only_addresses_and_localhost(host: str, name: str, 
     ({"listen": False, "server_name": "0.0.0.0"}, False), ({"listen": False, "share": True}, False),
     ({"listen": False, "ngrok": "token"}, False), ({"listen": False, "subpath": "sd"}, False),
 ], ids=str)
-def test_a_webui_of_this_machine_knows_its_names(flags: dict[str, Any], strict: bool) -> None:
+def test_only_a_webui_that_serves_this_machine_alone_is_strict_about_host_names(
+    flags: dict[str, Any], strict: bool
+) -> None:
+    """With --listen, --share, ngrok or behind a proxy (--subpath) it is reached under names that it cannot know."""
     assert origins_of(SimpleNamespace(**flags)).strict_host is strict
 
 
@@ -75,9 +81,11 @@ def test_a_webui_of_this_machine_knows_its_names(flags: dict[str, Any], strict: 
     ({"host": "sd.lan", "origin": "http://sd.lan.evil:8080"}, False),
     ({"host": "sd", "origin": "http://sd.lan"}, False),
 ])
-def test_without_sec_fetch_site_the_host_or_forwarded_host_tells_ones_own_page(
+def test_without_sec_fetch_site_a_page_is_our_own_if_its_origin_names_the_requested_host(
     headers: dict[str, str], own: bool
 ) -> None:
+    """The host is that of Host or X-Forwarded-Host; a port counts only where Host has one. strict_host refuses all of
+    them, since these names are not of this machine."""
     assert Origins().is_foreign(headers) is not own
     assert Origins(strict_host=True).is_foreign(headers)
 
@@ -92,7 +100,7 @@ def test_sites_that_the_command_line_allows_are_not_foreign() -> None:
 
 
 @pytest.mark.parametrize("headers", [{}, {"origin": "https://evil.example"}])
-def test_no_web_socket_is_opened(headers: dict[str, str]) -> None:
+def test_every_web_socket_is_refused(headers: dict[str, str]) -> None:
     """A browser opens one for any page, without asking first; no route of ours or gradio's takes one."""
     app = FastAPI()
 

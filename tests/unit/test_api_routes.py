@@ -50,7 +50,8 @@ def known(api: Api, path: str = "shapes") -> set[tuple[str, str]]:
 # --- where it is, and what it says of itself --------------------------------------------------------------------------
 
 
-def test_api_is_there_only_where_the_hosts_own_is() -> None:
+def test_endpoints_exist_only_where_the_hosts_own_api_does() -> None:
+    """The host's own API is switched on by --api, and by --nowebui."""
     for flags, there in (({}, True), ({"api": False}, False), ({"api": False, "nowebui": True}, True)):
         app = Api().add_to(FastAPI(), command_line(**flags))
         assert ("/onediff/v1/status" in app.openapi()["paths"]) == there, flags
@@ -58,8 +59,9 @@ def test_api_is_there_only_where_the_hosts_own_is() -> None:
 
 
 @pytest.mark.parametrize("has_page", [False, True])
-def test_a_wrong_method_gets_the_right_ones(api: Api, has_page: bool) -> None:
-    """Also where a page behind it takes every remaining path, as the demo's does; and the docs name no more for it."""
+def test_a_wrong_method_is_answered_with_405_and_the_allowed_methods(api: Api, has_page: bool) -> None:
+    """Also where the demo's page is mounted at / and takes every remaining path. The OpenAPI document has only the
+    right methods."""
     if has_page:
         api.app.mount("/", FastAPI())
     right = {"status": "GET", "shapes": "GET", "prewarm": "POST", "jobs": "GET, DELETE", "jobs/1": "GET, DELETE",
@@ -75,14 +77,16 @@ def test_a_wrong_method_gets_the_right_ones(api: Api, has_page: bool) -> None:
     assert sorted(operations) == ["delete"] * 2 + ["get"] * 4 + ["post"] * 4
 
 
-def test_docs_describe_every_endpoint(api: Api) -> None:
+def test_the_openapi_document_describes_every_endpoint(api: Api) -> None:
+    """Each of the ten operations has a summary and a description, and a body only where it is a POST."""
     paths = api.client.get("/openapi.json").json()["paths"]
     told = [(method, one) for methods in paths.values() for method, one in methods.items()]
     assert len(told) == 10 and all(one["summary"] and one["description"] for _, one in told)
     assert all(("requestBody" in one) == (method == "post") for method, one in told)
 
 
-def test_the_page_names_every_field_of_the_answers(api: Api, folder: Path) -> None:
+def test_the_documentation_names_every_field_of_the_answers(api: Api, folder: Path) -> None:
+    """Each key of the answers' JSON is in .readme/api.md."""
     shapes = api.get("shapes")
     page = (Path(__file__).parents[2] / ".readme" / "api.md").read_text(encoding="utf-8")
     with api.webui.lock:
@@ -109,6 +113,8 @@ def ready(api: Api) -> str:
 
 
 def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load balancer's probe: not ready while the checkpoint loads, until the WebUI reports it and its sizes are made
+    ready."""
     monkeypatch.setattr(api.webui, "loads_at_start", lambda: True)
     assert ready(api) == worker.LOADING
     # The WebUI knows the checkpoint now, but has not told of it: nothing is queued yet.
@@ -121,7 +127,8 @@ def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypat
     wait_until(lambda: ready(api) == "")
 
 
-def test_ready_without_a_checkpoint_where_none_is_to_be_loaded(api: Api, folder: Path) -> None:
+def test_without_a_checkpoint_it_is_ready_unless_sizes_are_to_be_prewarmed(api: Api, folder: Path) -> None:
+    """Here the WebUI loads no checkpoint at start. With OneDiff switched off there is nothing to pre-warm."""
     assert ready(api) == ""
     for wanted in ({"prewarm": "512x512"}, {"prewarm": "most used 2"}):
         runtime.configure(Settings(**wanted))
@@ -156,6 +163,7 @@ def test_shapes_are_the_runtimes_rows_and_totals(api: Api, folder: Path) -> None
     ({"all": True}, set()),
 ])
 def test_purge_deletes_only_the_named_entries(api: Api, folder: Path, body: dict[str, Any], left: set[Any]) -> None:
+    """left: the rows that remain of ROWS."""
     before = known(api)
     answer = api.post("purge", body)
     assert known(api) == left
@@ -169,14 +177,18 @@ def test_purge_deletes_only_the_named_entries(api: Api, folder: Path, body: dict
     {"all": True, "disk": True}, {"disk": True, "resolutions": ["512x512"]}, {"model": ""}, {"everything": True},
     {"all": 1}, {"wait": 5}, None, [],
 ])
-def test_purge_without_a_target_is_refused(api: Api, folder: Path, body: Any) -> None:
+def test_purge_without_exactly_one_target_is_refused(api: Api, folder: Path, body: Any) -> None:
+    """422 for a body that is not one target, and 404 for a target that is in no row. Nothing is deleted."""
     api.post("purge", body, 422)
     api.post("purge", {"resolutions": ["768x512"], "model": "SDXL"}, 404)
     assert known(api) == set(ROWS)
 
 
 @pytest.mark.parametrize(("path", "body"), [("purge", {"all": True}), ("purge", {"disk": True}), ("release", {})])
-def test_a_picture_in_progress_is_not_disturbed(api: Api, folder: Path, path: str, body: dict[str, Any]) -> None:
+def test_a_change_is_refused_after_its_wait_while_an_image_is_made(
+    api: Api, folder: Path, path: str, body: dict[str, Any]
+) -> None:
+    """The lock stands for an image in progress. The refused request must not be carried out later, either."""
     with api.webui.lock:
         began = time.monotonic()
         assert "1 s" in api.post(path, {**body, "wait": 1}, 409)["detail"]
@@ -196,7 +208,8 @@ def on_the_disk(folder: Path) -> tuple[set[str], set[tuple[str, str]]]:
     return {row.resolution for row in history.rows()}, set(history.pins())
 
 
-def test_changes_answered_with_200_survive_a_kill(api: Api, folder: Path) -> None:
+def test_a_pin_or_purge_answered_with_200_is_on_the_disk(api: Api, folder: Path) -> None:
+    """on_the_disk() reads the file as another process would, so that the change survives a kill. Purging keeps pins."""
     runtime.open_cache(folder)
     for body, status in (({"resolution": "8x8", "model": "SD1"}, 404), ({"resolution": "512x512"}, 422)):
         api.post("pin", body, status)
@@ -215,6 +228,8 @@ def test_changes_answered_with_200_survive_a_kill(api: Api, folder: Path) -> Non
 def test_changes_that_the_disk_refuses_are_answered_with_507(
     api: Api, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another connection holds the database's write lock. A change that cannot be stored is not made in memory, either:
+    the rows and pins stay, and the same purge succeeds later. The page says the same."""
     runtime.open_cache(folder)
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.05)
     pin = {"resolution": "512x512", "model": "SD1"}
@@ -231,7 +246,9 @@ def test_changes_that_the_disk_refuses_are_answered_with_507(
 # --- the pre-warm queue -----------------------------------------------------------------------------------------------
 
 
-def test_sizes_are_queued(api: Api) -> None:
+def test_prewarm_queues_each_size_once_and_first_puts_it_before_those_that_wait(api: Api) -> None:
+    """The lock holds the queue's first job, so that the others wait. A size that waits keeps its job; another number of
+    tokens is another job. A job that waits can be cancelled once."""
     with api.webui.lock:
         answer = api.post("prewarm", {"sizes": "64x64, 832x1216 x2"}, 202)
         assert [(job["size"], job["tokens"], job["source"]) for job in answer["jobs"]] == [
@@ -251,7 +268,7 @@ def test_sizes_are_queued(api: Api) -> None:
         api.ask("DELETE", f"jobs/{longer['id']}", 409)
 
 
-def test_a_job_that_fails_says_why(api: Api) -> None:
+def test_a_failed_job_has_its_reason(api: Api) -> None:
     (job,) = api.post("prewarm", {"sizes": "64x64"}, 202)["jobs"]
     wait_until(lambda: api.get(f"jobs/{job['id']}")["state"] == "failed")
     assert api.get(f"jobs/{job['id']}")["reason"] == "no model is loaded"
@@ -259,13 +276,14 @@ def test_a_job_that_fails_says_why(api: Api) -> None:
 
 
 @pytest.mark.parametrize("job", ["0", "-1", "1.5", "x", "9" * 5000, "%00", "1e3", "99999999999999999999"])
-def test_an_unknown_job_is_answered_with_404(api: Api, job: str) -> None:
+def test_a_job_number_that_is_none_is_answered_with_422_and_an_unknown_one_with_404(api: Api, job: str) -> None:
     for method in ("GET", "DELETE"):
         api.ask(method, f"jobs/{job}", 422)
         api.ask(method, "jobs/7", 404)
 
 
-def test_queue_has_an_end(api: Api) -> None:
+def test_a_full_queue_is_answered_with_429(api: Api) -> None:
+    """500 sizes fill the queue to MOST_PENDING."""
     with api.webui.lock:
         for row in range(5):
             sizes = ", ".join(f"{64 + 8 * column}x{64 + 8 * row}" for column in range(100))
@@ -275,7 +293,7 @@ def test_queue_has_an_end(api: Api) -> None:
         api.warmup.stop()
 
 
-def test_switched_off_means_nothing_is_queued(api: Api) -> None:
+def test_while_onediff_is_off_prewarm_is_answered_with_409(api: Api) -> None:
     runtime.configure(Settings(enabled=False))
     api.post("prewarm", {"sizes": "64x64"}, 409)
     assert api.get("jobs") == {"jobs": []}

@@ -38,7 +38,9 @@ def raises(error: BaseException) -> Callable[..., Any]:
 @pytest.mark.parametrize(("error", "outcome"), [
     (Refusal("not here"), Outcome.REFUSED), (OUT_OF_MEMORY, Outcome.OUT_OF_MEMORY), (KeyError("ours"), Outcome.FAULT),
 ], ids=repr)
-def test_an_exception_is_one_of_three_outcomes(error: Exception, outcome: Outcome) -> None:
+def test_an_exception_is_a_refusal_out_of_memory_or_a_fault(error: Exception, outcome: Outcome) -> None:
+    """attempted() returns which of them it was. given() raises the exception, or returns the result if there was
+    none."""
     tried = attempted(raises(error))
     assert tried.outcome is outcome and (tried.fault is error) is (outcome is Outcome.FAULT)
     with pytest.raises(type(error)):
@@ -49,8 +51,10 @@ def test_an_exception_is_one_of_three_outcomes(error: Exception, outcome: Outcom
 @pytest.mark.parametrize(("error", "again"), [
     (Refusal("not here"), Refusal), (OUT_OF_MEMORY, torch.cuda.OutOfMemoryError), (KeyError("ours"), RuntimeError),
 ], ids=repr)
-def test_every_refusal_has_its_reason(error: Exception, again: type[Exception]) -> None:
-    """The exception object itself is not kept after it was raised."""
+def test_a_failed_attempt_raises_its_exception_once_and_then_a_new_one_with_its_reason(
+    error: Exception, again: type[Exception]
+) -> None:
+    """The exception object itself is not kept after it was raised, because its frames hold tensors."""
     tried = attempted(raises(error))
     with pytest.raises(type(error)):
         tried.given()
@@ -62,6 +66,8 @@ def test_every_refusal_has_its_reason(error: Exception, again: type[Exception]) 
 
 @pytest.mark.parametrize("error", [ValueError("theirs"), OUT_OF_MEMORY, KeyboardInterrupt()], ids=repr)
 def test_the_webuis_own_exception_is_raised_unchanged(error: BaseException) -> None:
+    """What a HostFunction raises passes attempted() as a HostError, which holds the very exception; it is none of the
+    three outcomes. Only with host_oom_is_ours is the host's out-of-memory one of them."""
     host = HostFunction(raises(error))
     with pytest.raises(HostError) as passing:
         attempted(host)
@@ -71,7 +77,8 @@ def test_the_webuis_own_exception_is_raised_unchanged(error: BaseException) -> N
 
 
 def test_tensors_computed_before_a_fault_are_freed() -> None:
-    """The host needs the memory next."""
+    """The host computes the call next, and needs the memory. Both the fault's frames and those of the exception that it
+    was raised from hold a tensor."""
     tensors: list[Any] = []
 
     def fails() -> None:
@@ -90,6 +97,8 @@ def test_tensors_computed_before_a_fault_are_freed() -> None:
 
 
 def test_an_exception_that_the_webui_is_handling_keeps_its_frames() -> None:
+    """Only the frames of our own exception are cleared, although Python links it to the one that is being handled."""
+
     def host() -> None:
         frames.append("kept")
         raise ValueError("the host's")
@@ -112,7 +121,8 @@ POLICIES: dict[str, dict[str, Any]] = {**ON, "deepcache": {"deepcache_interval":
 def test_an_exception_of_the_webui_inside_a_policy_is_not_a_fault_of_the_policy(
     policy: str, error: BaseException, caplog: Any
 ) -> None:
-    """And nothing is computed again."""
+    """The host's function, which a policy calls, raises. The caller gets that exception, the host is called once, and
+    no fault is recorded."""
     rig = Rig(**{"deepcache_interval": 1, **POLICIES[policy]})
     rig.begin()
     runs: list[int] = []
@@ -130,7 +140,11 @@ def test_an_exception_of_the_webui_inside_a_policy_is_not_a_fault_of_the_policy(
 
 
 @pytest.mark.parametrize("policy", ["forecast", "deepcache", "guidance"])
-def test_a_fault_inside_of_a_policy_is_not_charged_to_it(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_our_forward_inside_a_policy_is_not_recorded_as_the_policys(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy asks our forward for a step, and the choice of a backend fails. The host computes the call once, and
+    the policy goes on."""
     rig = Rig(**{"deepcache_interval": 1, **POLICIES[policy]})
     rig.begin()
     monkeypatch.setattr(rig.runtime.by_card.choice, "begin", raises(IndexError("ours")))
@@ -149,6 +163,7 @@ def test_a_fault_inside_of_a_policy_is_not_charged_to_it(policy: str, monkeypatc
 
 
 def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The output that the policy has got from our forward is returned. asked counts the calls of our forward."""
     ours = Samplings("forecast")
     ours.begin()
     [policy] = [one for one in ours.runtime.stepping.policies if one.name == "forecast"]
@@ -178,9 +193,11 @@ def test_a_policy_that_fails_after_the_call_was_computed_has_it_computed_once(mo
 
 @pytest.mark.parametrize("replays", [True, False])
 @pytest.mark.parametrize("what", ["call_stats.note_served", "call_stats.count"])
-def test_a_failure_to_log_a_fault_loses_only_the_log_line(
+def test_a_fault_while_a_call_is_counted_does_not_lose_its_output(
     unet: nn.Module, replays: bool, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The statistics of a call fail after it was computed, by a replay or by our forward. The host must not compute it
+    again."""
     given = diffusers_arguments(a_call(unet))
     with torch.no_grad():
         expected = own_forward(unet)(**given).sample
@@ -193,7 +210,11 @@ def test_a_failure_to_log_a_fault_loses_only_the_log_line(
     assert runtime.guard.faults == ["a fault of OneDiff in counting a call, please report it: no statistics"]
 
 
-def test_a_fault_after_the_output_drops_the_graph_only(unet: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_while_a_graph_is_prepared_leaves_the_call_to_our_forward(
+    unet: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Preparing a CUDA graph runs out of memory, and making room for it has a fault. Both happen after the output was
+    computed."""
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(runtime.services.holdings.made, "prepare", raises(torch.cuda.OutOfMemoryError("full")))
     monkeypatch.setattr("lib_onediff.runtime.network.Network.make_room", raises(IndexError("no room")))
@@ -207,7 +228,7 @@ def test_a_fault_after_the_output_drops_the_graph_only(unet: nn.Module, monkeypa
 # --- reading a call ---------------------------------------------------------------------------------------------------
 
 
-def test_a_fault_while_a_call_is_read_is_a_fault(
+def test_a_fault_while_a_call_is_read_leaves_it_to_the_host_and_is_logged_once(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     given = diffusers_arguments(a_call(unet))
@@ -220,9 +241,11 @@ def test_a_fault_while_a_call_is_read_is_a_fault(
     assert sum(record.exc_info is not None for record in caplog.records) == 1, "once"
 
 
-def test_inputs_that_the_webui_refuses_too_raise_its_exception(
+def test_arguments_that_diffusers_refuses_raise_diffusers_own_exception(
     unet: nn.Module, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Type and text are those of diffusers' own forward. No fault is recorded, although our reading of the call
+    failed."""
     given: dict[str, Any] = diffusers_arguments(a_call(unet))
     for wrong in (
         {name: value for name, value in given.items() if name != "timestep"}, {**given, "nonsense": 1},
@@ -237,8 +260,8 @@ def test_inputs_that_the_webui_refuses_too_raise_its_exception(
     assert not [record for record in caplog.records if record.exc_info and record.levelname != "DEBUG"]
 
 
-def test_invalid_arguments_raise_the_webuis_exception() -> None:
-    """Neither our forward nor the host's accepts them."""
+def test_a_patched_method_refuses_invalid_arguments_as_the_original_does() -> None:
+    """The exception is Python's for Owner.forward(), and does not mention the function that we have set."""
     class Owner:
         def forward(self, x: int) -> int:
             return x + 1
@@ -259,7 +282,9 @@ def test_invalid_arguments_raise_the_webuis_exception() -> None:
     assert guard.faults == [] and told == [] and not guard.suspended
 
 
-def test_a_module_tree_that_we_fail_to_read_is_a_fault_once(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_a_model_that_we_fail_to_read_runs_in_diffusers_and_is_logged_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
     unet = diffusers_unet()
     given = diffusers_arguments(a_call(unet))
     monkeypatch.setattr(registry.Families, "read", raises(TypeError("ours")))

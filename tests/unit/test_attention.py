@@ -55,7 +55,10 @@ def switches_stay_as_they_are() -> Iterator[None]:
 
 
 @grid(kind=list(SHAPES), scores_bytes=[1, 3000, 40_000, 64 << 20], dtype=list(ROUNDING))
-def test_gemm_attention_is_exact_with_chunks_of_any_size(kind: str, scores_bytes: int, dtype: torch.dtype) -> None:
+def test_gemm_attention_is_close_to_exact_attention_with_chunks_of_any_size(
+    kind: str, scores_bytes: int, dtype: torch.dtype
+) -> None:
+    """scores_bytes limits the memory for scores, and so the number of queries in a chunk: from one query to all."""
     inputs = inputs_of(random_on(CPU, dtype), *SHAPES[kind])
     output = gemm_attention(*inputs, scores_bytes=scores_bytes)
     assert output.transpose(1, 2).is_contiguous(), "heads can be joined without a copy"
@@ -64,6 +67,8 @@ def test_gemm_attention_is_exact_with_chunks_of_any_size(kind: str, scores_bytes
 
 
 def test_upcast_computes_in_float32() -> None:
+    """Only the output is rounded to float16, which the bound 4e-4 allows once. It equals torch's operators with
+    upcast."""
     inputs = inputs_of(random_on(CPU, torch.float16), *SHAPES["self"])
     attention = Attention(Launches(TuningCache()))
     upcast = attention(*inputs, upcast=True)
@@ -96,6 +101,7 @@ def measured(clock: Clock, kind: str, dtype: torch.dtype) -> str:
 
 
 def test_implementations_that_the_host_has_switched_off_are_not_used() -> None:
+    """torch.backends.cuda has a switch for each implementation. A WebUI's options set them."""
     clock = Clock(math=0.1)
     switches.enable_math_sdp(False)
     try:
@@ -123,6 +129,7 @@ def test_wide_heads_use_gemms_and_never_torchs_kernel_that_stores_all_scores() -
 
 @pytest.mark.parametrize("factor", [1.02, math.inf, math.nan])
 def test_an_implementation_with_wrong_outputs_is_not_chosen(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    """MATH is ten times faster than the others here, and its outputs are multiplied by factor."""
     real = module.attend
     monkeypatch.setattr(module, "attend", lambda name, *given: real(name, *given) * (factor if name == MATH else 1))
     assert measured(Clock(math=0.1), "self", torch.float32) == TORCH
@@ -148,7 +155,11 @@ class Watched:
     kind=["SD1", "SD2", "SDXL", "refiner", "SSD", "no middle", "ldm"],
     size=[(8, 8, 2, 77), (9, 11, 1, 154), (15, 10, 3, 77)],
 )
-def test_attention_shapes_are_those_of_the_forward(kind: str, size: tuple[int, int, int, int]) -> None:
+def test_the_attention_shapes_of_a_call_are_those_that_our_forward_computes(
+    kind: str, size: tuple[int, int, int, int]
+) -> None:
+    """attentions() names them before the call, so that each can be measured. Watched records them in the order of the
+    forward."""
     height, width, batch, tokens = size
     unet = shared_ldm_unet() if kind == "ldm" else shared_unet(kind)
     seen: dict[AttentionShapes, None] = {}
@@ -164,7 +175,9 @@ def test_attention_shapes_are_those_of_the_forward(kind: str, size: tuple[int, i
 
 @pytest.mark.parametrize("key_heads", [6, 2])
 @pytest.mark.parametrize("used", [(9, 30), (30, 30), (1, 7)], ids=str)
-def test_in_filled_rows_only_the_tokens_that_count_are_seen(used: tuple[int, int], key_heads: int) -> None:
+def test_tokens_of_a_padded_row_attend_only_to_the_rows_own_tokens(used: tuple[int, int], key_heads: int) -> None:
+    """used: how many of a row's 30 tokens are its own; the others are padding. key_heads 2: three heads of queries
+    share one of keys."""
     query, key, value = inputs_of(random_on(CPU, torch.float32), (2, 6, 30, 8), (2, key_heads, 30, 8))
     filled = Filled.of(torch.tensor(used), 30)
     assert filled.ends.tolist() == [0, used[0], 30, 30 + used[1], 60]
@@ -191,6 +204,8 @@ def sequences(query: Tensor, key: Tensor, value: Tensor, ends: Tensor) -> Tensor
 def test_each_filled_row_becomes_two_sequences(
     name: str, used: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Kernels for sequences of several lengths take a row's own tokens as one sequence, and its padding as another.
+    `sequences` computes each apart, in place of the GPU's kernels."""
     monkeypatch.setattr(module, "may_use", lambda name: True)
     monkeypatch.setattr(module, "KEEPS_CUDNN_SEQUENCES", True)
     monkeypatch.setattr(module, "flash_of_sequences", lambda query, key, value, ends, longest: sequences(
@@ -212,7 +227,7 @@ def test_each_filled_row_becomes_two_sequences(
 def test_kernels_for_sequences_are_chosen_if_they_are_correct(
     wrong: bool, best: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """wrong: for rows of which all tokens count."""
+    """wrong: the kernel, the fastest here, returns zeros for rows without padding."""
 
     def flash(query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int) -> Tensor:
         output = sequences(query, key, value, ends)
@@ -229,7 +244,9 @@ def test_kernels_for_sequences_are_chosen_if_they_are_correct(
         assert attention.pick(*shapes, torch.bfloat16, uncertain=other) == TORCH, "other rows are another class"
 
 
-def test_sequences_of_cudnn_need_a_torch_that_keeps_what_it_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cudnns_kernel_for_sequences_is_refused_where_torch_does_not_keep_its_plans(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "may_use", lambda name: True)
     monkeypatch.setattr(module, "KEEPS_CUDNN_SEQUENCES", False)
     inputs = inputs_of(random_on(CPU, torch.bfloat16), (2, 6, 30, 8), (2, 2, 30, 8))
@@ -255,9 +272,11 @@ def exact_part(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("key_heads", [6, 2])
 @pytest.mark.parametrize("used", [(19, 30), (18, 25), (30, 30), (18, 18)], ids=str)
-def test_attention_over_two_parts_of_the_keys_is_that_over_all(
+def test_attention_over_two_parts_of_the_keys_is_close_to_attention_over_all(
     used: tuple[int, int], key_heads: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first 18 keys are certain, i.e. of no row padding; the others may be. PARTS attends to each part apart, and
+    merges them."""
     monkeypatch.setattr(module, "part_of", exact_part)
     inputs = inputs_of(random_on(CPU, dtype), (2, 6, 30, 8), (2, key_heads, 30, 8))
     output = module.attend_filled(PARTS, *inputs, Filled.of(torch.tensor(used), 30, certain=18))
@@ -270,7 +289,8 @@ def test_attention_over_two_parts_of_the_keys_is_that_over_all(
 
 
 @pytest.mark.parametrize("apart", [0.0, 3.0, -3.0, 100.0, -100.0, 1e38, -1e38])
-def test_parts_are_merged_by_their_sums(apart: float) -> None:
+def test_merged_parts_have_the_shares_of_their_sums_of_exponentials(apart: float) -> None:
+    """The sums are logarithms, and apart is their difference: the second part's share is sigmoid(apart)."""
     make = random_on(CPU, torch.float32)
     first, second = make(1, 2, 5, 4), make(1, 2, 5, 4)
     sums = make(1, 2, 5)
@@ -280,13 +300,15 @@ def test_parts_are_merged_by_their_sums(apart: float) -> None:
 
 
 @pytest.mark.parametrize("certain", [0, 30])
-def test_one_part_alone_is_left_to_others(certain: int) -> None:
+def test_attention_in_parts_is_refused_where_one_part_is_empty(certain: int) -> None:
+    """certain: how many of the 30 tokens are padding in no row."""
     inputs = inputs_of(random_on(CPU, torch.bfloat16), (2, 6, 30, 8), (2, 2, 30, 8))
     with pytest.raises(RuntimeError, match="certain"):
         module.attend_filled(PARTS, *inputs, Filled.of(torch.tensor([30, 30]), 30, certain))
 
 
 def test_parts_are_chosen_where_tokens_are_certain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """uncertain: how many of the 30 tokens may be padding. With 30 there is no certain part."""
     monkeypatch.setattr(module, "part_of", exact_part)
     attention = Attention(Launches(TuningCache()))
     shapes = (2, 6, 30, 8), (2, 2, 30, 8)

@@ -53,7 +53,9 @@ def test_the_commands_in_the_documentation_are_valid(words: str) -> None:
     ("webui http://here --share no/such", "--share"), ("step --size 1024", "'1024' is not a size"),
     ("step --size 100x512", "100x512: the width must be a multiple of 8"), ("step --size '512x512 x2'", "--size takes"),
 ])
-def test_a_wrong_argument_ends_with_a_sentence(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_argument_ends_the_command_with_one_sentence(
+    words: str, sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse(shlex.split(words))
     assert f"error: {sentence}" in capsys.readouterr().err.splitlines()[-1]
@@ -70,6 +72,8 @@ def run(words: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> tuple[int,
 def test_steps_have_times_ratios_and_the_error_against_float32(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Three variants of a bfloat16 step: the host's, ours, and ours on two pretended GPUs (TwoCpus). error_x_host is
+    the error in multiples of the host's own."""
     monkeypatch.setattr(runtime.two_gpus, "cards", TwoCpus())
     status, rows = run(f"step {SMALL} bf16 --batch 2 --set second_gpu=auto", monkeypatch, tmp_path)
     host, eager, two = rows
@@ -86,6 +90,8 @@ def test_steps_have_times_ratios_and_the_error_against_float32(
 def test_unsupported_variants_get_a_note_and_the_others_are_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    """host+graph needs a GPU, which this machine lacks: its row has a note instead of a time, and the exit code is
+    1."""
     status, rows = run(f"step {SMALL.replace('eager', 'host+graph')} fp32", monkeypatch, tmp_path)
     notes = {row["backend"]: row.get("note") for row in rows}
     assert status == 1 and notes == {"host+graph": "CUDA graphs need an NVIDIA GPU", "host": None}
@@ -100,14 +106,21 @@ def test_a_model_that_cannot_be_loaded_ends_with_a_sentence(tmp_path: Path, cont
         models.unet_named(str(path), CPU)
 
 
-def test_images_are_compared_with_the_hosts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_images_of_each_variant_are_compared_with_those_of_diffusers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The error of exact settings is of rounding (below 1e-4); that of DeepCache is above."""
     words = "image --model tiny-sdxl --size 64x64 --steps 4 --runs 1 --dtype fp32 --set deepcache_interval=3"
     status, (host, exact, lossy) = run(words, monkeypatch, tmp_path)
     assert status == 0 and host["options"] == "host" and lossy["options"] == "deepcache_interval=3"
     assert exact["relative_error"] < 1e-4 < lossy["relative_error"] < 0.5 and exact["x_host"] > 0
 
 
-def test_quality_tells_exact_from_lossy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_quality_command_ranks_exact_images_before_lossy_ones_and_these_before_another_seed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rows: the image itself, the image of another seed, exact settings, DeepCache. The last lines read the contact
+    sheet, whose two rows of images must be alike and not equal."""
     monkeypatch.setattr(images, "SIDE", 64)
     picture = tmp_path / "sheet.png"
     words = f"quality --images 2 --steps 4 --dtype fp32 --set deepcache_interval=3 --picture {picture}"
@@ -145,6 +158,8 @@ class WebUI:
 def test_the_time_of_a_webuis_step_is_only_given_if_it_can_be_measured(
     noise: list[float], step_ms: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is the difference of images with few and many steps. With one outlier of five seconds among the images the
+    difference is not credible, and step_ms is None."""
     monkeypatch.setattr(images, "WebUI", lambda url: WebUI({False: 0.1, True: 0.05}, noise))
     off, on = images.webui(parse(["webui", "http://here", "--steps", "20"]), CPU)
     assert on["options"] == "on" and on["served_by"] == "10 graph" and off["x_off"] == 1

@@ -30,24 +30,27 @@ DECODE = replace(LARGE, model="VAE decoder", shapes=(replace(SHAPE, tokens=0),))
 
 
 @pytest.mark.parametrize("text, part", [(None, "at least one size"), ("wide", "is not a size")])
-def test_impossible_requests_get_a_sentence(seen: Seen, text: Any, part: str) -> None:
+def test_a_prewarm_request_that_cannot_be_read_gets_a_sentence(seen: Seen, text: Any, part: str) -> None:
     seen.do(seen.panel.prewarm, text)
     assert part in seen.text("told") and "onediff-wrong" in seen.parts["told"]
     assert seen.warmup.jobs() == []
 
 
-def test_a_look_that_began_before_a_click_does_not_undo_it(seen: Seen) -> None:
+def test_a_refresh_leaves_the_message_of_the_last_click(seen: Seen) -> None:
+    """view() refreshes the page every few seconds. Its output for the field of messages must be gradio.update(), which
+    changes nothing."""
     assert seen.panel.view("[]", "All models", None)[1] == gradio.update()
 
 
 @pytest.mark.parametrize("text", ["", None, "null", "3", '"x"', "{", '["x"]', "[[5]]", "[true]", "[1e999]"])
-def test_unreadable_messages_do_nothing(seen: Seen, text: Any) -> None:
+def test_unreadable_messages_of_the_page_do_nothing(seen: Seen, text: Any) -> None:
+    """The page's script sends its clicks as JSON. Only valid entries of a readable message count."""
     seen.panel.view(text, "All models", None)
     assert seen.warmup.jobs() == [] and read_list(text, int) == [] and read_clicks(text) == Clicks()
     assert read_clicks('{"cancelled": [true, "1", 2], "clear": 1, "shown": "x"}') == Clicks((2,))
 
 
-def test_a_size_that_runs_or_waits_is_not_queued_again_and_that_is_said(seen: Seen) -> None:
+def test_a_size_that_runs_or_waits_is_not_queued_again_and_the_page_says_so(seen: Seen) -> None:
     with seen.webui.lock:
         seen.do(seen.panel.prewarm, "64x64, 72x64")
         seen.do(seen.panel.prewarm, "72x64, 64x64, 80x64")
@@ -57,6 +60,8 @@ def test_a_size_that_runs_or_waits_is_not_queued_again_and_that_is_said(seen: Se
 
 
 def test_a_click_on_a_size_queues_it(seen: Seen) -> None:
+    """Sizes that were clicked come in the page's JSON as "sizes"; "asked" is the size set in the txt2img tab, which the
+    page offers as one more button. Sizes that are none get a message."""
     shown = seen.panel.view('{"sizes": ["64x64"], "asked": "72x64"}', "All models", None)
     assert [job.title for job in seen.warmup.jobs()] == ["64x64"]
     assert '"72x64" title="as in the txt2img tab"' in shown[6]
@@ -73,7 +78,10 @@ def test_most_used_sizes_of_an_unused_model_are_none_and_the_reason_is_shown(see
 # --- purging ----------------------------------------------------------------------------------------------------------
 
 
-def test_no_request_waits_for_an_image(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_purging_everything_needs_a_yes_and_its_request_does_not_wait_for_an_image(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock stands for an image in progress: the page gets a message at once, and the rows are purged afterwards."""
     monkeypatch.setattr(cache_panel, "SECONDS_FOR_A_CHORE", 0.05)
     used(seen.webui, 64)
     with seen.webui.lock:
@@ -85,7 +93,8 @@ def test_no_request_waits_for_an_image(seen: Seen, monkeypatch: pytest.MonkeyPat
     assert "1 resolution purged" in seen.text("below") and runtime.rows() == []
 
 
-def test_a_chore_ends_if_its_turn_fails() -> None:
+def test_a_chore_ends_with_its_result_or_with_its_exception_as_a_sentence() -> None:
+    """A Chore is work on a thread of its own; over(seconds) waits for it."""
     logging.getLogger("onediff").propagate = False
 
     def no_place() -> str:
@@ -107,9 +116,11 @@ def test_a_chore_ends_if_its_turn_fails() -> None:
     (["1024x1024 SD1"], [DECODE, OTHER], [({"1024x1024"}, "SD1"), ({"1024x1024"}, "VAE decoder")]),
     ([], [LARGE], []),
 ])
-def test_each_model_loses_its_own_rows(
+def test_purging_selected_rows_purges_the_resolutions_of_each_model(
     seen: Seen, monkeypatch: pytest.MonkeyPatch, keys: list[str], stays: list[Any], asked: Any,
 ) -> None:
+    """keys: the selected rows. stays: the rows that the runtime still has afterwards. asked: the expected calls of
+    runtime.purge, each of which frees 1 MiB here."""
     purges: list[Any] = []
     held = [LARGE, SMALL, OTHER]
     monkeypatch.setattr(runtime, "rows", lambda: held)
@@ -128,7 +139,7 @@ def test_each_model_loses_its_own_rows(
     assert said in seen.text("below")
 
 
-def test_rows_that_are_gone_are_reported(seen: Seen) -> None:
+def test_clicks_on_rows_that_are_gone_get_a_message(seen: Seen) -> None:
     for handler in (seen.panel.pin, seen.panel.purge_selected):
         seen.do(handler, '["64x64 SD1"]')
         assert "no longer in the table: nothing was changed" in seen.text("below")

@@ -27,6 +27,7 @@ def handlers(page: gradio.Blocks) -> list[dict[str, Any]]:
 
 
 def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(seen: Seen) -> None:
+    """A WebUI saves the components of a page in ui-config.json, and gradio lists handlers in its API."""
     tab = tab_of(seen)
     saved = (gradio.Textbox, gradio.Dropdown, gradio.Button, gradio.Number, gradio.Checkbox)
     ours = [block for block in tab.blocks.values() if isinstance(block, saved)]
@@ -34,7 +35,7 @@ def test_nothing_of_the_tab_gets_into_the_hosts_defaults_or_api(seen: Seen) -> N
     assert all(handler["api_name"] is False or handler["api_visibility"] == "private" for handler in handlers(tab))
 
 
-def test_a_list_takes_what_its_server_has_forgotten(seen: Seen) -> None:
+def test_a_dropdown_accepts_a_value_that_is_no_longer_among_its_choices(seen: Seen) -> None:
     """A page that was loaded before a purge may send a model that is gone: the handler answers, and gradio does not
     raise."""
     every = [*tab_of(seen).blocks.values(), *page_of().blocks.values()]

@@ -26,7 +26,7 @@ def test_the_line_of_totals_counts_resolutions_by_state_and_calls_by_route() -> 
     assert "inside" not in line
 
 
-def test_the_error_of_low_bit_is_shown() -> None:
+def test_the_totals_show_the_low_bit_error_of_each_checkpoint_beside_its_limit() -> None:
     errors = [LowBitErrors("SDXL", 0.02, 0.01234, ()), LowBitErrors("SD1", 0.0, None, ())]
     said = text_of(cache_table.totals_html(replace(TOTALS, low_bit_errors=errors), [], [], None))
     assert "Low-bit on this SDXL checkpoint: error 1.2e-02, limit 2.0e-02" in said
@@ -51,7 +51,7 @@ def test_names_are_escaped() -> None:
     assert "<script" not in markup and markup.count("&lt;script&gt;") > 5 and "alert('x')" not in markup
 
 
-def test_a_machine_without_a_gpu_shows_nothing_of_one() -> None:
+def test_without_a_gpu_no_graph_memory_and_no_vram_are_shown() -> None:
     totals = replace(TOTALS, vram=0)
     line = text_of(cache_table.totals_html(totals, [], [], None))
     assert "Graph memory" not in line and "Served by a graph" not in line and not cache_table.has_gpu(totals)
@@ -59,7 +59,9 @@ def test_a_machine_without_a_gpu_shows_nothing_of_one() -> None:
     assert "VRAM" not in text and "MiB" not in text and "512x768 ready 12.3 ms 24.7 ms 2.0x faster SD1" in text
 
 
-def test_a_heading_sorts_and_what_is_not_known_comes_last() -> None:
+def test_rows_are_sorted_by_the_clicked_heading_and_unknown_values_come_last() -> None:
+    """sort is a heading and whether it descends. Without a heading, or with an unknown one, the last used rows come
+    first."""
     rows = [
         replace(ROW, resolution=name, step_ms=step, last_used=used)
         for name, step, used in (("64x64", 2.0, 1.0), ("512x512", None, 3.0), ("72x64", 1.0, 2.0))
@@ -74,13 +76,13 @@ def test_a_heading_sorts_and_what_is_not_known_comes_last() -> None:
     assert 'aria-sort="descending" class="onediff-number"' in markup and "Step ▼" in markup
 
 
-def test_a_queued_row_is_cancelled_beside_its_size() -> None:
+def test_only_a_queued_row_has_a_cancel_button() -> None:
     queued = replace(ROW, state="queued")
     markup = cache_table.resolutions_html([queued, replace(ROW, resolution="64x64")], jobs={"512x768 SD1": 7})
     assert markup.count('data-onediff-job="7" aria-label="Cancel: 512x768 of SD1"') == 1 == markup.count(">Cancel<")
 
 
-def test_sizes_of_the_user_come_first_and_what_takes_minutes_says_so() -> None:
+def test_used_sizes_come_first_and_sizes_that_take_minutes_show_how_many() -> None:
     usual = [UsualSizes("SD 1.5", ("SD1",), ("512x512", "256x256", "1024x1024"))]
     estimates = {
         Size(512, 512): Estimate(59.0), Size(1024, 1024): Estimate(245.0),
@@ -98,7 +100,7 @@ def test_the_table_shows_no_more_than_most_rows_and_counts_the_others() -> None:
     assert markup.count("<tbody>") == 2 * cache_table.MOST_ROWS and "3 more: choose a model" in markup
 
 
-def test_rows_are_filtered_by_model_and_sorted() -> None:
+def test_rows_are_filtered_by_model_and_the_last_used_come_first() -> None:
     """A size that is queued for the first time comes first, since it was never used. A decode belongs to no model."""
     queued = replace(ROW, resolution="72x64", model="SDXL", last_used=0.0, state="queued", shapes=())
     rows = [replace(ROW, last_used=1.0), replace(ROW, resolution="64x64", last_used=2.0), queued]

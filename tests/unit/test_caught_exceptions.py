@@ -42,7 +42,7 @@ def tells(handler: ast.ExceptHandler) -> bool:
     )
 
 
-def test_no_exception_is_kept_silent() -> None:
+def test_every_handler_of_all_exceptions_raises_or_logs() -> None:
     """To pass: name the expected exceptions, raise again, or log with a traceback (exc_info)."""
     assert silent("try:\n    work()\nexcept Exception:\n    pass\n") == [3]
     assert silent("try:\n    work()\nexcept Exception:\n    log.exception('failed')\n") == []
@@ -79,7 +79,7 @@ def has_deciding_handler(function: ast.FunctionDef) -> bool:
     return any(isinstance(node, ast.ExceptHandler) and decides(node) for node in ast.walk(function))
 
 
-def test_one_function_alone_turns_exceptions_into_answers() -> None:
+def test_core_attempt_alone_decides_from_an_exception_who_serves_a_call() -> None:
     """What core.attempt makes of an exception decides who serves a call. To pass: use Attempt.of or attempted, or raise
     again."""
     rooms = tuple(f"lib_onediff/{room}/" for room in DECIDING)

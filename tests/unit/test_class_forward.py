@@ -80,8 +80,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("duplicate", COPIES.values(), ids=COPIES)
-def test_the_host_computes_a_copy_with_its_own_weights_until_it_is_compiled(duplicate: Callable[[Any], Any]) -> None:
-    """The original stays compiled."""
+def test_diffusers_computes_a_copy_with_its_own_weights_until_it_is_compiled(duplicate: Callable[[Any], Any]) -> None:
+    """A copy has all attributes of the compiled UNet, and must not be computed with the original's weights. The
+    original stays compiled."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     assert is_ours(unet)
     twin = with_other_weights(duplicate(unet))
@@ -91,7 +92,9 @@ def test_the_host_computes_a_copy_with_its_own_weights_until_it_is_compiled(dupl
     assert is_ours(unet) and is_ours(lib_onediff.compile_unet(twin))
 
 
-def test_the_host_serves_a_copy_with_compiled_regions() -> None:
+def test_diffusers_serves_a_copy_with_compiled_regions() -> None:
+    """accelerate's compile_regions copies the UNet, whose weights are then edited: the output is that of the copy's own
+    forward."""
     regions = pytest.importorskip("accelerate.utils")
     if not hasattr(regions, "compile_regions"):
         pytest.skip("this accelerate compiles no regions")
@@ -106,7 +109,7 @@ def test_the_host_serves_a_copy_with_compiled_regions() -> None:
         assert torch.equal(twin(**diffusers_arguments(call)).sample, expected) and calls() == before
 
 
-def test_the_host_computes_a_copy_of_a_vaes_decoder_with_its_own_weights() -> None:
+def test_diffusers_computes_a_copy_of_a_vaes_decoder_with_its_own_weights() -> None:
     vae = tiny_vae()
     pipe = type("Pipe", (), {})()
     pipe.unet = diffusers_unet()
@@ -141,6 +144,8 @@ Louder.__name__ = Louder.__qualname__ = "UNet2DConditionModel"
 
 @pytest.mark.parametrize("kind", [Derived, Louder])
 def test_a_derived_class_is_not_patched_even_with_the_same_name(kind: type, caplog: pytest.LogCaptureFixture) -> None:
+    """It is known by identity, not by name. Compiling it only logs that it is not supported; its output stays its
+    own."""
     plain = diffusers_unet()
     unet: Any = kind(**{name: value for name, value in plain.config.items() if not name.startswith("_")})
     unet.load_state_dict(plain.state_dict())
@@ -185,6 +190,7 @@ def test_arguments_and_result_of_the_hosts_forward_are_passed_on_unchanged(monke
 def test_the_hosts_result_is_returned_as_the_same_object(
     return_dict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """recording keeps what diffusers' forward returned. With OneDiff off, the caller gets that very object."""
     unet = lib_onediff.compile_unet(diffusers_unet(), enabled=False)
     answers = list[Any]()
 
@@ -204,7 +210,8 @@ def test_the_hosts_result_is_returned_as_the_same_object(
 # --- the class --------------------------------------------------------------------------------------------------------
 
 
-def test_the_class_is_restored_when_the_last_module_is_released() -> None:
+def test_the_class_gets_its_own_forward_back_when_the_last_module_is_released() -> None:
+    """A module is released by uncompile_unet, or with its last reference."""
     first, second = (lib_onediff.compile_unet(diffusers_unet()) for _ in range(2))
     assert UNet2DConditionModel.forward is not HOSTS_OWN
     lib_onediff.uncompile_unet(first)
@@ -219,7 +226,8 @@ def test_the_class_is_restored_when_the_last_module_is_released() -> None:
 
 
 def test_our_patch_does_not_change_the_digest_of_the_hosts_code() -> None:
-    """A stored verdict is for the host's code, and must stay valid for other releases of OneDiff."""
+    """A stored verdict is for the host's code, and must stay valid for other releases of OneDiff. Tree(...).digest
+    covers the code of a module's classes."""
     unet = diffusers_unet()
     before = Tree(unet, (), ()).digest
     lib_onediff.compile_unet(unet)
@@ -227,6 +235,8 @@ def test_our_patch_does_not_change_the_digest_of_the_hosts_code() -> None:
 
 
 def test_the_host_serves_while_another_package_patches_the_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cases in order: a patch above ours, with compiling and uncompiling below it; diffusers' own forward set again; a
+    patch below ours."""
     seen: list[Any] = []
 
     def wrapper(below: Any) -> Any:
@@ -290,6 +300,8 @@ def test_two_patches_can_be_undone_in_any_order(order: tuple[int, int]) -> None:
 
 
 def test_objects_that_are_not_hashable_run_the_hosts_method() -> None:
+    """TablePatch looks its object up in a table, which must not raise where the object has no hash."""
+
     class Owner:
         __hash__ = None  # type: ignore[assignment]
 
@@ -335,7 +347,9 @@ def test_our_forward_has_the_names_and_signature_of_the_hosts() -> None:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_the_host_serves_a_copy_of_an_offloaded_unet(is_first: bool) -> None:
+def test_an_offloaded_unet_is_served_by_us_and_its_copy_by_diffusers(is_first: bool) -> None:
+    """accelerate keeps the forward that it wraps. Compiled before or after, the UNet is attached to us without an
+    attribute of ours, which a copy would have, too. Uncompiling leaves diffusers' own forward below accelerate's."""
     accelerate = pytest.importorskip("accelerate")
     unet = diffusers_unet()
     steps = (lambda: accelerate.cpu_offload(unet, torch.device("cpu")), lambda: lib_onediff.compile_unet(unet))

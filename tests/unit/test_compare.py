@@ -107,7 +107,7 @@ def a_pair(seconds: tuple[float, float]) -> Pair:
     ("cfg_scale", "x", "CFG scale must be a number"), ("cfg_scale", "nan", "CFG scale must be from 1 to 30"),
     ("seed", "-2", "The seed must be from -1"), ("steps", "1.5", "whole number"),
 ])
-def test_wrong_fields_get_a_sentence(name: str, value: Any, part: str) -> None:
+def test_a_wrong_field_of_the_txt2img_tab_gets_a_sentence(name: str, value: Any, part: str) -> None:
     with pytest.raises(ValueError, match=part):
         request_of(fields(**{name: value}))
     with pytest.raises(ValueError, match="cannot be read"):
@@ -115,6 +115,7 @@ def test_wrong_fields_get_a_sentence(name: str, value: Any, part: str) -> None:
 
 
 def test_the_fields_of_the_txt2img_tab_become_a_request() -> None:
+    """Seed -1 means a random one, another each time."""
     assert request_of(fields(scheduler="Karras")) == {
         **FIRST, "prompt": "a fox", "negative_prompt": "", "scheduler": "Karras",
     }
@@ -139,7 +140,9 @@ def run(painter: Painter, images: int, request: Request = FIRST) -> Comparison:
     return over(queue)
 
 
-def test_the_sides_alternate_in_who_begins_and_each_pair_is_compared() -> None:
+def test_the_side_that_is_made_first_alternates_and_each_pair_is_compared() -> None:
+    """6 images: one of each side to warm up, then two pairs. The Painter loses half of the colour with OneDiff, so that
+    each comparison must say washed_out."""
     painter = Painter(0.5)
     job = run(painter, 2)
     assert (job.state, job.share, job.done, job.total) == ("done", 1.0, 120, 120) and job.made == job.wanted == 6
@@ -152,7 +155,8 @@ def test_the_sides_alternate_in_who_begins_and_each_pair_is_compared() -> None:
 
 @pytest.mark.parametrize(("first_uses", "warm_ups"), [((1, 0), 2), ((0,), 1), ((5,) * 9, MOST_WARM_UPS)], ids=str)
 def test_a_side_is_warmed_up_until_its_image_has_no_first_uses(first_uses: tuple[int, ...], warm_ups: int) -> None:
-    """Each time with all steps, because DeepCache is inactive in a short sampling."""
+    """first_uses: how many shapes each image of the right side used for the first time. Each time with all steps,
+    because DeepCache is inactive in a short sampling."""
     painter = Painter()
     counts = list(first_uses)
     make = Painter.make
@@ -185,10 +189,12 @@ def test_a_comparison_that_fails_has_the_first_line_of_the_error_as_reason() -> 
 def test_the_speed_of_the_right_side_is_given_in_words_from_three_pairs_on(
     seconds: list[tuple[float, float]], says: str
 ) -> None:
+    """The seconds of both sides of each pair. Ratios that scatter about 1 are no measurable difference."""
     assert speed_of_right([a_pair(each) for each in seconds]) == says
 
 
 def test_the_difference_map_is_amplified_where_pixels_differ() -> None:
+    """A difference of 3 is shown as 192, 64 times as bright. Equal images say that no pixel differs."""
     grey = Image.new("RGB", (24, 16), (128, 128, 128))
     changed = grey.copy()
     changed.putpixel((6, 4), (131, 131, 131))
@@ -221,8 +227,9 @@ def test_without_scikit_image_the_job_says_how_to_install_it(monkeypatch: pytest
     assert "pip install scikit-image" in panel.look("{}", "")[0]
 
 
-def test_one_runs_the_next_waits_and_each_is_cancelled_separately() -> None:
-    """A second click on the same comparison gets a message, and a finished comparison is shown on every page."""
+def test_a_second_comparison_waits_for_the_first_and_can_be_cancelled_alone() -> None:
+    """A second click on the same comparison gets a message, and a finished comparison is shown on every page: look()
+    with what a page has seen changes nothing."""
     turn = threading.Lock()
 
     def in_turn(work: Callable[[], Any]) -> Any:
@@ -248,6 +255,8 @@ def test_one_runs_the_next_waits_and_each_is_cancelled_separately() -> None:
 
 
 def test_the_first_image_is_shown_before_the_second_is_made() -> None:
+    """The painter holds the second image back. The page shows the left one without a verdict, and later both under new
+    names, so that no browser shows the early one again."""
     painter = Painter()
     make = Painter.make
     go = threading.Event()
@@ -298,6 +307,8 @@ def test_two_sides_with_the_same_settings_are_compared_with_a_message(
 
 
 def test_current_settings_are_those_of_the_accordion() -> None:
+    """The fields of the accordion are sent with those of the tab. A wrong preset there gets a message."""
+
     def current(**held: Any) -> Settings:
         given = arguments_of_run(fields(**held))
         return side_of(CURRENT, "", lambda: settings_of_run(given, Settings()), Settings()).settings

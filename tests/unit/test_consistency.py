@@ -17,7 +17,8 @@ from lib_onediff.ui.facts import as_fact, host_facts, machine_facts, onediff_fac
 STATUS = {"backend": "eager", "route": "plain", "model": "SD1"}
 
 
-def test_everything_of_this_machine_is_read_back() -> None:
+def test_a_report_of_this_machine_is_parsed_back_unchanged() -> None:
+    """Also values with the report's own punctuation, and a report quoted in a message."""
     odd = {"text": "a: b\n[c] > \\/", "empty": "", "no": None, "small": 1e-9, "off": False}
     facts = {
         **machine_facts(), **onediff_facts(Settings(), STATUS, {"attention": {"512": "flash"}}),
@@ -35,7 +36,7 @@ def test_everything_of_this_machine_is_read_back() -> None:
 def test_the_report_has_torchs_switches_and_only_the_listed_environment_variables(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another variable may have a secret."""
+    """Another variable may hold a secret."""
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "0")
     monkeypatch.setenv("HOME_OF_A_SECRET", "hunter2")
     matmul = torch.backends.cuda.matmul
@@ -52,7 +53,7 @@ def test_the_report_has_torchs_switches_and_only_the_listed_environment_variable
     assert facts["Environment"]["NVIDIA_TF32_OVERRIDE"] == "0" and "hunter2" not in report(facts)
 
 
-def test_differences_are_lines_for_people() -> None:
+def test_each_fact_that_differs_between_two_reports_is_one_line() -> None:
     mine = {"Model": {"Checkpoint": "a"}, "Machine": {"GPU": "A", "System": "Linux"}}
     theirs = {"Machine": {"GPU": "B", "System": "Linux"}, "Model": {"Checkpoint": "b"}, "Other": {"Only": "there"}}
     assert differences(mine, theirs) == [
@@ -68,8 +69,10 @@ def test_a_text_that_is_not_a_report_is_refused_in_one_sentence(text: str) -> No
         parse(text)
 
 
-def test_facts_of_a_webui(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read by name if they exist. A file is named without its folder."""
+def test_a_webuis_listed_flags_and_options_are_reported_without_folders_and_passwords(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read by name if they exist; `modules` stands for the WebUI's. A file is named without its folder."""
     shared = SimpleNamespace(
         cmd_opts=SimpleNamespace(no_half=True, precision="full", api_auth="me:secret", ckpt_dir="/home/somebody"),
         opts=SimpleNamespace(upcast_attn=True, sd_vae="a/b.safetensors", outdir_samples="/home/somebody", s_churn=0.5),

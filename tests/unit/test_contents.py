@@ -17,7 +17,7 @@ def on_device(span: MemorySpan, device: str) -> MemorySpan:
     return span._replace(layout=(*span.layout[:-1], torch.device(device)))
 
 
-def test_sums_are_as_the_kernel_has_them() -> None:
+def test_the_checksum_by_torchs_operators_is_that_of_the_cuda_kernel() -> None:
     """The checksum by torch's operators is that of source/contents.py: the sum of word * (2 * place + 1), in more words
     than torch's operators sum at once."""
     count = CHUNKS["cpu"] * 2 + 5
@@ -28,6 +28,8 @@ def test_sums_are_as_the_kernel_has_them() -> None:
 
 @pytest.mark.parametrize("devices", [("cpu", "cpu:0", "cpu"), ("cpu:0", "cpu", "cpu"), ("cpu", "cpu", "cpu")])
 def test_spans_on_several_devices_keep_their_order(devices: tuple[str, ...]) -> None:
+    """Each device sums its own spans. known, the sums of all spans, must have the order in which the spans were given.
+    begin() starts a comparison, and calling its result says whether a value changed since the last one."""
     tensors = [torch.randn(50 + number) for number in range(3)]
     spans = [on_device(MemorySpan.of(tensor), device) for tensor, device in zip(tensors, devices, strict=True)]
     contents = Contents(spans)
@@ -39,6 +41,7 @@ def test_spans_on_several_devices_keep_their_order(devices: tuple[str, ...]) -> 
 
 
 def test_a_change_in_any_row_of_a_part_is_found() -> None:
+    """PART splits a span; the rows are at its beginning, at a boundary, and at its end."""
     matrix = torch.randn(512, 1024)
     contents = Contents([MemorySpan.of(matrix)], PART)
     for row in (0, 255, 511):
@@ -72,6 +75,8 @@ def two_columns(weight: Any) -> None:
 
 @pytest.mark.parametrize("edit", [one_number, two_rows, two_columns])
 def test_every_number_of_the_weights_is_in_their_identity(edit: Any) -> None:
+    """identity() is the checksum that a stored verdict belongs to. The edits keep shape, address and, but for
+    one_number, even the sum of the weight."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     bound = lambda: runtime.services.networks[unet].bound  # noqa: E731
     with lib_onediff.sampling(unet):
@@ -86,7 +91,8 @@ def test_every_number_of_the_weights_is_in_their_identity(edit: Any) -> None:
         assert bound().identity() != before
 
 
-def test_each_change_is_told_once() -> None:
+def test_each_change_is_reported_by_one_comparison_only() -> None:
+    """Edits through .data, which no version counter of torch records."""
     tensors = [torch.arange(12.0).reshape(3, 4), torch.ones(5), torch.ones(3, dtype=torch.uint8)]
     contents = Contents([MemorySpan.of(tensor) for tensor in tensors])
     assert not contents.begin()()
@@ -97,7 +103,8 @@ def test_each_change_is_told_once() -> None:
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_memory_that_is_gone_has_changed(index: int) -> None:
+def test_a_tensor_that_was_freed_counts_as_changed_for_ever(index: int) -> None:
+    """Also if it is freed while a comparison runs, whose kernels read its memory."""
     tensors = [torch.ones(4), torch.ones(5), torch.ones(6)]
     contents = Contents([MemorySpan.of(tensor) for tensor in tensors])
     begun = contents.begin()
@@ -113,6 +120,7 @@ def test_two_words_that_change_places_are_a_change() -> None:
     assert contents.begin()()
 
 
-def test_no_spans_never_change() -> None:
+def test_contents_without_memory_never_change() -> None:
+    """A meta tensor has no memory to sum."""
     contents = Contents([MemorySpan.of(torch.ones(2, device="meta"))])
     assert contents.begin()() is False

@@ -52,7 +52,8 @@ def ours(unet: Any, given: dict[str, Any]) -> Tensor:
 
 
 @pytest.mark.parametrize("config", [{}, ONE_PIXEL, {"concat_padding_mask": False}, {"in_channels": 5}], ids=str)
-def test_the_output_is_the_hosts_and_an_edit_takes_effect_at_the_next_call(config: dict[str, Any]) -> None:
+def test_outputs_are_close_to_diffusers_and_an_edit_takes_effect_at_the_next_call(config: dict[str, Any]) -> None:
+    """ours() compares each output with diffusers' own forward, before and after a weight is edited in place."""
     unet = lib_onediff.compile_unet(network(**config))
     for size in ((6, 10, 1), (14, 2, 2), (16, 24, 2)):
         given = call(*size)
@@ -64,7 +65,8 @@ def test_the_output_is_the_hosts_and_an_edit_takes_effect_at_the_next_call(confi
         assert relative_error(after, before) > 1e-3
 
 
-def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
+def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_pipeline() -> None:
+    """ours() compares with diffusers' own forward. ignores leaves the transformer without any attribute of ours."""
     peft = pytest.importorskip("peft")
     unet = network()
     attributes = dict(vars(unet))
@@ -98,6 +100,8 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
 def test_unsupported_calls_are_computed_by_the_original_forward(
     where: str, change: dict[str, Any], reason: str
 ) -> None:
+    """where: what is changed, the configuration, a block, or a call. check_left_to_the_host asserts the host's output
+    and the reason."""
     check_left_to_the_host(network, "transformer_blocks.1", call(), where, change, reason)
 
 

@@ -22,7 +22,11 @@ DEPTHS = [("SD1", depth) for depth in (1, 3, 4, 7, 11)] + [("SDXL", depth) for d
 
 @SIZES
 @pytest.mark.parametrize(("name", "depth"), DEPTHS)
-def test_a_full_pass_is_the_forward_and_a_cached_pass_repeats_it(name: str, depth: int, size: tuple[int, int]) -> None:
+def test_a_full_pass_equals_the_forward_and_a_cached_pass_with_its_feature_repeats_it(
+    name: str, depth: int, size: tuple[int, int]
+) -> None:
+    """Oracle (of the tests) runs our full and cached pass apart: whole() returns the output and the deep feature,
+    shallow() the output from a given deep feature."""
     unet = shared_unet(name)
     cut = Oracle(unet, depth)
     call = a_call(unet, *size)
@@ -52,7 +56,8 @@ def outer_blocks_of_ldm(unet: nn.Module, call: UNetCall, depth: int, deep: Tenso
 
 @SIZES
 @pytest.mark.parametrize("depth", [1, 4, 11])
-def test_a_cached_pass_around_an_old_feature_is_the_hosts_outer_blocks(depth: int, size: tuple[int, int]) -> None:
+def test_a_cached_pass_around_an_old_feature_is_close_to_ldms_outer_blocks(depth: int, size: tuple[int, int]) -> None:
+    """The deep feature is of a call with another latent, so that it cannot be computed anew unnoticed."""
     unet = shared_ldm_unet()
     cut = Oracle(unet, depth)
     call = a_call(unet, *size)
@@ -63,6 +68,7 @@ def test_a_cached_pass_around_an_old_feature_is_the_hosts_outer_blocks(depth: in
 
 
 def test_cached_passes_use_their_controlnet_residuals() -> None:
+    """A ControlNet adds residuals to the first and to the last stage here, both of which a cached pass computes."""
     unet = shared_unet("SD1")
     cut = Oracle(unet, 3)
     call = a_call(unet)
@@ -91,6 +97,8 @@ PUBLISHED = {
 def test_without_a_searched_schedule_whole_steps_are_the_authors_and_the_last_one(
     case: tuple[int, int],
 ) -> None:
+    """Whole steps compute all layers, and the others reuse the deep feature of the last whole one. PUBLISHED are
+    results of the authors' own code."""
     total, interval = case
     assert sorted(authors_whole_steps(total, interval)) == PUBLISHED[case]
     schedule = schedule_for("no table", total, interval)
@@ -109,7 +117,8 @@ def test_a_searched_schedule_is_used_unchanged_for_its_steps_and_interval(kind: 
 
 @pytest.mark.parametrize("kind", ["unet", "transformer"])
 def test_searched_schedules_are_stretched_to_other_steps_and_intervals(kind: str) -> None:
-    """The first step is always whole."""
+    """The first step is always whole, and there are about as many whole steps for each step as in the nearest searched
+    schedule."""
     for total in range(1, 61):
         assert schedule_for(kind, total, 1).whole == tuple(range(total))
         for interval in range(2, 21):
@@ -131,12 +140,14 @@ def test_the_order_of_schedules_in_the_file_does_not_matter(kind: str, monkeypat
 
 
 @pytest.mark.parametrize("total, interval, slope", [(30, 2, 0.75), (29, 2, 0.5), (10, 2, 0.5), (50, 3, 0.5)])
-def test_only_many_steps_at_interval_2_follow_the_line_farther(total: int, interval: int, slope: float) -> None:
-    """Measured on emoji-sd: with 10 steps, a slope of 0.75 was 1.8 dB less close than 0.5."""
+def test_only_many_steps_at_interval_2_extrapolate_with_a_larger_slope(total: int, interval: int, slope: float) -> None:
+    """slope: the share of the line through the last two deep features that a cached step follows. Measured on emoji-sd:
+    with 10 steps, 0.75 was 1.8 dB less close than 0.5."""
     assert schedule_for("no table", total, interval).slope == slope
 
 
 def test_the_authors_rule_has_as_many_whole_steps_as_equal_distances() -> None:
+    """That is one whole step in `interval`, rounded up."""
     for total in range(1, 61):
         for interval in range(2, 21):
             chosen = sorted(authors_whole_steps(total, interval))
@@ -156,6 +167,8 @@ def test_the_authors_rule_has_as_many_whole_steps_as_equal_distances() -> None:
 def test_a_timestep_belongs_to_the_last_step_that_has_begun(
     times: list[float], known: list[float], indexes: list[int]
 ) -> None:
+    """Samplers of second order call the UNet twice in a step, and at timesteps between those of the schedule. times: of
+    the calls; known: of the schedule, whose rounding may differ by half a timestep."""
     steps = steps_of(times, known)
     assert [step.index for step in steps] == indexes
     assert [step.is_last for step in steps] == [index == indexes[-1] for index in indexes]
@@ -163,6 +176,7 @@ def test_a_timestep_belongs_to_the_last_step_that_has_begun(
 
 
 def test_a_jump_back_in_time_is_reported() -> None:
+    """A larger timestep than before means that another image has begun."""
     timeline = Timeline([900.0, 600.0, 300.0, 0.0])
     jumps = [timeline.step(time)[1] for time in (900.0, 600.0, 600.0, 300.0, 900.0, 600.0)]
     assert jumps == [False, False, False, False, True, False]

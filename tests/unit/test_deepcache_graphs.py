@@ -49,6 +49,8 @@ def sample(rig: Rig, count: int = 8, prompts: tuple[tuple[str, ...], ...] = (("c
 
 
 def test_full_and_cached_passes_are_captured_and_replayed(rig: Rig, pretended: PretendedGraphs) -> None:
+    """Within one sampling, each pass is computed, captured, and then replayed. A third capture would mean that the deep
+    feature has moved. PretendedGraphs stand for CUDA's."""
     assert sample(rig) == ["plain", "plain", "graph", "plain", "graph", "graph", "graph", "graph"]
     assert [entry(part).state for part in (FULL, CACHED)] == [State.READY] * 2
     assert len(pretended.captured) == 2
@@ -67,7 +69,9 @@ READ_BY_WHOLE_PASSES = "mid_block.resnets.0.conv1"
 def test_an_edit_counts_at_once_in_the_outer_part_and_at_the_next_whole_step_elsewhere(
     rig: Rig, pretended: PretendedGraphs, path: str, halves: list[str]
 ) -> None:
-    """With two prompts: the call of the first one notices the edit, and the other one's feature is outdated too."""
+    """The weights are edited before step 2, a cached one by its schedule. The outer part needs a full pass then; the
+    inner one waits for step 3. With two prompts: the call of the first one notices the edit, and the other one's
+    feature is outdated too."""
     prompts = (("cat",), ("ugly",))
     for _ in range(2):
         sample(rig, prompts=prompts)
@@ -124,7 +128,8 @@ def routes_and_last(rig: Rig, count: int, edit: Callable[[], None]) -> tuple[lis
 def test_code_that_is_replaced_counts_at_once_or_at_the_next_whole_step(
     rig: Rig, block: str, routes: list[str], edit: Callable[[Any], None]
 ) -> None:
-    """The host computes calls with such code."""
+    """A function or hook is set before step 2, a cached one. The host computes calls with such code: at once where the
+    cached pass runs the layer, else at step 3."""
     layer = rig.unet.get_submodule(f"{block}.conv1")
     assert routes_and_last(rig, len(routes), lambda: edit(layer)) == (routes, 0)
 

@@ -42,6 +42,8 @@ def depths() -> set[int]:
 def test_arguments_of_the_earlier_onediff_are_accepted(
     config: dict[str, Any], arguments: dict[str, int], depth: int
 ) -> None:
+    """cache_interval, cache_block_id and cache_layer_id are translated to the interval and to our depth. 7 steps at
+    interval 3 are 3 full and 4 cached passes."""
     pipe = lib_onediff.compile_pipe(pipeline(NAME, config), ignores=("vae",), cache_interval=3, **arguments)
     picture(pipe)
     assert counted() == (3, 4) and depths() == {depth}
@@ -73,6 +75,8 @@ def test_every_image_of_a_pipeline_begins_with_a_whole_step() -> None:
 
 
 def test_a_new_scheduler_of_the_pipeline_is_used() -> None:
+    """LCM's last timestep is far from zero, so the last step is only known from the schedule of the scheduler that the
+    pipeline has now."""
     from diffusers import LCMScheduler
 
     pipe = lib_onediff.compile_pipe(pipeline(NAME, SMALL), ignores=("vae",), cache_interval=4)
@@ -82,7 +86,9 @@ def test_a_new_scheduler_of_the_pipeline_is_used() -> None:
     assert counted() == (2, 2)
 
 
-def test_a_users_own_loop_announces_samplings_and_their_timesteps() -> None:
+def test_in_a_users_own_loop_deepcache_needs_a_sampling_with_its_timesteps() -> None:
+    """lib_onediff.sampling(unet, times) announces both. Without it, or without times, every step is computed, and the
+    reason says which is missing."""
     unet = lib_onediff.compile_unet(diffusers_unet(), deepcache_interval=3)
     times = range(981, 0, -140)
 
@@ -123,7 +129,9 @@ def ours(pipe: Any, steps: int, interval: int, branch: int) -> torch.Tensor:
 
 
 @grid(layout=[SD1, SDXL], interval=[2, 3], branch=[0, 2, 5])
-def test_the_same_image_as_the_authors_package(layout: dict[str, Any], branch: int, interval: int) -> None:
+def test_the_latents_are_close_to_those_of_the_authors_package(
+    layout: dict[str, Any], branch: int, interval: int
+) -> None:
     """Seven steps, because the package's schedules for 2 and 3 then end with a whole step as ours do. A sampler of a
     higher order, because features are reused with it as in the package."""
     name = "StableDiffusionXLPipeline" if layout is SDXL else "StableDiffusionPipeline"

@@ -32,6 +32,7 @@ DOG = ("dog", "ugly")
 
 @grid(interval=[2, 3, 20], total=[20, 7, 1, 2])
 def test_full_passes_are_computed_at_the_scheduled_steps(interval: int, total: int) -> None:
+    """Every interval-th step and the last one. passes() lists "full" or "cached" for each step."""
     rig = Rig(deepcache_interval=interval)
     for _ in range(2):
         rig.begin(STEPS[:total])
@@ -99,6 +100,7 @@ def test_calls_of_the_same_prompt_and_shape_share_a_feature_and_new_ones_are_ful
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_controlnet_that_ends_makes_the_next_step_whole() -> None:
+    """Steps 0 and 1 have residuals of a ControlNet, and step 2 has none: its features are others."""
     rig = Rig()
     rig.begin(STEPS[:6])
     for index, half in enumerate(["full", "cached", "full", "full", "cached", "full"]):
@@ -110,6 +112,8 @@ def test_a_controlnet_that_ends_makes_the_next_step_whole() -> None:
 
 
 def test_tiles_are_recognised_and_every_step_is_whole() -> None:
+    """Three calls at each timestep with the same prompt and size, as tiled samplers make them: a feature cannot be told
+    from another tile's."""
     rig = Rig()
     rig.begin()
     for time in STEPS:
@@ -122,7 +126,8 @@ def test_tiles_are_recognised_and_every_step_is_whole() -> None:
 
 
 def test_every_sampling_begins_with_a_whole_step() -> None:
-    """One after an interruption; img2img that begins where another one stopped; one that the host does not announce."""
+    """Three samplings: one after an interruption, img2img that begins where another one stopped, and one that the host
+    does not announce, in which DeepCache is inactive."""
     rig = Rig()
     rig.begin(STEPS)
     assert rig.sample(STEPS[:5]) == passes([0, 3], 5)
@@ -134,6 +139,8 @@ def test_every_sampling_begins_with_a_whole_step() -> None:
 
 
 def test_a_refiner_begins_with_a_whole_step() -> None:
+    """The refiner is another UNet, which gets the sampling's later steps without an announcement of its own. Its first
+    step is full because it has no feature yet; the others are as scheduled for the whole sampling."""
     base = Rig(SMALL_XL)
     refiner = Rig(SMALL, seed=1, runtime=base.runtime)
     for _ in range(2):
@@ -148,6 +155,7 @@ def test_a_refiner_begins_with_a_whole_step() -> None:
 @pytest.mark.parametrize("path", ["down_blocks.0.resnets.0.conv1", "mid_block.resnets.0.conv1"])
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_change_of_weights_makes_the_next_step_whole(path: str, in_place: bool) -> None:
+    """Step 2 would be a cached pass. In both parts of the UNet, edited in place or replaced by another tensor."""
     rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])
@@ -161,7 +169,7 @@ def test_a_change_of_weights_makes_the_next_step_whole(path: str, in_place: bool
     assert rig.sample(STEPS[2:5]) == ["full", "full", "cached"]
 
 
-def test_a_release_frees_the_features() -> None:
+def test_releasing_memory_frees_the_features_and_makes_the_next_step_whole() -> None:
     rig = Rig()
     rig.begin()
     rig.sample(STEPS[:2])
@@ -183,6 +191,8 @@ def on_the_line(computed: list[tuple[int, Tensor]], step: int) -> Tensor:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
 def test_cached_passes_use_the_extrapolated_feature_of_their_prompt(config: dict) -> None:
+    """Each output is compared with the Oracle's: its cached pass with the feature on the line through the last two of
+    the same prompt. From the second one on, that is another output than with the last feature alone."""
     rig = Rig(config)
     rig.begin(STEPS[:11], why_no_forecast=lambda: "")
     computed: dict[str, list[tuple[int, Tensor]]] = {"cat": [], "ugly": []}

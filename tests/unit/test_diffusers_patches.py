@@ -93,7 +93,9 @@ def within(reason: str) -> bool:
 
 @pytest.mark.parametrize("kinds", [("plain",), ("plus",), ("plain", "plus")], ids="+".join)
 @pytest.mark.parametrize("config", [SMALL, SD1, SMALL_XL], ids=["small", "SD1", "XL"])
-def test_an_ip_adapters_output_equals_diffusers(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
+def test_with_ip_adapters_our_output_is_close_to_diffusers(config: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    """added(...): our forward computes the image prompt itself. Embeddings of zeros must give another output, and
+    unloading the first one again."""
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
     plain = served(unet, a_call(unet))
     load_ip_adapters(unet, *kinds)
@@ -108,7 +110,8 @@ def test_an_ip_adapters_output_equals_diffusers(config: dict[str, Any], kinds: t
 
 
 @pytest.mark.parametrize("config", [SD1, SMALL_XL], ids=["SD1", "XL"])
-def test_freeus_output_equals_diffusers(config: dict[str, Any]) -> None:
+def test_with_freeu_our_output_is_close_to_diffusers_and_disabling_it_restores_ours(config: dict[str, Any]) -> None:
+    """within(...): our forward calls FreeU's functions."""
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
     call = a_call(unet, 16, 16)
     plain = served(unet, call)
@@ -123,8 +126,8 @@ def test_freeus_output_equals_diffusers(config: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("processor", ["all", "one"])
-def test_an_ip_adapter_with_a_scale_of_0_in_some_attentions(processor: str) -> None:
-    """InstantStyle uses an adapter in some blocks only."""
+def test_an_ip_adapter_is_computed_only_in_attentions_with_a_scale_above_0(processor: str) -> None:
+    """InstantStyle uses an adapter in some blocks only. The status says in how many attentions it is computed."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     adapters = [one for one in unet.attn_processors.values() if hasattr(one, "to_k_ip")]
@@ -135,7 +138,7 @@ def test_an_ip_adapter_with_a_scale_of_0_in_some_attentions(processor: str) -> N
     assert relative_error(output, expected) < CLOSE and added(f"in {count} attentions")
 
 
-def test_the_host_raises_its_error_if_an_ip_adapter_gets_no_image() -> None:
+def test_a_call_without_the_ip_adapters_image_raises_diffusers_exception() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain")
     with pytest.raises(TypeError):
@@ -143,7 +146,8 @@ def test_the_host_raises_its_error_if_an_ip_adapter_gets_no_image() -> None:
     assert "passes no image_embeds" in lib_onediff.status()["reason"]
 
 
-def test_two_image_prompts_with_masks_and_scales_of_their_own_give_diffusers_output() -> None:
+def test_two_masked_image_prompts_are_close_to_diffusers() -> None:
+    """Each has a mask and a scale of its own. Our forward computes no masks: it calls diffusers' processor."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))
     load_ip_adapters(unet, "plain", scale=[0.3, 0.9])
     masks = torch.zeros(1, 2, 64, 64)
@@ -205,6 +209,7 @@ class Twice:
 
 @pytest.mark.parametrize("name", ["Twice", "AttnProcessor2_0"], ids=["own name", "name of a plain one"])
 def test_a_processor_that_is_not_diffusers_is_called(name: str) -> None:
+    """Also if its class has the name of a class of diffusers: it is known by identity."""
     unet = diffusers_unet(**SMALL)
     lib_onediff.compile_unet(unet)
     plain = both(unet)[0]
@@ -215,7 +220,9 @@ def test_a_processor_that_is_not_diffusers_is_called(name: str) -> None:
 
 
 @pytest.mark.parametrize("guidance", ["PAGIdentitySelfAttnProcessor2_0", "PAGCFGIdentitySelfAttnProcessor2_0"])
-def test_perturbed_attention_guidance_gives_diffusers_output(guidance: str) -> None:
+def test_perturbed_attention_guidance_is_close_to_diffusers(guidance: str) -> None:
+    """Its processor is called by our forward, for one attention. The batch has three parts: negative prompt, prompt,
+    and perturbed prompt."""
     from diffusers.models import attention_processor
 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL))

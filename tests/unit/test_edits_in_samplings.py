@@ -10,13 +10,16 @@ from lib_onediff.weights.module_tree import ModuleStates
 
 @pytest.mark.parametrize("network", ["sdxl", "cosmos", "anima"])
 def test_an_edit_counts_at_the_next_step_that_reads_it(network: str) -> None:
+    """The tool edits weights, code and modules at random between steps, and compares each output with that of a twin,
+    which the host's own code runs. Over 60 steps must be replays of cached passes."""
     report = edits_in_samplings.run(network, 30, seed=3)
     assert not report.wrong, "\n".join(report.wrong)
     assert report.steps["cached", "graph"] > 60, report.steps
 
 
 @pytest.mark.parametrize("blind", [ModuleStates.are_unchanged, Parameters.in_place])
-def test_a_part_that_is_not_compared_is_found(blind: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_finds_an_error_in_comparing_code_or_weights(blind: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """blind: the comparison that is made to report no change. Replays then use old weights or code."""
     if blind is Parameters.in_place:
         monkeypatch.setattr(Parameters, "are_same", lambda parameters, present: True)
         monkeypatch.setattr(Parameters, "were_edited", lambda parameters, present: False)

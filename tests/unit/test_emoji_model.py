@@ -37,5 +37,6 @@ def seen(judge: Judge, images: list[Image.Image]) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("sampler", ["DPM++ 2M", "Euler", "DDIM"])
 def test_images_show_the_emoji_of_the_prompt(model: LoadedModel, judge: Judge, sampler: str) -> None:
+    """The judge is a small classifier of emojis and backgrounds."""
     made = generate(model, prompt="a red apple on a blue background", sampler_name=sampler, seed=1, **SQUARE)
     assert seen(judge, made.images) == [("red apple", "blue")]

@@ -40,7 +40,8 @@ def key_of(call: Call) -> ShapeKey:
     return ShapeKey.of("architecture", torch.float32, call)
 
 
-def test_new_fields_have_rows_and_copies_as_other_inputs_have() -> None:
+def test_fields_that_a_family_adds_are_split_by_rows_and_copied_as_other_inputs() -> None:
+    """ReferenceCall adds a nested field and a mask. half_of(4, False) is the second half of a batch of four."""
     call = a_call()
     assert call.reference is not None
     assert [tuple(one.shape) for one in tensors_of(call)] == [
@@ -63,12 +64,14 @@ def test_new_fields_have_rows_and_copies_as_other_inputs_have() -> None:
     {"reference": Reference((None, torch.ones(4, 4, 6, 6)), strength=0.5)},
 ], ids=["no mask", "longer mask", "no reference", "other slot", "strength"])
 def test_calls_that_differ_in_a_new_field_have_another_signature_and_key(changes: dict[str, object]) -> None:
+    """A graph is chosen by signature, and an entry of the table by key."""
     call = a_call()
     other = replace(call, **changes)
     assert other.signature != call.signature and key_of(other) != key_of(call)
 
 
 def test_values_of_tensors_and_fields_that_are_left_out_change_neither_signature_nor_key() -> None:
+    """`name` is LEFT_OUT of both."""
     call = a_call()
     assert call.reference is not None
     other = replace(a_call(), reference=replace(call.reference, name="another"))
@@ -76,7 +79,7 @@ def test_values_of_tensors_and_fields_that_are_left_out_change_neither_signature
     assert key_of(call).inputs == key_of(replace(call, timestep=call.timestep.double())).inputs
 
 
-def test_a_dtype_is_part_of_the_signature_except_the_timesteps() -> None:
+def test_a_tensors_dtype_is_part_of_the_signature_except_that_of_the_timestep() -> None:
     call = a_call()
     assert replace(call, timestep=call.timestep.double()).signature == call.signature
     other = replace(call, mask=call.mask.half())

@@ -25,7 +25,9 @@ def steps(whole: Iterable[int] = WHOLE_OF_20, count: int = 20) -> list[str]:
 
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL], ids=["SD1", "SDXL"])
-def test_skipped_steps_extrapolate_the_last_two_outputs(config: dict[str, Any]) -> None:
+def test_skipped_steps_extrapolate_the_last_two_computed_outputs(config: dict[str, Any]) -> None:
+    """plain is the same sampling without a forecast: computed steps equal its outputs. The line is over the timesteps,
+    which are evenly spaced here."""
     ours = Samplings("forecast", config)
     plain = Samplings("forecast", config, deepcache_interval=1)
     ours.begin()
@@ -50,7 +52,8 @@ def test_skipped_steps_extrapolate_the_last_two_outputs(config: dict[str, Any]) 
     assert ours.runtime.call_stats.total == 9 and ours.runtime.table.entries()[0].uses == 9
 
 
-def test_alternating_prompts_and_sizes_have_their_own_outputs() -> None:
+def test_outputs_are_extrapolated_separately_for_each_prompt_and_size() -> None:
+    """Three calls in each step. alone samples the first prompt by itself: the outputs must be equal."""
     ours = Samplings("forecast")
     alone = Samplings("forecast")
     ours.begin()
@@ -70,6 +73,7 @@ def test_alternating_prompts_and_sizes_have_their_own_outputs() -> None:
 
 
 def test_after_a_change_of_weights_two_steps_are_computed() -> None:
+    """Steps 10 and 11, so that no line goes through outputs of the old weights."""
     ours = Samplings("forecast")
     ours.begin()
     found = ours.sample(STEPS[:10])
@@ -79,6 +83,7 @@ def test_after_a_change_of_weights_two_steps_are_computed() -> None:
 
 
 def test_every_sampling_begins_with_computed_steps() -> None:
+    """The second sampling is img2img with the last 12 of 20 steps: it must not continue the first one's line."""
     ours = Samplings("forecast")
     ours.begin()
     ours.sample(STEPS[:15])
@@ -114,6 +119,8 @@ def test_calls_that_cannot_be_forecast_are_computed_whole(change: Callable[[UNet
 
 
 def test_after_the_negative_prompt_is_skipped_two_steps_are_computed() -> None:
+    """From step 10 on, the negative prompt is skipped: both rows are the prompt's prediction, and no line goes through
+    outputs of before."""
     ours = Samplings("forecast", skip_negative_after=50)
     ours.begin()
     found = []

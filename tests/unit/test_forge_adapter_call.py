@@ -39,6 +39,8 @@ READ = {"patches", "patches_replace", "block_modifiers", "block_inner_modifiers"
 def test_empty_options_and_data_that_the_unet_never_reads_are_ignored(
     options: dict[str, Any], runs_functions: bool
 ) -> None:
+    """unknown_options lists the options that refuse a call. READ: the names that the network's code reads;
+    runs_functions: whether other functions run in the call, which could read more."""
     assert unknown_options({**HARMLESS, **options}, READ, runs_functions) == []
 
 
@@ -62,7 +64,9 @@ def test_functions_that_the_network_never_reads_are_named_only_if_other_function
     ({"patches": {"attn2_patch": [len]}, "of_tomorrow": {"strength": len}},
      ["patches[attn2_patch] by builtins", "of_tomorrow[strength] by builtins"]),
 ])
-def test_options_that_may_change_the_unet_are_named(options: dict[str, Any], names: list[str]) -> None:
+def test_options_that_may_change_the_unet_are_named_with_their_author(
+    options: dict[str, Any], names: list[str]
+) -> None:
     named = unknown_options({**HARMLESS, **options}, READ, True)
     assert [name.replace("builtin_function_or_method", "builtins") for name in named] == names
 
@@ -78,6 +82,7 @@ def test_options_that_may_change_the_unet_are_named(options: dict[str, Any], nam
     ({"others": {"control_model": object(), "num_frames": None}}, None),
 ])
 def test_calls_that_our_forward_cannot_compute_are_refused(given: dict[str, Any], reason: str | None) -> None:
+    """reason None: the call is accepted, because the forward never reads that name."""
     one = torch.zeros(1)
     call = HostCall(one, one, one, None, **{"control": None, "options": {}, "others": {}, **given})
     refused = contextlib.nullcontext() if reason is None else pytest.raises(Refusal, match=re.escape(reason))
@@ -85,7 +90,7 @@ def test_calls_that_our_forward_cannot_compute_are_refused(given: dict[str, Any]
         assert unet_call(nn.Identity(), call, False, READ).latent is one
 
 
-def test_names_read_includes_those_in_modules_to_which_the_options_are_passed(tmp_path: Path) -> None:
+def test_names_read_by_a_module_include_those_of_modules_to_which_it_passes_its_options(tmp_path: Path) -> None:
     (tmp_path / "wrappers_of_options.py").write_text("def wrappers(options): return options.get('wrappers')\n")
     (tmp_path / "reader_of_options.py").write_text(
         "import wrappers_of_options\n"

@@ -119,7 +119,9 @@ def error(options: dict[str, Any], **changes: Any) -> float:
     lambda: adapters(sigma_start=9.0, sigma_end=5.0), lambda: adapters(sigma_start=4.0, sigma_end=0.0),
     lambda: {**adapters(), "cond_or_uncond": [0]},
 ], ids=["one", "two", "in its steps", "past its steps", "one prompt"])
-def test_ip_adapters_are_computed_inside_our_forward(options: Any) -> None:
+def test_known_ip_adapters_become_image_prompts_and_our_output_is_close_to_the_hosts(options: Any) -> None:
+    """Adapter stands for the extension's function, whose source is KNOWN here. A step outside of sigma_start and
+    sigma_end is computed without it."""
     options = options()
     ours = made(options)
     assert ours.patches is None and ours.image_prompts
@@ -131,7 +133,7 @@ def test_ip_adapters_are_computed_inside_our_forward(options: Any) -> None:
     assert (plain < CLOSE) == bool(past_its_steps)
 
 
-def test_edits_in_place_take_effect_at_the_next_call() -> None:
+def test_an_edited_weight_of_an_ip_adapter_takes_effect_at_the_next_call() -> None:
     options = adapters()
     assert error(options) < CLOSE
     for one in options[REPLACED]["attn2"].values():
@@ -147,5 +149,6 @@ def test_edits_in_place_take_effect_at_the_next_call() -> None:
     lambda: {**adapters(), REPLACED: {"attn2": {("input", 1): attended}}}, lambda: elsewhere(("input", 99)),
 ], ids=["another source", "another way", "frames", "a mask", "AnimateDiff", "no such batch", "a function", "no stage"])
 def test_ip_adapters_that_our_forward_does_not_compute_run_as_functions_of_extensions(options: Any) -> None:
+    """Such an adapter is no image prompt, but a function that our forward calls (patches)."""
     ours = made(options())
     assert ours.patches is not None and not ours.image_prompts

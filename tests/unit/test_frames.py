@@ -39,13 +39,15 @@ def frames_of_call(unet: Any, size: int = 8) -> Frames:
         return frames_of(lambda: unet(**arguments), CLOSED)
 
 
-def test_a_replay_crosses_few_files(unet: Any) -> None:
+def test_a_replay_runs_python_in_few_files_and_frames(unet: Any) -> None:
+    """The bounds are today's numbers. More of them make every step slower: to pass, do the work once, at the first
+    call."""
     frames = frames_of_call(unet)
     assert lib_onediff.status()["route"] == "graph"
     assert len(frames.files) <= REPLAY_FILES and len(frames.calls) <= REPLAY_FRAMES, str(frames)
 
 
-def test_a_first_call_at_a_new_size_crosses_few_files(unet: Any) -> None:
+def test_a_first_call_at_a_new_size_runs_python_in_few_files(unet: Any) -> None:
     frames = frames_of_call(unet, size=16)
     assert lib_onediff.status()["route"] == "plain"
     assert len(frames.files) <= FIRST_CALL_FILES, str(frames)

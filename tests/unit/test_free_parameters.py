@@ -63,6 +63,7 @@ def addresses(tensors: list[Tensor]) -> list[int]:
 
 
 def test_free_parameters_are_bound_once_and_edits_are_seen() -> None:
+    """The bound parameters have the network's own memory, each once, so that an edit in place needs no copy."""
     network = Network()
     binding = Binding(network, layout_of(network))
     binding.bind()
@@ -77,6 +78,7 @@ def test_free_parameters_are_bound_once_and_edits_are_seen() -> None:
 
 
 def test_an_empty_copy_has_every_free_parameter() -> None:
+    """The copy is for a second GPU: the same layout can be bound to it."""
     network = Network()
     layout = layout_of(network)
     copy = empty_copy(Binding(network, layout), torch.device("cpu"))
@@ -85,7 +87,9 @@ def test_an_empty_copy_has_every_free_parameter() -> None:
     assert Binding(copy, layout).bind() == 0
 
 
-def test_a_parameter_without_a_description_is_refused() -> None:
+def test_a_parameter_that_the_layout_does_not_have_is_refused() -> None:
+    """A network with an unknown parameter may compute something else. So is a layout with a parameter that the network
+    lacks."""
     network = Network()
     network.third_token = nn.Parameter(torch.zeros(1))
     with pytest.raises(Refusal, match="third_token"):
@@ -95,6 +99,7 @@ def test_a_parameter_without_a_description_is_refused() -> None:
 
 
 def test_a_norm_that_the_host_never_casts_may_be_of_another_type() -> None:
+    """A float32 norm in a bfloat16 network is bound. Any other parameter of another type is refused as mixed."""
     network = Network().bfloat16()
     network.norm.float()
     Binding(network, layout_of(network)).bind()
@@ -104,7 +109,8 @@ def test_a_norm_that_the_host_never_casts_may_be_of_another_type() -> None:
 
 
 def test_parameters_that_the_host_casts_are_cast_except_for_such_a_norm() -> None:
-    """Layers cast by themselves, or not; the network's own forward casts its free parameters."""
+    """Casts(to) asks the host whether it casts its layers, which cast by themselves; the network's own forward casts
+    its free parameters, of which we keep cast copies."""
     network = Network()
     binding = Binding(network, layout_of(network))
     asked: list[Any] = []

@@ -138,7 +138,9 @@ def scene(pretended: Any) -> Scene:
 def test_after_an_unexpected_shape_inside_a_replay_output_and_random_numbers_are_right(
     scene: Scene, number: int, most_kept: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If their results took too much memory to keep, the functions are called again, with the same random numbers."""
+    """The n-th function returns another shape than at the capture, so that the replay ends there and our forward
+    computes the rest. If results took too much memory to keep (most_kept 0), the functions are called again, with the
+    same random numbers."""
     monkeypatch.setattr(segments, "MOST_KEPT", most_kept)
     # A capture calls them again.
     monkeypatch.setattr(runtime.services.graphs, "capture", lambda *given: 0)
@@ -152,7 +154,8 @@ def test_after_an_unexpected_shape_inside_a_replay_output_and_random_numbers_are
         assert scene.extension.calls == PLACES
 
 
-def test_a_misfit_is_captured_anew_and_replayed(scene: Scene) -> None:
+def test_after_an_unexpected_shape_the_call_is_captured_anew_and_replayed(scene: Scene) -> None:
+    """Three calls in which the last function halves the size: the first one is computed, and captured for it."""
     for route in ("plain", "graph", "graph"):
         expected, then = scene.expected(_4=shrunk)
         scene.begin(_4=shrunk)
@@ -161,8 +164,9 @@ def test_a_misfit_is_captured_anew_and_replayed(scene: Scene) -> None:
         assert scene.extension.calls == PLACES or route == "plain"
 
 
-def test_outputs_are_kept_when_a_function_overwrites_its_memory_later(scene: Scene) -> None:
-    """The function returns the same buffer at every point with the same shape."""
+def test_results_of_functions_are_copied_before_a_function_overwrites_them(scene: Scene) -> None:
+    """The function returns the same buffer at every point with the same shape. The last one has an unexpected shape, so
+    that the earlier results are needed again."""
     kept: dict[torch.Size, Tensor] = {}
 
     def reused(hidden: Tensor) -> Tensor:
@@ -177,7 +181,8 @@ def test_outputs_are_kept_when_a_function_overwrites_its_memory_later(scene: Sce
 
 def test_values_passed_between_functions_survive_an_unexpected_shape() -> None:
     """In Forge, the options of a block are made when the block begins; one patch may write to them, and the next one
-    reads that."""
+    reads that. The recorded graph ends at such a block (DoesNotFit), and our forward resumes with the values of
+    before."""
     unet = shared_ldm_unet()
     options = {PATCHES: {"attn1_patch": [merged], "attn1_output_patch": [unmerged]}}
 
@@ -227,7 +232,7 @@ def raising(*errors: BaseException) -> Callable[[Tensor], Tensor]:
 def test_an_exception_of_a_function_is_raised_unchanged(
     scene: Scene, error: BaseException, replays: bool, tracebacks: Callable[[], int]
 ) -> None:
-    """It is raised unchanged, nothing is computed again, and the next call is not affected."""
+    """The caller gets the extension's very exception, nothing is computed again, and the next call is not affected."""
     if not replays:
         runtime.release_memory()
     scene.begin(_2=raising(error))
@@ -244,6 +249,7 @@ def test_an_exception_of_a_function_is_raised_unchanged(
 
 
 def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: Scene) -> None:
+    """The host computes the call, whose functions must draw the numbers that they would have drawn without us."""
     expected, then = scene.expected()
     scene.begin(_3=raising(torch.cuda.OutOfMemoryError("CUDA out of memory")))
     # The host's own forward has enough memory.
@@ -281,7 +287,9 @@ def test_functions_that_fail_only_in_our_forward_run_in_the_webuis(pretended: An
     assert now()[1] == "host" and "failed inside of OneDiff's UNet: no such thing (somebody)" in reason()
 
 
-def test_a_failed_capture_costs_only_the_graph(pretended: Any) -> None:
+def test_a_function_that_fails_in_a_capture_costs_only_the_graph(pretended: Any) -> None:
+    """A capture calls the functions again after the call was computed. Output and random numbers are those of that
+    computation."""
     scene = Scene()
     with torch.no_grad():
         runtime.run(scene.unet, scene.call, lambda: our_output(scene.unet, scene.call))

@@ -25,11 +25,17 @@ LINK = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}
     ("GET", "/", {"sec-fetch-mode": ""}, False), ("GET", "/", {"origin": "http://evil.example"}, False),
     ("GET", "/", {"origin": ""}, False),
 ])
-def test_a_link_is_read_into_a_tab_of_its_own(method: str, path: str, changed: dict[str, str], is_one: bool) -> None:
+def test_only_a_get_of_a_page_by_navigation_counts_as_a_followed_link(
+    method: str, path: str, changed: dict[str, str], is_one: bool
+) -> None:
+    """A page that a browser opens from a link of another site may be shown, since that site cannot read it. LINK has
+    the headers that browsers send with it."""
     assert is_link(method, path, Headers({**LINK, **changed})) is is_one
 
 
-def test_the_hosts_check_sees_the_browsers_cookies_and_host_and_nothing_else() -> None:
+def test_the_hosts_login_check_gets_the_browsers_cookies_and_host_and_no_other_header() -> None:
+    """status_of(app, path, request) asks the host's own app, as the client of the request, and returns the status of
+    its answer."""
     seen: list[Any] = []
 
     async def page(request: Request) -> JSONResponse:

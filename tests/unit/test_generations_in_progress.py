@@ -19,7 +19,7 @@ def on(generations: Generations) -> bool:
     return innermost is None or innermost.settings.enabled
 
 
-def test_a_nested_image_has_its_own_settings_and_restores_the_outer_ones() -> None:
+def test_a_nested_generation_has_its_own_settings_and_ends_with_the_outer_ones() -> None:
     generations = Generations()
     outer = P()
     inner = P()
@@ -33,8 +33,9 @@ def test_a_nested_image_has_its_own_settings_and_restores_the_outer_ones() -> No
     assert on(generations) and not outer.__dict__
 
 
-def test_copying_a_running_image_neither_ends_it_nor_begins_a_second() -> None:
-    """ADetailer begins and ends copies of a generation for the images that it makes inside of it."""
+def test_copying_a_running_generation_neither_ends_it_nor_begins_a_second() -> None:
+    """ADetailer copies the processing object of a generation, and begins and ends copies for the images that it makes
+    inside of it."""
     generations = Generations()
     p = P()
     generations.begin(p, OFF)
@@ -51,7 +52,8 @@ def test_copying_a_running_image_neither_ends_it_nor_begins_a_second() -> None:
     assert on(generations)
 
 
-def test_a_failed_image_ends_when_the_webui_releases_it() -> None:
+def test_a_failed_generation_ends_when_the_webui_drops_its_processing_object() -> None:
+    """After an exception, no WebUI announces the end."""
     generations = Generations()
     outer = P()
     inner = P()

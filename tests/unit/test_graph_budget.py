@@ -45,6 +45,8 @@ def entry(resolution: str) -> Entry:
 
 
 def test_a_row_shows_the_memory_that_its_purge_frees(unet: nn.Module, pretended: PretendedGraphs) -> None:
+    """Graphs of smaller sizes share the purged one's memory, and are captured again in a smaller one. What is held then
+    has shrunk by the number that the row showed, within 10 %."""
     make_ready(unet, LARGE, SMALL, MIDDLE)
     for resolution in ("128x128", "96x96"):
         said = row(resolution).bytes
@@ -61,6 +63,8 @@ def test_a_row_shows_the_memory_that_its_purge_frees(unet: nn.Module, pretended:
 
 
 def test_graphs_of_many_sizes_stay_within_the_budget(unet: nn.Module, pretended: PretendedGraphs) -> None:
+    """The budget holds the largest graph and two MiB more. While a graph is made, one more than the budget may be
+    held."""
     make_ready(unet, LARGE)
     largest = entry("128x128").needs
     runtime.purge()
@@ -79,7 +83,9 @@ def test_graphs_of_many_sizes_stay_within_the_budget(unet: nn.Module, pretended:
         assert error(unet, a_call(unet, *size)) < CLOSE
 
 
-def test_a_pin_holds_beside_another_model(unet: nn.Module, pretended: PretendedGraphs) -> None:
+def test_a_pinned_graph_is_not_dropped_for_another_model(unet: nn.Module, pretended: PretendedGraphs) -> None:
+    """The budget has room for the pinned graph alone. The other model is computed without a graph, and the reason says
+    so."""
     make_ready(unet, SMALL)
     assert runtime.pin("64x64", row("64x64").model, True) and row("64x64").pinned
     assert not runtime.pin("8x8", row("64x64").model, True), "there is no such row"
@@ -91,7 +97,7 @@ def test_a_pin_holds_beside_another_model(unet: nn.Module, pretended: PretendedG
     assert states()["64x64"] == "ready"
 
 
-def test_a_graph_that_does_not_fit_alone_is_not_tried(unet: nn.Module, pretended: PretendedGraphs) -> None:
+def test_a_graph_larger_than_the_budget_is_never_captured(unet: nn.Module, pretended: PretendedGraphs) -> None:
     allow(1)
     for _ in range(4):
         assert error(unet, a_call(unet)) < CLOSE
@@ -100,7 +106,10 @@ def test_a_graph_that_does_not_fit_alone_is_not_tried(unet: nn.Module, pretended
     assert pretended.captured == [] and runtime.totals().budget == MEBIBYTE
 
 
-def test_graphs_of_other_architectures_are_removed_first(unet: nn.Module, pretended: PretendedGraphs) -> None:
+def test_when_the_budget_is_full_graphs_of_other_architectures_are_dropped_first(
+    unet: nn.Module, pretended: PretendedGraphs
+) -> None:
+    """"proved" is checked, but without a graph."""
     other = attached()
     make_ready(other, MIDDLE)
     make_ready(unet, SMALL)
@@ -122,6 +131,8 @@ def make_ready_again(unet: nn.Module, size: tuple[int, int] = SMALL) -> None:
 
 
 def test_an_unloaded_unet_gives_its_memory_back(unet: nn.Module, pretended: PretendedGraphs) -> None:
+    """Two UNets of one architecture share the row. Its graphs' memory is freed with the last of them, by detach or with
+    its last reference."""
     other = attached(**SMALL_XL)
     make_ready(unet, SMALL)
     make_ready_elsewhere(other)
@@ -145,7 +156,8 @@ def make_ready_elsewhere(unet: nn.Module) -> None:
     assert now() == ("native", "graph")
 
 
-def test_releasing_memory_keeps_what_was_proved(unet: nn.Module) -> None:
+def test_releasing_memory_drops_graphs_but_not_their_checks(unet: nn.Module) -> None:
+    """"proved" is checked: the next call needs no comparison with the host before its graph is captured."""
     make_ready(unet, LARGE, SMALL)
     before = runtime.services.holdings.shared()
     assert runtime.release_memory() == before and held() == 0

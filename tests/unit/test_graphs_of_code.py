@@ -19,8 +19,10 @@ from lib_onediff.weights.mirror import MirrorNetwork, empty_copy
 CLOSE = 1e-5
 
 
-def test_a_graph_is_not_replayed_over_other_functions_than_it_was_captured_with(weather: Weather) -> None:
-    """Both the host and our operators call torch.nn.functional.silu by its name, so a replacement affects both."""
+def test_a_graph_is_not_replayed_after_a_function_of_torch_was_replaced(weather: Weather) -> None:
+    """Both the host and our operators call torch.nn.functional.silu by its name, so a replacement affects both.
+    bound.epoch.addresses is the number of the epoch in which graphs are valid: it changes at the first call after each
+    replacement, and at no other."""
     unet = diffusers_unet(**SMALL_XL)
     lib_onediff.compile_unet(unet, backend="cudagraph")
     bound: Any = None
@@ -38,7 +40,10 @@ def test_a_graph_is_not_replayed_over_other_functions_than_it_was_captured_with(
     assert served(unet, a_call(unet)).isfinite().all()
 
 
-def test_graphs_of_a_second_card_are_of_the_code_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_on_a_second_gpu_are_not_replayed_after_a_function_of_torch_was_replaced(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MirrorNetwork is the copy of the network on the second GPU, here of the CPU."""
     unet = diffusers_unet(**SMALL_XL)
     call = a_call(unet)
     source = BoundNetwork(unet, FAMILIES.read)
@@ -62,7 +67,8 @@ def test_graphs_of_a_second_card_are_of_the_code_too(monkeypatch: pytest.MonkeyP
 
 
 def test_a_graph_outlives_changes_of_the_hosts_own_code(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A1111 changes variables of its LoRA code with each prompt: that needs another check, but not another graph."""
+    """A1111 changes variables of its LoRA code with each prompt: that needs another check, but not another graph.
+    bound.sources() is the digest of the host's code."""
     unet = diffusers_unet(**SMALL_XL)
     lib_onediff.compile_unet(unet, backend="cudagraph")
     embeddings: Any = importlib.import_module("diffusers.models.embeddings")

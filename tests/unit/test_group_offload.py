@@ -28,8 +28,9 @@ def offload(unet: Any, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_offloading_hooks_run_only_if_the_host_computes(pretended: PretendedGraphs, kind: str, is_first: bool) -> None:
-    """diffusers' group offloading, of each kind, set before (is_first) or after the UNet is compiled. Calls are served
-    also after a LoRA has removed the hooks and added them again, and uncompiling gives the UNet back."""
+    """diffusers' group offloading, of each kind, set before (is_first) or after the UNet is compiled. moved records
+    that a hook moves weights. Calls are served also after a LoRA has removed the hooks and added them again, and
+    uncompiling gives the UNet back."""
     unet = diffusers_unet(**SMALL_XL)
     moved = list[Any]()
     call = a_call(unet)
@@ -97,7 +98,7 @@ class Noting(hooks.ModelHook):
 
 
 def test_hooks_registered_before_and_after_compiling_all_run_once_around_the_host() -> None:
-    """Each hook keeps the forward that it finds, which may be our front. Removing the hooks restores the forward."""
+    """Each hook keeps the forward that it finds, which may be ours. Removing the hooks restores the forward."""
     unet = diffusers_unet(**SMALL_XL)
     noted = list[str]()
     call = a_call(unet)
@@ -128,7 +129,7 @@ def test_hooks_registered_before_and_after_compiling_all_run_once_around_the_hos
     assert first.forward == own_forward(unet)
 
 
-def test_a_fault_while_hooks_are_read_costs_no_image(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_while_hooks_are_read_leaves_the_call_to_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     unet = diffusers_unet(**SMALL_XL)
     call = a_call(unet)
     expected = served(unet, call)

@@ -35,6 +35,8 @@ def broken(original: Any, module: Any, x: int) -> int:
 
 
 def test_an_exception_of_ours_after_a_caught_one_is_not_taken_for_the_webuis() -> None:
+    """The hook catches an exception of the host, calls it again, and then fails by itself: the fault is recorded, and
+    the caller gets the host's result."""
     guard = Guard()
     told = []
 
@@ -59,6 +61,8 @@ def test_exceptions_of_the_webui_are_raised_and_not_logged_as_faults(caplog: pyt
 
 
 def test_a_hook_that_fails_returns_its_fallback(caplog: pytest.LogCaptureFixture) -> None:
+    """`otherwise` is its result then. A fault of a hook that belongs to a generation suspends OneDiff for that image.
+    Each fault is logged once."""
     guard = Guard()
 
     @guard.hook("the page", otherwise=[])
@@ -82,8 +86,8 @@ def test_a_hook_that_fails_returns_its_fallback(caplog: pytest.LogCaptureFixture
 def test_after_a_fault_that_a_hook_handled_the_webui_computes_the_rest_of_the_image(
     caplog: pytest.LogCaptureFixture
 ) -> None:
-    """After a fault, the runtime runs the host and returns its output; the VAE's decode that follows is the host's
-    too."""
+    """After a fault, the runtime runs the host and returns its output; the VAE's decode that follows is the host's too.
+    resume() begins the next image."""
     guard = Guard()
     told = []
 
@@ -105,7 +109,7 @@ def test_after_a_fault_that_a_hook_handled_the_webui_computes_the_rest_of_the_im
 
 
 def test_a_fault_outside_of_hooks_does_not_stop_onediff_for_the_image(caplog: pytest.LogCaptureFixture) -> None:
-    """A fault in a call that is made without hooks does not end a generation, and the next hook serves."""
+    """A fault in a call that is made without hooks does not suspend OneDiff, and the next hook serves."""
     guard = Guard()
     told = []
     guard.resume()
@@ -140,6 +144,8 @@ def test_undoing_our_patch_keeps_a_later_one_of_other_code() -> None:
 
 
 def test_the_author_of_a_patched_method_is_read_from_its_code_not_from_its_wrapped_name() -> None:
+    """functools.wraps gives another package's function the name and module of the one that it replaces."""
+
     class Owner:
         def forward(self, x: int) -> int:
             return x + 1

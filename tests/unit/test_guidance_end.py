@@ -42,6 +42,7 @@ def refused(ours: Samplings, change: Callable[[UNetCall], UNetCall] = lambda cal
 def test_calls_and_samplings_for_which_skipping_is_refused_compute_the_negative_prompt(
     change: Callable[[UNetCall], UNetCall], known: dict[str, Any], why: str
 ) -> None:
+    """refused() runs the sampling, asserts that every call is whole, and returns the reason."""
     ours = Samplings("guidance")
     ours.begin(**known)
     assert why in refused(ours, change)
@@ -56,7 +57,8 @@ def refusing(reason: str) -> Callable[[], PromptRows]:
     return guidance
 
 
-def test_without_knowing_the_prompts_rows_every_call_is_whole() -> None:
+def test_a_call_is_whole_if_the_host_does_not_say_which_rows_are_the_prompts() -> None:
+    """Either it refuses to say, with its reason, or it says nothing."""
     ours = Samplings("guidance")
     ours.begin()
     assert refused(ours, guidance=refusing("the host's reason")) == "the host's reason"
@@ -67,7 +69,8 @@ def test_without_knowing_the_prompts_rows_every_call_is_whole() -> None:
 
 
 def test_steps_with_other_calls_besides_prompt_and_negative_prompt_are_whole() -> None:
-    """A host makes such calls for several prompts. The policy learns it from the first step."""
+    """A host makes such calls for several prompts. The policy learns it from the first step, whose calls it counts; the
+    next sampling is not affected."""
     ours = Samplings("guidance", skip_negative_after=1)
     ours.begin()
     for time in STEPS:
@@ -79,7 +82,8 @@ def test_steps_with_other_calls_besides_prompt_and_negative_prompt_are_whole() -
 
 
 def test_the_first_steps_calls_are_remembered_if_weights_move_or_the_status_is_read() -> None:
-    """Both happen between the calls of one step."""
+    """Both happen between the two calls of one step. If the first step's second call were forgotten, later steps would
+    skip rows."""
     ours = Samplings("guidance", skip_negative_after=1)
     ours.begin()
     for time in STEPS:
@@ -91,7 +95,9 @@ def test_the_first_steps_calls_are_remembered_if_weights_move_or_the_status_is_r
         assert ours.run(call, refusing("several prompts"))[0] == WHOLE
 
 
-def test_after_a_fault_the_whole_call_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+def test_after_a_fault_of_the_policy_the_whole_call_and_the_rest_of_the_image_are_computed(
+    caplog: pytest.LogCaptureFixture
+) -> None:
     ours = Samplings("guidance")
     ours.begin()
 
@@ -109,6 +115,8 @@ def test_after_a_fault_the_whole_call_is_computed(caplog: pytest.LogCaptureFixtu
 
 
 def test_if_the_host_fails_on_the_prompts_rows_it_computes_the_whole_call() -> None:
+    """A call with half of the rows may fail where the whole one does not. The policy is inactive for the rest of the
+    image."""
     ours = Samplings("guidance")
     ours.begin()
     assert ours.sample(STEPS[:10]) == steps(10, 10)

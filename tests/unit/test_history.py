@@ -44,6 +44,8 @@ def used(tmp_path: Path) -> Path:
 
 @pytest.mark.usefixtures("host_timed_often")
 def test_rows_are_read_by_the_next_process(used: Path) -> None:
+    """opened() is a History as another process opens it. The last of uses() are five calls of the fixture; keeping them
+    again counts nothing twice."""
     now = {found.resolution: found for found in runtime.rows()}
     runtime.keep_history()  # Uses that were counted are not counted again.
     assert uses(opened(used)) == {"64x64": 4, "88x72": 1}
@@ -71,8 +73,9 @@ def test_without_a_folder_history_lasts_for_the_process() -> None:
 # --- machines and versions --------------------------------------------------------------------------------------------
 
 
-def test_another_machine_or_version_measures_for_itself(tmp_path: Path) -> None:
-    """Times, verdicts and tuned choices do not apply to another machine; uses and pins do."""
+def test_times_and_verdicts_of_another_machine_or_version_are_not_used(tmp_path: Path) -> None:
+    """A Fingerprint is the machine's and the versions' names; each of its parts makes another one. Times, verdicts and
+    tuned choices belong to it; uses and pins, to the folder."""
     here = Fingerprint.of()
     others = [dataclasses.replace(here, **{part.name: "another"}) for part in dataclasses.fields(Fingerprint)]
     assert len({here.digest, *(other.digest for other in others)}) == 1 + len(others)
@@ -107,7 +110,9 @@ def test_entries_written_by_0_2_0_are_read(tmp_path: Path) -> None:
     assert opened(tmp_path).pins() == {("SD1", "512x512"), ("SD2 v", "72x72")}
 
 
-def test_the_digest_is_that_of_the_sources_that_compute(tmp_path: Path) -> None:
+def test_the_source_digest_changes_with_code_that_computes_and_not_with_pages(tmp_path: Path) -> None:
+    """ui/, bench/, caches and other files than Python's do not affect an image."""
+
     def digest(changes: dict[str, str]) -> str:
         for name, text in changes.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -125,8 +130,9 @@ def test_the_digest_is_that_of_the_sources_that_compute(tmp_path: Path) -> None:
 # --- verdicts ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_purge_takes_the_resolutions_of_a_model_and_no_others(tmp_path: Path) -> None:
-    """Their rows and verdicts are deleted, written or not, for later processes too."""
+def test_a_purge_deletes_the_named_resolutions_of_the_named_model_and_no_others(tmp_path: Path) -> None:
+    """Their rows and verdicts are deleted, written or not, for later processes too. % and _ are wildcards of SQL, but
+    not here. `late` is a verdict that is not yet written."""
     history = opened(tmp_path)
     keys = {(model, width): dataclasses.replace(KEY, architecture=f"of-{model}", width=width)
             for model in ("SD1", "SDXL") for width in (64, 72)}
@@ -157,6 +163,7 @@ def test_a_purge_takes_the_resolutions_of_a_model_and_no_others(tmp_path: Path) 
 def test_a_checked_shape_is_not_checked_again_and_the_hosts_speed_is_still_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """asked counts the host's runs. one_call() is as a new process with the same cache folder."""
     unet = diffusers_unet()
     call = a_call(unet)
     asked: list[None] = []

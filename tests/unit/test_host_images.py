@@ -22,9 +22,11 @@ def interrupt() -> None:
     ({"sampling_step": None, "sampling_steps": None}, ("", 0, 0)),
     ({}, ("", 0, 0)),
 ])
-def test_a_state_without_some_fields_is_an_image_all_the_same(
+def test_a_running_image_is_a_job_whichever_fields_the_webuis_state_has(
     monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], told: tuple[str, int, int]
 ) -> None:
+    """(title, done, total) of the job, in steps. A second look returns the same job objects, and a task that waits is a
+    job as well."""
     monkeypatch.setitem(sys.modules, "modules.shared", SimpleNamespace(
         state=SimpleNamespace(interrupt=interrupt, **state)
     ))
@@ -39,6 +41,6 @@ def test_a_state_without_some_fields_is_an_image_all_the_same(
     assert generations.end(p) is generation and images.jobs() == [waits]
 
 
-def test_no_webui_has_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outside_of_a_webui_the_step_is_0_of_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "modules.shared", raising=False)
     assert step_of_host() == (0, 0)

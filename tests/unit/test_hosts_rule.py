@@ -46,16 +46,17 @@ def assert_same(found: QuantizedTokens, rows: Tensor, rule: Rule, moved: float =
 
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 768, 1280], scale=[1.0, 1e-4, 300.0])
-def test_rows_are_quantized_as_the_host_does(rule: Rule, dtype: torch.dtype, width: int, scale: float) -> None:
-    """By the host's rule for the inputs of layers with INT8 weights, as hosts_rows computes it in torch."""
+def test_rows_are_quantized_by_the_hosts_rule(rule: Rule, dtype: torch.dtype, width: int, scale: float) -> None:
+    """Forge Neo's rule for the inputs of layers with INT8 weights, with its rotations (rule), as hosts_rows computes it
+    in torch. One row is of zeros."""
     rows = random(3, 5, width, dtype=dtype) * scale
     rows[0, 1] = 0
     assert_same(rounding.rounded(rows, INT8, rule=rule), rows, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_rows_are_quantized_as_by_torchs_operators(rule: Rule) -> None:
-    """The inputs are small integers, which the kernel and torch rotate without an error."""
+def test_small_integers_are_quantized_to_the_same_integers_as_by_torchs_operators(rule: Rule) -> None:
+    """The kernel and torch rotate small integers without an error, so that the results must be equal."""
     rows = torch.randint(-3, 4, (4, 512)).to(DEVICE, HALF)
     rotation = 0 if rule == Rule.HOSTS else 256
     weight = QuantizedWeight(torch.zeros(1, 512, dtype=torch.int8, device=DEVICE), torch.ones(1, 1), rotation)
@@ -65,7 +66,7 @@ def test_rows_are_quantized_as_by_torchs_operators(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_gelus_output_is_quantized_as_the_host_does(rule: Rule) -> None:
+def test_a_gelus_output_is_quantized_by_the_hosts_rule(rule: Rule) -> None:
     rows = random(5, 768)
     written = native_tokens.gelu(rows.clone())
     assert_same(rounding.rounded(rows, INT8, gelu=True, rule=rule), written, rule)
@@ -73,6 +74,8 @@ def test_a_gelus_output_is_quantized_as_the_host_does(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 def test_a_gelu_is_also_written_in_the_models_dtype(rule: Rule) -> None:
+    """One kernel writes the output in int8, and over its input in the model's dtype. Both equal those of the kernels
+    that write one of them."""
     rows = random(5, 512)
     written, rounded = native_tokens.gelu(rows.clone()), rounding.rounded(rows, INT8, gelu=True, rule=rule)
     found = rounding.gelu_and_rounded(rows, rule)
@@ -81,15 +84,17 @@ def test_a_gelu_is_also_written_in_the_models_dtype(rule: Rule) -> None:
 
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 1280, 2560])
-def test_a_geglus_output_is_quantized_as_the_host_does(rule: Rule, dtype: torch.dtype, width: int) -> None:
+def test_a_geglus_output_is_quantized_by_the_hosts_rule(rule: Rule, dtype: torch.dtype, width: int) -> None:
     hidden = random(2, 5, 2 * width, dtype=dtype)
     assert_same(rounding.geglu(hidden, INT8, rule), native_tokens.geglu(hidden), rule)
 
 
 @grid(rule=RULES, dtype=TYPES, width=[256, 1280, 768], whole=[True, False])
-def test_a_layer_norms_output_is_quantized_as_the_host_does(
+def test_a_layer_norms_output_is_quantized_by_the_hosts_rule(
     rule: Rule, dtype: torch.dtype, width: int, whole: bool
 ) -> None:
+    """Also with is_plain_too, which writes it in the model's dtype as well. whole: the residual has a deferred bias and
+    a bias."""
     tokens, weight, bias = random(1, 5, width, dtype=dtype), random(width, dtype=dtype), random(width, dtype=dtype)
     residual = Residual(tokens.clone(), random(width, dtype=torch.float32), bias) if whole else Residual(tokens.clone())
     summed, found = rounding.layer_norm(residual, weight, bias, 1e-5, INT8, rule=rule)
@@ -102,7 +107,8 @@ def test_a_layer_norms_output_is_quantized_as_the_host_does(
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_an_adaptive_norms_output_is_quantized_as_the_host_does(rule: Rule) -> None:
+def test_an_adaptive_norms_output_is_quantized_by_the_hosts_rule(rule: Rule) -> None:
+    """Also with is_plain_too, which writes it in the model's dtype as well."""
     tokens, update = random(2, 7, 512, dtype=torch.float32), random(2, 7, 512)
     shift, factor, gate = random(2, 3 * 512).chunk(3, dim=1)
     given: Callable[[], Residual] = lambda: Residual(tokens.clone(), update=update, gate=gate)  # noqa: E731
@@ -123,10 +129,11 @@ def assert_both(both: QuantizedTokens, found: QuantizedTokens, written: Tensor) 
 
 
 @grid(rule=RULES, dtype=TYPES, width=[768, 512, 1280], plus_one=[True, False], modulated=[True, False])
-def test_a_root_mean_square_norm(
+def test_a_root_mean_square_norms_output_is_quantized_by_the_hosts_rule(
     rule: Rule, dtype: torch.dtype, width: int, plus_one: bool, modulated: bool
 ) -> None:
-    """The update has a norm of its own. Without modulation, it has no gate."""
+    """The update has a norm of its own. Without modulation, it has no gate. Also with is_plain_too, which writes the
+    output in the model's dtype as well."""
     tokens, update = random(2, 3, width, dtype=torch.float32), random(2, 3, width, dtype=dtype)
     factor, shift, gate = random(2, 3 * width, dtype=dtype).chunk(3, dim=1)
     norm, layer = RMSNorm("", width, 1e-5, plus_one), LayerWeights(random(width, dtype=dtype), None)
@@ -145,8 +152,8 @@ def test_a_root_mean_square_norm(
 
 
 @grid(rule=RULES, activation=[Activation.SILU, Activation.SIGMOID, Activation.GELU], width=[512, 768])
-def test_gated_rows(rule: Rule, activation: Activation, width: int) -> None:
-    """Numbers and gates may be parts of a wider product."""
+def test_gated_rows_are_quantized_by_the_hosts_rule(rule: Rule, activation: Activation, width: int) -> None:
+    """Numbers and gates may be parts of a wider product, whose rows are not contiguous."""
     product = random(2, 5, 3 * width + 16)
     numbers, gates = product[..., :width], product[..., 2 * width:3 * width]
     found = rounding.gated(numbers, gates, activation, INT8, rule)
@@ -157,7 +164,8 @@ def test_gated_rows(rule: Rule, activation: Activation, width: int) -> None:
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_nan_and_infinity_stay_visible(rule: Rule, strange: float) -> None:
+def test_rows_with_nan_or_infinity_get_a_scale_of_nan(rule: Rule, strange: float) -> None:
+    """So that the error is in the output as well, where int8 has neither."""
     rows = torch.zeros(3, 768, device=DEVICE, dtype=HALF)
     rows[1, 700] = strange
     for found in (rounding.rounded(rows, INT8, rule=rule), rounding.geglu(rows.repeat(1, 2) + 1, INT8, rule)):
@@ -166,7 +174,11 @@ def test_nan_and_infinity_stay_visible(rule: Rule, strange: float) -> None:
 
 @pytest.mark.parametrize("rotation", [0, 256])
 @pytest.mark.parametrize("one_scale", [True, False])
-def test_the_product_with_a_stored_weight_equals_forge_neos(rotation: int, one_scale: bool) -> None:
+def test_the_product_with_a_quantized_weight_is_close_to_that_with_its_decoded_values(
+    rotation: int, one_scale: bool
+) -> None:
+    """quantized_dense undoes the weight's rotation in float64. The bound, 2 %, is for the rounding of the input to
+    int8."""
     rows, width, out = 20, 512, 48
     values = torch.randint(-128, 128, (out, width), device=DEVICE).to(torch.int8)
     scales = torch.rand(1, 1 if one_scale else out, device=DEVICE) / 1000
@@ -187,7 +199,8 @@ def quantized_dense(weight: QuantizedWeight) -> Tensor:
     return (dense.unflatten(-1, (-1, 256)) @ quantized.hadamard(256, dense.device).double()).flatten(-2)
 
 
-def test_the_rule_depends_on_the_weight() -> None:
+def test_the_rule_follows_from_the_weights_rotation_and_origin() -> None:
+    """QuantizedWeight(values, scales, rotation, whether the host's rule applies)."""
     values, scales = torch.zeros(16, 256, dtype=torch.int8), torch.ones(1, 1)
     rules = {
         rounding.rule_of(QuantizedWeight(values, scales, *given), torch.device("cpu"))

@@ -99,9 +99,11 @@ def assert_times(times: Any, step_ms: float) -> None:
      {"whole": 7, "prompt alone": 6, "forecast": 7},
      (7 * WHOLE_MS + 6 * ALONE_MS) / 20),
 ], ids=["exact", "DeepCache", "guidance end", "forecast and guidance end"])
-def test_every_step_counts_where_times_are_shown_and_stored(
+def test_a_steps_time_is_the_mean_over_whole_cached_and_skipped_steps(
     options: dict[str, Any], steps: dict[str, int], step_ms: float, tmp_path: Path
 ) -> None:
+    """The same mean is in the status, in the size's row, and in the history on the disk. set_times() gives each kind of
+    pass its time."""
     images = Images(**options)
     images.runtime.history.open(tmp_path)
     images.make()
@@ -124,6 +126,7 @@ def test_every_step_counts_where_times_are_shown_and_stored(
 
 
 def test_images_by_the_webui_have_no_speedup_and_are_the_baseline_of_ours() -> None:
+    """host_seconds is the time of the WebUI's image of the same size, and None for another size."""
     images = Images()
     images.make(settings=Settings(enabled=False), seconds=5.0)
     status = images.status()
@@ -135,7 +138,7 @@ def test_images_by_the_webui_have_no_speedup_and_are_the_baseline_of_ours() -> N
     assert dict(image_facts(images.status()))["Image"] == "2.0 s (WebUI 5.0 s)"
 
 
-def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
+def test_calls_of_pre_warming_are_counted_in_no_image() -> None:
     images = Images(**EVERY_THIRD)
     images.make()
     before = images.status()
@@ -157,7 +160,9 @@ def test_a_call_that_makes_a_size_ready_is_in_no_image() -> None:
 OFF = Settings(enabled=False)
 
 
-def test_an_image_that_the_host_makes_alone_shows_and_counts_nothing_at_the_size_before() -> None:
+def test_an_image_by_the_webui_alone_shows_nothing_of_our_last_image() -> None:
+    """Backend, error and time of our image must not stay in the status. At our image's size, the row keeps the steps of
+    images that OneDiff has made."""
     images = Images()
     images.make()
     before = images.row("64x64")
@@ -176,7 +181,7 @@ def test_an_image_that_the_host_makes_alone_shows_and_counts_nothing_at_the_size
     assert (after.step_ms, after.ratio, after.images) == (before.step_ms, before.ratio, before.images + 1)
 
 
-def test_an_unreadable_call_is_not_counted_at_another_size() -> None:
+def test_an_image_whose_calls_cannot_be_read_is_shown_at_its_own_size_without_times() -> None:
     images = Images()
     images.make()
     before = images.row("64x64")
@@ -192,8 +197,8 @@ def test_an_unreadable_call_is_not_counted_at_another_size() -> None:
     assert images.row("64x64") == before
 
 
-def test_the_row_of_a_size_is_its_last_images_whichever_shapes_that_used() -> None:
-    """The most used shape is the first image's."""
+def test_the_row_of_a_size_shows_its_last_image_whichever_shapes_it_used() -> None:
+    """The shape that was used most is that of the first images."""
     images = Images(**EVERY_THIRD)
     for _ in range(2):
         images.make()
@@ -204,6 +209,8 @@ def test_the_row_of_a_size_is_its_last_images_whichever_shapes_that_used() -> No
 
 
 def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three images: one with DeepCache, one too short for it, and one with a second pass that is too short, which
+    belongs to the same image."""
     images = Images(**EVERY_THIRD)
     images.make()
     assert images.status()["deepcache"] == {"full": 8, "cached": 12, "reason": ""}
@@ -224,7 +231,7 @@ def test_counts_and_reasons_of_policies_are_of_one_image(monkeypatch: pytest.Mon
     assert images.row("72x72").step_ms == WHOLE_MS
 
 
-def test_the_reason_for_steps_by_the_webui_is_kept_after_later_steps_of_ours() -> None:
+def test_the_reason_for_steps_by_the_webui_is_shown_after_later_steps_of_ours_and_gone_in_the_next_image() -> None:
     images = Images()
     images.make()
     theirs = iter(range(4))
@@ -247,6 +254,7 @@ def test_the_reason_for_steps_by_the_webui_is_kept_after_later_steps_of_ours() -
 
 
 def test_an_image_made_inside_another_has_a_record_of_its_own() -> None:
+    """As ADetailer makes them: the inner image's steps and time are not the outer one's."""
     images = Images()
     images.make(second_pass=lambda: images.make(size=9, steps=STEPS[:4], seconds=0.5), seconds=2.0)
     outer = images.status()["image"]
@@ -257,7 +265,8 @@ def test_an_image_made_inside_another_has_a_record_of_its_own() -> None:
     assert {row.resolution: row.images for row in images.runtime.rows()} == {"64x64": 1, "72x72": 1}
 
 
-def test_an_interrupted_image_says_so_and_is_compared_with_nothing() -> None:
+def test_an_interrupted_image_is_shown_as_interrupted_and_is_no_baseline() -> None:
+    """Neither the WebUI's nor ours: its seconds are of fewer steps."""
     images = Images()
     for settings in (OFF, images.settings):
         images.make(steps=STEPS[:5], settings=settings, seconds=0.5, is_whole=False)
@@ -270,7 +279,7 @@ def test_an_interrupted_image_says_so_and_is_compared_with_nothing() -> None:
     assert images.row("64x64").images == 1
 
 
-def test_an_image_that_failed_says_so_until_the_next() -> None:
+def test_an_image_that_failed_is_shown_as_failed_until_the_next() -> None:
     images = Images()
     images.make()
     p = SimpleNamespace()
@@ -286,7 +295,7 @@ def test_an_image_that_failed_says_so_until_the_next() -> None:
     assert (images.status()["image"]["state"], images.status()["resolution"]) == ("done", "64x64")
 
 
-def test_a_record_is_not_changed_by_what_comes_after_it() -> None:
+def test_the_record_of_an_image_does_not_change_with_later_times() -> None:
     images = Images()
     images.make()
     before = images.runtime.call_stats.image
@@ -296,6 +305,7 @@ def test_a_record_is_not_changed_by_what_comes_after_it() -> None:
 
 
 def test_time_outside_of_the_steps_is_split_into_first_uses_and_the_rest() -> None:
+    """The parts of `spent` add up to the image's time. The test sleeps 0.3 s after the steps, which is the rest."""
     images = Images()
     p = SimpleNamespace()
     generation = images.runtime.generations.begin(p, images.settings)
@@ -317,8 +327,9 @@ def test_time_outside_of_the_steps_is_split_into_first_uses_and_the_rest() -> No
     assert ("other 0." in summary or "first use of this size " in summary) and "/step" not in summary
 
 
-def test_a_steps_time_is_of_the_image_and_not_of_those_before_it() -> None:
-    """As if another program had used the GPU during the last image: 0.4 s per image of 8 steps, 141 ms per step."""
+def test_a_steps_time_is_of_the_last_image_and_not_of_those_before_it() -> None:
+    """The first image's steps took 900 ms each (make sets the clock), and the last one's as long as they really took
+    here."""
     images = Images()
     images.make()
     p = SimpleNamespace()
@@ -331,7 +342,7 @@ def test_a_steps_time_is_of_the_image_and_not_of_those_before_it() -> None:
     assert images.row("64x64").step_ms == record.step_ms
 
 
-def test_the_row_of_a_size_says_of_its_last_image_what_the_status_says() -> None:
+def test_the_row_of_a_size_has_the_ratio_of_its_last_image_as_the_status_has() -> None:
     """Another shape is used more often."""
     images = Images()
     images.make()
@@ -346,6 +357,7 @@ def test_the_row_of_a_size_says_of_its_last_image_what_the_status_says() -> None
 
 
 def test_forgetting_a_row_deletes_its_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table may hold 4 shapes here. Of five sizes, the pinned one, the ready one and the one in use stay."""
     for name, value in (("MOST_SHAPES", 4), ("FORGOTTEN_AT_ONCE", 2), ("NEVER_FORGOTTEN", 1)):
         monkeypatch.setattr(table, name, value)
     images = Images()

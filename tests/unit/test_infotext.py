@@ -34,6 +34,7 @@ def every_setting() -> list[Settings]:
 
 
 def test_infotext_needs_no_quotes() -> None:
+    """A1111 writes the fields of an infotext as "name: value, ", and quotes values with these characters."""
     for settings in every_setting():
         text = infotext.describe(settings)
         assert processing.quote(text) == text
@@ -79,6 +80,7 @@ TABS = [
 
 @pytest.mark.parametrize("standing", TABS, ids=infotext.describe)
 def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing: Settings) -> None:
+    """standing: the options in the settings, over which the accordion's values apply."""
     for settings in every_setting():
         run = settings_of_run(read_by_the_accordion({infotext.KEY: infotext.describe(settings)}, standing), standing)
         assert per_run(run) == per_run(settings)
@@ -92,10 +94,11 @@ def test_a_run_has_exactly_the_settings_of_the_infotext_that_was_pasted(standing
     ({**PRESETS[DRAFT].values, "transformer_interval": 5}, False, "on; speed Draft"),
     ({**PRESETS[DRAFT].values, "transformer_interval": 5}, True, "on; speed Draft; transformer_interval 5"),
 ], ids=str)
-def test_an_option_that_the_images_model_does_not_follow_is_not_named(
+def test_an_option_without_effect_on_the_images_model_is_not_in_its_infotext(
     options: dict[str, Any], is_transformer: bool, text: str
 ) -> None:
-    """A preset's name stays. Pasted for the same model, the run has the same effect."""
+    """transformer_* options have no effect on UNets, and deepcache_* ones none on transformers that have their own. A
+    preset's name stays. Pasted for the same model, the run has the same effect."""
     settings = Settings(**options)
     followed = settings.cache_options(is_transformer)
     others = (DEEPCACHE_OPTIONS | TRANSFORMER_OPTIONS) - followed
@@ -118,6 +121,8 @@ def test_an_option_that_the_images_model_does_not_follow_is_not_named(
     ("on; deepcache_interval 99", Settings(), [True, AS_IN_SETTINGS, ""]),
 ])
 def test_pasting_infotext_sets_the_accordion(text: str, standing: Settings, arguments: list[Any]) -> None:
+    """standing: the options in the settings. arguments: the accordion's switch, preset and changes, which undo what
+    stands in the settings."""
     assert read_by_the_accordion({infotext.KEY: text}, standing) == arguments
 
 
@@ -135,7 +140,7 @@ def test_unused_parts_of_a_paste_are_reported_once(text: str, part: str) -> None
 
 
 @pytest.mark.parametrize("parameters", [{}, {"Steps": "20"}, {"OneDiff": "maybe"}, {"OneDiff": ""}], ids=str)
-def test_pasting_something_else_leaves_the_accordion_alone(parameters: dict[str, str]) -> None:
+def test_pasting_an_infotext_without_our_part_leaves_the_accordion_unchanged(parameters: dict[str, str]) -> None:
     assert read_by_the_accordion(parameters, Settings(deepcache_interval=3)) == [None] * 3
 
 
@@ -147,11 +152,14 @@ def test_pasting_something_else_leaves_the_accordion_alone(parameters: dict[str,
     ("Use OneDiff off; low-bit  fp8", {"enabled": False, "low_bit": "fp8"}),
     ("OneDiff: on; backend eager", {"enabled": True, "backend": "eager"}),
 ])
-def test_extra_options_may_be_copied_from_infotext(text: str, expected: dict[str, Any]) -> None:
+def test_the_changes_field_accepts_options_as_infotext_and_labels_write_them(
+    text: str, expected: dict[str, Any]
+) -> None:
     assert infotext.read_changes(text) == expected
 
 
 def test_a_presets_name_stands_for_its_options() -> None:
+    """Both ways: read from a text, and written for settings that equal the preset."""
     expected = {**with_preset(Settings(), FAST).changed_from(Settings()), "low_bit": "fp8"}
     found = infotext.read_changes("Speed fast; low_bit fp8")
     assert Settings(**found).changed_from(Settings()) == expected

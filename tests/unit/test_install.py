@@ -122,8 +122,9 @@ def installed(tmp_path_factory, wheels) -> tuple[Path, dict[str, str]]:
     return checkout, environment
 
 
-def test_a_webuis_start_needs_no_site_and_no_folder_on_the_path():
-    """As with an embeddable Python for Windows, which uses neither PYTHONPATH nor the script's folder."""
+def test_install_py_at_a_webuis_start_imports_nothing_from_site_or_its_folder():
+    """A WebUI runs install.py of each extension without arguments. As with an embeddable Python for Windows, which uses
+    neither PYTHONPATH nor the script's folder."""
     command = [sys.executable, "-I", "-S", REPOSITORY / "install.py"]
     answer = subprocess.run(command, cwd=REPOSITORY.anchor, capture_output=True, text=True)
     assert (answer.returncode, answer.stderr, answer.stdout) == (0, "", "")
@@ -145,7 +146,7 @@ def test_a_webuis_start_needs_no_site_and_no_folder_on_the_path():
         (["--demmo"], "install.py takes --demo, --test or nothing, not '--demmo'."),
     ],
 )
-def test_bad_arguments_are_refused_before_anything_is_made(tmp_path, arguments, sentence):
+def test_bad_arguments_are_refused_before_a_venv_is_made(tmp_path, arguments, sentence):
     checkout = make_checkout(tmp_path / "checkout")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -164,7 +165,8 @@ def test_help_needs_no_installation(tmp_path, arguments):
     assert not (checkout / ".venv").exists()
 
 
-def test_paths_are_those_of_the_folder_in_which_the_user_types(tmp_path, monkeypatch):
+def test_relative_paths_are_of_the_folder_in_which_the_command_is_typed(tmp_path, monkeypatch):
+    """The name of a model that is shipped stays a name, even if there is no such file."""
     monkeypatch.chdir(tmp_path)
     Path("mine").mkdir()
     command = install.demo_command(["--model", "mine", "--data-dir", "data"])
@@ -172,7 +174,7 @@ def test_paths_are_those_of_the_folder_in_which_the_user_types(tmp_path, monkeyp
     assert str(tmp_path / EMOJI_DIT.name) not in install.demo_command(["--model", EMOJI_DIT.name])
 
 
-def test_too_little_room_is_said_and_what_is_there_counts(tmp_path, monkeypatch):
+def test_too_little_disk_space_is_refused_and_a_partial_venv_needs_less(tmp_path, monkeypatch):
     monkeypatch.setattr(install, "VENV", tmp_path)
     monkeypatch.setattr(install.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 30))
     with pytest.raises(install.CannotInstall, match=r" needs [26789]\.0 GB more, and 1\.0 GB are free there\.$"):
@@ -184,7 +186,8 @@ def test_too_little_room_is_said_and_what_is_there_counts(tmp_path, monkeypatch)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="torch brings CUDA's libraries on Linux alone")
 @pytest.mark.parametrize("by", ["constraint", "installation"])
-def test_a_cpu_build_of_torch_needs_less_room(tmp_path, monkeypatch, by):
+def test_a_cpu_build_of_torch_needs_less_disk_space(tmp_path, monkeypatch, by):
+    """It is known by pip's constraints, or because it is installed already."""
     venv = tmp_path / ".venv"
     constraints = tmp_path / "constraints.txt"
     constraints.write_text("# torch==1.0+cpu\ntorch==2.13.0\n")
@@ -199,7 +202,9 @@ def test_a_cpu_build_of_torch_needs_less_room(tmp_path, monkeypatch, by):
 
 
 @pytest.mark.parametrize(("arguments", "code"), [([], 0), (["--demo"], 1)])
-def test_old_pythons_can_read_their_refusal(monkeypatch, capsys, arguments, code):
+def test_a_python_that_is_too_old_gets_a_sentence_instead_of_a_syntax_error(monkeypatch, capsys, arguments, code):
+    """install.py must be valid syntax for Python 3.6 up to its check of the version. A WebUI's start (no arguments)
+    must not fail."""
     text = Path(install.__file__).read_text(encoding="utf-8")
     tree = ast.parse(text, feature_version=(3, 6))
     assert not any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
@@ -219,7 +224,8 @@ def test_old_pythons_can_read_their_refusal(monkeypatch, capsys, arguments, code
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no TOML reader to compare with")
 @pytest.mark.parametrize("text", [TINY_PYPROJECT, (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")])
-def test_requirements_are_read_as_toml_means_them(text):
+def test_requirements_are_read_as_by_a_toml_parser(text):
+    """install.py reads pyproject.toml without tomllib, which Python 3.10 lacks."""
     import tomllib
 
     project = tomllib.loads(text)
@@ -231,8 +237,9 @@ def test_requirements_are_read_as_toml_means_them(text):
             assert install.read_strings(text, f"tool.onediff.{table}", extra) == requirements
 
 
-def test_nothing_that_users_bring_has_an_upper_bound():
-    """pip would replace a newer torch, and break packages that depend on it."""
+def test_packages_that_users_have_already_get_no_upper_bound():
+    """pip would replace a newer torch, and break packages that depend on it. The lowest tested versions satisfy the
+    lower bounds."""
     requirements = pytest.importorskip("packaging.requirements")
     text = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
     assert install.read_strings(text, "project", "dependencies") == ["torch>=2.1.2"]
@@ -260,7 +267,9 @@ def test_tested_versions_are_documented():
 # The life of a .venv
 
 
-def test_arguments_folder_and_exit_code_reach_pytest_and_the_users_arguments_count(installed):
+def test_pytest_gets_the_users_arguments_last_and_its_exit_code_is_returned(installed):
+    """The pytest of the tiny wheels prints its folder and arguments, and exits with 7. Arguments after --test are
+    pytest's, whatever they are."""
     checkout, environment = installed
     words = ["-k", "a b", "--demo", "--port", "x", "--test"]
     answer = run_install(checkout, "--test", *words, **environment)
@@ -303,7 +312,7 @@ def test_a_second_installer_is_refused_while_one_runs(installed, monkeypatch):
     assert answer.stderr == "Another install.py is installing into .venv. Wait until it has finished.\n"
 
 
-def test_output_of_pip_in_any_encoding_is_read(tmp_path, monkeypatch):
+def test_output_of_pip_that_is_not_utf_8_is_read(tmp_path, monkeypatch):
     said = rb"import sys; sys.stderr.buffer.write(b'\x81\xff No matching distribution found for tiny'); sys.exit(1)"
     (tmp_path / "pip.py").write_bytes(said)
     monkeypatch.chdir(tmp_path)
@@ -360,6 +369,7 @@ class InTerminal:
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows gives programs no such terminals")
 def test_a_terminal_shows_that_a_silent_command_works():
+    """After SILENT_SECONDS without output, a line counts the time until the command goes on."""
     command = "import sys, time; print('begun', flush=True); time.sleep(4); print('over'); sys.exit('a problem')"
     program = InTerminal(
         "import sys, install; install.SILENT_SECONDS = 1;"
@@ -372,7 +382,8 @@ def test_a_terminal_shows_that_a_silent_command_works():
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows gives programs no such terminals")
-def test_ctrl_c_leaves_the_cursor_visible_and_a_line_of_its_own():
+def test_ctrl_c_in_a_terminal_shows_the_cursor_again_and_ends_the_line():
+    """pip's progress bar hides the cursor."""
     command = r"import time; print('\x1b[?25lloading', flush=True); time.sleep(60)"
     program = InTerminal(
         f"import sys, install; command = [sys.executable, '-c', {command!r}];"
@@ -387,7 +398,7 @@ def test_ctrl_c_leaves_the_cursor_visible_and_a_line_of_its_own():
     assert program.process.wait(60) == 130
 
 
-def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
+def test_pip_without_an_index_gets_a_sentence_and_the_half_made_venv_is_completed_later(tmp_path, wheels):
     checkout = make_checkout(tmp_path / "checkout")
     (checkout / ".venv" / "bin").mkdir(parents=True)
 
@@ -401,8 +412,8 @@ def test_offline_is_said_and_a_half_made_venv_is_repaired(tmp_path, wheels):
     assert online.returncode == 7
 
 
-def test_an_installed_package_has_all_that_is_no_python(tmp_path):
-    """"pip install ." of a clean copy installs the style sheets and py.typed."""
+def test_an_installed_package_has_all_files_of_the_repositorys(tmp_path):
+    """Also those that are no Python: "pip install ." of a clean copy installs the style sheets and py.typed."""
     setuptools = pytest.importorskip("setuptools")
     if int(setuptools.__version__.split(".")[0]) < 77:
         pytest.skip("this setuptools is older than what pyproject.toml asks for")

@@ -40,9 +40,10 @@ def exact(tokens: QuantizedTokens, weight: QuantizedWeight, bias: Tensor | None)
     with_bias=[True, False],
     config=CONFIGS,
 )
-def test_a_product_is_the_exact_one_rounded_once(
+def test_a_product_is_close_to_the_exact_one_rounded_once(
     shape: tuple[int, int, int], dtype: torch.dtype, with_bias: bool, config: LaunchConfig
 ) -> None:
+    """The bound is one rounding of the output, and float32's error of the sums (1e-5 of the largest output)."""
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE, dtype=dtype) if with_bias else None
@@ -56,6 +57,7 @@ def test_a_product_is_the_exact_one_rounded_once(
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_rows_of_zeros_and_rows_a_thousand_times_as_large_are_multiplied_right(config: LaunchConfig) -> None:
+    """The second part has the largest possible sums: 127 * -127, 5120 times."""
     rows = torch.randn(40, 64, device=DEVICE)
     rows[3] = 0
     rows[5] = rows[5] * 1000
@@ -84,7 +86,7 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large_are_multiplied_right(c
 def test_loras_are_added_before_the_output_is_rounded(
     shape: tuple[int, int, int], ranks: int, layers: int, with_bias: bool, config: LaunchConfig
 ) -> None:
-    """layers: replaces one layer, whose LoRAs have their own hidden values."""
+    """layers: how many layers one product computes, each with LoRAs of its own hidden values (block_diag)."""
     rows, width, out = shape
     tokens, weight = factors(rows, width, out)
     bias = torch.randn(out, device=DEVICE).half() if with_bias else None
@@ -120,7 +122,8 @@ def test_the_product_with_the_down_matrices_of_loras_is_rounded_once(
     assert bool(((output.double() - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + 1e-5 * largest).all())
 
 
-def test_the_loras_of_a_layer_are_joined() -> None:
+def test_several_loras_become_one_pair_of_matrices_with_the_same_product() -> None:
+    """Each up matrix begins at a row of the output. The rank is padded to 16, the least that kernels multiply."""
     first, second, down = torch.randn(32, 4), torch.randn(16, 5), torch.randn(9, 24)
     joint_down, joint_up = products.joint_loras(LowRank(down, ((0, first), (40, second))), 64)
     assert joint_down.shape == (16, 24) and joint_up.shape == (64, 16)
@@ -131,6 +134,8 @@ def test_the_loras_of_a_layer_are_joined() -> None:
 
 
 def test_adjacent_up_matrices_are_not_copied() -> None:
+    """Parts of one tensor in the order of memory become a view of it. In any other order, or with other numbers of
+    rows, they are copied."""
     whole = torch.randn(64, 16)
     factor = torch.randn(16, 24)
     found = products.joint_loras(LowRank(factor, ((0, whole),)), 64)

@@ -39,7 +39,9 @@ def a_job(state: str, **values: Any) -> SizeJob:
     return SizeJob(PREWARM, "64x64", state=state, size=Size(64, 64), **values)
 
 
-def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
+def test_rows_show_sizes_that_wait_or_are_being_made_ready_for_the_loaded_model(queue: WarmUp) -> None:
+    """told: the rows with the jobs, those of sizes without a row first. After the queue was stopped, the rows are as
+    before."""
     jobs = [a_job(RUNNING, share=0.33), *queue.jobs()[1:]]
     rows = [a_row("72x64", "SD1"), a_row("104x64", "SD1"), a_row("64x64", "SD1"), a_row("64x64", "SDXL")]
     told = rows_with_jobs(rows, jobs, "SD1")
@@ -52,8 +54,9 @@ def test_rows_show_what_is_being_made_ready(queue: WarmUp) -> None:
     assert rows_with_jobs(rows, queue.jobs(), "SD1") == rows
 
 
-def test_a_row_tells_what_pre_warming_it_took_and_saved() -> None:
-    """Three of its calls were steps that the first image needs anyway, of 10 ms each."""
+def test_a_row_shows_the_seconds_of_the_last_pre_warming_that_ended_and_what_it_saved() -> None:
+    """0.5 s of calls were made, of which three are steps that the first image needs anyway, of 10 ms each. A cancelled
+    job counts for nothing."""
     jobs = [
         a_job(DONE, seconds=9.0, of_calls=9.0, made=3), a_job(DONE, seconds=0.8, of_calls=0.5, made=3),
         a_job(CANCELLED, seconds=7.0, of_calls=7.0, made=1),

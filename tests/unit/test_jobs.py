@@ -34,12 +34,14 @@ class Turns:
         until(lambda: self.queue.jobs()[0].state == "running", "it to run", SECONDS, 0.01)
         return added
 
-    def told(self) -> list[tuple[str, str, str]]:
+    def listed(self) -> list[tuple[str, str, str]]:
+        """(title, state, what it waits for) of each job."""
         return [(job.title, job.state, job.what) for job in self.queue.jobs()]
 
     def over(self) -> list[tuple[str, str, str]]:
+        """Set go, and return (title, state, reason) of each job once all have ended."""
         self.go.set()
-        until(lambda: not any(job.pending for job in self.queue.jobs()), self.told, SECONDS, 0.01)
+        until(lambda: not any(job.pending for job in self.queue.jobs()), self.listed, SECONDS, 0.01)
         return [(job.title, job.state, job.reason) for job in self.queue.jobs()]
 
 
@@ -48,13 +50,13 @@ def turns() -> Turns:
     return Turns()
 
 
-def test_comparisons_go_ahead_of_sizes_and_each_says_what_it_waits_for(turns: Turns) -> None:
+def test_comparisons_run_before_sizes_and_each_job_names_the_one_that_it_waits_for(turns: Turns) -> None:
     turns.block()
     turns.add(PREWARM, "72x64")
     turns.add(COMPARISON, "A")
     turns.add(COMPARISON, "B")
     waits = ("queued", "waits for pre-warming 64x64")
-    assert turns.told() == [("64x64", "running", ""), ("A", *waits), ("B", *waits), ("72x64", *waits)]
+    assert turns.listed() == [("64x64", "running", ""), ("A", *waits), ("B", *waits), ("72x64", *waits)]
     assert [title for title, _, _ in turns.over()] == ["64x64", "A", "B", "72x64"]
 
 
@@ -76,19 +78,21 @@ def test_cancelling_reaches_one_job_alone(turns: Turns) -> None:
     runs = turns.block()
     waits = turns.add(COMPARISON, "A")
     turns.images = [Job(IMAGE, "512x512", state="running", cancel=lambda: turns.cancelled.append("image"))]
-    assert turns.told()[0] == ("512x512", "running", "") and turns.queue.jobs()[0].id
+    assert turns.listed()[0] == ("512x512", "running", "") and turns.queue.jobs()[0].id
     assert turns.queue.cancel(waits.id) and not turns.queue.cancel(waits.id) and not turns.queue.cancel(10**9)
     assert turns.cancelled == ["A"] and [job.state for job in turns.queue.jobs()] == ["cancelled", "running", "running"]
     assert turns.queue.cancel(turns.queue.jobs()[1].id) and turns.cancelled == ["A", "image"]
     turns.images = []
     assert turns.queue.cancel(runs.id)
     after = turns.add(COMPARISON, "B")
-    (told,) = [what for title, _, what in turns.told() if title == "B"]
-    assert told == "waits for pre-warming 64x64", "it ends what it has begun"
+    (waits_for,) = [what for title, _, what in turns.listed() if title == "B"]
+    assert waits_for == "waits for pre-warming 64x64", "it ends what it has begun"
     assert after.state == "queued" and turns.over()[-1] == ("B", "done", "")
 
 
-def test_in_its_turn_a_job_makes_the_webuis_images_and_before_it_waits_for_them(turns: Turns) -> None:
+def test_a_job_waits_for_the_webuis_image_and_then_runs_in_its_turn(turns: Turns) -> None:
+    """`exclusively` takes the WebUI's lock, which the test holds as an image would. During its turn, the job's own
+    images are not shown as images that it waits for."""
     lock = threading.Lock()
     turns.images = [Job(IMAGE, "512x512", state="running")]
 
@@ -101,8 +105,8 @@ def test_in_its_turn_a_job_makes_the_webuis_images_and_before_it_waits_for_them(
     with lock:
         turns.queue.add([job])
         wanted = [("512x512", "running", ""), ("A", "running", "waits for the image 512x512")]
-        until(lambda: turns.told() == wanted, turns.told, SECONDS, 0.01)
-    until(lambda: turns.told() == [("A", "running", "")], turns.told, SECONDS, 0.01)
+        until(lambda: turns.listed() == wanted, turns.listed, SECONDS, 0.01)
+    until(lambda: turns.listed() == [("A", "running", "")], turns.listed, SECONDS, 0.01)
     turns.images = []
     assert turns.over() == [("A", "done", "")]
 
@@ -119,11 +123,15 @@ def test_a_job_cancelled_while_it_waits_ends_at_once(turns: Turns) -> None:
     job.work = lambda: turns.queue.in_turn(job, exclusively, str)
     with lock:
         turns.queue.add([job])
-        until(lambda: turns.told()[-1] == ("A", "running", "waits for the image 512x512"), turns.told, SECONDS, 0.01)
-        assert turns.queue.cancel(job.id) and turns.told()[0] == ("A", "cancelled", "")
+        wanted = ("A", "running", "waits for the image 512x512")
+        until(lambda: turns.listed()[-1] == wanted, turns.listed, SECONDS, 0.01)
+        assert turns.queue.cancel(job.id) and turns.listed()[0] == ("A", "cancelled", "")
 
 
-def test_how_a_job_ends_is_said_and_the_next_goes_on(turns: Turns) -> None:
+def test_each_job_has_the_reason_of_its_end_and_the_next_one_runs(turns: Turns) -> None:
+    """A refusal and a fault fail with the first line of their text, Stopped is a cancellation, and a result is a
+    remark."""
+
     def fails(error: Exception) -> Callable[[], str]:
         def work() -> str:
             raise error

@@ -71,8 +71,10 @@ def error(
     ],
     at_once=WAYS,
 )
-def test_every_number_of_channels_and_pixels(sizes: tuple[int, int, int, int, int], at_once: Way) -> None:
-    """Also with a shift that is a slice of all blocks' shifts."""
+def test_group_norm_is_close_to_exact_for_every_number_of_channels_and_pixels(
+    sizes: tuple[int, int, int, int, int], at_once: Way
+) -> None:
+    """Also with a shift that is a slice of a wider tensor, as a block's is of all blocks' shifts."""
     batch, channels, groups, height, width = sizes
     image = random_image(batch, channels, height, width)
     shift = torch.randn(batch, 3 + channels + 9, device=DEVICE).split([3, channels, 9], dim=1)[1]
@@ -81,7 +83,7 @@ def test_every_number_of_channels_and_pixels(sizes: tuple[int, int, int, int, in
 
 
 @pytest.mark.parametrize("config", CUTS, ids=str)
-def test_every_launch_config_gives_the_same(config: dict[str, tuple[int, int]]) -> None:
+def test_group_norm_is_close_to_exact_with_every_launch_config(config: dict[str, tuple[int, int]]) -> None:
     assert error(False, random_image(1, 72, 5, 11, mean=1.0), None, 4, silu=True, **config) < CLOSE
 
 
@@ -89,6 +91,7 @@ def test_every_launch_config_gives_the_same(config: dict[str, tuple[int, int]]) 
 def test_two_concatenated_images_are_normed_right_if_their_border_is_inside_a_group(
     channels: tuple[int, int, int], at_once: Way
 ) -> None:
+    """The kernel reads both images instead of their concatenation; a group with channels of both has one mean."""
     first, second, groups = channels
     assert first % ((first + second) // groups), "the border must not be between two groups"
     images = random_image(2, first, 4, 9), random_image(2, second, 4, 9, mean=3.0)
@@ -98,7 +101,7 @@ def test_two_concatenated_images_are_normed_right_if_their_border_is_inside_a_gr
 
 
 @grid(eps=[1e-6, 1e-2, 1.0], at_once=WAYS)
-def test_eps_has_its_effect_on_images_that_hardly_vary(eps: float, at_once: Way) -> None:
+def test_eps_is_added_to_the_variance_of_images_that_hardly_vary(eps: float, at_once: Way) -> None:
     assert error(at_once, random_image(1, 32, 6, 7, deviation=1e-2), None, 4, eps=eps) < CLOSE
 
 
@@ -108,6 +111,8 @@ FAR_FROM_ZERO = 4000
 
 @grid(mean=[100.0, -100.0], at_once=WAYS)
 def test_a_mean_of_a_thousand_deviations_adds_no_error_but_its_own_rounding(mean: float, at_once: Way) -> None:
+    """The variance as a difference of mean squares would lose all digits. The mean may be the image's, of both images,
+    or of the shift."""
     image = random_image(1, 32, 20, 33, mean=mean, deviation=0.1)
     assert error(at_once, image, None, 2) < FAR_FROM_ZERO
     assert error(at_once, image, random_image(1, 16, 20, 33, mean=mean, deviation=0.1), 2) < FAR_FROM_ZERO
@@ -119,6 +124,8 @@ def test_a_mean_of_a_thousand_deviations_adds_no_error_but_its_own_rounding(mean
 def test_more_strips_than_are_joined_at_once_give_the_right_norm(
     size: tuple[int, int], mean: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each strip of pixels has sums of its own, which the last kernel joins in blocks; the sizes need several
+    blocks."""
     rows = 32
     height, width = size
     monkeypatch.setattr(images, "wanted_strips", lambda *ignored: 10**6)
@@ -130,7 +137,7 @@ def test_more_strips_than_are_joined_at_once_give_the_right_norm(
 
 
 @grid(dtype=list(NEAREST), at_once=WAYS)
-def test_half_precision_rounds_only_the_result(dtype: torch.dtype, at_once: Way) -> None:
+def test_half_precision_rounds_the_output_alone(dtype: torch.dtype, at_once: Way) -> None:
     image = random_image(2, 48, 5, 7, mean=4.0, dtype=dtype)
     shift = torch.randn(2, 48).to(DEVICE, dtype)
     assert error(at_once, image, None, 4, shift=shift, silu=True) <= NEAREST[dtype]

@@ -30,7 +30,10 @@ def sum_of(image: Tensor, update: Tensor, bias: Tensor | None, *config: LaunchCo
 
 
 @grid(shape=SHAPES, biased=[True, False])
-def test_an_addition_is_exact_and_writes_to_no_input_unless_in_place(shape: tuple[int, ...], biased: bool) -> None:
+def test_an_addition_is_close_to_exact_and_writes_to_no_input_unless_in_place(
+    shape: tuple[int, ...], biased: bool
+) -> None:
+    """worst_error is in units of float32's rounding error. In place: the output is the image itself."""
     image = random_image(*shape)
     update = random_image(*shape)
     bias = torch.randn(shape[1], device=DEVICE) if biased else None
@@ -46,7 +49,7 @@ def test_an_addition_is_exact_and_writes_to_no_input_unless_in_place(shape: tupl
 
 
 @pytest.mark.parametrize("config", ends(ADDITION.candidates), ids=str)
-def test_every_launch_config_of_an_addition_gives_the_same(config: LaunchConfig) -> None:
+def test_every_launch_config_of_an_addition_gives_equal_outputs(config: LaunchConfig) -> None:
     image = random_image(1, 72, 5, 27)
     update = random_image(1, 72, 5, 27)
     bias = torch.randn(72, device=DEVICE)
@@ -62,7 +65,7 @@ def test_every_launch_config_of_an_addition_gives_the_same(config: LaunchConfig)
      ((1, 1), (3, 2)), ((8, 8), (8, 8))],
     ids=str,
 )
-def test_resize_is_torchs_nearest(old: tuple[int, int], new: tuple[int, int]) -> None:
+def test_resize_equals_torchs_nearest(old: tuple[int, int], new: tuple[int, int]) -> None:
     image = random_image(2, 33, *old)
     output = resize(image, *new)
     assert output.is_contiguous(memory_format=torch.channels_last)
@@ -76,7 +79,7 @@ def rounds_otherwise(old: int, new: int) -> bool:
     return bool(((places * scale).long() != places * old // new).any())
 
 
-def test_resize_rounds_as_torch_does_where_that_is_not_exact() -> None:
+def test_resize_equals_torchs_nearest_where_float32_picks_another_pixel_than_integers() -> None:
     sizes = [(old, new) for old in (6, 12, 24) for new in range(60, 160) if rounds_otherwise(old, new)]
     assert len(sizes) > 10, sizes
     for old, new in sizes:
@@ -108,9 +111,11 @@ def residual_with_biases(tokens: Tensor, has_deferred_bias: bool, has_bias: bool
     biases=[(False, False), (False, True), (True, True), (True, False)],
     biased=[True, False],
 )
-def test_a_residuals_layer_norm_is_exact_and_defers_the_bias(
+def test_a_residuals_layer_norm_is_close_to_exact_and_leaves_the_biases_deferred(
     shape: tuple[int, ...], biases: tuple[bool, bool], biased: bool
 ) -> None:
+    """A residual is tokens and biases that are not added yet. The norm reads their sum, and returns the residual with
+    one float32 deferred bias instead of writing the tokens."""
     tokens = random(*shape)
     residual, total = residual_with_biases(tokens, *biases)
     weight = 1 + 0.3 * random(shape[-1])
@@ -128,7 +133,7 @@ def test_a_residuals_layer_norm_is_exact_and_defers_the_bias(
 
 
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
-def test_every_launch_config_of_layer_norm_gives_the_same(config: tuple[int, int]) -> None:
+def test_layer_norm_is_close_to_exact_with_every_launch_config(config: tuple[int, int]) -> None:
     residual, total = residual_with_biases(random(7, 96), True, True)
     weight = random(96)
     bias = random(96)
@@ -138,7 +143,8 @@ def test_every_launch_config_of_layer_norm_gives_the_same(config: tuple[int, int
 
 
 @pytest.mark.parametrize("dtype", NEAREST, ids=str)
-def test_half_precision_is_rounded_once(dtype: torch.dtype) -> None:
+def test_each_kernel_rounds_its_half_precision_output_once(dtype: torch.dtype) -> None:
+    """Addition, resize, layer norm and GEGLU, each against float64 or float32."""
     image = random_image(2, 48, 5, 7, dtype=dtype)
     update = random_image(2, 48, 5, 7, dtype=dtype)
     bias = random(48, dtype=dtype)
@@ -168,7 +174,7 @@ def test_a_mean_of_500_deviations_adds_no_error_but_its_own_rounding(mean: float
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 640), (1, 3, 2560), (5, 96), (2, 10), (1, 2, 2 * 513), (1, 2)], ids=str)
-def test_geglu_is_exact_at_every_width(shape: tuple[int, ...]) -> None:
+def test_geglu_is_close_to_exact_at_every_width(shape: tuple[int, ...]) -> None:
     tokens = 3 * random(*shape)
     output = geglu(tokens)
     assert output.shape == (*shape[:-1], shape[-1] // 2)
@@ -176,12 +182,13 @@ def test_geglu_is_exact_at_every_width(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("config", ends(GEGLU.candidates), ids=str)
-def test_every_launch_config_of_geglu_gives_the_same(config: tuple[int, int]) -> None:
+def test_geglu_is_close_to_exact_with_every_launch_config(config: tuple[int, int]) -> None:
     tokens = 3 * random(3, 2 * 1111)
     assert worst_error(geglu(tokens, config), exact_geglu(tokens)) < CLOSE
 
 
 def test_geglu_of_large_gates_is_the_value_or_zero() -> None:
+    """GELU of a large gate is the gate itself, or 0: neither may become NaN by infinity times 0."""
     gates = torch.tensor([0.0, 1e-4, -1e-4, 5.0, -5.0, 9.0, -9.0, 100.0, -100.0, 6e4, -6e4], device=DEVICE)
     tokens = torch.cat([torch.full_like(gates, 2.0), gates])[None]
     output = geglu(tokens)

@@ -141,6 +141,8 @@ def test_the_archive_was_built_from_these_sources_and_has_every_launch(
 
 
 def test_matrix_products_use_the_matrix_units_of_each_architecture() -> None:
+    """The PTX of each product and attention kernel has an instruction of the tensor cores; Hopper's (90a) has also
+    wgmma."""
     units = {"75": ("mma.sync",), "80": ("mma.sync",), "89": ("mma.sync",), "90a": ("wgmma", "mma.sync")}
     for key, variants in archive.manifest().kernels.items():
         if key.startswith(("products", "attention")):
@@ -149,7 +151,8 @@ def test_matrix_products_use_the_matrix_units_of_each_architecture() -> None:
                 assert any(unit in text for unit in units[architecture]), (key, architecture)
 
 
-def test_a_launch_reaches_the_driver(card: Any) -> None:
+def test_a_launch_gives_the_driver_the_grid_and_the_parameters(card: Any) -> None:
+    """The last lines: a kernel is loaded once, and another launch configuration is another kernel."""
     residual, weight, deferred, output = normed()
     [(numbers, parameters)] = card.library.launches
     rows, warps = LAYER_NORM.candidates[0]
@@ -170,13 +173,15 @@ def test_a_launch_reaches_the_driver(card: Any) -> None:
 def test_a_card_gets_the_newest_architecture_that_it_and_its_driver_support(
     capability: tuple[int, int], version: tuple[int, int], target: str
 ) -> None:
+    """capability: of the GPU. version: the CUDA version of its driver. target: in the PTX."""
     kernels = archive.manifest().kernels
     key = next(name for name in kernels if name.startswith("products.tile_by_tile i8 fp32 i8 fp32 fp16"))
     _, ptx = archive.variant((key,), capability, version)
     assert f".target {target}\n".encode() in ptx and ptx.endswith(b"\0")
 
 
-def test_tiles_are_described_to_the_driver(card: Any) -> None:
+def test_a_kernel_that_copies_tiles_gets_a_tensor_map_of_each_operand(card: Any) -> None:
+    """On Hopper, the hardware copies tiles by descriptions that the driver makes: two factors, and the output."""
     card.capability = (9, 0)
     given = torch.zeros(70, 320).half()
     weight = torch.zeros(2560, 320).half()
@@ -193,6 +198,8 @@ def test_tiles_are_described_to_the_driver(card: Any) -> None:
 
 
 def test_a_kernel_is_loaded_and_launched_on_the_card_of_its_tensors(card: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """on_card makes the tensors' device the current one. seen: the numbers of modules and launches when it begins and
+    ends."""
     seen: list[Any] = []
 
     @contextlib.contextmanager
@@ -219,6 +226,7 @@ def test_cards_of_different_architectures_load_different_kernels(card: Any) -> N
 
 
 def test_launches_without_a_compiled_kernel_are_refused(card: Any) -> None:
+    """A launch config, a dtype, a misaligned address and a width that the archive has no kernel for."""
     with pytest.raises(Refusal, match="no kernel “tokens.layer_norm_rows .*” for this GPU .compute capability 8.6"):
         normed((7, 1))
     with pytest.raises(Refusal, match="no kernel .*float64"):
@@ -234,6 +242,7 @@ def test_launches_without_a_compiled_kernel_are_refused(card: Any) -> None:
 def test_errors_of_the_driver_are_raised_with_its_reason(
     card: Any, call: str, status: int, kind: type[Exception]
 ) -> None:
+    """Status 2 is the driver's out of memory."""
     card.library = Library(**{call: status})
     with pytest.raises(kind, match=f"{call}: error {status}"):
         normed()
@@ -252,7 +261,9 @@ def test_too_old_cards_and_drivers_are_refused(
     assert found is None if said is None else said in str(found)
 
 
-def test_a_missing_driver_is_a_reason(card: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_a_driver_the_backend_gives_the_reason(
+    card: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(driver, "LIBRARY", "no-such-library.so.1")
     monkeypatch.setattr(launching, "driver_here", driver.driver_here.__wrapped__)
     assert "driver cannot be loaded" in str(launching.why_not(GPU))
@@ -360,7 +371,8 @@ def damaged(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_archive_is_a_reason(card: Any, damaged: Path, damage: Any) -> None:
+def test_a_damaged_archive_makes_the_backend_say_install_onediff_again(card: Any, damaged: Path, damage: Any) -> None:
+    """Not an exception, whatever is wrong with the file (DAMAGES)."""
     with pytest.MonkeyPatch.context() as undamaged:
         undamaged.setattr(archive, "ARCHIVE", Path(archive.__file__).with_name("kernels.zip"))
         damage(damaged)
@@ -389,6 +401,7 @@ def test_changed_bytes_anywhere_in_the_archive_are_found(card: Any, damaged: Pat
 def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves(
     card: Any, damaged: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """reads: how often the archive was opened."""
     reads: list[int] = []
     monkeypatch.setattr(native, "refuse_without_gpu", lambda device: None)
 
@@ -408,6 +421,8 @@ def test_kernels_that_cannot_be_read_are_refused_once_and_the_next_device_serves
 def test_a_failed_load_is_refused_for_good_and_tried_again_only_after_out_of_memory(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """errors: of each load, in order; None is a load without an error. The fourth would be a second load of the broken
+    kernel."""
     device = native.Native(TuningCache())
     full, broken = (native.KernelUse(name, (), torch.float32, torch.device("cpu")) for name in ("full", "broken"))
     errors = [torch.cuda.OutOfMemoryError("full"), None, RuntimeError("broken"), AssertionError("loaded again")]

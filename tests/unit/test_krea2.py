@@ -57,7 +57,8 @@ def ours(transformer: Any, given: dict[str, Any]) -> Tensor:
     return transformer(**given, return_dict=False)[0]
 
 
-def test_the_output_is_the_hosts_and_an_edit_takes_effect_at_the_next_call() -> None:
+def test_outputs_are_close_to_diffusers_and_an_edit_takes_effect_at_the_next_call() -> None:
+    """ours() compares each output with diffusers' own forward, before and after each parameter is edited in place."""
     transformer = lib_onediff.compile_unet(network())
     for size in ((3, 5), (7, 1, 1, 600), (8, 12, 2, 20)):
         given = call(*size)
@@ -73,7 +74,8 @@ def test_the_output_is_the_hosts_and_an_edit_takes_effect_at_the_next_call() -> 
         assert relative_error(after, before) > 1e-4
 
 
-def test_the_positions_are_those_of_the_call() -> None:
+def test_the_position_ids_are_read_at_each_call() -> None:
+    """The same tensor, edited in place; then positions that are no grid."""
     transformer = lib_onediff.compile_unet(network())
     given = call()
     before = ours(transformer, given)
@@ -84,7 +86,8 @@ def test_the_positions_are_those_of_the_call() -> None:
     ours(transformer, {**given, "position_ids": torch.randint(0, 9, (22, 3)).float()})
 
 
-def test_the_latent_has_the_shape_of_the_image_and_rows_can_be_taken_alone() -> None:
+def test_the_latent_is_unpacked_to_the_images_shape_and_rows_of_a_call_can_be_taken() -> None:
+    """The pipeline packs 2 x 2 pixels of the latent into one token. Positions are the same for all rows."""
     made = Krea2Calls()(network(), **call(3, 5))
     assert made.latent.shape == (2, 4, 6, 10)
     taken = take_rows(made, slice(1, 2))
@@ -94,8 +97,8 @@ def test_the_latent_has_the_shape_of_the_image_and_rows_can_be_taken_alone() -> 
 
 
 @torch.no_grad()
-def test_norms_in_float32_with_other_weights_in_bfloat16() -> None:
-    """from_pretrained loads the norms so."""
+def test_with_norms_in_float32_our_error_is_at_most_a_tenth_above_diffusers() -> None:
+    """from_pretrained loads a bfloat16 model with float32 norms. Both errors are against a float32 copy."""
     transformer = network().bfloat16()
     for module in transformer.modules():
         if type(module).__name__ == "Krea2RMSNorm":
@@ -116,6 +119,8 @@ def test_norms_in_float32_with_other_weights_in_bfloat16() -> None:
 @pytest.mark.parametrize("lane", [Early, Late])
 @torch.no_grad()
 def test_streamed_weights_have_arrived_when_they_are_read(computer: Computer, lane: type[Early]) -> None:
+    """Half of the weights are in main memory, and copied for each step. lane: copies as early or as late as the order
+    allows, so that a missing wait gives a wrong output."""
     computer.lane = lane
     computer.is_away = AWAY["half"]
     transformer = network(num_layers=4)
@@ -127,7 +132,8 @@ def test_streamed_weights_have_arrived_when_they_are_read(computer: Computer, la
     assert computer.alone == 0 and "of its weights are copied" in lib_onediff.status()["reason"]
 
 
-def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
+def test_loras_are_computed_in_our_forward_and_uncompiling_restores_the_pipeline() -> None:
+    """ours() compares with diffusers' own forward."""
     peft = pytest.importorskip("peft")
     transformer = network()
     with torch.no_grad():
@@ -161,4 +167,5 @@ def test_loras_are_computed_and_uncompiling_restores_the_pipeline() -> None:
 def test_unsupported_calls_are_computed_by_the_original_forward(
     where: str, change: dict[str, Any], reason: str
 ) -> None:
+    """where: what is changed, a block or a call. check_left_to_the_host asserts the host's output and the reason."""
     check_left_to_the_host(network, "transformer_blocks.1", call(), where, change, reason)

@@ -40,6 +40,8 @@ def unet() -> nn.Module:
 def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
     unet: nn.Module, weather: Weather, fault: Exception
 ) -> None:
+    """The native backend's operators raise. It is tried once more at the next call of the shape, and other shapes still
+    use it."""
     weather.raises(fault)
     call = a_call(unet)
     assert error(unet, call) < CLOSE
@@ -74,7 +76,9 @@ def test_where_every_backend_fails_the_host_serves(
     assert {entry.state for entry in runtime.table.entries()} == {State.FAILED}
 
 
-def test_a_backend_that_disagrees_with_the_host_is_left_for_the_next(unet: nn.Module, weather: Weather) -> None:
+def test_a_backend_whose_output_differs_from_diffusers_is_not_used_again(unet: nn.Module, weather: Weather) -> None:
+    """The gate is left out of the gated unit. The first call, which compares, returns diffusers' output; the second is
+    served and checked by the next backend."""
     weather.gated_by = lambda tokens, unit, consumer: tokens.chunk(2, dim=-1)[0]
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the host's output is there anyway"
@@ -94,7 +98,7 @@ def test_a_backend_that_disagrees_with_the_host_is_left_for_the_next(unet: nn.Mo
     ],
     ids=lambda given: type(given).__name__,
 )
-def test_whatever_a_capture_raises_the_call_has_its_answer(
+def test_an_exception_in_a_capture_does_not_lose_the_output_and_is_the_reason(
     unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch, fault: Exception, why: str
 ) -> None:
     attempts: list[Any] = []
@@ -115,6 +119,7 @@ def test_whatever_a_capture_raises_the_call_has_its_answer(
 def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
     unet: nn.Module, weather: Weather, pretended: PretendedGraphs
 ) -> None:
+    """Afterwards the graph is captured again."""
     full = False
 
     def replay() -> None:
@@ -139,7 +144,9 @@ def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
 # --- kernels ----------------------------------------------------------------------------------------------------------
 
 
-def test_kernels_are_loaded_beside_the_model(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_loaded_on_another_thread_when_a_unet_is_compiled(
+    weather: Weather, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prepared: list[Any] = []
     monkeypatch.setattr(
         runtime.devices.named(NATIVE), "prepare",
@@ -180,6 +187,8 @@ def convolutions_lie(unet: nn.Module, memory_format: torch.memory_format) -> boo
 
 
 def test_backends_may_take_turns_between_calls(weather: Weather) -> None:
+    """The native backend stores convolutions channels-last, the others as they were; at the end, values and layout are
+    the first ones."""
     unet = diffusers_unet(**SMALL_XL)
     before = {name: value.clone() for name, value in unet.state_dict().items()}
     call = a_call(unet)
@@ -195,7 +204,9 @@ def test_backends_may_take_turns_between_calls(weather: Weather) -> None:
         assert torch.equal(value, before[name]) and value.is_contiguous(), name
 
 
-def test_weights_keep_their_addresses_if_onediff_and_the_webui_alternate(weather: Weather) -> None:
+def test_weights_keep_their_layout_if_our_forward_and_the_hosts_alternate(weather: Weather) -> None:
+    """Calls with an attention argument are the host's. They must not change the memory format back, which would
+    invalidate graphs."""
     unet = small_xl()
     call = a_call(unet)
     given = call.latent, call.timestep, call.context

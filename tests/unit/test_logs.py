@@ -15,13 +15,14 @@ def no_details(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(DEBUG_VARIABLE, raising=False)
 
 
-def test_no_name_makes_lines_of_its_own_or_commands_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_in_a_name_are_replaced_on_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint's name could end the line, clear the screen, or reverse the text."""
     show_on_console()
     logging.getLogger("onediff").warning("%s is loaded", "a\x1b[2J\nOneDiff: all is well\r\u202e.ckpt")
     assert capsys.readouterr().err == "OneDiff: a?[2J?OneDiff: all is well??.ckpt is loaded\n"
 
 
-def test_the_name_stands_once_on_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_line_on_the_console_has_onediffs_name_once(capsys: pytest.CaptureFixture[str]) -> None:
     show_on_console()
     for text in ("OneDiff: the driver is old", "OneDiff's output is used unchecked.", decode_sentence("ours", "")):
         logging.getLogger("onediff").info(text)
@@ -29,7 +30,7 @@ def test_the_name_stands_once_on_a_line(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().err.splitlines() == shown
 
 
-def test_two_reasons_that_take_turns_within_a_step_are_two_lines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_alternating_reasons_for_the_host_are_logged_once_each(capsys: pytest.CaptureFixture[str]) -> None:
     show_on_console()
     call_stats = CallStats()
     for _ in range(20):

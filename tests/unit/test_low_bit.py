@@ -37,6 +37,8 @@ CPU = torch.device("cpu")
 def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
     on_a_gpu: Weather, option: str, worst: float
 ) -> None:
+    """worst: float8 keeps three bits of each factor, and int8 seven bits of the largest of its row. The test of the
+    same setup also asserts what the panel shows."""
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     host = diffusers_output(unet, call)
@@ -52,6 +54,8 @@ def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
 
 
 def test_each_setting_has_an_entry_of_its_own_and_off_is_exact(on_a_gpu: Weather) -> None:
+    """Images with three settings of one UNet: fp8, int8, off. With off, the weights in 8 bits are freed, and the output
+    equals that of a UNet that never had them."""
     unet = compiled(half_unet(), "fp8")
     call = half_call(unet)
     for _ in range(3):
@@ -101,6 +105,7 @@ def test_an_edited_weight_is_quantized_again_at_the_same_address(on_a_gpu: Weath
 def test_without_memory_for_8_bit_weights_native_serves_with_a_reason(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The allocation fails once, and is tried again in the next sampling only."""
     unet = compiled(half_unet(), "fp8")
     tries = []
 
@@ -125,6 +130,8 @@ def test_without_memory_for_8_bit_weights_native_serves_with_a_reason(
 def test_8_bit_outputs_too_far_from_the_hosts_are_not_used(
     on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, option: str
 ) -> None:
+    """The product's kernel returns three times the right output. The first call, which compares, returns the host's
+    output."""
     real = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given: 3 * real(*given))
     unet = compiled(half_unet(), option)
@@ -158,6 +165,7 @@ def a_choice(tuning_cache: TuningCache) -> LowBit:
 
 
 def test_every_layer_quantized_chooses_eight_bits_without_measurements() -> None:
+    """For measuring a checkpoint's errors, in which times do not matter."""
     choice = a_choice(TuningCache())
     small = Product(8, 16, 32, GATED)
     with choice.every_layer_quantized():
@@ -173,8 +181,8 @@ def test_every_layer_quantized_chooses_eight_bits_without_measurements() -> None
 def test_products_that_gain_a_tenth_use_eight_bits_also_in_the_next_process(
     fp8: tuple[float, float] | None, int8: tuple[float, float] | None, kind: Kind | None
 ) -> None:
-    """INT8 is chosen if it is faster than FP8 by a tenth, because a GPU at its power limit lowers its clock under
-    INT8."""
+    """fp8, int8: (milliseconds in 16 bits, in 8 bits). INT8 is chosen if it is faster than FP8 by a tenth, because a
+    GPU at its power limit lowers its clock under INT8."""
     tuning_cache = TuningCache()
     product = Product(2048, 1280, 10240, NORMED)
     for one, times in ((FP8, fp8), (INT8, int8)):

@@ -70,9 +70,11 @@ def assert_rounded(rows: QuantizedTokens, exact: Tensor) -> None:
     kind=KINDS,
     scaled=[True, False],
 )
-def test_a_layer_norm_writes_eight_bits(
+def test_a_layer_norm_of_a_residual_is_quantized_within_half_a_step(
     shape: tuple[int, ...], stream_of: tuple[torch.dtype, bool], kind: Kind, scaled: bool
 ) -> None:
+    """whole: with every field of the residual, as after float8 products: an update in bfloat16, whose rows are not
+    scaled yet. The sum is written back to the residual."""
     dtype, whole = stream_of  # whole: with every field of the residual
     tokens = random(*shape, dtype=dtype)
     weight = random(shape[-1], dtype=dtype)
@@ -97,7 +99,8 @@ def test_a_layer_norm_writes_eight_bits(
 
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("kind", [*KINDS, None], ids=lambda kind: kind and kind.name)
-def test_an_adaptive_norm_writes_eight_bits_with_each_images_modulation(kind: Kind | None, scaled: bool) -> None:
+def test_an_adaptive_norm_is_quantized_with_each_images_modulation(kind: Kind | None, scaled: bool) -> None:
+    """kind None: written in float16. float8's scale is the largest of both images'."""
     tokens = random(2, 7, 96, dtype=torch.float32)
     update = random(2, 7, 96)
     scales = random(2, 7, 1, dtype=torch.float32) if scaled else None
@@ -124,7 +127,8 @@ def test_an_rms_norm_adds_the_residuals_update_with_its_norm_and_gate(
     kind: Kind | None, has_update_norm: bool, gated: bool, vectors: int, plus_one: bool, weights: torch.dtype
 ) -> None:
     """has_update_norm, gated: the update has a norm, and a gate. vectors: the number of vectors in the modulation.
-    weights: the dtype of the norms' weights."""
+    weights: the dtype of the norms' weights. float8's scale is a power of two that holds the largest possible
+    output."""
     width = 96
     tokens, update, scales = random(2, 7, width, dtype=torch.float32), random(2, 7, width), random(2, 7, 1).float()
     factor, shift, gate = random(2, 3 * width).chunk(3, dim=1)
@@ -164,6 +168,7 @@ def test_an_rms_norm_adds_the_residuals_update_with_its_norm_and_gate(
 def test_a_layer_with_a_norm_after_it_and_the_next_norm_take_one_launch_besides_the_product(
     monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two layers: their outputs are normed, gated, added to the residual, and normed again in one kernel each."""
     launched: list[str] = []
     launch = rounding.launch
 
@@ -186,21 +191,21 @@ def test_a_layer_with_a_norm_after_it_and_the_next_norm_take_one_launch_besides_
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("activation", [Activation.SILU, Activation.SIGMOID])
-def test_gated_units_write_eight_bits(activation: Activation, kind: Kind) -> None:
+def test_the_output_of_a_gated_unit_is_quantized_within_half_a_step(activation: Activation, kind: Kind) -> None:
     numbers, gates = random(2, 5, 2 * 130).chunk(2, dim=-1)
     factor = gates.double().sigmoid() * (gates.double() if activation is Activation.SILU else 1)
     assert_rounded(rounding.gated(numbers, gates, activation, kind), numbers.double() * factor)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_gelu_writes_eight_bits(kind: Kind) -> None:
+def test_the_output_of_a_gelu_is_quantized_within_half_a_step(kind: Kind) -> None:
     tokens = random(3, 5, 130)
     assert_rounded(rounding.rounded(tokens, kind, gelu=True), torch.nn.functional.gelu(tokens.double()))
 
 
 @pytest.mark.parametrize("config", ends(LAYER_NORM.candidates), ids=str)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_every_launch_config_gives_the_same_rows(config: tuple[int, int], kind: Kind) -> None:
+def test_every_launch_config_gives_almost_the_same_8_bit_rows(config: tuple[int, int], kind: Kind) -> None:
     tokens = random(7, 96)
     weight = random(96)
     _, normed = rounding.layer_norm(Residual(tokens), weight, None, 1e-5, kind, config)
@@ -211,7 +216,8 @@ def test_every_launch_config_gives_the_same_rows(config: tuple[int, int], kind: 
 
 
 @grid(dtype=[torch.float16, torch.bfloat16, torch.float32], kind=KINDS)
-def test_geglu_and_plain_rows_are_written_in_eight_bits(dtype: torch.dtype, kind: Kind) -> None:
+def test_geglu_and_rows_without_an_operation_are_quantized_within_half_a_step(dtype: torch.dtype, kind: Kind) -> None:
+    """unit: the bound of float8's values, which later products use; int8 has none."""
     hidden = random(2, 5, 2 * 96, dtype=dtype)
     gated = rounding.geglu(hidden, kind)
     assert_rounded(gated, exact_geglu(hidden))
@@ -229,6 +235,8 @@ def test_geglu_and_plain_rows_are_written_in_eight_bits(dtype: torch.dtype, kind
 
 @grid(dtype=[torch.float16, torch.bfloat16], factor=[1.0, 1000.0, 1e5])
 def test_the_scales_of_a_weight_fit_its_largest_values(dtype: torch.dtype, factor: float) -> None:
+    """One row is factor times larger. float8 has one scale for the weight, unless its rows differ by more than 1000;
+    int8 has one for each row."""
     weight = random(48, 96, dtype=torch.bfloat16)
     weight[3] *= factor
     weight = weight.clamp(-6e4, 6e4).to(dtype)
@@ -245,7 +253,7 @@ def test_the_scales_of_a_weight_fit_its_largest_values(dtype: torch.dtype, facto
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_zeros_stay_zeros_and_nan_stays_visible(kind: Kind) -> None:
+def test_quantized_zeros_are_zeros_and_a_nan_is_nan(kind: Kind) -> None:
     rows = torch.zeros(2, 32, device=DEVICE)
     rows[1, 3] = float("nan")
     back = given_back(rounding.rounded(rows, kind))
@@ -275,6 +283,8 @@ def weights_of(weight: Tensor, bias: Tensor | None = None, kind: Kind = FP8) -> 
 
 @pytest.mark.parametrize("result", [torch.float16, torch.bfloat16])
 def test_the_next_norm_and_materialize_add_the_same_update(operators: NativeOperators, result: torch.dtype) -> None:
+    """After an 8-bit product, the residual has the product's rows and their scales as an update that is not added yet.
+    Both ways to add it are compared with float64."""
     layer = weights_of(torch.randn(WIDTH, WIDTH).to(result))
     vector = torch.randn(WIDTH).to(result)
     tokens = torch.randn(2, 5, WIDTH).to(result)
@@ -293,7 +303,7 @@ def test_the_next_norm_and_materialize_add_the_same_update(operators: NativeOper
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.float16])
-def test_norms_after_layers_and_swiglu_in_eight_bits(
+def test_a_transformers_feed_forward_in_eight_bits_is_close_to_exact(
     operators: NativeOperators, kind: Kind, residual_dtype: torch.dtype
 ) -> None:
     """RMS norms before and after a layer, SwiGLU, and a bias that is multiplied by a gate. A residual in float16 has no

@@ -87,7 +87,7 @@ def error_of(found: QuantizedTokens, tokens: QuantizedTokens, weight: QuantizedW
     (1, 48, 16, False, torch.float16), (130, 128, 96, True, torch.float16),
 ]))
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
-def test_a_gated_product_is_the_geglu_of_the_product(
+def test_a_float8_product_with_its_geglu_is_close_to_that_of_the_rounded_factors(
     rows: int, width: int, half: int, row_scales: bool, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
     norm = LayerWeights(torch.rand(width, device=DEVICE) + 0.5, torch.randn(width, device=DEVICE))
@@ -115,7 +115,8 @@ def test_a_gated_product_in_half_precision_rounds_only_its_output(
 
 @pytest.mark.parametrize("outlier", [1.0, 1000.0])
 def test_no_output_of_a_gated_product_exceeds_its_scale(outlier: float) -> None:
-    """With the largest possible tokens after a layer norm: parallel to a row of the weight."""
+    """With the largest possible tokens after a layer norm: parallel to a row of the weight. The range of float8 is used
+    to a sixteenth at least."""
     width = 64
     half = 24
     norm = LayerWeights(torch.rand(width) + 0.5, torch.randn(width))
@@ -147,7 +148,7 @@ def rounded_weight(weight: Tensor, kind: Kind) -> QuantizedWeight:
     (2, 48, 32, 9, 21), (1, 32, 48, 3, 2), (1, 16, 16, 8, 16), (1, 80, 64, 17, 33), (3, 32, 32, 1, 1),
 ]))
 @pytest.mark.parametrize(("dtype", "config"), CONVOLVED, ids=str)
-def test_an_8_bit_convolution_is_that_of_its_rounded_factors(
+def test_a_convolution_in_eight_bits_or_with_float16_sums_is_close_to_that_of_its_factors(
     batch: int, channels: int, out: int, height: int, width: int, dtype: torch.dtype, config: LaunchConfig
 ) -> None:
     """With edges, pixels that do not fill a tile, and channels that do not fill a step; the images of a batch have
@@ -181,9 +182,10 @@ def test_an_8_bit_convolution_is_that_of_its_rounded_factors(
 
 
 @pytest.mark.parametrize(("kind", "beside"), [(FP8, False), (INT8, False), (INT8, True)], ids=str)
-def test_a_group_norm_writes_eight_bits(kind: Kind, beside: bool) -> None:
+def test_a_group_norm_is_quantized_to_the_formats_range(kind: Kind, beside: bool) -> None:
     """With a shift, for one image or two side by side, as in group_norm. The largest value of each sample becomes the
-    format's largest, unless it comes from a channel's lowest number."""
+    format's largest, unless it comes from a channel's lowest number. Then: the convolution takes it, small feature maps
+    are not quantized, and NaN stays NaN."""
     first_half = image(2, 32, 32, 32)
     second = 3 + image(2, 16, 32, 32)
     first_half[1] *= torch.linspace(0.1, 10, 32, device=DEVICE)[:, None, None]
@@ -226,7 +228,8 @@ def test_a_group_norm_writes_eight_bits(kind: Kind, beside: bool) -> None:
 
 
 def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the model's dtype and in INT8, also without float8."""
+    """time_ms gets the work in the model's dtype and in INT8, also without float8; its fake times fall with each
+    call."""
     config = next(config for dtype, config in CONVOLVED if dtype == INT8.dtype)
     outputs = []
     monkeypatch.setitem(CONVOLUTIONS, INT8.dtype, replace(CONVOLUTIONS[INT8.dtype], candidates=(config,)))
@@ -250,6 +253,8 @@ def test_an_int8_convolution_is_timed_with_its_norm(monkeypatch: pytest.MonkeyPa
 def test_float16_sums_are_used_if_they_are_allowed_and_correct_and_faster(
     monkeypatch: pytest.MonkeyPatch, ours_ms: float, factor: float, is_used: bool
 ) -> None:
+    """ours_ms: against 1.0 of the library's convolution; a gain below a tenth is not used. factor: 1.1 makes the output
+    wrong."""
     launches = Launches(TuningCache())
     kernel = CONVOLUTIONS[HALF]
     real = products.half_sums_convolution

@@ -54,7 +54,8 @@ class Rows:
     ids=["UNet", "Anima", "Z-Image", "Krea 2"],
 )
 @torch.no_grad()
-def test_the_rows_of_sized_layers_are_those_of_the_forward(network: Callable[[], Any]) -> None:
+def test_the_rows_at_which_products_are_measured_are_those_of_the_forward(network: Callable[[], Any]) -> None:
+    """Rows stands for the operators, and records how many rows each layer's input has."""
     unet = network()
     layout = FAMILIES.read(unet)
     family = FAMILIES.of(layout)

@@ -65,9 +65,11 @@ def merged(layer: LayerWeights) -> LayerWeights:
 
 
 @grid(members=[(), MEMBERS], biased=[True, False])
-def test_a_linear_layer_with_loras_equals_one_with_merged_weights(
+def test_a_linear_layer_with_loras_is_close_to_one_with_merged_weights(
     ops: Operators, members: tuple[int, ...], biased: bool
 ) -> None:
+    """members: the layer is a concatenation of several, with LoRAs on all except the second. ops: torch's operators and
+    ours."""
     layer = with_loras(sum(MEMBERS), (64,), biased, members)
     x = random(2, 33, 64)
     tokens = random(2, 33, sum(MEMBERS))
@@ -78,7 +80,7 @@ def test_a_linear_layer_with_loras_equals_one_with_merged_weights(
 
 
 @grid(biased=[True, False], joined=[True, False], form=[torch.contiguous_format, torch.channels_last])
-def test_a_pointwise_convolution_with_loras_equals_one_with_merged_weights(
+def test_a_pointwise_convolution_with_loras_is_close_to_one_with_merged_weights(
     ops: Operators, biased: bool, joined: bool, form: torch.memory_format
 ) -> None:
     layer = with_loras(48, (64, 1, 1), biased)
@@ -89,7 +91,7 @@ def test_a_pointwise_convolution_with_loras_equals_one_with_merged_weights(
 
 
 @grid(biased=[True, False], circular=[True, False], stride=[1, 2])
-def test_a_convolution_with_loras_equals_one_with_merged_weights(
+def test_a_convolution_with_loras_is_close_to_one_with_merged_weights(
     ops: Operators, biased: bool, circular: bool, stride: int
 ) -> None:
     layer = with_loras(48, (32, 3, 3), biased)
@@ -102,7 +104,8 @@ def test_a_convolution_with_loras_equals_one_with_merged_weights(
 @pytest.mark.parametrize("size", [1e4, 1.0, 1e-4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_very_large_and_small_down_matrices_neither_overflow_nor_vanish(dtype: torch.dtype, size: float) -> None:
-    """In float16, tokens times a large down matrix would overflow, and times a small one vanish."""
+    """In float16, tokens times a large down matrix would overflow, and times a small one vanish: AppliedFunctions
+    balances both matrices."""
     layer = LayerWeights(random(48, 64).to(dtype), None)
     x = random(2, 33, 64).to(dtype)
     up = random(48, 4) / size
@@ -120,6 +123,8 @@ def test_very_large_and_small_down_matrices_neither_overflow_nor_vanish(dtype: t
 
 @pytest.mark.parametrize("ranks", [(4, 4, 4), (4, 20, 4), (4, 0, 4), (0, 32, 0)], ids=str)
 def test_loras_of_layers_over_one_input_add_up_alone_and_together(ranks: tuple[int, ...]) -> None:
+    """"all" is the joint layer of a, b and c. A second fit of the same LoRAs keeps all addresses. With equal ranks, all
+    up matrices are adjacent in memory, as kernels read them."""
     names = ("a", "b", "c")
     weights = {name: LayerWeights(random(32, 64), None) for name in names}
     weights["all"] = LayerWeights(torch.cat([weights[name].weight for name in names]), None)
@@ -151,7 +156,8 @@ DOWN = torch.ones(2, 6, 3, 3)
 
 
 @pytest.mark.parametrize(("parts", "scale"), [((UP, DOWN, 4.0, None, None), 1.0), ((UP, DOWN, None), 0.5)])
-def test_a_plain_lora_of_the_forge_family_is_read_as_a_lora(parts: tuple[Any, ...], scale: float) -> None:
+def test_a_plain_lora_of_the_forge_family_becomes_a_low_rank_update(parts: tuple[Any, ...], scale: float) -> None:
+    """A patch is [strength, (kind, parts), strength of the model, offset, function]; newer hosts add a flag."""
     update = low_rank_update([0.5, ("lora", parts), 1.0, None, None, True], WEIGHT)
     assert update is not None and update.scale == scale
     assert update.up.shape == (8, 2) and update.down.shape == DOWN.shape
