@@ -18,7 +18,9 @@ COSTS = [100.0, 9.0, 8.0, 1.0, 7.0, 2.0, 6.0, 3.0]
 CPU = torch.device("cpu")
 
 
-def test_the_steps_that_cost_least_are_left_out_first() -> None:
+def test_the_search_leaves_the_cheapest_steps_out_first() -> None:
+    """The score of a set of whole steps is minus the COSTS of the other steps. Found: the best sets of six and of
+    three."""
     def score(whole: frozenset[int]) -> float:
         return -sum(cost for index, cost in enumerate(COSTS) if index not in whole)
 
@@ -26,7 +28,8 @@ def test_the_steps_that_cost_least_are_left_out_first() -> None:
     assert found == {6: frozenset({0, 1, 2, 4, 6, 7}), 3: frozenset({0, 1, 2})}
 
 
-def test_whole_steps_move_to_where_the_images_are_nearest() -> None:
+def test_whole_steps_are_moved_until_no_move_raises_the_score() -> None:
+    """The score is highest, 0, where the three whole steps are the wanted ones."""
     wanted = frozenset({0, 3, 6})
 
     def score(whole: frozenset[int]) -> float:
@@ -36,6 +39,8 @@ def test_whole_steps_move_to_where_the_images_are_nearest() -> None:
 
 
 def test_trials_are_computed_by_deepcache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trial of 12 steps without whole steps 5 and 10 counts ten full and two cached steps, and its image is nearer to
+    the one of 12 full steps than that of a single full step is. Afterwards, the runtime has its own policies again."""
     monkeypatch.setattr(images, "SIDE", 64)
     pipe = images.load_model(EMOJI_DIT.name, torch.float32, CPU)
     policies = runtime.stepping.policies

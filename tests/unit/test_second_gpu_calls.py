@@ -11,7 +11,7 @@ import torch
 from builders import diffusers_unet
 from samplings import STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from torch import nn
-from two_cpus import FIRST, SECOND, Image, TwoCpus, change_in_place, exact, near
+from two_cpus import FIRST, SECOND, OnTwoGpus, TwoCpus, change_in_place, close, host_output
 
 from lib_onediff.core.call import PromptRows, half_of
 from lib_onediff.core.device_memory import Card
@@ -27,69 +27,77 @@ from lib_onediff.runtime.two_gpus import NO_SECOND, second_card
 @pytest.mark.parametrize(("names", "rows"), [
     (("cat", "ugly"), "1+1"), (("cat", "dog", "ugly"), "2+1"), (("a", "b", "c", "d", "e", "f"), "3+3"),
 ])
-def test_each_card_computes_its_rows_and_they_come_back_in_their_places(names: Any, rows: str) -> None:
-    image = Image.of()
-    image.begin()
-    first = image.call(names=names)
+def test_the_rows_of_two_gpus_are_joined_in_their_order(names: Any, rows: str) -> None:
+    """rows: how the batch is split. Every output is compared with diffusers' own, on one GPU; the weights are copied
+    once."""
+    served = OnTwoGpus.of()
+    served.begin()
+    first = served.call(names=names)
     for time in (901.0, 501.0, 101.0):
-        call = replace(image.call(time, names), context=first.context, y=first.y)
-        output = image.run(call)
-        assert output.shape == call.latent.shape and near(output, exact(image, call))
-        assert image.second["split"] == f"cpu + cpu:1, {rows} rows"
-    assert image.second["calls"] == 3 and image.second["reason"] == ""
-    assert SECOND in image.cards.launched and len(image.copies) == 1
-    assert image.runtime.call_stats.total == 3 and image.runtime.guard.faults == []
+        call = replace(served.call(time, names), context=first.context, y=first.y)
+        output = served.run(call)
+        assert output.shape == call.latent.shape and close(output, host_output(served, call))
+        assert served.second["split"] == f"cpu + cpu:1, {rows} rows"
+    assert served.second["calls"] == 3 and served.second["reason"] == ""
+    assert SECOND in served.cards.launched and len(served.copies) == 1
+    assert served.runtime.call_stats.total == 3 and served.runtime.guard.faults == []
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.usefixtures("unchecked")
-def test_residuals_of_a_controlnet_are_cut(rows: int) -> None:
-    one = Image.of(second_gpu="off")
-    two = Image.of()
+def test_a_controlnets_residuals_are_split_as_the_rows_are(rows: int) -> None:
+    """rows: of the residual; one row is for every row of the batch. Without the residual, the output would be
+    another."""
+    one = OnTwoGpus.of(second_gpu="off")
+    two = OnTwoGpus.of()
     call = two.call()
     controlled = replace(call, control=Control(middle=(torch.randn(rows, 32, 4, 4),)))
-    for image in (one, two):
-        image.begin()
+    for served in (one, two):
+        served.begin()
     output = two.run(controlled)
-    assert two.second["split"] and near(output, one.run(controlled)) and not near(output, exact(two, call))
+    assert two.second["split"] and close(output, one.run(controlled)) and not close(output, host_output(two, call))
 
 
 @pytest.mark.parametrize("row", [0, 1, 2])
 def test_a_first_use_is_checked_in_every_row(row: int) -> None:
-    """An error of ours in one row is simulated by a host that gives another output in that row."""
-    image = Image.of()
-    image.begin()
-    call = image.call(names=("cat", "dog", "ugly"))
-    wrong = exact(image, call)
+    """An error of ours in one row is simulated by a host that gives another output in that row: the rows are then not
+    split."""
+    served = OnTwoGpus.of()
+    served.begin()
+    call = served.call(names=("cat", "dog", "ugly"))
+    wrong = host_output(served, call)
     wrong[row] += 1
-    image.run(call, lambda: wrong)
-    assert "differs from the model's own forward" in image.second["reason"] and image.second["calls"] == 0
+    served.run(call, lambda: wrong)
+    assert "differs from the model's own forward" in served.second["reason"] and served.second["calls"] == 0
 
 
-def test_two_threads_get_their_own_rows() -> None:
-    image = Image.of()
-    image.begin()
-    calls = [image.call(time) for time in STEPS]
-    expected = [exact(image, call) for call in calls]
+def test_calls_of_two_threads_get_their_own_outputs() -> None:
+    """Each of twenty calls, of two threads in turn, gets the output for its own timestep."""
+    served = OnTwoGpus.of()
+    served.begin()
+    calls = [served.call(time) for time in STEPS]
+    expected = [host_output(served, call) for call in calls]
     with ThreadPoolExecutor(2) as threads:
-        assert all(map(near, threads.map(image.run, calls), expected))
-    assert image.second["calls"] == len(calls) and image.runtime.guard.faults == []
+        assert all(map(close, threads.map(served.run, calls), expected))
+    assert served.second["calls"] == len(calls) and served.runtime.guard.faults == []
 
 
 # --- one GPU computes -------------------------------------------------------------------------------------------
 
 
-def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
-    image = Image.of(skip_negative_after=50)
-    image.begin()
+def test_after_the_guidance_has_ended_one_gpu_computes_the_prompts_row() -> None:
+    """With skip_negative_after=50, the last half of the steps leaves the negative prompt out, and one row cannot be
+    split."""
+    served = OnTwoGpus.of(skip_negative_after=50)
+    served.begin()
     splits = []
     for time in STEPS:
-        call = image.call(time)
-        half = PromptRows(half_of(2, True), lambda call=call: exact(image, take_rows(call, half_of(2, True))))
+        call = served.call(time)
+        half = PromptRows(half_of(2, True), lambda call=call: host_output(served, take_rows(call, half_of(2, True))))
         call = replace(call, latent=call.latent[:1].repeat(2, 1, 1, 1))
-        image.run(call, guidance=lambda half=half: half)
-        splits.append(bool(image.second["split"]))
-    assert splits == [True] * 10 + [False] * 10 and image.second["reason"] == two_gpus.ONE_ROW
+        served.run(call, guidance=lambda half=half: half)
+        splits.append(bool(served.second["split"]))
+    assert splits == [True] * 10 + [False] * 10 and served.second["reason"] == two_gpus.ONE_ROW
 
 
 @pytest.mark.parametrize(("more", "reason"), [
@@ -99,42 +107,46 @@ def test_where_the_guidance_ends_one_card_computes_the_prompt_s_row() -> None:
         two_gpus.ONE_ROW,
     ),
 ])
-def test_calls_that_cannot_be_split_by_rows_run_on_one_card(more: dict[str, Any], reason: str) -> None:
-    image = Image.of()
-    image.begin()
-    image.run(image.call())
-    assert image.second["calls"] == 1
-    call = replace(image.call(), **more)
-    image.run(call)
-    assert image.second["calls"] == 1 and reason in image.second["reason"]
+def test_a_call_that_cannot_be_split_by_rows_runs_on_one_gpu(more: dict[str, Any], reason: str) -> None:
+    """Functions of other extensions see all rows together; a batch of one has nothing to split. The count stays at
+    1."""
+    served = OnTwoGpus.of()
+    served.begin()
+    served.run(served.call())
+    assert served.second["calls"] == 1
+    call = replace(served.call(), **more)
+    served.run(call)
+    assert served.second["calls"] == 1 and reason in served.second["reason"]
 
 
-def test_a_fault_on_the_second_card_is_told_once_and_the_first_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_fault_on_the_second_gpu_the_first_computes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault is counted once, the copy of the weights is freed, and OneDiff is not suspended."""
     def fails(*given: Any) -> None:
         raise RuntimeError("peer access is broken")
 
-    image = Image.of()
-    image.begin()
-    image.run(image.call())
+    served = OnTwoGpus.of()
+    served.begin()
+    served.run(served.call())
     monkeypatch.setattr(two_gpus.Pair, "rows", fails)
     for _ in range(3):
-        image.begin()
-        call = image.call()
-        assert near(image.run(call), exact(image, call))
-        assert "peer access is broken" in image.second["reason"] and image.second["bytes"] == 0
-    assert len(image.runtime.guard.faults) == 1 and not image.runtime.guard.suspended
+        served.begin()
+        call = served.call()
+        assert close(served.run(call), host_output(served, call))
+        assert "peer access is broken" in served.second["reason"] and served.second["bytes"] == 0
+    assert len(served.runtime.guard.faults) == 1 and not served.runtime.guard.suspended
 
 
 @pytest.mark.parametrize(("cards", "reason"), [
     (TwoCpus([FIRST]), NO_SECOND), (Card(), "this UNet is on the CPU, not on a GPU"),
 ])
-def test_a_refused_card_costs_no_second_computation(cards: TwoCpus, reason: str) -> None:
-    image = Image.of(cards=cards)
-    image.begin()
+def test_where_there_is_no_second_gpu_each_call_is_computed_once(cards: TwoCpus, reason: str) -> None:
+    """The entry of the shape counts one use for each of four calls, each with both rows."""
+    served = OnTwoGpus.of(cards=cards)
+    served.begin()
     for time in STEPS[:4]:
-        image.run(image.call(time))
-    assert image.second["reason"] == reason
-    (entry,) = image.runtime.table.entries()
+        served.run(served.call(time))
+    assert served.second["reason"] == reason
+    (entry,) = served.runtime.table.entries()
     assert entry.key.batch == 2 and entry.uses == 4
 
 
@@ -145,7 +157,10 @@ THREE = [torch.device("cuda", index) for index in range(3)]
     (0, (9, 9, 9), 1), (1, (9, 9, 9), 0), (0, (9, 1, 9), 2),
     (0, (9, 1, -2), "the weights take 4.0 GiB, cuda:1 has room for 1.0 GiB, cuda:2 has room for 0.0 GiB"),
 ])
-def test_the_second_card_is_the_next_with_room(first: int, rooms: tuple[int, ...], expected: int | str) -> None:
+def test_the_second_gpu_is_the_next_one_with_room_for_the_weights(
+    first: int, rooms: tuple[int, ...], expected: int | str
+) -> None:
+    """The weights take 4 GiB. rooms: GiB free on three GPUs. expected: the chosen one's index, or why there is none."""
     class Machine(TwoCpus):
         def room(self, device: torch.device) -> int:
             return rooms[device.index] << 30
@@ -160,89 +175,95 @@ def test_the_second_card_is_the_next_with_room(first: int, rooms: tuple[int, ...
 
 
 def test_the_copy_of_the_weights_is_made_once_and_counted() -> None:
-    image = Image.of()
-    weights = sum(parameter.nbytes for parameter in image.unet.parameters())
+    """torch counts one write (_version) for each copied parameter after three samplings, and none shares the UNet's
+    memory."""
+    served = OnTwoGpus.of()
+    weights = sum(parameter.nbytes for parameter in served.unet.parameters())
     for _ in range(3):
-        image.begin()
-        image.run(image.call())
-    (copy,) = image.copies
-    assert image.second["bytes"] == weights
+        served.begin()
+        served.run(served.call())
+    (copy,) = served.copies
+    assert served.second["bytes"] == weights
     assert {parameter._version for parameter in copy.parameters()} == {1}
-    theirs = {tensor.untyped_storage().data_ptr() for tensor in image.unet.parameters()}
-    assert all(tensor.untyped_storage().data_ptr() not in theirs for tensor in copy.parameters())
+    originals = {tensor.untyped_storage().data_ptr() for tensor in served.unet.parameters()}
+    assert all(tensor.untyped_storage().data_ptr() not in originals for tensor in copy.parameters())
 
 
-def test_each_checkpoint_has_its_own_copy_on_the_second_card_until_it_is_freed() -> None:
-    image = Image.of()
-    image.begin()
-    image.run(image.call())
+def test_each_checkpoint_has_its_own_copy_on_the_second_gpu_until_it_is_freed() -> None:
+    served = OnTwoGpus.of()
+    served.begin()
+    served.run(served.call())
     other = diffusers_unet(seed=3)
-    image.runtime.adopt(other, host_traits=WEBUI)
-    second = replace(image, unet=other)
+    served.runtime.adopt(other, host_traits=WEBUI)
+    second = replace(served, unet=other)
     second.begin()
-    assert near(second.run(call := second.call()), exact(second, call))
-    assert image.second["bytes"] == 2 * sum(parameter.nbytes for parameter in other.parameters())
-    del image
+    assert close(second.run(call := second.call()), host_output(second, call))
+    assert served.second["bytes"] == 2 * sum(parameter.nbytes for parameter in other.parameters())
+    del served
     second.runtime.release(other)
     assert second.second["bytes"] == 0
 
 
-def test_switched_off_the_second_card_is_given_back_at_once() -> None:
-    image = Image.of()
-    image.begin()
-    image.run(image.call())
-    image.runtime.configure(Settings())
-    assert not image.copies and image.second == {"calls": 1, "split": "", "reason": "", "bytes": 0}
+def test_switching_the_second_gpu_off_frees_the_copy_of_the_weights_at_once() -> None:
+    served = OnTwoGpus.of()
+    served.begin()
+    served.run(served.call())
+    served.runtime.configure(Settings())
+    assert not served.copies and served.second == {"calls": 1, "split": "", "reason": "", "bytes": 0}
 
 
-def test_out_of_memory_on_the_second_card_leaves_one_until_something_changes() -> None:
-    image = Image.of()
-    image.cards.full = True
-    image.begin()
-    call = image.call()
-    assert near(image.run(call), exact(image, call))
-    assert "out of memory on cpu:1" in image.second["reason"] and image.second["split"] == ""
-    assert image.second["bytes"] == 0 and not image.copies
-    image.cards.full = False
+def test_after_out_of_memory_the_second_gpu_is_tried_again_when_the_weights_have_changed() -> None:
+    """Not at every sampling: each try would fail again, and take time."""
+    served = OnTwoGpus.of()
+    served.cards.full = True
+    served.begin()
+    call = served.call()
+    assert close(served.run(call), host_output(served, call))
+    assert "out of memory on cpu:1" in served.second["reason"] and served.second["split"] == ""
+    assert served.second["bytes"] == 0 and not served.copies
+    served.cards.full = False
     for _ in range(2):
-        image.begin()
-        image.run(call)
-        assert "out of memory on cpu:1" in image.second["reason"]
+        served.begin()
+        served.run(call)
+        assert "out of memory on cpu:1" in served.second["reason"]
     with torch.no_grad():
-        change_in_place(image.unet)
-    image.begin()
-    image.run(call)
+        change_in_place(served.unet)
+    served.begin()
+    served.run(call)
     # The call that notices the change is computed on one GPU.
-    image.run(call)
-    assert image.second["split"] == "cpu + cpu:1, 1+1 rows"
+    served.run(call)
+    assert served.second["split"] == "cpu + cpu:1, 1+1 rows"
 
 
-def test_weights_whose_edits_nobody_counts_are_copied_at_every_sampling() -> None:
-    image = Image.of()
+def test_weights_of_inference_mode_are_copied_anew_at_every_sampling() -> None:
+    """torch counts no edits of tensors that were made in inference mode. Three writes (_version) of the copy: one for
+    each sampling, and each output is that of the edited weights."""
+    served = OnTwoGpus.of()
     with torch.inference_mode():
         unet = diffusers_unet(seed=5)
-    image.runtime.adopt(unet, host_traits=WEBUI)
-    image = replace(image, unet=unet)
+    served.runtime.adopt(unet, host_traits=WEBUI)
+    served = replace(served, unet=unet)
     for _ in range(3):
-        image.begin()
+        served.begin()
         for time in (901.0, 501.0):
-            call = image.call(time)
-            assert near(image.run(call), exact(image, call)) and image.second["split"]
+            call = served.call(time)
+            assert close(served.run(call), host_output(served, call)) and served.second["split"]
         with torch.inference_mode():
             change_in_place(unet)
-    (copy,) = image.copies
+    (copy,) = served.copies
     assert {parameter._version for parameter in copy.parameters()} == {3}
 
 
-def test_tiling_goes_to_both_cards_and_back() -> None:
-    image = Image.of()
-    call = image.call()
+def test_tiling_is_switched_on_and_off_on_both_gpus() -> None:
+    """A1111 sets the padding mode of the convolutions. The copy follows, and is not made anew."""
+    served = OnTwoGpus.of()
+    call = served.call()
     outputs = []
     for mode in ("zeros", "circular", "zeros"):
-        for module in image.unet.modules():
+        for module in served.unet.modules():
             if isinstance(module, nn.Conv2d):
                 module.padding_mode = mode
-        image.begin()
-        outputs.append(image.run(call))
-        assert image.second["split"] and near(outputs[-1], exact(image, call)) and len(image.copies) == 1
-    assert not near(outputs[0], outputs[1]) and near(outputs[0], outputs[2])
+        served.begin()
+        outputs.append(served.run(call))
+        assert served.second["split"] and close(outputs[-1], host_output(served, call)) and len(served.copies) == 1
+    assert not close(outputs[0], outputs[1]) and close(outputs[0], outputs[2])

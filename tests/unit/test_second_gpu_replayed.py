@@ -13,7 +13,7 @@ from graph_builders import PretendedGraphs
 from ladder_builders import EAGER, NATIVE
 from samplings import EVERY_THIRD, STEPS, WEBUI, equal_distances, few_steps_suffice  # noqa: F401
 from torch import Tensor
-from two_cpus import SECOND, Image, TwoCpus, change_by_data, change_in_place, change_one_layer, exact, near
+from two_cpus import SECOND, OnTwoGpus, TwoCpus, change_by_data, change_in_place, change_one_layer, close, host_output
 
 from lib_onediff.core.call import Call
 from lib_onediff.core.fields import signature_function
@@ -28,7 +28,7 @@ HOSTS = pytest.mark.parametrize("traits", [WEBUI, HostTraits()], ids=["new tenso
 
 
 @pytest.fixture
-def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
+def rows_without_plan(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[int]:
     """The rows of every part of a call that had no plan."""
     parts: list[int] = []
     serve_without_plan = OneCard.serve_without_plan
@@ -42,7 +42,7 @@ def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> li
 
 
 @pytest.fixture
-def cards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def signatures_differ_by_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs on the second GPU have another signature, as on real GPUs."""
     on_second: list[Tensor] = []
     rows_of_pair = Pair.rows
@@ -62,55 +62,57 @@ def cards_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def image_of(monkeypatch: pytest.MonkeyPatch, cards_are_told_apart: None) -> Callable[..., Image]:
-    def make(traits: HostTraits = WEBUI, **options: Any) -> Image:
+def on_two_gpus(monkeypatch: pytest.MonkeyPatch, signatures_differ_by_gpu: None) -> Callable[..., OnTwoGpus]:
+    def make(traits: HostTraits = WEBUI, **options: Any) -> OnTwoGpus:
         cards = TwoCpus()
         unet = diffusers_unet(**SMALL_XL)
         monkeypatch.setattr(runtime.two_gpus, "cards", cards)
         runtime.adopt(unet, Settings(**{"backend": NATIVE, "second_gpu": "auto", **options}), traits)
-        image = Image(runtime, unet, cards)
-        image.begin()
-        return image
+        served = OnTwoGpus(runtime, unet, cards)
+        served.begin()
+        return served
 
     return make
 
 
-def calls_of(image: Image, traits: HostTraits, count: int, start: int = 0) -> list[UNetCall]:
+def calls_of(served: OnTwoGpus, traits: HostTraits, count: int, start: int = 0) -> list[UNetCall]:
     """The calls of some steps, with one prompt."""
-    first = image.call(STEPS[0])
-    calls = [image.call(STEPS[step]) for step in range(start, start + count)]
+    first = served.call(STEPS[0])
+    calls = [served.call(STEPS[step]) for step in range(start, start + count)]
     if traits is WEBUI:
         return calls
     return [replace(call, context=first.context, y=first.y) for call in calls]
 
 
-def ready(image: Image, traits: HostTraits) -> list[UNetCall]:
+def ready(served: OnTwoGpus, traits: HostTraits) -> list[UNetCall]:
     """Calls for which both GPUs have plans."""
-    calls = calls_of(image, traits, 8)
+    calls = calls_of(served, traits, 8)
     for call in calls[:4]:
-        assert near(image.run(call), exact(image, call))
-    assert image.runtime.status()["route"] == "graph", image.runtime.status()["reason"]
+        assert close(served.run(call), host_output(served, call))
+    assert served.runtime.status()["route"] == "graph", served.runtime.status()["reason"]
     return calls
 
 
 @HOSTS
-def test_later_calls_are_looked_up_on_both_cards_the_second_first(
-    traits: HostTraits, found_out: list[int], image_of: Callable[..., Image], pretended: PretendedGraphs,
+def test_later_calls_are_replayed_on_both_gpus_the_second_first(
+    traits: HostTraits, rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus], pretended: PretendedGraphs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    image = image_of(traits)
-    calls = ready(image, traits)
-    found_out.clear()
+    """A replay of a plan takes no look for one: no rows are without a plan. The second GPU starts first, so that both
+    compute at the same time."""
+    served = on_two_gpus(traits)
+    calls = ready(served, traits)
+    rows_without_plan.clear()
     order: list[str] = []
-    monkeypatch.setattr(pretended, "before_replay", lambda: order.append(str(len(image.cards.launched))))
+    monkeypatch.setattr(pretended, "before_replay", lambda: order.append(str(len(served.cards.launched))))
     for call in calls[4:]:
         order.clear()
-        image.cards.launched.clear()
-        assert near(image.run(call), exact(image, call))
+        served.cards.launched.clear()
+        assert close(served.run(call), host_output(served, call))
         # The second GPU's replay comes inside of its own device context, the first one's after it.
-        assert order == ["1", "1"] and image.cards.launched == [SECOND]
-    assert found_out == []
-    assert image.second["split"] == "cpu + cpu:1, 1+1 rows" and image.runtime.call_stats.last_call.route == "graph"
+        assert order == ["1", "1"] and served.cards.launched == [SECOND]
+    assert rows_without_plan == []
+    assert served.second["split"] == "cpu + cpu:1, 1+1 rows" and served.runtime.call_stats.last_call.route == "graph"
 
 
 def change_by_loading(unet: Any) -> None:
@@ -119,58 +121,65 @@ def change_by_loading(unet: Any) -> None:
 
 @HOSTS
 @pytest.mark.parametrize("begins", [True, False], ids=["between samplings", "within a sampling"])
-def test_nothing_stale_is_replayed(
-    begins: bool, traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
+def test_no_replay_has_old_weights_or_an_old_prompt(
+    begins: bool, traits: HostTraits, rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
 ) -> None:
-    """Neither stale weights nor a stale prompt."""
-    image = image_of(traits)
-    calls = ready(image, traits)
+    """The changes are noticed by torch's counts of edits, or only by their values or addresses. begins: a sampling
+    begins after each."""
+    served = on_two_gpus(traits)
+    calls = ready(served, traits)
     changes = change_in_place, change_one_layer, change_by_data, change_by_loading
     for number, (call, change) in enumerate(zip(calls[4:], changes, strict=True)):
         with torch.no_grad():
-            change(image.unet)
+            change(served.unet)
         if begins:
-            image.begin()
+            served.begin()
         other = replace(call, context=call.context.flip(1).roll(number, 2))
         for one in (call, other, call):
-            assert near(image.run(one), exact(image, one)) and image.second["split"]
+            assert close(served.run(one), host_output(served, one)) and served.second["split"]
 
 
 @HOSTS
-def test_switching_the_second_gpu_off_and_on_counts_at_the_next_call(
-    traits: HostTraits, found_out: list[int], image_of: Callable[..., Image]
+def test_switching_the_second_gpu_off_or_on_takes_effect_at_the_next_call(
+    traits: HostTraits, rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
 ) -> None:
-    image = image_of(traits)
-    calls = ready(image, traits)
-    known = image.runtime.services.networks[image.unet]
+    served = on_two_gpus(traits)
+    calls = ready(served, traits)
+    known = served.runtime.services.networks[served.unet]
     on = known.settings
     off = replace(known.settings, second_gpu="off")
     for settings, split in ((off, False), (on, True), (off, False)):
         known.settings = settings
         for call in calls[4:]:
-            assert near(image.run(call), exact(image, call))
-            assert bool(image.second["split"]) is split
-        assert bool(image.copies) is split and bool(image.second["bytes"]) is split
+            assert close(served.run(call), host_output(served, call))
+            assert bool(served.second["split"]) is split
+        assert bool(served.copies) is split and bool(served.second["bytes"]) is split
 
 
-def test_deepcache_replays_both_passes_on_both_cards(found_out: list[int], image_of: Callable[..., Image]) -> None:
-    image = image_of(**EVERY_THIRD)
-    one = Image.of(SMALL_XL, second_gpu="off", backend=EAGER, **EVERY_THIRD)
+def test_full_and_cached_passes_of_deepcache_are_replayed_on_both_gpus(
+    rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
+) -> None:
+    """Compared with DeepCache on one GPU, without graphs."""
+    served = on_two_gpus(**EVERY_THIRD)
+    one = OnTwoGpus.of(SMALL_XL, second_gpu="off", backend=EAGER, **EVERY_THIRD)
     for _ in range(2):
-        image.begin()
+        served.begin()
         one.begin()
         for time in STEPS:
-            call = image.call(time)
-            assert near(image.run(call), one.run(call))
-            assert image.second["split"]
-    assert image.runtime.status()["route"] == "graph"
+            call = served.call(time)
+            assert close(served.run(call), one.run(call))
+            assert served.second["split"]
+    assert served.runtime.status()["route"] == "graph"
 
 
-def test_no_whole_step_of_deepcache_is_stale(found_out: list[int], image_of: Callable[..., Image]) -> None:
-    image = image_of(**EVERY_THIRD)
-    calls = calls_of(image, WEBUI, 8)
+def test_after_an_edit_of_the_weights_deepcache_computes_a_full_step_on_both_gpus(
+    rows_without_plan: list[int], on_two_gpus: Callable[..., OnTwoGpus]
+) -> None:
+    """The eighth step would have been a cached one, with features of the old weights."""
+    served = on_two_gpus(**EVERY_THIRD)
+    calls = calls_of(served, WEBUI, 8)
     for call in calls[:7]:
-        image.run(call)
+        served.run(call)
     with torch.no_grad():
-        change_in_place(image.unet)
-    assert near(image.run(calls[7]), exact(image, calls[7])) and image.second["split"]
+        change_in_place(served.unet)
+    assert close(served.run(calls[7]), host_output(served, calls[7])) and served.second["split"]

@@ -35,7 +35,9 @@ def recorded(unet: Any, call: UNetCall) -> tuple[GraphRunner, TapeRecording]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_replay_is_the_forward_of_its_own_call(case: str) -> None:
+def test_a_replay_between_functions_of_extensions_computes_the_new_call(case: str) -> None:
+    """CASES: functions of other extensions, which divide a forward into several graphs (recording.parts). The graphs of
+    one call compute another call, and then the first one again."""
     unet = shared_ldm_unet()
     with torch.no_grad():
         first, second = (ours(unet, a_call(unet, seed=seed), copied(CASES[case])) for seed in (0, 1))
@@ -45,7 +47,9 @@ def test_a_replay_is_the_forward_of_its_own_call(case: str) -> None:
             assert relative_error(runner.run(call), our_output(unet, call)) < CLOSE
 
 
-def test_a_view_by_address_does_not_keep_a_tensor_alive() -> None:
+def test_a_view_of_a_recording_does_not_keep_its_tensor_alive() -> None:
+    """Functions between graphs get views of a graph's memory: such a view has the tensor's values and strides, but only
+    its address, so that the memory can be reused."""
     given = torch.arange(24.0).view(4, 6)[:, 1:4].t()
     memory = StorageWeakRef(given.untyped_storage())
     view = GraphRecording.view(None, given)  # type: ignore[arg-type]
@@ -56,7 +60,8 @@ def test_a_view_by_address_does_not_keep_a_tensor_alive() -> None:
     assert memory.expired()
 
 
-def test_functions_get_the_options_of_their_own_call() -> None:
+def test_functions_between_graphs_get_the_options_of_the_replayed_call() -> None:
+    """And they are called at the same places, as often as in the recorded forward (heard)."""
     unet = shared_ldm_unet()
     heard = []
 
@@ -102,6 +107,8 @@ def put(unet: nn.Module, processor: Any) -> Any:
 
 
 def error(unet: nn.Module, seed: int) -> float:
+    """The error of a compiled UNet's output against that of diffusers' own forward, with the same random numbers.
+    Asserts that both leave torch's and Python's generators alike."""
     given = diffusers_arguments(a_call(unet, seed=seed))
     with torch.no_grad():
         torch.manual_seed(SEED)
@@ -111,11 +118,13 @@ def error(unet: nn.Module, seed: int) -> float:
         torch.manual_seed(SEED)
         random.seed(SEED)
         expected = own_forward(unet)(**given).sample
-        assert (torch.rand(1), random.random()) == after, "the host's next random numbers are others"
+        assert (torch.rand(1), random.random()) == after, "ours draws as many random numbers as the host"
     return relative_error(output, expected)
 
 
-def test_the_third_call_uses_graphs_and_calls_each_function_once(unet: nn.Module) -> None:
+def test_an_extensions_processor_is_called_once_in_each_replay(unet: nn.Module) -> None:
+    """From the third call on, graphs are replayed around it. Edits of the processor, another one in its place, and the
+    plain one in turn with it take effect at once."""
     processor = put(unet, Louder())
     for seed, route in enumerate(("plain", "plain", "graph", "graph")):
         assert error(unet, seed) < CLOSE and now() == ("native", route), reason()
@@ -142,7 +151,8 @@ class Drawing(Louder):
         return super().__call__(attn, hidden_states * mask)
 
 
-def test_random_numbers_are_those_that_the_host_would_draw(unet: nn.Module) -> None:
+def test_a_processor_between_graphs_draws_the_random_numbers_of_the_hosts_forward(unet: nn.Module) -> None:
+    """See error(): also in the check of a first use, which computes the forward more than once."""
     put(unet, Drawing())
     for seed, route in enumerate(("plain", "plain", "graph", "graph")):
         assert error(unet, seed) < CLOSE and now() == ("native", route), reason()
@@ -161,7 +171,8 @@ class Counting(Louder):
         return super().__call__(attn, hidden_states)
 
 
-def test_a_function_that_counts_its_calls_gets_no_graphs(unet: nn.Module) -> None:
+def test_a_function_that_changes_with_every_call_gets_no_graphs(unet: nn.Module) -> None:
+    """A capture calls it more often than the host does. Once the results differ, the WebUI computes the calls."""
     put(unet, Counting())
     for seed in range(2):
         error(unet, seed)
@@ -181,7 +192,11 @@ class Alike(Louder):
         return added.mean(0, keepdim=True) if self.is_alike else added
 
 
-def test_results_of_another_shape_are_captured_again_and_then_served_without_graphs(unet: nn.Module) -> None:
+def test_a_function_whose_results_change_shape_is_captured_anew_and_in_the_end_gets_no_native_graphs(
+    unet: nn.Module
+) -> None:
+    """The results have one row, then one for each row of the batch, in turn every two calls. At last the backend
+    cudagraph serves."""
     processor = put(unet, Alike())
     routes = []
     for seed in range(16):

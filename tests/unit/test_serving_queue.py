@@ -16,7 +16,7 @@ import pytest
 from lib_onediff.serving.queue import Limits, Queue, Request
 
 
-def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+def in_an_event_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     @functools.wraps(test)
     def run(**given: Any) -> None:
         asyncio.run(asyncio.wait_for(test(**given), 600))
@@ -29,8 +29,8 @@ def request(seed: int = 1) -> Request:
 
 
 class Replicas:
-    """Makes images: b"SEED". made: the seeds in the order in which they were begun. ends_at: seeds during which a
-    replica dies, and how often."""
+    """Stands for the replicas. An image is b"SEED". made: the seeds in the order in which they were begun. ends_at:
+    seeds during which a replica dies, and how often. fails_at: seeds that get a sentence in place of an image."""
 
     def __init__(self, ends_at: dict[int, int] | None = None, fails_at: tuple[int, ...] = ()) -> None:
         self.made: list[int] = []
@@ -56,20 +56,21 @@ class Replicas:
             self.at_once -= 1
 
 
-async def turns() -> None:
+async def let_tasks_run() -> None:
     """Let every task go as far as it comes without another event; a sleep of some time may be over before that."""
     for _ in range(50):
         await asyncio.sleep(0)
 
 
 async def answers(queue: Queue, requests: list[Request]) -> list[Any]:
-    """Of each its image, or how it was refused."""
+    """For each request its image, or the exception that refused it."""
     asked = await asyncio.gather(*map(queue.answer, requests), return_exceptions=True)
     return [answer if isinstance(answer, BaseException) else answer[0] for answer in asked]
 
 
-@in_a_loop
-async def test_every_request_gets_its_own_image_in_its_turn() -> None:
+@in_an_event_loop
+async def test_requests_are_begun_in_order_and_each_gets_its_own_image() -> None:
+    """Of 200 requests on two replicas; the one that fails gets a sentence with the status 500."""
     replicas = Replicas(fails_at=(7,))
     queue = Queue(replicas.make, Limits(waiting=200), lanes=2)
     got = await answers(queue, [request(seed) for seed in range(200)])
@@ -87,27 +88,29 @@ async def test_every_request_gets_its_own_image_in_its_turn() -> None:
     {"guidance": math.nan}, {"guidance": math.inf}, {"guidance": -1.0}, {"seed": -1}, {"seed": 2**32},
     {"negative_prompt": "x" * 2000},
 ])
-@in_a_loop
-async def test_requests_above_the_limits_are_refused_with_a_sentence(changes: dict[str, Any]) -> None:
+@in_an_event_loop
+async def test_a_request_outside_the_limits_is_refused_with_a_sentence_and_not_begun(changes: dict[str, Any]) -> None:
     replicas = Replicas()
     (refusal,) = await answers(Queue(replicas.make, Limits(), lanes=1), [replace(request(), **changes)])
     assert refusal.status_code == 422 and refusal.detail.endswith(".")
     assert replicas.made == []
 
 
-@in_a_loop
-async def test_a_full_queue_refuses_and_who_hangs_up_leaves_it() -> None:
+@in_an_event_loop
+async def test_a_full_queue_refuses_and_a_client_that_disconnects_makes_room() -> None:
+    """A task that is cancelled is a client that has disconnected: one whose image is being made (0), and one that waits
+    (1)."""
     replicas = Replicas()
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(waiting=3), lanes=1)
     # The first request is in progress and does not wait any more.
     asked = [asyncio.create_task(queue.answer(request(seed))) for seed in range(4)]
-    await turns()
+    await let_tasks_run()
     (late,) = await answers(queue, [request(4)])
     assert late.status_code == 429
     asked[1].cancel()
     asked[0].cancel()
-    await turns()
+    await let_tasks_run()
     asked.append(asyncio.create_task(queue.answer(request(5))))
     replicas.go.set()
     assert [(await task)[0] for task in asked[2:]] == [b"2", b"3", b"5"] and 1 not in replicas.made
@@ -116,8 +119,9 @@ async def test_a_full_queue_refuses_and_who_hangs_up_leaves_it() -> None:
 # --- replicas that end ------------------------------------------------------------------------------------------------
 
 
-@in_a_loop
-async def test_a_failed_replicas_image_is_retried_and_given_up_after_some_tries() -> None:
+@in_an_event_loop
+async def test_an_image_is_begun_again_when_its_replica_dies_and_given_up_after_three_tries() -> None:
+    """Request 2 kills every replica, request 3 the first one only. The other images are made once."""
     replicas = Replicas(ends_at={2: 99, 3: 1})
     queue = Queue(replicas.make, Limits(tries=3), lanes=2)
     got = await answers(queue, [request(seed) for seed in range(8)])
@@ -129,15 +133,15 @@ async def test_a_failed_replicas_image_is_retried_and_given_up_after_some_tries(
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-@in_a_loop
-async def test_the_end_answers_all_that_wait_and_refuses_who_comes_later() -> None:
+@in_an_event_loop
+async def test_at_shutdown_waiting_requests_are_answered_and_new_ones_refused() -> None:
     replicas = Replicas()
     replicas.go.clear()
     queue = Queue(replicas.make, Limits(), lanes=2)
     asked = asyncio.create_task(answers(queue, [request(seed) for seed in range(12)]))
-    await turns()
+    await let_tasks_run()
     ending = asyncio.create_task(queue.end())
-    await turns()
+    await let_tasks_run()
     (late,) = await answers(queue, [request(99)])
     assert late.status_code == 503 and not ending.done()
     replicas.go.set()
@@ -146,7 +150,7 @@ async def test_the_end_answers_all_that_wait_and_refuses_who_comes_later() -> No
     await queue.end()
 
 
-def test_the_door_and_the_loader_need_no_gradio() -> None:
+def test_serving_imports_no_gradio() -> None:
     """Ray Serve's environment has no gradio."""
     pytest.importorskip("diffusers")
     code = (

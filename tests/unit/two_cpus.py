@@ -27,8 +27,8 @@ NAMES = "cat", "ugly"
 
 @dataclass
 class TwoCpus(Card):
-    """The CPU as two cards. launched: on which card, in order. full: whether the second one runs out of memory when it
-    is used."""
+    """The CPU as two GPUs. launched: the GPUs that computed something, in order. full: whether the second one runs out
+    of memory when it is used."""
 
     cards: list[torch.device] = field(default_factory=lambda: [FIRST, SECOND])
     free: int = ROOMY
@@ -50,8 +50,8 @@ class TwoCpus(Card):
 
 
 @dataclass
-class Image:
-    """Samplings of a UNet on two cards, in a Runtime of their own, or in one that still has other tests' UNets."""
+class OnTwoGpus:
+    """A UNet that a runtime serves on two GPUs: its samplings and calls. second: the status of the second GPU."""
 
     runtime: Runtime
     unet: Any
@@ -61,7 +61,7 @@ class Image:
         self._others = WeakSet(self.runtime.services.networks)
 
     @classmethod
-    def of(cls, config: dict[str, Any] = SMALL, cards: TwoCpus | None = None, **options: Any) -> Image:
+    def of(cls, config: dict[str, Any] = SMALL, cards: TwoCpus | None = None, **options: Any) -> OnTwoGpus:
         runtime = Runtime()
         unet = diffusers_unet(**config)
         cards = cards or TwoCpus()
@@ -90,13 +90,15 @@ class Image:
         return [unet for unet in self.runtime.services.networks if unet is not self.unet and unet not in self._others]
 
 
-def near(output: Tensor, expected: Tensor) -> bool:
+def close(output: Tensor, expected: Tensor) -> bool:
+    """Whether an output equals the expected one but for rounding in float32."""
     return bool(torch.allclose(output, expected, atol=1e-5, rtol=1e-4))
 
 
 @torch.no_grad()
-def exact(image: Image, call: UNetCall) -> Tensor:
-    return diffusers_output(image.unet, call)
+def host_output(served: OnTwoGpus, call: UNetCall) -> Tensor:
+    """The output of diffusers' own forward, on one GPU."""
+    return diffusers_output(served.unet, call)
 
 
 def change_in_place(unet: nn.Module) -> None:
@@ -105,6 +107,7 @@ def change_in_place(unet: nn.Module) -> None:
 
 
 def change_by_data(unet: nn.Module) -> None:
+    """New values in new memory, which torch does not count as an edit."""
     for parameter in unet.parameters():
         parameter.data = parameter.data * 1.05
 
