@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from .code import Code, Named
-from .snapshot import BY_IDENTITY, is_plain, snapshot
-from .values import Digests, Tokens, name_of, short
+from .comparers import Comparer, comparer
+from .snapshot import BY_IDENTITY, Same, is_plain, same, snapshot, state_of
+from .values import CONTAINERS, Digests, Tokens, name_of, short
 
 # The __dict__ of a module, class or file.
 Namespace = Mapping[str, Any]
@@ -54,10 +55,14 @@ class Names:
     def __init__(self, spaces: Sequence[Namespace], names: Iterable[Iterable[str]]) -> None:
         """names: for each of the spaces, in their order, the names to compare. Keeps plain values (snapshot.is_plain)
         alive, and neither spaces nor other values. Raises KeyError if a space does not have one of its names."""
-        self._others: list[tuple[int, str, Any]] = []
         # Values that are compared by identity, and must not be kept alive.
         self._objects: list[tuple[int, str]] = []
         self._references: list[weakref.ref[Any]] = []
+        # The same for objects without attributes, such as most attention processors, with their classes.
+        self._bare: list[tuple[int, str]] = []
+        self._bare_references: list[weakref.ref[Any]] = []
+        self._bare_types: list[type] = []
+        self._others: list[tuple[int, str, Comparer]] = []
         indices_of: dict[tuple[str, ...], list[int]] = {}
         for index, (space, wanted) in enumerate(zip(spaces, names, strict=True)):
             plain: list[str] = []
@@ -68,8 +73,12 @@ class Names:
                 elif isinstance(value, BY_IDENTITY):
                     self._objects.append((index, name))
                     self._references.append(weakref.ref(value))
+                elif is_bare(value):
+                    self._bare.append((index, name))
+                    self._bare_references.append(weakref.ref(value))
+                    self._bare_types.append(type(value))
                 else:
-                    self._others.append((index, name, snapshot(value)))
+                    self._others.append((index, name, comparer(value)))
             if plain:
                 indices_of.setdefault(tuple(plain), []).append(index)
         self._plain = [alike_at(spaces, plain_names, indices) for plain_names, indices in indices_of.items()]
@@ -84,7 +93,14 @@ class Names:
         known = [reference() for reference in self._references]
         if not all(map(operator.is_, found, known)):
             return False
-        return all(snapshot(spaces[index][name]) == before for index, name, before in self._others)
+        bare = [spaces[index][name] for index, name in self._bare]
+        known = [reference() for reference in self._bare_references]
+        # Objects of these types have a __dict__, so reading it raises nothing.
+        if not all(map(operator.is_, bare, known)) or list(map(type, bare)) != self._bare_types:
+            return False
+        if any(map(state_of, bare)):
+            return False
+        return all(is_same(spaces[index][name]) for index, name, is_same in self._others)
 
     def digest(self, left_out: Collection[str]) -> str:
         """A digest, equal in any process, of the values whose type is in IN_DIGEST, with their names, as they were when
@@ -99,6 +115,14 @@ class Names:
                         pairs.append((name, repr(value)))
                 found[index] = sorted(pairs)
         return hashlib.sha256(repr(sorted(found.items())).encode()).hexdigest()[:16]
+
+
+def is_bare(value: Any) -> bool:
+    """Whether a value that is not plain is an object without attributes that may get some: it supports weak references,
+    and its __dict__ is empty. False for containers, tensors and bound methods, which are compared by their contents."""
+    if isinstance(value, (*CONTAINERS, torch.Tensor, types.MethodType)) or not isinstance(same(value), Same):
+        return False
+    return getattr(value, "__dict__", None) == {}
 
 
 def alike_at(spaces: Sequence[Namespace], names: tuple[str, ...], indices: list[int]) -> Alike:
