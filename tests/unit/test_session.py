@@ -37,7 +37,7 @@ KEYS = "mid_block.attentions.0.transformer_blocks.0.attn2.to_k"
 
 
 @pytest.fixture
-def found_out(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[UNetCall]:
+def calls_without_plan(monkeypatch: pytest.MonkeyPatch, pretended: PretendedGraphs) -> list[UNetCall]:
     """The calls that had no plan."""
     calls: list[UNetCall] = []
     begin = BackendChoice.begin
@@ -75,8 +75,9 @@ def unet() -> Any:
     return lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
 
 
-def test_prompts_in_new_tensors_are_replayed_within_a_sampling(unet: Any, found_out: list[UNetCall]) -> None:
-    """Also if the prompts' values differ. A prompt in new tensors is looked at anew only in another sampling."""
+def test_within_a_sampling_a_prompt_in_new_tensors_is_replayed(unet: Any, calls_without_plan: list[UNetCall]) -> None:
+    """Also with other values, as [a:b:0.5] gives them in the middle of a sampling. Only the first call of the next
+    sampling has no plan, because the prompt is in new tensors."""
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call, copied)
@@ -85,10 +86,10 @@ def test_prompts_in_new_tensors_are_replayed_within_a_sampling(unet: Any, found_
         other = replace(copied(call), context=call.context + step)
         route, error = run(unet, other, step)
         assert route == "graph" and error < CLOSE
-    assert len(found_out) == 3
+    assert len(calls_without_plan) == 3
     runtime.begin_sampling(unet)
     run(unet, copied(call))
-    assert len(found_out) == 4
+    assert len(calls_without_plan) == 4
 
 
 def move(unet: nn.Module, call: UNetCall) -> UNetCall:
@@ -124,33 +125,37 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
-def test_changes_between_two_calls_are_noticed(
-    unet: Any, found_out: list[UNetCall], change: Callable[[nn.Module, UNetCall], UNetCall]
+def test_a_replay_computes_with_the_weights_prompt_and_settings_of_its_own_call(
+    unet: Any, calls_without_plan: list[UNetCall], change: Callable[[nn.Module, UNetCall], UNetCall]
 ) -> None:
+    """CHANGES: what happens between two calls, and whether the second one then has no plan. The output is compared with
+    the host's after the change."""
     call = a_call(unet)
     ready(unet, call)
     run(unet, call, 3)
-    assert len(found_out) == 3
+    assert len(calls_without_plan) == 3
     changed = change(unet, call)
     route, error = run(unet, changed, 4)
-    assert route in ("plain", "graph") and error < CLOSE and len(found_out) == 3 + CHANGES[change]
+    assert route in ("plain", "graph") and error < CLOSE and len(calls_without_plan) == 3 + CHANGES[change]
 
 
-def test_an_edit_that_a_new_shape_finds_first_is_checked_at_the_others(unet: Any, found_out: list[UNetCall]) -> None:
-    """The proof of a shape holds for the weights before the edit."""
+def test_after_an_edit_every_shape_is_checked_again(unet: Any, calls_without_plan: list[UNetCall]) -> None:
+    """Also if a call of another shape was the first one to notice the edit: what a check has shown holds for the
+    weights before it."""
     call = a_call(unet)
     ready(unet, call)
     run(unet, call, 3)
-    assert len(found_out) == 3
+    assert len(calls_without_plan) == 3
     edit_keys(unet, call)
     run(unet, a_call(unet, 16, 16), 4)
-    assert len(found_out) == 4
+    assert len(calls_without_plan) == 4
     route, error = run(unet, call, 4)
-    assert route == "plain" and error < CLOSE and len(found_out) == 5
+    assert route == "plain" and error < CLOSE and len(calls_without_plan) == 5
 
 
-def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found_out: list[UNetCall]) -> None:
-    """As a scheduled LoRA on A1111, which the host merges lazily, and we at each call."""
+def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, calls_without_plan: list[UNetCall]) -> None:
+    """As a LoRA whose strength changes with the steps, on A1111: the host merges it lazily in its own forward, which a
+    replay does not run, so OneDiff asks for the merge (sync_lora) at each call."""
     lora: dict[str, float] = {"wanted": 1.0, "merged": 1.0}
 
     def merge(layers: Any) -> None:
@@ -165,23 +170,25 @@ def test_a_lora_of_another_strength_is_merged_before_the_replay(unet: Any, found
     runtime.begin_sampling(unet)
     ready(unet, call, copied)
     run(unet, copied(call), 3)
-    assert len(found_out) == 3
+    assert len(calls_without_plan) == 3
     lora["wanted"] = 1.5
-    replayed = output_of(unet, copied(call))
+    replayed = output_without_host(unet, copied(call))
     assert lora["merged"] == 1.5 and relative_error(replayed, diffusers_output(unet, call)) < CLOSE
-    assert len(found_out) == 4
+    assert len(calls_without_plan) == 4
 
 
-def output_of(unet: nn.Module, call: UNetCall) -> Tensor:
+def output_without_host(unet: nn.Module, call: UNetCall) -> Tensor:
+    """Our output for a call. Fails if the host computes."""
     with torch.no_grad():
-        return runtime.run(unet, call, lambda: pytest.fail("the host was asked"))
+        return runtime.run(unet, call, lambda: pytest.fail("the host has computed"))
 
 
 @pytest.mark.parametrize("looks", [True, False], ids=["a page looks", "nobody looks"])
-def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_first(
-    unet: Any, found_out: list[UNetCall], looks: bool
+def test_an_unsupported_change_is_noticed_by_the_next_call_even_if_a_page_has_read_the_unet_before_it(
+    unet: Any, calls_without_plan: list[UNetCall], looks: bool
 ) -> None:
-    """A page or a pre-warm may read the layout between the change and the next call."""
+    """looks: a page or a pre-warm reads the layout between the change, which is a hook, and the call. Also when the
+    hook is removed."""
     call = a_call(unet)
     ready(unet, call)
     hook = unet.get_submodule("conv_in").register_forward_hook(lambda module, given, output: 2 * output)
@@ -197,7 +204,9 @@ def test_a_change_that_makes_the_unet_unreadable_is_found_out_whoever_looks_firs
     assert route in ("plain", "graph") and error < CLOSE
 
 
-def test_a_generation_inside_another_has_its_own_settings(unet: Any, found_out: list[UNetCall]) -> None:
+def test_a_generation_inside_another_has_its_own_settings(unet: Any, calls_without_plan: list[UNetCall]) -> None:
+    """As an extension's that repairs faces while the image around them is being made. Afterwards, the outer settings
+    hold and its graph is replayed."""
     call = a_call(unet)
     ready(unet, call)
     with generating(runtime, Settings(enabled=False), "off for this face"):
@@ -220,7 +229,9 @@ class Louder(PatchPoints):
         return hidden_states * 1.5 if part == MIDDLE else hidden_states
 
 
-def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_out: list[UNetCall]) -> None:
+def test_calls_with_and_without_an_extensions_function_have_their_own_graphs(
+    unet: Any, calls_without_plan: list[UNetCall]
+) -> None:
     """Perturbed attention guidance makes both kinds of calls in each step."""
     call = a_call(unet)
     ready(unet, call)
@@ -235,10 +246,10 @@ def test_a_call_with_a_function_in_it_is_not_taken_for_another(unet: Any, found_
         assert runtime.status()["route"] == route, runtime.status()["reason"]
         assert relative_error(output, expected) < CLOSE
         assert relative_error(output, diffusers_output(unet, call)) > 1e-3
-    assert len(found_out) == 7
+    assert len(calls_without_plan) == 7
 
 
-def test_plans_keep_no_graph_alive(unet: Any, found_out: list[UNetCall]) -> None:
+def test_after_a_purge_no_plan_keeps_a_graph_alive(unet: Any, calls_without_plan: list[UNetCall]) -> None:
     call = a_call(unet)
     ready(unet, call)
     run(unet, call, 3)
@@ -250,18 +261,20 @@ def test_plans_keep_no_graph_alive(unet: Any, found_out: list[UNetCall]) -> None
     assert not network.plans and graph() is None
 
 
-def test_a_sampling_begins_without_plans(unet: Any, found_out: list[UNetCall]) -> None:
+def test_a_sampling_begins_without_plans_but_with_the_graphs(unet: Any, calls_without_plan: list[UNetCall]) -> None:
+    """Its first call looks its graph up, and replays it."""
     call = a_call(unet)
     runtime.begin_sampling(unet)
     ready(unet, call)
     run(unet, call, 3)
-    assert len(found_out) == 3
+    assert len(calls_without_plan) == 3
     runtime.begin_sampling(unet)
     assert not runtime.services.networks[unet].plans
-    assert run(unet, call, 4)[0] == "graph" and len(found_out) == 4
+    assert run(unet, call, 4)[0] == "graph" and len(calls_without_plan) == 4
 
 
-def test_a_replay_keeps_the_reason_of_an_inactive_policy_of_its_own_unet(unet: Any, found_out: list[UNetCall]) -> None:
+def test_a_replay_shows_no_reason_of_another_unets_deepcache(unet: Any, calls_without_plan: list[UNetCall]) -> None:
+    """DeepCache is inactive for the other UNet, and was never asked for by this one."""
     call = a_call(unet)
     other = lib_onediff.compile_unet(diffusers_unet(seed=1), deepcache_interval=3)
     ready(unet, call)

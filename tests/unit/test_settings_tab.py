@@ -19,7 +19,7 @@ from lib_onediff.ui import effects, settings_tab
 from lib_onediff.ui.presets import preset_options
 
 
-def the_options() -> tuple[Options, list[Settings]]:
+def options_with_reports() -> tuple[Options, list[Settings]]:
     """The options, and a list of the settings after every change that settings_tab has reported."""
     opts = Options()
     told = []
@@ -32,7 +32,8 @@ def for_the_browser() -> dict[str, Any]:
     return json.loads(text[text.index("{"):text.rindex("}") + 1])
 
 
-def test_options_without_effect_on_this_machine_have_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_without_effect_on_this_machine_has_a_note_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here there is neither an NVIDIA GPU nor OneFlow; the note is of one choice, "half"."""
     monkeypatch.setattr(effects, "has_oneflow", lambda: False)
     options = for_the_browser()["options"]
     notes = options["onediff_accumulation"]["notes"]
@@ -41,14 +42,15 @@ def test_options_without_effect_on_this_machine_have_notes(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("has_gpu", [False, True])
-def test_graph_memory_has_no_effect_without_a_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
+def test_graph_memory_is_marked_as_useless_only_without_a_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool) -> None:
     monkeypatch.setattr(effects.torch.cuda, "is_available", lambda: has_gpu)
     (option,) = (one for one in fields(Settings) if one.name == "memory_budget")
     expected = "" if has_gpu else "CUDA graphs need a GPU, and PyTorch sees none here"
     assert settings_tab.why_useless(option) == expected
 
 
-def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
+def test_a_speed_button_sets_the_options_of_presets_and_no_others() -> None:
+    """The speed Exact sets the defaults."""
     known = for_the_browser()
     assert list(known["speeds"]) == ["Exact", "Balanced", "Fast", "Draft"]
     for speed in known["speeds"].values():
@@ -57,7 +59,7 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     assert exact == {key: known["options"][key]["default"] for key in exact}
 
 
-@pytest.mark.parametrize(("stored", "wanted", "told"), [
+@pytest.mark.parametrize(("stored", "expected", "logged"), [
     ({"deepcache_interval": 2, "backend": "eager"}, {"deepcache_interval": 2, "backend": "eager"}, []),
     ({"fp8": True, "deepcache_interval": 2, "verify": False}, {"deepcache_interval": 2},
      ["settings lose them: onediff_fp8, onediff_verify."]),
@@ -65,23 +67,28 @@ def test_a_speed_sets_what_presets_set_and_nothing_else() -> None:
     ({"deepcache_interval": 99, "vae_precision": "fp32"}, {"vae_precision": "fp32"}, ["from 1 to 20, not 99"]),
     ({"backend": "inductor"}, {}, ["backend must be one of"]),
 ], ids=str)
-def test_stored_values_are_used_and_wrong_ones_are_reported(
-    stored: dict[str, Any], wanted: dict[str, Any], told: list[str], caplog: pytest.LogCaptureFixture,
+def test_a_wrong_stored_value_is_logged_and_costs_no_other_option(
+    stored: dict[str, Any], expected: dict[str, Any], logged: list[str], caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """stored: from the WebUI's file, of which options of older versions and wrong values are removed; other programs'
+    values stay. logged: a part of each message, all of which appear only once."""
     opts = Options()
     opts.data.update({host_key(name): value for name, value in stored.items()}, other=1)
-    assert settings_tab.stored_settings(opts) == Settings(**wanted)
-    assert len(caplog.records) == len(told)
-    assert all(part in record.message for part, record in zip(told, caplog.records, strict=True))
+    assert settings_tab.stored_settings(opts) == Settings(**expected)
+    assert len(caplog.records) == len(logged)
+    assert all(part in record.message for part, record in zip(logged, caplog.records, strict=True))
     assert opts.data["other"] == 1 and "onediff_fp8" not in opts.data
     settings_tab.add_options(opts, OptionInfo, lambda: None)
-    assert runtime.settings == Settings(**wanted)
+    assert runtime.settings == Settings(**expected)
     caplog.clear()
     settings_tab.stored_settings(opts)
     assert not caplog.records
 
 
-def test_an_unwritable_folder_is_reported_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cache_folder_that_cannot_be_written_is_logged_at_the_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file stands where the folder should be. A writable folder logs nothing."""
     runtime.history.open(tmp_path)
     settings_tab.tell_of_trouble()
     assert not caplog.records
@@ -103,10 +110,10 @@ def test_an_unwritable_folder_is_reported_at_the_start(tmp_path: Path, caplog: p
     ("onediff_low_bit_only", 1, "takes True or False"),
     ("onediff_backend", "warp", "must be one of"),
 ])
-def test_invalid_values_give_a_sentence_and_the_old_value_stays(
+def test_an_invalid_value_is_logged_with_a_sentence_and_the_old_value_stays(
     key: str, value: Any, part: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    opts, _ = the_options()
+    opts, _ = options_with_reports()
     opts.set("onediff_prewarm", "64x64")
     before = dict(opts.data)
     standing = runtime.settings
@@ -118,14 +125,14 @@ def test_invalid_values_give_a_sentence_and_the_old_value_stays(
 
 def test_a_whole_number_sent_as_a_float_is_stored_as_an_integer() -> None:
     """A1111's API returns 1 as 1.0, so a client may send 1.0."""
-    opts, _ = the_options()
+    opts, _ = options_with_reports()
     opts.set("onediff_deepcache_depth", 3)
     opts.set("onediff_deepcache_depth", 1.0)
     assert opts.onediff_deepcache_depth == runtime.settings.deepcache_depth == 1
     assert type(runtime.settings.deepcache_depth) is int
 
 
-def test_a_users_text_is_not_markup_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_users_text_is_escaped_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """gradio shows warnings as markup."""
     shown: list[str] = []
     monkeypatch.setattr(settings_tab.gr, "Warning", shown.append)
@@ -141,7 +148,9 @@ def test_a_users_text_is_not_markup_in_a_warning(monkeypatch: pytest.MonkeyPatch
     ("prewarm", "most used 4", ""), ("enabled", True, ""), ("low_bit_budget", "0.02", ""), ("backend", "auto", ""),
     ("backend", "warp", "This must be one of auto, native"),
 ])
-def test_wrong_values_are_reported_before_they_are_applied(name: str, value: Any, says: str) -> None:
+def test_the_page_learns_what_is_wrong_with_a_value_before_it_is_applied(name: str, value: Any, says: str) -> None:
+    """says: a part of the sentence beside the field; "" for a valid value. The answer also has the values in force,
+    which stay."""
     key = host_key(name)
     markup = settings_tab.checked_for_the_browser(json.dumps({key: value}))
     told = json.loads(html.unescape(markup.partition('="')[2].partition('"')[0]))

@@ -89,9 +89,11 @@ WAITING = {"nothing": b"", "half a head": b"GET / HTTP/1.1\r\nHost: loc", "half 
 
 
 @pytest.mark.parametrize("sent", WAITING.values(), ids=WAITING)
-def test_idle_connections_do_not_block_requests(
+def test_250_idle_connections_do_not_block_a_request(
     port: int, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The server closes the oldest ones above MOST as new ones come; the time limits, which are longer here, close
+    none."""
     monkeypatch.setattr(connections, "SECONDS_FOR_HEAD", 60.0)
     monkeypatch.setattr(connections, "SECONDS_FOR_PART", 60.0)
     with contextlib.ExitStack() as stack:
@@ -109,6 +111,8 @@ def test_idle_connections_do_not_block_requests(
 
 
 def test_idle_connections_are_closed_before_those_with_a_request(port: int) -> None:
+    """While 40 connections without a request come, a stream goes on: reading it ends only by the reader's own
+    timeout."""
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(connect(port, GET.replace(b"/ ", b"/stream ")))
         assert stream.recv(4096).startswith(b"HTTP/1.1 200")
@@ -122,7 +126,9 @@ def test_idle_connections_are_closed_before_those_with_a_request(port: int) -> N
 
 
 @pytest.mark.parametrize("first", [b"", GET], ids=["at first", "after an answer"])
-def test_a_request_whose_head_arrives_letter_by_letter_is_closed(port: int, first: bytes) -> None:
+def test_a_connection_whose_head_arrives_letter_by_letter_is_closed(port: int, first: bytes) -> None:
+    """first: a whole request before the slow one, on the same connection. Each letter comes in time, but the head as a
+    whole does not."""
     with connect(port, first) as connection:
         if first:
             assert connection.recv(4096).startswith(b"HTTP/1.1 200")
@@ -135,7 +141,8 @@ def test_a_request_whose_head_arrives_letter_by_letter_is_closed(port: int, firs
 
 
 @pytest.mark.parametrize("at_once", [0, 200_000])
-def test_a_request_whose_body_arrives_letter_by_letter_is_closed(port: int, at_once: int) -> None:
+def test_a_connection_whose_body_arrives_letter_by_letter_is_closed(port: int, at_once: int) -> None:
+    """at_once: bytes of the body that come at once. Each part of 64 KiB has a time limit."""
     with connect(port, BODY + b"x" * at_once) as connection:
         began = time.monotonic()
         with pytest.raises(ConnectionError):
@@ -157,7 +164,7 @@ def test_a_connection_without_a_request_is_closed(port: int) -> None:
         assert is_closed(connection)
 
 
-def test_nonsense_requests_log_few_lines(port: int) -> None:
+def test_a_hundred_nonsense_requests_log_only_a_few_lines(port: int) -> None:
     lines: list[str] = []
     logger = logging.getLogger("uvicorn.error")
     few = FewLines()
@@ -174,7 +181,8 @@ def test_nonsense_requests_log_few_lines(port: int) -> None:
     assert len(lines) == connections.MOST_LINES and "left out" in lines[-1]
 
 
-def test_a_process_with_few_file_descriptors_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_of_connections_follows_the_limit_of_file_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some descriptors are left for other files: from 16 to 256 connections."""
     resource = pytest.importorskip("resource")
     for files, most in ((256, 64), (1024, 256), (100, 16), (resource.RLIM_INFINITY, 256)):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, files=files: (files, files))

@@ -51,8 +51,8 @@ def generate(model: LoadedModel, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("build", [tiny_sd15_pipeline, tiny_sdxl_pipeline])
 @pytest.mark.parametrize("sampler", ["Euler a", "DDIM"])
-def test_an_image_equals_that_of_the_pipeline(build: Any, sampler: str) -> None:
-    """With the same prompt, seed and scheduler."""
+def test_the_demos_image_is_the_one_of_diffusers_pipeline(build: Any, sampler: str) -> None:
+    """With the same prompt, seed and scheduler; a channel may differ by one level of 256."""
     pipeline = build()
     made = generate(LoadedModel(pipeline, "small"), negative_prompt="rain", sampler_name=sampler).images[0]
     pipeline.scheduler = processing.make_scheduler(sampler, build().scheduler, [3])
@@ -65,7 +65,8 @@ def test_an_image_equals_that_of_the_pipeline(build: Any, sampler: str) -> None:
 
 
 @pytest.mark.parametrize("name", processing.SAMPLERS)
-def test_every_sampler_makes_the_same_image_again(model: LoadedModel, name: str) -> None:
+def test_every_sampler_makes_the_same_image_from_the_same_seed(model: LoadedModel, name: str) -> None:
+    """Equal to the bit. The two images of a batch differ, and neither is of one colour."""
     first, again = (generate(model, sampler_name=name, batch_size=2).images for _ in range(2))
     assert [image.tobytes() for image in first] == [image.tobytes() for image in again]
     assert first[0].tobytes() != first[1].tobytes()
@@ -80,12 +81,14 @@ def test_a_truncated_prompt_gets_a_comment(model: LoadedModel) -> None:
 @pytest.mark.parametrize("changes, said", [
     ({"width": 65}, "width is 65; it must be a multiple of 8."), ({"negative_prompt": "a" * 2001}, "2000 characters"),
 ])
-def test_wrong_parameters_are_refused(model: LoadedModel, changes: dict[str, Any], said: str) -> None:
+def test_a_wrong_parameter_is_refused_with_a_sentence(model: LoadedModel, changes: dict[str, Any], said: str) -> None:
     with pytest.raises(Refusal, match=said):
         generate(model, **changes)
 
 
-def test_errors_are_shown_as_sentences(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_an_image_is_made_becomes_a_sentence_and_leaves_nothing_locked(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared, "sd_model", model)
     for error, said in ((torch.cuda.OutOfMemoryError(), "not enough memory"), (KeyError("x"), "KeyError: 'x'")):
         p = processing.StableDiffusionProcessingTxt2Img(width=64, height=64)
@@ -106,7 +109,8 @@ INFOTEXT = (
 )
 
 
-def test_infotext_is_read() -> None:
+def test_an_infotext_is_read_into_its_fields() -> None:
+    """With quotes, commas, line breaks and colons within the values; a text without parameters is a prompt."""
     found = processing.parse_generation_parameters(INFOTEXT)
     assert found == {
         "Prompt": "an owl, <lora:x:1>\nsecond line", "Negative prompt": 'rain, "fog"', "Steps": "20",
@@ -149,7 +153,7 @@ def make_options(file: Path) -> shared.Options:
 
 
 @pytest.mark.parametrize("content", ["", "[1]", "\xff\xfe"])
-def test_a_damaged_settings_file_is_renamed(tmp_path: Path, content: str) -> None:
+def test_a_damaged_settings_file_is_renamed_and_the_defaults_hold(tmp_path: Path, content: str) -> None:
     file = tmp_path / "config.json"
     file.write_bytes(content.encode("latin-1"))
     opts = make_options(file)
@@ -159,6 +163,7 @@ def test_a_damaged_settings_file_is_renamed(tmp_path: Path, content: str) -> Non
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="this system has no such files")
 def test_a_pipe_in_place_of_the_settings_file_is_not_read(tmp_path: Path) -> None:
+    """Opening a pipe would wait for ever for somebody to write into it."""
     os.mkfifo(tmp_path / "config.json")
     assert make_options(tmp_path / "config.json").kind == "a"
 
@@ -166,7 +171,8 @@ def test_a_pipe_in_place_of_the_settings_file_is_not_read(tmp_path: Path) -> Non
 # --- the server ----------------------------------------------------------------------------------------------------
 
 
-def test_first_free_port_is_taken() -> None:
+def test_without_a_given_port_the_demo_listens_on_the_first_free_one() -> None:
+    """Two demos get two ports; a given port that is in use is refused."""
     with command_line.listen("127.0.0.1", None) as first, command_line.listen("127.0.0.1", None) as second:
         ports = [listener.getsockname()[1] for listener in (first, second)]
         assert command_line.FIRST_PORT <= ports[0] < ports[1]
@@ -184,7 +190,9 @@ def test_an_impossible_host_name_is_refused(host: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such rights")
-def test_gradios_folder_is_private_to_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradios_temporary_folder_is_private_to_this_user_and_deleted_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folders: list[Path] = []
 
     def run(arguments: Any, listener: Any, cache: str) -> None:
@@ -200,7 +208,8 @@ def test_gradios_folder_is_private_to_this_user(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_command_line_is_read_before_torch_is_imported() -> None:
-    """A wrong argument and a port in use are told at once, and Ctrl-C finds its handler."""
+    """torch takes seconds to import: a wrong argument is refused at once, and Ctrl-C finds its handler. lib_onediff's
+    names are there without its import too."""
     code = (
         "import sys, lib_onediff.demo.__main__; assert 'torch' not in sys.modules;"
         "import lib_onediff; assert not set(lib_onediff.__all__) - set(dir(lib_onediff))"

@@ -31,11 +31,11 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def door(clock: Clock) -> Any:
+def log_in(clock: Clock) -> Any:
     """A function that tries a password: returns whether it is right, or the seconds to wait."""
     checked = Logins(ACCOUNTS, clock)
 
-    def knock(name: str, password: str, address: str = "10.0.0.1") -> Any:
+    def log_in_from(name: str, password: str, address: str = "10.0.0.1") -> Any:
         token = logins.client.set(address)
         try:
             return asyncio.run(checked.check(name, password))
@@ -45,64 +45,70 @@ def door(clock: Clock) -> Any:
         finally:
             logins.client.reset(token)
 
-    knock.logins = checked  # type: ignore[attr-defined]
-    return knock
+    log_in_from.logins = checked  # type: ignore[attr-defined]
+    return log_in_from
 
 
-def test_accounts_are_those_of_the_command_line() -> None:
+def test_accounts_are_read_from_the_command_lines_text() -> None:
+    """A password may contain a colon."""
     assert accounts_in("ann:one,bob:two:parts") == ACCOUNTS and accounts_in("") == {}
 
 
-def test_right_passwords_are_accepted_and_wrong_ones_are_not(door: Any) -> None:
-    assert door("ann", "one") is True and door("bob", "two:parts") is True
+def test_right_passwords_are_accepted_and_wrong_ones_are_not(log_in: Any) -> None:
+    assert log_in("ann", "one") is True and log_in("bob", "two:parts") is True
     wrong = [("ann", "two"), ("ann", ""), ("", ""), ("eve", ""), ("eve", "one"), ("ann", "one" + "x" * 2000)]
     for name, password in (*wrong, ("bob", "\ud800")):
-        assert door(name, password) is False
+        assert log_in(name, password) is False
 
 
-def test_wrong_passwords_make_the_next_ones_wait_longer(door: Any, clock: Clock) -> None:
-    assert [door("ann", str(number)) for number in range(5)] == [False] * 5
+def test_after_five_wrong_passwords_each_further_one_doubles_the_wait(log_in: Any, clock: Clock) -> None:
+    """A number is the seconds that the client must wait, during which no password is checked. After a long pause, the
+    count begins anew."""
+    assert [log_in("ann", str(number)) for number in range(5)] == [False] * 5
     waits = []
     for _ in range(8):
-        waits.append(door("ann", "wrong"))
+        waits.append(log_in("ann", "wrong"))
         clock.now += 0.001 if waits[-1] is False else waits[-1]
     assert waits == [1, False, 2, False, 4, False, 8, False]
     clock.now += 1000
-    assert door("ann", "wrong") is False, "they are forgiven"
+    assert log_in("ann", "wrong") is False, "the wrong passwords are forgotten"
 
 
-def test_few_passwords_can_be_tried_in_an_hour(door: Any, clock: Clock) -> None:
+def test_fewer_than_140_passwords_can_be_tried_in_an_hour(log_in: Any, clock: Clock) -> None:
+    """A client that tries every half second."""
     guesses = 0
     end = clock.now + 3600
     while clock.now < end:
-        guesses += door("ann", "wrong") is False
+        guesses += log_in("ann", "wrong") is False
         clock.now += 0.5
     assert guesses < 140
 
 
-def test_wrong_passwords_delay_only_their_account_at_their_address(door: Any, clock: Clock) -> None:
+def test_wrong_passwords_delay_only_their_account_at_their_address(log_in: Any, clock: Clock) -> None:
+    """So that nobody can lock a user out by typing wrong passwords for her."""
     for name in ("ann", *map(str, range(50))):
         for _ in range(10):
-            door(name, "wrong")
-    assert door("ann", "one", "10.0.0.2") is True, "her own address"
-    assert door("bob", "two:parts") is True, "another account at the address of whoever tries"
-    assert door("ann", "one") is not True
+            log_in(name, "wrong")
+    assert log_in("ann", "one", "10.0.0.2") is True, "her own address"
+    assert log_in("bob", "two:parts") is True, "another account at the same address"
+    assert log_in("ann", "one") is not True
     clock.now += 31
-    assert door("ann", "one") is True
-    assert door("ann", "wrong") is False, "the right password forgives"
+    assert log_in("ann", "one") is True
+    assert log_in("ann", "wrong") is False, "the right password resets the count"
 
 
-def test_an_ipv6_network_counts_as_one_client(door: Any) -> None:
+def test_an_ipv6_network_counts_as_one_client(log_in: Any) -> None:
+    """A provider gives a customer a whole network (/64), so that each try could come from another address."""
     for number in range(6):
-        door("ann", "wrong", f"2001:db8::{number:x}")
-    assert door("ann", "one", "2001:db8::ffff") is not True
-    assert door("ann", "one", "2001:db8:0:1::1") is True
+        log_in("ann", "wrong", f"2001:db8::{number:x}")
+    assert log_in("ann", "one", "2001:db8::ffff") is not True
+    assert log_in("ann", "one", "2001:db8:0:1::1") is True
 
 
-def test_the_number_of_kept_counts_is_limited(door: Any) -> None:
+def test_the_number_of_counts_kept_in_memory_is_limited(log_in: Any) -> None:
     for number in range(logins.MOST_COUNTS + 100):
-        door("ann", "wrong", f"address {number}")
-    assert len(door.logins._failures) == logins.MOST_COUNTS
+        log_in("ann", "wrong", f"address {number}")
+    assert len(log_in.logins._failures) == logins.MOST_COUNTS
 
 
 def test_the_login_check_is_awaited_by_gradio_and_gets_the_clients_address() -> None:

@@ -52,7 +52,9 @@ def assert_refused(model: Path, *parts: str) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
-def test_a_models_name_has_no_line_breaks_or_control_characters(model_folder: Path, tmp_path: Path) -> None:
+def test_line_breaks_and_control_characters_of_a_folders_name_are_replaced_in_the_models_name(
+    model_folder: Path, tmp_path: Path
+) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "a\x1b[31m\nb")
     assert load_model(str(folder)).name == "a?[31m?b"
 
@@ -73,7 +75,7 @@ class Trap:
         return Path.touch, (self.witness,)
 
 
-def test_checkpoint_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
+def test_a_pickled_checkpoint_is_refused_without_running_its_code(tmp_path: Path) -> None:
     file = tmp_path / "pickled.ckpt"
     witness = tmp_path / "witness"
     torch.save({"state_dict": Trap(witness)}, file)
@@ -82,6 +84,7 @@ def test_checkpoint_that_runs_code_is_not_loaded(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_an_unsupported_architecture_is_refused(tmp_path: Path) -> None:
+    """Here a transformer's, which has no UNet."""
     (tmp_path / "transformer").mkdir()
     assert_refused(tmp_path, "not a Stable Diffusion 1.x, 2.x or XL model", "it has no unet/, vae/, scheduler/.")
 
@@ -145,7 +148,7 @@ def test_a_damaged_folder_is_refused_in_one_sentence(damaged_folder: Path, damag
     assert_refused(damaged_folder, part)
 
 
-# --- what a folder may name -------------------------------------------------------------------------------------------
+# --- files that would be run ------------------------------------------------------------------------------------------
 
 
 PYTHON = """from pathlib import Path
@@ -166,7 +169,7 @@ def write_python(folder: Path, file: str, witness: Path) -> None:
 
 
 @pytest.mark.parametrize("file", PYTHON_FILES)
-def test_a_folder_with_python_files_is_not_loaded(damaged_folder: Path, tmp_path: Path, file: str) -> None:
+def test_a_folder_with_python_files_is_refused_and_none_is_run(damaged_folder: Path, tmp_path: Path, file: str) -> None:
     write_python(damaged_folder, file, tmp_path / "witness")
     assert_refused(damaged_folder, "contains Python code", "runs no code that comes with a model")
     assert not (tmp_path / "witness").exists()
@@ -175,7 +178,7 @@ def test_a_folder_with_python_files_is_not_loaded(damaged_folder: Path, tmp_path
 def test_python_files_are_not_imported_even_without_the_check_for_them(
     damaged_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check only gives a reason; nothing would import such files."""
+    """The check only gives a reason: the loader itself imports nothing from a model's folder."""
     for file in PYTHON_FILES:
         write_python(damaged_folder, file, tmp_path / "witness")
     monkeypatch.setattr(model_folder_module, "check_files", lambda folder: None)
@@ -183,7 +186,8 @@ def test_python_files_are_not_imported_even_without_the_check_for_them(
     assert not (tmp_path / "witness").exists()
 
 
-def test_pickled_weights_in_a_folder_are_not_opened(damaged_folder: Path, tmp_path: Path) -> None:
+def test_pickled_weights_in_a_folder_are_never_unpickled(damaged_folder: Path, tmp_path: Path) -> None:
+    """Whether there are safetensors beside them or not."""
     witness = tmp_path / "witness"
     for name in ("diffusion_pytorch_model.bin", "pytorch_model.bin", "model.ckpt"):
         torch.save({"state_dict": Trap(witness)}, damaged_folder / "unet" / name)
@@ -193,8 +197,10 @@ def test_pickled_weights_in_a_folder_are_not_opened(damaged_folder: Path, tmp_pa
     assert not witness.exists()
 
 
-def test_weights_in_parts_and_in_float16_are_read(model_folder: Path, damaged_folder: Path) -> None:
-    """Large models and variants have such weights. An old VAE's attention has other names."""
+def test_sharded_weights_float16_variants_and_old_attention_names_are_read(
+    model_folder: Path, damaged_folder: Path
+) -> None:
+    """Large models are sharded, and VAEs of old folders have other names for their attention."""
     saved = load_model(str(model_folder)).pipeline
     vae = load_file(model_folder / "vae" / UNET_WEIGHTS.name)
     (damaged_folder / UNET_WEIGHTS).unlink()
@@ -243,13 +249,14 @@ def test_our_loader_reads_the_same_weights_as_diffusers(build: Any, tmp_path: Pa
 @pytest.mark.parametrize("index", [
     '{"unet": ["os", "system"], "_class_name": "own"}', '{"scheduler": ["subprocess", "Popen"]}', "[" * 100_000, "NaN",
 ])
-def test_the_models_index_is_ignored(damaged_folder: Path, index: str) -> None:
+def test_a_damaged_or_hostile_model_index_is_ignored(damaged_folder: Path, index: str) -> None:
+    """diffusers would import the classes that model_index.json names. The folder's content decides here."""
     (damaged_folder / "model_index.json").write_text(index)
     assert type(load_model(str(damaged_folder)).pipeline).__name__ == "StableDiffusionPipeline"
 
 
 @pytest.mark.parametrize("linked", [UNET_WEIGHTS, Path("unet"), Path("unet", "config.json"), Path("notes")])
-def test_folder_with_a_link_that_leaves_it_is_refused(
+def test_a_folder_with_a_link_that_leads_out_of_it_is_refused(
     model_folder: Path, damaged_folder: Path, linked: Path, link: Callable[[Path, Path], None]
 ) -> None:
     place = damaged_folder / linked
@@ -260,9 +267,11 @@ def test_folder_with_a_link_that_leaves_it_is_refused(
     assert_refused(damaged_folder, "link", linked.parts[0])
 
 
-def test_folder_of_a_hugging_face_cache_is_loaded(
+def test_a_folder_of_a_hugging_face_cache_is_loaded(
     damaged_folder: Path, tmp_path: Path, link: Callable[[Path, Path], None]
 ) -> None:
+    """Its files are links to blobs of the same model's folder, which are followed; other links are refused there
+    too."""
     cache = tmp_path / "models--one--model"
     (cache / "blobs").mkdir(parents=True)
     snapshot = Path(shutil.copytree(damaged_folder, cache / "snapshots" / "abc"))
@@ -274,7 +283,7 @@ def test_folder_of_a_hugging_face_cache_is_loaded(
     assert_refused(snapshot, "link")
 
 
-# --- what no file of a model may do -----------------------------------------------------------------------------------
+# --- files that would be unpickled ------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -316,7 +325,8 @@ OTHER_NAMES = (
 
 
 @pytest.mark.parametrize("named", OTHER_NAMES, ids=repr)
-def test_an_index_names_safetensors_of_its_own_folder_alone(tmp_path: Path, named: Any) -> None:
+def test_an_index_may_name_only_safetensors_files_of_its_own_folder(tmp_path: Path, named: Any) -> None:
+    """named: a file that an index must not name, and that would be read from elsewhere or unpickled."""
     part = tmp_path / "unet"
     (part / "folder.safetensors").mkdir(parents=True)
     (part / "sub").mkdir()
@@ -331,7 +341,7 @@ def test_an_index_names_safetensors_of_its_own_folder_alone(tmp_path: Path, name
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("named", ["weights.bin", "../weights.bin"])
-def test_an_index_that_names_a_pickle_loads_none(
+def test_an_index_that_names_a_pickle_is_refused_before_anything_is_unpickled(
     damaged_folder: Path, part: str, named: str, unpickled: list[str]
 ) -> None:
     weights = index_weights(damaged_folder, part, named)
@@ -343,7 +353,10 @@ def test_an_index_that_names_a_pickle_loads_none(
 @pytest.mark.parametrize("ending", [
     ".safetensors.index.fp16.json", ".fp16.safetensors.index.json", ".SAFETENSORS.INDEX.JSON", ".bin.index.json",
 ])
-def test_every_name_of_an_index_is_read(damaged_folder: Path, ending: str, unpickled: list[str]) -> None:
+def test_an_index_is_checked_under_every_name_that_a_library_would_read(
+    damaged_folder: Path, ending: str, unpickled: list[str]
+) -> None:
+    """Each ending is one under which diffusers or transformers may look for an index."""
     index_weights(damaged_folder, "unet", "weights.bin", ending)
     assert_refused(damaged_folder, "names 'weights.bin'")
     assert unpickled == []
@@ -359,7 +372,7 @@ def test_a_damaged_index_is_refused(damaged_folder: Path, index: str) -> None:
     assert_refused(damaged_folder, "diffusion_pytorch_model.safetensors.index.json in unet")
 
 
-def test_a_pickle_beside_the_weights_is_not_unpickled(damaged_folder: Path, unpickled: list[str]) -> None:
+def test_a_pickle_beside_safetensors_weights_is_not_unpickled(damaged_folder: Path, unpickled: list[str]) -> None:
     torch.save(load((damaged_folder / UNET_WEIGHTS).read_bytes()), damaged_folder / "unet" / "pytorch_model.bin")
     assert load_model(str(damaged_folder)).name == "damaged-model"
     assert unpickled == []
@@ -408,9 +421,10 @@ NUMBERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("change", NUMBERS.values(), ids=NUMBERS)
-def test_configurations_with_impossible_numbers_are_refused(
+def test_a_configuration_with_impossible_numbers_is_refused_quickly(
     damaged_folder: Path, change: Callable[[Path], object], request: pytest.FixtureRequest
 ) -> None:
+    """Before a network of that size is made, which would take hours or all memory."""
     began = time.process_time()
     change(damaged_folder)
     is_size = request.node.callspec.id.startswith("10^") and "steps" not in request.node.callspec.id
@@ -425,9 +439,10 @@ def test_configurations_with_impossible_numbers_are_refused(
                 tokenizer_class="Own", vocab_file="/etc/hostname", chat_template="{{ 1 }}", init_inputs=["x"],
                 fast_tokenizer_files=["tokenizer.5.0.json"]),
 ], ids=["unet", "text_encoder", "tokenizer"])
-def test_names_in_a_configuration_are_ignored(
+def test_classes_and_files_that_a_configuration_names_are_ignored(
     model_folder: Path, damaged_folder: Path, change: Callable[[Path], object]
 ) -> None:
+    """Weights and tokens are those of the unchanged folder."""
     change(damaged_folder)
     expected, loaded = (load_model(str(folder)).pipeline for folder in (model_folder, damaged_folder))
     assert same_weights(loaded.text_encoder, expected.text_encoder.state_dict())
@@ -460,12 +475,12 @@ TOKENIZERS: dict[str, tuple[Any, ...]] = {
 
 
 @pytest.mark.parametrize("given", TOKENIZERS.values(), ids=TOKENIZERS)
-def test_damaged_vocabularies_are_refused(damaged_folder: Path, given: tuple[Any, ...]) -> None:
+def test_a_damaged_vocabulary_is_refused(damaged_folder: Path, given: tuple[Any, ...]) -> None:
     rewrite_tokenizer(damaged_folder, *given)
     assert_refused(damaged_folder, " in tokenizer")
 
 
-def test_only_the_words_of_a_tokenizer_file_are_read(damaged_folder: Path, model_folder: Path) -> None:
+def test_only_the_words_and_merges_of_a_tokenizer_file_are_used(damaged_folder: Path, model_folder: Path) -> None:
     """Each of these other values makes the tokenizer's Rust library panic, and some end the process."""
     file = damaged_folder / "tokenizer" / "tokenizer.json"
     if not file.exists():
@@ -484,6 +499,7 @@ class Panic(BaseException):
 
 
 def test_a_panic_of_a_library_becomes_one_sentence(damaged_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A panic of a Rust library is no Exception in Python, so that `except Exception` lets it pass."""
     import transformers
 
     def panic(*given: Any, **options: Any) -> None:
@@ -493,7 +509,7 @@ def test_a_panic_of_a_library_becomes_one_sentence(damaged_folder: Path, monkeyp
     assert_refused(damaged_folder, "tokenizer", "index out of bounds")
 
 
-# --- what is no model -------------------------------------------------------------------------------------------------
+# --- paths that are no model ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such files")
@@ -515,7 +531,7 @@ def test_a_pipe_in_place_of_a_checkpoint_is_not_read(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("path", ["a" * 5000, "a/" * 3000, "no\0such", "~nobody-of-this-name/model", "\n" * 5000, ""])
-def test_impossible_paths_are_refused(path: str) -> None:
+def test_an_impossible_path_is_refused_in_one_short_line(path: str) -> None:
     with pytest.raises(Refusal) as caught:
         load_model(path)
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
@@ -530,8 +546,8 @@ def test_a_file_that_is_not_complete_is_refused_whatever_length_its_header_claim
     assert_refused(file, "not a complete .safetensors file")
 
 
-def test_a_pickle_named_safetensors_is_not_loaded(tmp_path: Path, unpickled: list[str]) -> None:
-    """Libraries choose the format by the file's name, whatever its content is."""
+def test_a_file_is_loaded_only_if_its_name_ends_in_lowercase_safetensors(tmp_path: Path, unpickled: list[str]) -> None:
+    """Libraries choose the format by the file's name and would unpickle these, whatever their content is."""
     save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
     for name in ("model.ckpt", "model.SAFETENSORS", "model.pt", "model.safetensors.bin", "model"):
         shutil.copy(tmp_path / "model.safetensors", tmp_path / name)

@@ -106,7 +106,8 @@ def assert_same_unet(loaded: Any, original: nn.Module) -> None:
     assert torch.linalg.norm(given - expected) / torch.linalg.norm(expected) < 1e-5
 
 
-def test_an_sd1_checkpoints_unet_vae_and_text_encoder_have_the_files_weights(tmp_path: Path) -> None:
+def test_an_sd1_checkpoints_parts_compute_what_the_original_networks_do(tmp_path: Path) -> None:
+    """UNet, VAE and text encoder, against ldm's and transformers' networks with the same weights."""
     unet = ldm_unet()
     model = load_model(str(write(tmp_path, sd1_weights(unet))))
     assert model.name == "model"
@@ -134,6 +135,8 @@ def test_an_sd1_checkpoints_unet_vae_and_text_encoder_have_the_files_weights(tmp
 def test_a_checkpoints_family_and_prediction_type_are_found(
     family: str, marks: list[str], yaml: str, predicts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By its weights' names: those of the text encoder, and a key "v_pred". A .yaml beside it overrides the prediction
+    type. diffusers' loader is replaced by one that notes which class and scheduler it was given."""
     import diffusers
 
     found: list[Any] = []
@@ -159,7 +162,7 @@ def test_a_checkpoints_family_and_prediction_type_are_found(
     "parameterization:" + " " * 60_000, 'parameterization: "v" #' + "#" * 60_000,
 ])
 def test_reading_a_large_yaml_is_fast(tmp_path: Path, text: str) -> None:
-    """A regular expression in which blanks match line breaks takes minutes."""
+    """The largest text that is read. A regular expression in which blanks match line breaks takes minutes for it."""
     (tmp_path / "a.yaml").write_text(text)
     began = time.process_time()
     found = models.V_IN_YAML.search(models.read_text(tmp_path / "a.yaml", models.LARGEST_YAML)) is not None
@@ -168,7 +171,7 @@ def test_reading_a_large_yaml_is_fast(tmp_path: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("damage", ["larger", "a pipe", "a folder"])
-def test_a_damaged_yaml_is_refused(tmp_path: Path, damage: str) -> None:
+def test_a_yaml_that_is_too_large_or_no_file_is_refused(tmp_path: Path, damage: str) -> None:
     yaml = write(tmp_path, sd1_weights()).with_suffix(".yaml")
     if damage == "a pipe":
         pytest.importorskip("fcntl", reason="Windows has no such files")
@@ -198,7 +201,9 @@ def assert_refused(file: Path, *parts: str) -> None:
 @pytest.mark.parametrize("prefix, part", [
     ("first_stage_model.", "VAE"), ("cond_stage_model.", "text encoder"), ("model.diffusion_model.", "UNet"),
 ])
-def test_an_incomplete_checkpoint_is_refused(tmp_path: Path, prefix: str, part: str) -> None:
+def test_a_checkpoint_without_one_of_its_parts_is_refused_with_that_parts_name(
+    tmp_path: Path, prefix: str, part: str
+) -> None:
     kept = {name: value for name, value in sd1_weights().items() if not name.startswith(prefix)}
     assert_refused(write(tmp_path, kept), f"no {part}")
 
@@ -211,8 +216,8 @@ def test_a_checkpoint_without_a_tokenizer_is_refused(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("family, parameters", [("sd1", 859_520_964), ("sd2", 865_910_724), ("sdxl", 2_567_463_684)])
-def test_configurations_equal_those_of_the_real_models(family: str, parameters: int) -> None:
-    """Checked by the published numbers of the UNets' parameters."""
+def test_the_shipped_configurations_make_networks_of_the_real_models_sizes(family: str, parameters: int) -> None:
+    """Checked by the published numbers of parameters."""
     from diffusers import AutoencoderKL, UNet2DConditionModel
 
     configs = json.loads(Path(models.__file__).with_name("checkpoint_configs.json").read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ STATUS = {
 }
 
 
-def test_status_line_says_everything_and_escapes_it() -> None:
+def test_the_status_line_has_every_fact_and_escapes_it() -> None:
     line = status.status_html(STATUS)
     for part in ("without CUDA graphs", "2.0x faster", "12.3 ms (WebUI 24.7 ms)", "64x72", "&lt;b&gt;SD1&lt;/b&gt;",
                  "a &amp; b"):
@@ -31,7 +31,8 @@ def test_status_line_says_everything_and_escapes_it() -> None:
     assert "<b>SD1" not in line
 
 
-def test_model_that_is_not_served_is_reported() -> None:
+def test_the_status_says_why_a_model_is_not_served() -> None:
+    """Together with the notes and faults, which are escaped."""
     told = status.current_status(WebUI("SomeUI 3", "not served yet"))
     assert told["route"] == "host" and told["reason"] == "not served yet" and not told["served"]
     assert (told["release"], told["hooks"], told["notes"]) == ("SomeUI 3", 0, [])
@@ -39,7 +40,7 @@ def test_model_that_is_not_served_is_reported() -> None:
     assert "not served yet" in line and "Sage is not used." in line and "a fault &lt;of&gt; ours" in line
 
 
-def test_nothing_of_the_last_model_is_shown_for_one_that_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_served_does_not_show_the_last_ones_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     last = {**runtime.status(), **STATUS, "image": {"seconds": 2.0, "host_seconds": None, "steps": {"whole": 3}}}
     last["deepcache"] = {"full": 3, "cached": 0, "reason": "DeepCache is inactive: few steps"}
     monkeypatch.setattr(runtime, "status", lambda: last)
@@ -72,13 +73,15 @@ def test_nothing_of_the_last_image_is_shown_while_onediff_is_off(monkeypatch: py
     assert OFF_IN_SETTINGS in html.unescape(shown) and "VAE" not in shown
 
 
-def test_the_speed_of_an_image_is_shown_if_that_of_its_steps_is_unknown() -> None:
+def test_the_speedup_is_that_of_the_image_if_that_of_the_steps_is_unknown() -> None:
+    """2.5x: 5.0 s by the WebUI divided by 2.0 s."""
     made = {**STATUS, "ratio": None, "image": {"seconds": 2.0, "host_seconds": 5.0, "steps": {"whole": 20}}}
     shown = re.sub("<.*?>", "", status.summary_html(made))
     assert shown.startswith("2.0 s/image (WebUI 5.0 s), 12.3 ms/step (WebUI 24.7 ms), 2.5x faster, ")
 
 
-def test_a_bar_shows_where_the_seconds_of_an_image_went_beside_the_webuis() -> None:
+def test_a_bar_divides_an_images_seconds_beside_a_bar_of_the_webuis() -> None:
+    """Widths are percentages of the longer time. No bar of an interrupted image, or of one without times."""
     image = {"seconds": 2.0, "host_seconds": 5.0, "state": "done", "steps": {"whole": 20},
              "spent": {"unet": 1.2, "first_use": 0.0, "vae": 0.5, "rest": 0.3}}
     shown = status.spent_html({**STATUS, "image": image})

@@ -42,6 +42,7 @@ def test_uses_are_summed_and_later_values_replace_earlier_ones(tmp_path: Path) -
 
 
 def test_only_the_newest_entries_are_kept(tmp_path: Path) -> None:
+    """Of 50 entries too many, the oldest 50 go."""
     most = LIMITS[0][-1]
     history = opened(tmp_path)
     for number in range(most + 50):
@@ -51,10 +52,10 @@ def test_only_the_newest_entries_are_kept(tmp_path: Path) -> None:
     assert sorted(found.last_used for found in history.rows()) == [float(number) for number in range(50, most + 50)]
     full = history.size_bytes()
     history.forget()
-    assert history.size_bytes() < full / 10, "a purge gives the disk back"
+    assert history.size_bytes() < full / 10, "a purge makes the file small again"
 
 
-def test_threads_record_while_another_commits(tmp_path: Path) -> None:
+def test_no_use_is_lost_while_four_threads_record_and_another_commits(tmp_path: Path) -> None:
     history = opened(tmp_path)
     stop = threading.Event()
 
@@ -93,7 +94,9 @@ def write_until_killed(folder: Path, first: int, sender: Connection) -> None:
 
 
 @forks
-def test_a_killed_process_loses_nothing_that_was_answered(tmp_path: Path) -> None:
+def test_a_process_killed_at_any_moment_loses_nothing_that_was_committed(tmp_path: Path) -> None:
+    """The writer reports each number after its commit. Then the file has all commits that were reported, and at most
+    one more, each of them whole."""
     chance = random.Random(5)
     expected = after_a_write = 0
     for _ in range(KILLS):
@@ -147,8 +150,10 @@ def open_and_write(folder: Path, name: str, go: float, sender: Connection) -> No
 
 @forks
 @pytest.mark.parametrize("is_damaged", [False, True])
-def test_several_processes_begin_at_once_and_lose_nothing(tmp_path: Path, is_damaged: bool) -> None:
-    """Also the pins of all, and the data that each writes when it ends."""
+def test_processes_that_open_the_store_at_once_share_one_file_and_lose_nothing(
+    tmp_path: Path, is_damaged: bool
+) -> None:
+    """Also if the file that they find is damaged, and each writes more when it ends."""
     names = ["one", "two", "three", "four"]
     for attempt in range(2):
         folder = tmp_path / str(attempt)
@@ -170,7 +175,7 @@ def test_several_processes_begin_at_once_and_lose_nothing(tmp_path: Path, is_dam
         assert history.pins() == {(name, f"{number}x8") for name in names for number in range(15)}
 
 
-def test_a_purge_leaves_what_a_newer_version_keeps(tmp_path: Path) -> None:
+def test_a_purge_deletes_the_files_of_older_versions_and_not_those_of_newer_ones(tmp_path: Path) -> None:
     newer = ["onediff-3-1.sqlite3", "onediff-10-2.sqlite3-wal", "onediff-3-1.sqlite3-journal"]
     older = ["onediff-1-9.sqlite3", "onediff-1-9.sqlite3-wal", "onediff-2-0.sqlite3"]
     for name in (*newer, *older, "notes.txt"):
@@ -211,7 +216,10 @@ def test_concurrent_threads_start_one_writer_and_lose_no_entry(tmp_path: Path, m
     assert len(opened(tmp_path).tuned()) == 40
 
 
-def test_where_no_thread_begins_any_more_the_end_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_is_written_at_the_end_where_python_starts_no_more_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the interpreter's shutdown, the timer that would write cannot be started."""
     class NoTimer(threading.Timer):
         def start(self) -> None:
             raise RuntimeError("can't create new thread at interpreter shutdown")
@@ -223,7 +231,7 @@ def test_where_no_thread_begins_any_more_the_end_writes(tmp_path: Path, monkeypa
     assert opened(tmp_path).tuned() == {"tile": 64}
 
 
-def test_values_are_chosen_while_a_store_is_attached() -> None:
+def test_no_choice_is_lost_that_is_set_while_a_store_is_being_attached() -> None:
     """No value is lost, whether it was set before or after."""
     cache = TuningCache()
     saved = dict[str, Any]()

@@ -74,7 +74,8 @@ DAMAGES: dict[str, Damage] = {
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_file_is_set_aside_and_begun_anew(tmp_path: Path, healthy: Path, kind: str) -> None:
+def test_a_damaged_file_stays_and_another_one_is_begun_with_a_message(tmp_path: Path, healthy: Path, kind: str) -> None:
+    """The next process uses the new file without a message. A purge deletes both."""
     path = Path(shutil.copy(healthy, tmp_path / FILE))
     DAMAGES[kind](path)
     damaged = path.read_bytes()
@@ -84,7 +85,7 @@ def test_a_damaged_file_is_set_aside_and_begun_anew(tmp_path: Path, healthy: Pat
     history.record(row())
     history.commit()
     assert path.read_bytes() == damaged and (tmp_path / NEXT_FILE).exists()
-    assert path.name in (history.trouble or ""), "said for as long as this WebUI runs"
+    assert path.name in (history.trouble or ""), "the message stays for as long as this WebUI runs"
     again = opened(tmp_path)
     assert again.rows() == [row()] and again.trouble is None
     assert again.size_bytes() > len(damaged)
@@ -93,7 +94,8 @@ def test_a_damaged_file_is_set_aside_and_begun_anew(tmp_path: Path, healthy: Pat
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_file_damaged_while_in_use_is_replaced(tmp_path: Path, healthy: Path, kind: str) -> None:
+def test_after_damage_of_the_file_in_use_all_further_data_is_kept(tmp_path: Path, healthy: Path, kind: str) -> None:
+    """In the same process and the next one, in a new file or in this one."""
     path = Path(shutil.copy(healthy, tmp_path / FILE))
     history = opened(tmp_path)
     assert len(history.rows()) == 200
@@ -107,7 +109,7 @@ def test_a_file_damaged_while_in_use_is_replaced(tmp_path: Path, healthy: Path, 
     assert ("SD1", "8x8") in again.pins() and again.tuned()["tile"] == 64
 
 
-def test_tables_of_other_programs_are_left_alone(tmp_path: Path, healthy: Path) -> None:
+def test_a_foreign_table_in_the_file_is_left_alone(tmp_path: Path, healthy: Path) -> None:
     path = Path(shutil.copy(healthy, tmp_path / FILE))
     run_in(path, "CREATE TABLE notes (text)", "ANALYZE", "INSERT INTO notes VALUES ('mine')")
     history = opened(tmp_path)
@@ -117,7 +119,7 @@ def test_tables_of_other_programs_are_left_alone(tmp_path: Path, healthy: Path) 
         assert connection.execute("SELECT * FROM notes").fetchall() == [("mine",)]
 
 
-# The later ones are seeds at which an earlier version failed.
+# The last four are seeds at which an earlier version failed.
 @pytest.mark.parametrize("seed", [*range(40), 151, 155, 318, 1431])
 def test_a_store_with_bytes_changed_at_random_opens_and_records(tmp_path: Path, healthy: Path, seed: int) -> None:
     chance = random.Random(seed)
@@ -139,7 +141,8 @@ def test_a_store_with_bytes_changed_at_random_opens_and_records(tmp_path: Path, 
     assert row() not in again.rows()
 
 
-def test_a_journal_of_the_damaged_file_is_not_taken_for_the_new_ones(tmp_path: Path, healthy: Path) -> None:
+def test_another_programs_journal_of_the_damaged_file_does_not_harm_the_new_one(tmp_path: Path, healthy: Path) -> None:
+    """It still writes to the damaged file while ours is begun, and takes that back."""
     path = shutil.copy(healthy, tmp_path / FILE)
     other = opened(tmp_path)
     writing = sqlite3.connect(path, isolation_level=None)
@@ -156,8 +159,8 @@ def test_a_journal_of_the_damaged_file_is_not_taken_for_the_new_ones(tmp_path: P
     assert uses(history) == {"512x512": 2}
 
 
-def test_a_log_of_0_2_0_is_taken_over(tmp_path: Path, healthy: Path) -> None:
-    """Also rows that are only in the write-ahead log; from now on, no shared memory is needed."""
+def test_rows_in_the_write_ahead_log_of_version_0_2_0_are_kept(tmp_path: Path, healthy: Path) -> None:
+    """Only that version used such a log, which needs memory shared by processes: the file has no log afterwards."""
     here = tmp_path / "here"
     moved = tmp_path / "moved"
     here.mkdir()
@@ -172,7 +175,7 @@ def test_a_log_of_0_2_0_is_taken_over(tmp_path: Path, healthy: Path) -> None:
     assert [file.name for file in moved.iterdir()] == [FILE]
 
 
-def test_a_transaction_that_fails_half_way_is_taken_back_by_a_journal_beside_the_file(tmp_path: Path) -> None:
+def test_a_transaction_that_fails_half_way_is_rolled_back_by_a_journal_on_the_disk(tmp_path: Path) -> None:
     """Without a journal, a killed process or a full disk would leave half of an image's rows, or a damaged file."""
     store = Store(tmp_path)
     store.add("INSERT INTO finding VALUES (?, ?, ?, ?)", "here", "pin", "kept", "1")

@@ -24,10 +24,11 @@ def record(history: History, name: str) -> None:
 
 
 @pytest.mark.parametrize("limit", ["max_page_count = 1", "query_only = ON"], ids=["full", "read-only"])
-def test_a_full_or_read_only_disk_is_reported_and_its_rows_are_written_later(
+def test_rows_that_a_full_or_read_only_disk_refuses_are_reported_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    """SQLite raises as on a full disk and on a read-only one."""
+    """SQLite's own limits raise the same errors. known: the rows that can be read meanwhile. What a user has asked for
+    (pins, purges) raises NotKept at once."""
     history = opened(tmp_path / "cache")
     connect = sqlite3.connect
 
@@ -43,23 +44,24 @@ def test_a_full_or_read_only_disk_is_reported_and_its_rows_are_written_later(
         patch.setattr(sqlite3, "connect", refusing)
         for known, asked in ((300, history), (0, opened(tmp_path / "new"))):
             record(asked, "second")
-            for promise in (partial(asked.pin, "SD1", "2x2", True), partial(asked.forget, ["8x8"]), asked.forget):
+            for request in (partial(asked.pin, "SD1", "2x2", True), partial(asked.forget, ["8x8"]), asked.forget):
                 with pytest.raises(NotKept, match="cannot be written to the disk"):
-                    promise()
+                    request()
             trouble = asked.trouble or ""
             assert "cannot be written" in trouble and trouble.endswith(".") and "\n" not in trouble
             assert len(asked.rows()) == known and ("SD1", "2x2") in asked.pins(), "what was there can be read"
     record(history, "third")
     history.pin("SD1", "3x3", True)
-    assert history.trouble is None and len(history.rows()) == 900, "it catches up"
+    assert history.trouble is None and len(history.rows()) == 900, "the rows of both times are written"
     assert opened(tmp_path / "cache").pins() == {("SD1", "1x1"), ("SD1", "2x2"), ("SD1", "3x3")}
 
 
 @pytest.mark.parametrize("kind", ["the folder is a file", "the folder is below a file", "the file is a folder",
                                   "the folder is a dead link", "the name is too long"])
-def test_a_path_that_can_hold_no_store_is_named_as_the_trouble(
+def test_a_folder_that_can_hold_no_store_is_named_in_the_message(
     tmp_path: Path, kind: str, link: Callable[[Path, Path], None]
 ) -> None:
+    """Nothing is kept, and what waits to be written is limited."""
     (tmp_path / "file").touch()
     if kind == "the folder is a dead link":
         link(tmp_path / "link", tmp_path / "nowhere" / "at all")
@@ -74,11 +76,11 @@ def test_a_path_that_can_hold_no_store_is_named_as_the_trouble(
     assert history.trouble.endswith(".") and "\n" not in history.trouble
     for number in range(10_000):
         history.record(row(f"{number}x8"))
-    for promise in (history.commit, history.forget, lambda: history.pin("SD1", "8x8", True)):
+    for request in (history.commit, history.forget, lambda: history.pin("SD1", "8x8", True)):
         with pytest.raises(NotKept, match=r"disk.*\.$"):
-            promise()
+            request()
     assert history.rows() == [] and history.tuned() == {} and history.pins() == {("SD1", "8x8")}
-    assert len(history._store._pending) == store_module.PENDING, "what waits does not pile up"
+    assert len(history._store._pending) == store_module.PENDING, "the waiting rows are limited"
     history.size_bytes()
     history.close()
 
@@ -96,9 +98,11 @@ def test_a_network_share_can_hold_a_store(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", [FILE, f"{FILE}-wal", f"{FILE}-shm", f"{FILE}-journal", "onediff-2-7.sqlite3"])
 @pytest.mark.parametrize("content", [b"", b"precious" * 1000])
-def test_nobody_elses_file_is_written_through_a_link(
+def test_no_file_is_written_through_a_link_in_the_cache_folder(
     tmp_path: Path, name: str, content: bytes, link: Callable[[Path, Path], None]
 ) -> None:
+    """name: a file that the store uses, is a link to a file elsewhere. Once the link is deleted, everything is
+    written."""
     theirs = tmp_path / "theirs"
     folder = tmp_path / "cache"
     theirs.write_bytes(content)
@@ -118,6 +122,8 @@ def test_nobody_elses_file_is_written_through_a_link(
 def test_only_the_first_access_waits_long_for_another_programs_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """So that a program that keeps the lock delays an image at most once. What was recorded meanwhile is written
+    afterwards."""
     monkeypatch.setattr(store_module, "BUSY_SECONDS", 0.2)
     opened(tmp_path).close()
     other = sqlite3.connect(tmp_path / FILE, isolation_level=None)
@@ -143,7 +149,7 @@ def test_only_the_first_access_waits_long_for_another_programs_lock(
     assert history.trouble is None and opened(tmp_path).rows() == [row()]
 
 
-def test_a_folder_deleted_while_in_use_is_made_again(tmp_path: Path) -> None:
+def test_a_cache_folder_deleted_while_in_use_is_made_again(tmp_path: Path) -> None:
     history = opened(tmp_path / "cache")
     history.record(row("64x64"))
     history.commit()

@@ -47,7 +47,7 @@ def with_lora(layer: LayerWeights) -> LayerWeights:
     return layer._replace(low_rank=LowRank(down, ((0, up),)))
 
 
-def assert_as_near(work: Any, *layers: LayerWeights) -> None:
+def assert_as_close_as_torch(work: Any, *layers: LayerWeights) -> None:
     """The native operators are as close to the file's weights, in float64, as torch's are without LoRAs: with LoRAs,
     torch's do not round the input. work: a function of operators, layers, and a function that makes a tensor of the
     dtype."""
@@ -61,19 +61,23 @@ def assert_as_near(work: Any, *layers: LayerWeights) -> None:
 
 
 @grid(rotation=[0, 64, 256], lora=[False, True], one_scale=[False, True], bias=[True, False])
-def test_a_linear_layer_is_as_near_as_torchs(rotation: int, lora: bool, one_scale: bool, bias: bool) -> None:
-    """See assert_as_near: compared with the result for the decoded weight in float64."""
+def test_a_stored_linear_layers_error_is_at_most_that_of_torchs_operators(
+    rotation: int, lora: bool, one_scale: bool, bias: bool
+) -> None:
+    """See assert_as_close_as_torch: compared with the result for the decoded weight in float64."""
     layer = stored(OUT, WIDTH, rotation, bias, one_scale)
     layer = with_lora(layer) if lora else layer
 
     def work(ops: Any, layer: LayerWeights, of: Any) -> Tensor:
         return ops.linear(of(random(2, TOKENS, WIDTH)), layer)
 
-    assert_as_near(work, layer)
+    assert_as_close_as_torch(work, layer)
 
 
 @grid(rotation=[0, 16, 256], lora=[False, True], norm=["layer", "adaptive", "rms"])
-def test_the_norm_before_a_stored_layer_is_as_near_as_torchs(rotation: int, lora: bool, norm: str) -> None:
+def test_a_norm_that_quantizes_for_a_stored_layer_is_as_exact_as_torchs(rotation: int, lora: bool, norm: str) -> None:
+    """found: whether the norm has quantized the rows itself, in one launch, which the kernel does for no rotation and
+    the rotation by 256. torch's operators never do."""
     layer = stored(OUT, WIDTH, rotation)
     layer = with_lora(layer) if lora else layer
     found = []
@@ -95,12 +99,12 @@ def test_the_norm_before_a_stored_layer_is_as_near_as_torchs(rotation: int, lora
             assert (rows.plain is not None) == lora, "LoRAs read the same rows as they are"
         return ops.linear(rows, layer)
 
-    assert_as_near(work, layer)
+    assert_as_close_as_torch(work, layer)
     assert found == [rotation in (0, 256), *[False] * 3]
 
 
 @grid(rotation=[0, 256], lora=[False, True], gated=[False, True], bias=[False, True], norm=[False, True])
-def test_the_sum_with_the_residual_is_as_near_as_torchs(
+def test_a_stored_layer_added_to_the_residual_is_as_exact_as_torchs(
     rotation: int, lora: bool, gated: bool, bias: bool, norm: bool
 ) -> None:
     layer = stored(OUT, WIDTH, rotation, bias)
@@ -113,12 +117,13 @@ def test_the_sum_with_the_residual_is_as_near_as_torchs(
         x = of(random(2, TOKENS, WIDTH))
         return ops.materialize(ops.add_linear(ops.add_linear(residual, x, layer, gate, behind), x, layer, gate))
 
-    assert_as_near(work, layer)
+    assert_as_close_as_torch(work, layer)
 
 
 @grid(rotation=[0, 256], lora=[False, True], way=["geglu", "swiglu", "gelu", "tanh"])
-def test_a_feed_forward(rotation: int, lora: bool, way: str) -> None:
-    """lora: on the second layer."""
+def test_a_feed_forward_of_stored_layers_is_as_exact_as_torchs(rotation: int, lora: bool, way: str) -> None:
+    """lora: on the second layer, which reads the unquantized rows: one launch makes both kinds. way: the unit or
+    activation between the layers."""
     hidden = 256
     into = stored(hidden if way in ("gelu", "tanh") else 2 * hidden, 64)
     out = stored(OUT, hidden, rotation)
@@ -134,12 +139,13 @@ def test_a_feed_forward(rotation: int, lora: bool, way: str) -> None:
             assert ops is not OPS or (rows.plain is not None) == lora, "one launch makes both"
         return ops.linear(rows, out)
 
-    assert_as_near(work, into, out)
+    assert_as_close_as_torch(work, into, out)
 
 
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("lora", [True, False])
-def test_a_1x1_convolution_is_as_near_as_torchs(together: bool, lora: bool) -> None:
+def test_a_stored_1x1_convolution_is_as_exact_as_torchs(together: bool, lora: bool) -> None:
+    """together: its input is two images that are concatenated while they are read."""
     layer = stored(OUT, WIDTH, 256)
     layer = with_lora(layer) if lora else layer
 
@@ -151,16 +157,16 @@ def test_a_1x1_convolution_is_as_near_as_torchs(together: bool, lora: bool) -> N
             layer = layer._replace(weight=layer.weight[:, :, None, None])
         return ops.pointwise(image, layer)
 
-    assert_as_near(work, layer)
+    assert_as_close_as_torch(work, layer)
 
 
 @pytest.mark.parametrize("shape", [(OUT, 40), (40, 48), (24, 64)], ids=str)
-def test_sizes_that_no_kernel_supports_are_computed_by_torch(shape: tuple[int, int]) -> None:
+def test_a_stored_layer_of_a_size_that_no_kernel_supports_is_computed_by_torch(shape: tuple[int, int]) -> None:
     layer, x = stored(*shape), random(2, TOKENS, shape[1])
     assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
 
 
-def test_layers_in_float32_are_computed_by_torch() -> None:
+def test_a_stored_layer_of_a_float32_model_is_computed_by_torch() -> None:
     layer, x = stored(OUT, WIDTH, 256), random(2, TOKENS, WIDTH).float()
     layer = layer._replace(weight=layer.weight.float(), bias=layer.bias.float())
     normed = OPS.residual_norm(Residual(x), LayerWeights(x[0, 0], x[0, 1]), LayerNorm("", WIDTH, 1e-5), layer)[1]
@@ -168,7 +174,9 @@ def test_layers_in_float32_are_computed_by_torch() -> None:
     assert torch.equal(OPS.linear(x, layer), torch_ops.linear(x, layer))
 
 
-def test_tokens_in_16_bits_are_multiplied_with_the_decoded_weight_of_low_bit() -> None:
+def test_a_weight_that_onediff_has_quantized_is_decoded_for_tokens_in_16_bits() -> None:
+    """With stored=True, a file's weight follows the host's rule, which rounds the tokens to eight bits: a larger error.
+    With stored=False they stay as they are."""
     layer, x = stored(OUT, WIDTH), random(2, TOKENS, WIDTH)
     [quantized] = layer.low_bit
     ours = layer._replace(low_bit=(quantized._replace(stored=False),))
@@ -177,7 +185,8 @@ def test_tokens_in_16_bits_are_multiplied_with_the_decoded_weight_of_low_bit() -
 
 
 @pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_float8_weights_are_decoded_if_the_card_cannot_multiply_them(values: torch.dtype) -> None:
+def test_a_stored_float8_weight_is_decoded_on_a_gpu_that_cannot_multiply_float8(values: torch.dtype) -> None:
+    """result_dtype: a card's answer, here None for all dtypes. Equal to torch's operators to the bit."""
     cannot = NativeOperators(result_dtype=lambda device, dtype: None)
     weight = QuantizedWeight(random(OUT, WIDTH).to(values), torch.full((1, 1), 0.1, device=DEVICE))
     layer = LayerWeights(torch.empty(OUT, WIDTH, dtype=HALF, device="meta"), random(OUT), (weight,))
@@ -188,7 +197,7 @@ def test_float8_weights_are_decoded_if_the_card_cannot_multiply_them(values: tor
     assert torch.equal(cannot.linear(rows, layer), torch_ops.linear(rows, layer))
 
 
-def test_an_invalid_rotation_is_refused() -> None:
+def test_a_rotation_whose_groups_do_not_divide_the_layer_is_refused() -> None:
     layer = stored(OUT, 320, 256)
     with pytest.raises(Refusal, match="ConvRot groups of 256 do not divide a layer of 320 inputs"):
         OPS.linear(random(1, 320), layer)
