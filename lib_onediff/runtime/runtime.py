@@ -430,11 +430,12 @@ class OursOrHosts:
         core.policy.Compute allows that. Raises only exceptions of the host."""
         assert host is not None, "policies for whole batches pass the host's own forward with each call"
         host = as_host(host)
-        card = self._runtime.by_card.card(self._network, self._settings)
+        runtime = self._runtime
+        card = runtime.by_card.card(self._network, self._settings)
         made = attempted(partial(self._ours, card, call, host), host_oom_is_ours=True)
         if made.is_ours:
+            runtime.full_gpu.note_served(self._network, call)
             return made.given()
-        runtime = self._runtime
         return runtime.by_host(self._unet, made, "the UNet's forward", host, call, card.tried)
 
     def _ours(self, card: OneCard, call: Call, host: Host) -> Answer:
@@ -455,7 +456,6 @@ class OursOrHosts:
         answer = card(call, host) if self._is_plain else self._runtime.by_card.answer(card, call, host)
         if answer.served is None:
             return answer
-        self._runtime.full_gpu.note_served(self._network, call)
         return answer._replace(host_times=self._runtime.note_served(answer.served))
 
     def check(self, call: Call, served: Served) -> None:
