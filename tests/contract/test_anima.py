@@ -28,7 +28,9 @@ def host(fresh_runtime: None) -> Iterator[AnimaHost]:
         yield made
 
 
-def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
+def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(host: AnimaHost) -> None:
+    """Each change makes one tensor of a valid call wrong: its number of dimensions, its channels, or its batch. Without
+    the check, our forward would fail or broadcast. Class labels, which Anima does not have, are refused as well."""
     family = Animas()
     layout = FAMILIES.read(host.unet)
     call = family.example(layout, (8, 8), 2, 20, torch.randn)
@@ -44,7 +46,9 @@ def test_inputs_of_another_network_are_refused(host: AnimaHost) -> None:
         transformer_call(AnimaCall, host.unet, given, False, ())
 
 
-def test_norms_that_multiply_by_one_plus_weight_are_served(host: AnimaHost) -> None:
+def test_a_norm_that_multiplies_by_one_plus_its_weight_is_computed_as_by_the_host(host: AnimaHost) -> None:
+    """Forge Neo's RMSNorm does so if `add` is set. It changes the host's output by more than 1 %, so that a forward
+    that multiplies by the weight alone fails."""
     theirs = host.output()
     for module in host.unet.modules():
         if type(module).__name__ == "RMSNorm":
@@ -56,10 +60,10 @@ def test_norms_that_multiply_by_one_plus_weight_are_served(host: AnimaHost) -> N
     assert calls == {"plain": 1} and relative_error(ours, expected) < 1e-5, runtime.status()["reason"]
 
 
-def doubled(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+def double_result(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     """Replace a function by one that returns twice its result."""
     function = getattr(owner, name)
-    patch.setitem(vars(owner), name, lambda *given, **told: 2 * function(*given, **told))
+    patch.setitem(vars(owner), name, lambda *given, **named: 2 * function(*given, **named))
 
 
 def with_reference(host: AnimaHost, patch: pytest.MonkeyPatch) -> None:
@@ -67,58 +71,67 @@ def with_reference(host: AnimaHost, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(arguments, "ref_latents", [random(1, AnimaHost.channels, 1, 8, 8, seed=9)])
 
 
-@pytest.mark.parametrize(("reason", "change", "told"), [
+@pytest.mark.parametrize(("reason", "change", "arguments"), [
     ("a reference image", with_reference, {}),
     ("padding_mask", None, {"padding_mask": torch.ones(2, 1, 8, 8)}),
     ("one image", None, {"x": random(2, AnimaHost.channels, 2, 8, 8)}),
-    ("attention_function", lambda host, patch: doubled(patch, host.code, "attention_function"), {}),
-    ("pad_to_patch_size", lambda host, patch: doubled(patch, host.code, "pad_to_patch_size"), {}),
-    ("cross_attn", lambda host, patch: doubled(patch, host.unet.blocks[1].cross_attn, "forward"), {}),
+    ("attention_function", lambda host, patch: double_result(patch, host.code, "attention_function"), {}),
+    ("pad_to_patch_size", lambda host, patch: double_result(patch, host.code, "pad_to_patch_size"), {}),
+    ("cross_attn", lambda host, patch: double_result(patch, host.unet.blocks[1].cross_attn, "forward"), {}),
 ])
-def test_what_ours_does_not_compute_is_left_to_the_host(host: AnimaHost, reason: str, change: Any, told: Any) -> None:
+def test_only_calls_with_something_that_our_forward_does_not_compute_are_left_to_the_host(
+    host: AnimaHost, reason: str, change: Any, arguments: Any
+) -> None:
+    """change: replaces a function or sets an option of the host during the call. arguments: added to the call. reason:
+    a part of the reason in the status."""
     def changed() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             if change is not None:
                 change(host, patch)
-            return host.output(**told)
+            return host.output(**arguments)
 
-    host.check_only_changed_calls_are_its(changed, reason, least_change=1e-2)
+    host.check_only_changed_calls_are_the_hosts(changed, reason, least_change=1e-2)
 
 
-def wrapped(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+def wrap_function(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     """Replace a function as forge-couple does: by one with the names of the original (functools.wraps), around torch's
     decorator no_grad."""
     function = getattr(owner, name)
     patch.setattr(owner, name, functools.wraps(function)(torch.no_grad()(lambda *given: 1.5 * function(*given))))
 
 
-def set_on_instances(patch: pytest.MonkeyPatch, host: AnimaHost) -> None:
+def double_attention_of_each_block(patch: pytest.MonkeyPatch, host: AnimaHost) -> None:
     """Replace a method on each block's attention, as an extension for PAG does."""
     for block in host.unet.blocks:
         operation = block.self_attn.torch_attention_op
         patch.setitem(vars(block.self_attn), "torch_attention_op", lambda *given, of=operation: 2 * of(*given))
 
 
+# By a part of the reason: an extension's replacement of a function or constant that the host's code looks up by name.
 BY_NAME: dict[str, Callable[[AnimaHost, pytest.MonkeyPatch], object]] = {
-    "_fn": lambda host, patch: doubled(patch, host.code, "_fn"),
-    "apply_rope_split_half": lambda host, patch: doubled(patch, host.code.ck, "apply_rope_split_half"),
-    "torch_attention_op": lambda host, patch: wrapped(patch, host.code.Attention, "torch_attention_op"),
-    "blocks.0.self_attn.torch_attention_op was replaced by": lambda host, patch: set_on_instances(patch, host),
-    "unpatchify": lambda host, patch: wrapped(patch, host.code.Anima, "unpatchify"),
-    "prepare_embedded_sequence": lambda host, patch: wrapped(patch, host.code.Anima, "prepare_embedded_sequence"),
-    "Block.forward": lambda host, patch: wrapped(patch, host.code.Block, "forward"),
+    "_fn": lambda host, patch: double_result(patch, host.code, "_fn"),
+    "apply_rope_split_half": lambda host, patch: double_result(patch, host.code.ck, "apply_rope_split_half"),
+    "torch_attention_op": lambda host, patch: wrap_function(patch, host.code.Attention, "torch_attention_op"),
+    "blocks.0.self_attn.torch_attention_op was replaced by": lambda host, patch: double_attention_of_each_block(
+        patch, host
+    ),
+    "unpatchify": lambda host, patch: wrap_function(patch, host.code.Anima, "unpatchify"),
+    "prepare_embedded_sequence": lambda host, patch: wrap_function(patch, host.code.Anima, "prepare_embedded_sequence"),
+    "Block.forward": lambda host, patch: wrap_function(patch, host.code.Block, "forward"),
     "BASE": lambda host, patch: patch.setattr(host.code, "BASE", 500.0),
 }
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_replacing_what_the_host_calls_by_name_is_noticed_after_the_check(host: AnimaHost, name: str) -> None:
+def test_a_function_of_the_host_that_is_replaced_after_our_first_call_is_noticed(host: AnimaHost, name: str) -> None:
+    """The first call compares our output with the host's; later calls do not. Our forward does not call the replaced
+    function, so each call with the replacement must be the host's, and the reason names this module as its owner."""
     def replaced() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             BY_NAME[name](host, patch)
             return host.output()
 
-    host.check_only_changed_calls_are_its(replaced, name, least_change=1e-2)
+    host.check_only_changed_calls_are_the_hosts(replaced, name, least_change=1e-2)
     assert name == "BASE" or __name__ in runtime.status()["reason"]
 
 
@@ -132,7 +145,10 @@ def test_replacing_what_the_host_calls_by_name_is_noticed_after_the_check(host: 
     ("its positions have unusual frequencies", "pos_embedder.dim_spatial_range", torch.ones(5)),
     ("such as blocks.0.extra", "blocks.0.extra", nn.Linear(2, 2)),
 ])
-def test_a_changed_module_is_refused(host: AnimaHost, reason: str, path: str, value: Any) -> None:
+def test_a_network_with_an_unknown_module_or_value_is_refused(
+    host: AnimaHost, reason: str, path: str, value: Any
+) -> None:
+    """path: of the module, parameter or attribute that is replaced by value. Our forward would ignore it."""
     replace_part(host.unet, path, value)
     with pytest.raises(Refusal, match=reason):
         FAMILIES.read(host.unet)

@@ -65,9 +65,9 @@ PIPELINES: dict[str, Any] = {
 }
 
 
-def some(names: list[Name], own: str) -> list[Name]:
-    """The functions to try: in nightly runs all whose file matches the pattern `own` and every fifth of the others,
-    otherwise a tenth of these."""
+def functions_to_try(names: list[Name], own: str) -> list[Name]:
+    """A selection of these functions: in nightly runs all whose file matches the pattern `own` and every fifth of the
+    others, otherwise a tenth of these."""
     tried = [name for name in names if name[1] not in OUTERMOST and not name[0].endswith(DOORS)]
     fits = [name for name in tried if re.search(own, name[0])]
     others = [name for name in tried if name not in fits][::5]
@@ -87,39 +87,41 @@ class Reference(NamedTuple):
     calls: dict[str, int]
 
 
-def apart(made: Any, expected: Any) -> tuple[float, float]:
+def differences(made: Any, expected: Any) -> tuple[float, float]:
     """The largest difference of two images, and the root mean square of all differences; infinite if they
     cannot be compared."""
     made = numpy.asarray(made, dtype="float64")
     expected = numpy.asarray(expected, dtype="float64")
     if made.shape != expected.shape or not numpy.isfinite(made).all():
         return float("inf"), float("inf")
-    differences = numpy.abs(made - expected)
-    return float(differences.max()), float(numpy.sqrt(numpy.square(differences).mean()))
+    found = numpy.abs(made - expected)
+    return float(found.max()), float(numpy.sqrt(numpy.square(found).mean()))
 
 
 def what_is_wrong(made: list[Any], reference: Reference) -> str:
     """Why images that were made with a fault are wrong; "" if they are right. Some steps may be the host's and others
     ours, so they must not differ from the host's images by much more than ours do."""
     for image, host, ours in zip(made, reference.host, reference.ours, strict=True):
-        for far, measured, what in zip(apart(image, host), apart(ours, host), ("at most", "in the mean"), strict=True):
-            if not far <= max(1 / 255, SLACK * measured):
-                return f"{far:.4f} away {what}, where ours is {measured:.4f}"
+        found = differences(image, host)
+        usual = differences(ours, host)
+        for name, difference, most in zip(("largest", "mean"), found, usual, strict=True):
+            if not difference <= max(1 / 255, SLACK * most):
+                return f"the {name} difference is {difference:.4f}, without a fault {most:.4f}"
     return ""
 
 
 def what_is_wrong_next(made: list[Any], calls: dict[str, int], reference: Reference) -> str:
     """Why the images after a fault are wrong; "" if they are right: OneDiff must serve them again as
     without the fault."""
-    far = max(apart(image, ours)[0] for image, ours in zip(made, reference.ours, strict=True))
-    if not far <= 1 / 255:
-        return f"the next image is {far:.4f} away from an undisturbed one"
+    difference = max(differences(image, ours)[0] for image, ours in zip(made, reference.ours, strict=True))
+    if not difference <= 1 / 255:
+        return f"the next image differs by {difference:.4f} from one without a fault"
     if calls != reference.calls:
         return f"the next image's calls took {calls}, not {reference.calls}: {runtime.status()['reason']}"
     return ""
 
 
-def afresh(prepare: Callable[[], Any]) -> None:
+def start_afresh(prepare: Callable[[], Any]) -> None:
     """Make OneDiff forget everything, and prepare it."""
     runtime.guard.forget()
     runtime.tuning_cache.clear()
@@ -127,22 +129,24 @@ def afresh(prepare: Callable[[], Any]) -> None:
     prepare()
 
 
-def undisturbed(prepare: Callable[[], Any], images: Callable[[], list[Any]], expected: list[Any]) -> Reference:
+def reference_without_faults(
+    prepare: Callable[[], Any], images: Callable[[], list[Any]], expected: list[Any]
+) -> Reference:
     """The Reference for images that are made without faults. expected: the host's own."""
-    afresh(prepare)
+    start_afresh(prepare)
     ours = images()
     reference = Reference(expected, ours, {})
     _, calls = calls_of(images)
     return reference._replace(calls=calls)
 
 
-def try_functions(
+def check_images_whichever_function_fails(
     prepare: Callable[[], Any], images: Callable[[], list[Any]], expected: list[Any], own: str
 ) -> None:
     """Make functions of ours fail while images are made, and assert that every image is right.
 
     prepare: lets OneDiff serve, as if newly started. images: makes the images with OneDiff. expected: the host's own
-    images. own: see some().
+    images. own: see functions_to_try().
     """
     made: list[list[Any]] = []
 
@@ -150,14 +154,14 @@ def try_functions(
         made.append(images())
         status()
 
-    reference = undisturbed(prepare, images, expected)
-    afresh(prepare)
+    reference = reference_without_faults(prepare, images, expected)
+    start_afresh(prepare)
     names = functions_called(work)
     breaker = Breaker()
     found = []
-    for name in some(names, own):
+    for name in functions_to_try(names, own):
         for always in (False, True):
-            afresh(prepare)
+            start_afresh(prepare)
             with breaker.broken(name, always) as raised:
                 try:
                     work()
@@ -185,6 +189,8 @@ def pipeline_of(name: str) -> tuple[Any, Callable[[], list[Any]]]:
 
 @pytest.mark.parametrize("name", PIPELINES if WHOLE else ["fewer steps"])
 def test_an_image_of_a_pipeline_is_right_whichever_function_fails(name: str) -> None:
+    """Of a diffusers pipeline that OneDiff accelerates. The functions are OneDiff's own; each raises in turn, once and
+    at every call."""
     _, _, options, own = PIPELINES[name]
     pipe, images = pipeline_of(name)
 
@@ -192,11 +198,12 @@ def test_an_image_of_a_pipeline_is_right_whichever_function_fails(name: str) -> 
         compile_pipe(uncompile_pipe(pipe), **options)
 
     expected = images()
-    try_functions(prepare, images, expected, own)
+    check_images_whichever_function_fails(prepare, images, expected, own)
 
 
 @pytest.mark.parametrize("name", [*(HOSTS if WHOLE else ["reforge"]), "a1111 with ControlNet"])
 def test_an_image_of_a_webui_is_right_whichever_function_fails(name: str, fresh_runtime: None) -> None:
+    """In a stand-in of the WebUI. The functions are OneDiff's own; each raises in turn, once and at every call."""
     with running(name.split()[0]) as host:
         if "ControlNet" in name:
             host.unet.forward = MethodType(controlled_forward, host.unet)
@@ -211,10 +218,10 @@ def test_an_image_of_a_webui_is_right_whichever_function_fails(name: str, fresh_
             host.start()
 
         expected = images()
-        try_functions(prepare, images, expected, "hosts/")
+        check_images_whichever_function_fails(prepare, images, expected, "hosts/")
 
 
-# --- whether the comparison notices wrong images ------------------------------------------------------------------
+# --- whether the checks above notice wrong images -----------------------------------------------------------------
 
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
     "zeroed": torch.zeros_like, "not a number": lambda output: output * float("nan"), "negated": torch.neg,
@@ -224,15 +231,17 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", ["SDXL", "fewer steps"])
-def test_a_wrong_output_is_noticed(name: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a single call in the first half of an image, and in all calls."""
+def test_the_checks_of_this_file_notice_a_wrong_unet_output(
+    name: str, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """what_is_wrong() accepts OneDiff's and the host's images, and rejects an image of which OneDiff computed the
+    second UNet call or every call wrong. what_is_wrong_next() rejects an image with all calls wrong."""
     options = PIPELINES[name][2]
     pipe, images = pipeline_of(name)
     expected = images()
-    reference = undisturbed(lambda: compile_pipe(pipe, **options), images, expected)
+    reference = reference_without_faults(lambda: compile_pipe(pipe, **options), images, expected)
     if options:
-        measured = apart(reference.ours[0], expected[0])
-        assert measured[0] > 1 / 255, "what the policies skip is visible"
+        assert differences(reference.ours[0], expected[0])[0] > 1 / 255, "what the policies skip is visible"
     assert what_is_wrong(reference.ours, reference) == "" and what_is_wrong(expected, reference) == ""
     run = Runtime.run
     for first, last in ((1, 1), (0, 99)):
@@ -242,5 +251,6 @@ def test_a_wrong_output_is_noticed(name: str, fault: str, monkeypatch: pytest.Mo
         ))
         with contextlib.suppress(RuntimeError, ValueError):  # the scheduler's, of another size
             assert what_is_wrong(images(), reference), f"calls {first} to {last}"
+            # A single wrong call was in the image before.
             assert what_is_wrong_next(images(), reference.calls, reference) or first == 1
         monkeypatch.setattr(Runtime, "run", run)

@@ -36,6 +36,8 @@ def load(host: Host, checkpoint: Any) -> None:
 
 @family
 def test_a_refiner_that_is_loaded_during_a_sampling_is_served(host: Host) -> None:
+    """The WebUI replaces the checkpoint and goes on with its UNet, without the callback at the beginning of a
+    sampling."""
     host.start()
     host.generate()
     load(host, host.make())
@@ -44,9 +46,11 @@ def test_a_refiner_that_is_loaded_during_a_sampling_is_served(host: Host) -> Non
 
 
 @family
-def test_loading_an_unsupported_network_frees_the_unet_and_says_so(
+def test_loading_an_unsupported_checkpoint_frees_the_last_unet_and_gives_the_reason(
     host: Host, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """OneDiff keeps no reference to the last UNet, gives one reason with the model's name in the log, the status and
+    the refusal to pre-warm, and serves the next supported checkpoint."""
     adapter = host.start()
     host.generate()
     unet = weakref.ref(host.unet)
@@ -71,7 +75,8 @@ def test_loading_an_unsupported_network_frees_the_unet_and_says_so(
 
 
 @family
-def test_a_forward_on_the_instance_that_bypasses_ours_is_named(host: Host) -> None:
+def test_an_extension_whose_forward_on_the_unet_object_bypasses_ours_is_named(host: Host) -> None:
+    """In the status. This module stands for the extension."""
     host.start()
     host.unet.forward = lambda x, timesteps=None, **others: x * 0.25
     assert calls_of(host.generate)[1] == {"host": 1}
@@ -81,16 +86,20 @@ def test_a_forward_on_the_instance_that_bypasses_ours_is_named(host: Host) -> No
 
 
 @family
-@pytest.mark.parametrize("above", ["the class", "the caller"])
-def test_code_that_bypasses_our_hook_is_named(host: Host, above: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replaced", ["the class's forward", "the caller"])
+def test_an_extension_that_replaces_code_above_our_hook_is_named(
+    host: Host, replaced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OneDiff then sees no UNet call. The status names the extension (here this module), and OneDiff serves again
+    without it."""
     host.start()
     kind, method, sentence = {
-        "the class": (type(host.unet), "forward", "another extension has replaced the UNet's forward"),
+        "the class's forward": (type(host.unet), "forward", "another extension has replaced the UNet's forward"),
         "the caller": (
             type(host.networks()[0]), "apply_model",
             "another extension has replaced the WebUI's function that calls the UNet",
         ),
-    }[above]
+    }[replaced]
     with monkeypatch.context() as patch:
         # HareSkip for Anima does this: it replaces a class's forward, and answers every call itself.
         patch.setattr(kind, method, lambda self, x, *given, **named: x * 0.25)
@@ -115,7 +124,10 @@ def tripled(block: Any, x: Any, context: Any = None, **named: Any) -> Any:
 
 @family
 @pytest.mark.parametrize(("name", "forward"), [("attn2", by_regions), ("", tripled)], ids=["attention", "block"])
-def test_a_forward_on_a_module_is_called_inside_of_ours(host: Host, name: str, forward: Any) -> None:
+def test_our_forward_calls_an_extensions_forward_on_a_block_or_an_attention(
+    host: Host, name: str, forward: Any
+) -> None:
+    """The image is close to the host's with the same extension, and the status names the extension (this module)."""
     blocks = [block for block in host.unet.modules() if hasattr(block, "attn2")]
     changed = [getattr(block, name) if name else block for block in blocks]
     for module in changed:
@@ -139,6 +151,7 @@ def test_a_forward_on_a_module_is_called_inside_of_ours(host: Host, name: str, f
 
 @family
 def test_the_host_serves_a_model_that_is_computed_in_an_unsupported_dtype(host: Host) -> None:
+    """A generation that fails before its first UNet call does not keep OneDiff from the next one."""
     host.start()
     host.unet.computation_dtype = torch.float64
     assert calls_of(host.generate)[1] == {"host": 2}
@@ -157,6 +170,8 @@ def test_the_host_serves_a_model_that_is_computed_in_an_unsupported_dtype(host: 
 def test_the_host_finishes_a_sampling_during_which_onediff_is_switched_off(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """OneDiff computes the first of two calls, is then switched off, and after the second call on again: the whole
+    sampling is close to the host's, and the next one is OneDiff's."""
     expected = host.generate()
     adapter = host.start()
     model = host.checkpoint.forge_objects.unet.model
@@ -178,9 +193,10 @@ def test_the_host_finishes_a_sampling_during_which_onediff_is_switched_off(
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_only_a_sampling_that_lacked_memory_before_reserves_some(
+def test_the_webui_is_asked_to_leave_the_memory_free_that_a_size_lacked_before(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Here samplings with a width of 512 lacked 300 bytes, and those of other widths none."""
     adapter = host.start()
     checkpoint = host.checkpoint
     monkeypatch.setattr(runtime, "room_lacked", lambda unet, size: 300 if unet is host.unet and 512 in size else 0)
@@ -198,6 +214,8 @@ def test_only_a_sampling_that_lacked_memory_before_reserves_some(
 def test_exclusive_work_runs_in_the_hosts_main_thread_with_its_lock(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """exclusively() is for work that must not run beside a generation, such as pre-warming. It returns the work's
+    result or raises its exception, though the host's own function returns nothing, and refuses during a generation."""
     adapter = host.start()
     lock = host.module("modules.call_queue").queue_lock
     handed_over: list[Any] = []

@@ -20,7 +20,7 @@ STORED = "weights stored as float8_e4m3fn"
 LAYERS = (ATTENTION, "input_blocks.1.0.in_layers.2", "input_blocks.1.0.emb_layers.1", "time_embed.0", "out.2")
 
 
-def bits(host: A1111Host) -> dict[str, Tensor]:
+def parameter_bits(host: A1111Host) -> dict[str, Tensor]:
     """Copies of the UNet's parameters, as bytes."""
     return {name: parameter.clone().flatten().view(torch.uint8) for name, parameter in host.unet.named_parameters()}
 
@@ -49,7 +49,7 @@ def mean_error(made: list[Tensor], exact: list[Tensor]) -> float:
     return sum(map(relative_error, made, exact)) / len(exact)
 
 
-def loras(host: A1111Host, *strengths: float) -> None:
+def set_loras(host: A1111Host, *strengths: float) -> None:
     """Use LoRAs of these strengths, which change weights and biases, in the generations to come."""
     networks = host.module("networks")
     parameters = dict(host.unet.named_parameters())
@@ -62,13 +62,15 @@ def loras(host: A1111Host, *strengths: float) -> None:
     networks.loaded_networks[:] = wanted
 
 
-def test_the_output_is_as_near_to_float32_as_the_hosts_without_copies_of_weights(host: A1111Host) -> None:
-    """On a CPU, the WebUI calls the UNet in float32, and autocast computes its layers in bfloat16."""
+def test_our_error_with_fp8_weights_is_not_above_the_hosts_and_no_weight_is_copied(host: A1111Host) -> None:
+    """exact: the host's output with the same weights cast to float32. On a CPU, the WebUI calls the UNet in float32,
+    and autocast computes its layers in bfloat16. Switched off, the host's image and the weights are the same to the
+    bit."""
     host.store_in_fp8(True)
     exact = in_float32(host, lambda: outputs(host))
     expected = outputs(host)
     image = host.generate()
-    before = bits(host)
+    before = parameter_bits(host)
     host.start()
     made, calls = calls_of(host.generate)
     assert calls == OURS and network(host).weight_marks == (STORED,), runtime.status()["reason"]
@@ -83,32 +85,36 @@ def test_the_output_is_as_near_to_float32_as_the_hosts_without_copies_of_weights
     assert {parameter.dtype for parameter in host.unet.parameters()} == {FLOAT8, torch.float32}
     host.switch(False)
     assert same(host.generate(), image)
-    assert all(torch.equal(before[name], now) for name, now in bits(host).items())
+    assert all(torch.equal(before[name], now) for name, now in parameter_bits(host).items())
 
 
 @pytest.mark.parametrize("cache", [False, True], ids=["", "cached in float16"])
-def test_loras_are_merged_into_weights_in_float8_and_removed(host: A1111Host, cache: bool) -> None:
-    """Into the biases too, of which OneDiff keeps copies."""
+def test_loras_that_the_webui_merges_into_fp8_weights_and_removes_are_in_our_images(
+    host: A1111Host, cache: bool
+) -> None:
+    """The biases change too, of which OneDiff keeps copies. Each of our images differs from the host's by less than a
+    tenth of a LoRA's effect. cache: the WebUI's option "Cache FP16 weight for LoRA"."""
     host.store_in_fp8(True, cache=cache)
     sequence: tuple[tuple[float, ...], ...] = ((), (0.5,), (0.25, 0.5), (), (0.5,))
     expected: list[tuple[Any, dict[str, Tensor]]] = []
     for strengths in sequence:
-        loras(host, *strengths)
-        expected.append((host.generate(), bits(host)))
+        set_loras(host, *strengths)
+        expected.append((host.generate(), parameter_bits(host)))
     effect = min(relative_error(expected[index][0].latent, expected[index - 1][0].latent) for index in (1, 2))
     host.start()
     for strengths, (hosts, merged) in zip(sequence, expected, strict=True):
-        loras(host, *strengths)
+        set_loras(host, *strengths)
         made, calls = calls_of(host.generate)
         assert calls == OURS and relative_error(made.latent, hosts.latent) < effect / 10, runtime.status()["reason"]
-        assert all(torch.equal(merged[name], now) for name, now in bits(host).items())
+        assert all(torch.equal(merged[name], now) for name, now in parameter_bits(host).items())
     host.switch(False)
     assert same(host.generate(), expected[-1][0])
 
 
 @pytest.mark.parametrize("fp8", [True, False])
 def test_the_host_serves_while_it_casts_in_every_layer(host: A1111Host, fp8: bool) -> None:
-    """It does so on a GPU with --no-half, and on one on which autocast does not work."""
+    """A1111 does so on a GPU with --no-half, and on one on which autocast does not work; the stand-in calls it by_hand.
+    Our forward would round differently."""
     host.store_in_fp8(fp8)
     host.module("modules.devices").by_hand = True
     host.generate()

@@ -19,16 +19,19 @@ RELEASES = {
     "a1111": ("a1111", "A1111 v1.10.1"), "forge": ("forge", "Forge 2.0.1v1.10.1"), "neo": ("forge", "Forge Neo 2.30"),
     "reforge": ("ldm_patched", "reForge 1.0.0v2-v1.10.1RC"), "classic": ("ldm_patched", "Forge Classic"),
 }
-# The UNet calls of a generation, by route: all served by OneDiff, or all by the host.
+# The two UNet calls of a generation, by route: all by our forward, without CUDA graphs on a CPU ("plain"), or all by
+# the host.
 OURS = {"plain": 2}
 BY_HOST = {"host": 2}
 
 
 def close(made: Made, expected: Made) -> bool:
+    """Whether two generations agree to within rounding."""
     return all(relative_error(ours, theirs) < 1e-5 for ours, theirs in zip(made, expected, strict=True))
 
 
 def same(made: Made, expected: Made) -> bool:
+    """Whether two generations are equal to the bit."""
     return all(torch.equal(ours, theirs) for ours, theirs in zip(made, expected, strict=True))
 
 
@@ -39,7 +42,8 @@ def attributes(host: Host) -> list[set[str]]:
     return [*modules, set(vars(host.checkpoint)), *(set(vars(part)) for part in vars(objects).values())]
 
 
-def test_onediff_serves_a_generation_and_the_image_is_the_hosts(host: Host) -> None:
+def test_onediff_serves_unet_and_vae_and_the_image_is_close_to_the_hosts(host: Host) -> None:
+    """For three generations, without a fault or a reason in the status."""
     expected = host.generate()
     adapter = host.start()
     decodes = runtime.status()["vae"]["calls"]["ours"]
@@ -57,6 +61,8 @@ def test_onediff_serves_a_generation_and_the_image_is_the_hosts(host: Host) -> N
 def test_with_lowvram_every_call_is_served_and_the_layer_on_the_gpu_is_moved_back(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With --lowvram, the WebUI's hooks move one block at a time to the GPU. Our forward uses the weights without these
+    hooks, so a block that was on the GPU must go back."""
     expected = host.generate()
     lowvram = host.module("modules.lowvram")
     monkeypatch.setattr(host.module("modules.shared").cmd_opts, "lowvram", True)
@@ -72,7 +78,8 @@ def test_with_lowvram_every_call_is_served_and_the_layer_on_the_gpu_is_moved_bac
 
 
 def test_the_host_serves_networks_of_derived_classes(host: Host) -> None:
-    """Even with the same name: the methods of a derived class may compute something else."""
+    """Even with the same name: the methods of a derived class may compute something else. Here the UNet and the decoder
+    are of derived classes, and the encoder stays OneDiff's."""
     expected = host.generate()
     host.start()
     decoder = next(module for module in host.networks()[-1].modules() if type(module).__name__ == "Decoder")
@@ -92,7 +99,9 @@ def test_the_host_serves_networks_of_derived_classes(host: Host) -> None:
     assert calls == OURS and close(made, expected)
 
 
-def test_serving_again_adds_no_hook_and_switching_off_leaves_nothing(host: Host) -> None:
+def test_serving_again_adds_no_hook_and_switching_off_restores_the_webui(host: Host) -> None:
+    """Switched off, the WebUI has its own forwards and attributes, its weights in their own memory, and its own image
+    to the bit."""
     expected = host.generate()
     before = attributes(host)
     originals = host.forwards()
@@ -112,7 +121,13 @@ def test_serving_again_adds_no_hook_and_switching_off_leaves_nothing(host: Host)
             assert torch.equal(values[name], parameter) and not shares_storage(parameter), name
     made, calls = calls_of(host.generate)
     assert calls == {} and same(made, expected)
-    # When the WebUI reloads its scripts, they get the same adapter.
+
+
+def test_a_script_that_the_webui_reloads_gets_the_same_adapter(host: Host) -> None:
+    """A second adapter would hook the UNet a second time."""
+    expected = host.generate()
+    adapter = host.start()
+    host.switch(False)
     assert this_webui() is adapter and host.start() is adapter
     made, calls = calls_of(host.generate)
     assert adapter.hooks() == 1 and calls == OURS and close(made, expected)
@@ -121,8 +136,9 @@ def test_serving_again_adds_no_hook_and_switching_off_leaves_nothing(host: Host)
 @pytest.mark.parametrize(
     ("host", "in_place"), [*((name, False) for name in HOSTS), ("classic", True)], indirect=["host"]
 )
-def test_merged_loras_are_applied_and_removed(host: Host, in_place: bool) -> None:
-    """in_place: whether the WebUI writes merged weights into the present tensors."""
+def test_loras_that_the_webui_merges_and_removes_are_in_our_images(host: Host, in_place: bool) -> None:
+    """Switched off with a LoRA merged, OneDiff leaves the WebUI its weights with and without the LoRA. in_place:
+    whether the WebUI writes merged weights into the present tensors."""
     if in_place:
         host.write_in_place()
     sequence = (0.0, 0.5, 0.25, 0.0, 0.5)
@@ -144,8 +160,9 @@ def test_merged_loras_are_applied_and_removed(host: Host, in_place: bool) -> Non
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_a_lora_counts_as_weights_and_not_as_code(host: Any) -> None:
-    """Every loaded LoRA is a new object. If it counted as code, no verdict of another process would be valid for it."""
+def test_a_lora_changes_the_digest_of_the_weights_and_not_that_of_the_hosts_code(host: Any) -> None:
+    """Every loaded LoRA is a new object. If it counted as code, no verdict of another process would be valid for it.
+    The same LoRA gives the same digest again."""
     host.start()
     digests = []
     for strength in (0.0, 0.5, 0.0, 0.5):
@@ -159,6 +176,8 @@ def test_a_lora_counts_as_weights_and_not_as_code(host: Any) -> None:
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_unmerged_loras_are_computed_beside_their_layers(host: Any) -> None:
+    """sequence: strengths, each with whether A1111 computes LoRAs beside the layers (option lora_functional). Our
+    images are close to the host's, and later the host's own are right again."""
     sequence = ((0.5, False), (0.5, True), (0.25, True), (0.5, True), (0.0, False))
     expected = []
     for strength, online in sequence:
@@ -174,6 +193,12 @@ def test_unmerged_loras_are_computed_beside_their_layers(host: Any) -> None:
     assert close(host.generate(), expected[0])
     host.set_lora(0.0, online=True)
     assert close(host.generate(), expected[-1])
+
+
+@pytest.mark.parametrize("host", ["a1111"], indirect=True)
+def test_the_host_computes_an_unmerged_network_that_is_not_a_lora(host: Any) -> None:
+    host.start()
+    host.set_lora(0.0, online=True)
     networks = host.module("networks")
     convolution = "input_blocks.1.0.in_layers.2"
     difference = random(*host.unet.get_submodule(convolution).weight.shape)
@@ -182,15 +207,16 @@ def test_unmerged_loras_are_computed_beside_their_layers(host: Any) -> None:
     assert calls == BY_HOST and runtime.status()["reason"].startswith("another kind is not a plain LoRA")
 
 
-def drawn(h: Tensor, skip: Tensor, options: Any) -> tuple[Tensor, Tensor]:
+def add_noise(h: Tensor, skip: Tensor, options: Any) -> tuple[Tensor, Tensor]:
     """A function of an extension that draws random numbers, as token merging does."""
     return h + 0.1 * torch.randn_like(h), skip
 
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_a_function_in_the_options_runs_within_our_forward(host: Host) -> None:
+def test_our_forward_calls_an_extensions_output_block_patch(host: Host) -> None:
+    """The patch is in the call's transformer_options. It draws the same random numbers as in the host's forward."""
     def extension(patcher: Any) -> None:
-        patcher.set_model_output_block_patch(drawn)
+        patcher.set_model_output_block_patch(add_noise)
 
     def generate() -> Any:
         torch.manual_seed(3)
@@ -208,7 +234,8 @@ def test_a_function_in_the_options_runs_within_our_forward(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_control_residuals_are_served(host: Host) -> None:
+def test_our_forward_adds_the_residuals_of_controlnet_and_t2i_adapters(host: Host) -> None:
+    """They are as large as the skips and the middle block's output, which hooks record first."""
     skips: list[Tensor] = []
     blocks = (*host.unet.input_blocks, host.unet.middle_block)
     hooks = [block.register_forward_hook(lambda *given: skips.append(given[-1].clone())) for block in blocks]
@@ -227,7 +254,7 @@ def test_control_residuals_are_served(host: Host) -> None:
     assert calls == OURS and close(made, expected)
 
 
-def test_a_forward_on_the_instance_that_calls_the_classs_is_served_but_on_a1111(host: Host) -> None:
+def test_a_forward_on_the_unet_object_that_calls_its_classs_forward_is_served_except_in_a1111(host: Host) -> None:
     unet = host.unet
     expected = host.generate()
     host.start()
@@ -243,12 +270,16 @@ def test_a_forward_on_the_instance_that_calls_the_classs_is_served_but_on_a1111(
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-@pytest.mark.parametrize("above", ["the class", "the caller"])
-def test_code_that_bypasses_our_hook_is_named(host: Host, above: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("replaced", ["the class's forward", "the caller"])
+def test_an_extension_that_replaces_code_above_our_hook_is_named(
+    host: Host, replaced: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OneDiff then sees no UNet call. The status names the extension (here this module), and OneDiff serves again
+    without it."""
     host.start()
     kind, method = {
-        "the class": (type(host.unet), "forward"), "the caller": (type(host.checkpoint), "apply_model"),
-    }[above]
+        "the class's forward": (type(host.unet), "forward"), "the caller": (type(host.checkpoint), "apply_model"),
+    }[replaced]
     with monkeypatch.context() as patch:
         patch.setattr(kind, method, lambda self, x, *given, **named: x * 0.25)
         assert calls_of(host.generate)[1] == {"host": 1}
@@ -257,7 +288,9 @@ def test_code_that_bypasses_our_hook_is_named(host: Host, above: str, monkeypatc
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_the_reason_for_the_old_lycoris_extension_says_what_to_do(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_host_serves_with_the_old_lycoris_extension_and_the_reason_says_to_uninstall_it(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = host.generate()
     layer, *_ = [each for each in host.unet.modules() if isinstance(each, nn.Linear)]
     host.start()
@@ -274,6 +307,7 @@ def test_the_reason_for_the_old_lycoris_extension_says_what_to_do(host: Host, mo
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
 def test_the_host_serves_a_generation_in_which_an_extension_runs_the_layers_itself(host: Host) -> None:
+    """As ControlNet does in A1111: its forward is on the UNet object. Without it, OneDiff serves again."""
     plain = host.generate()
     unet = host.unet
     unet.forward = MethodType(controlled_forward, unet)
@@ -291,7 +325,9 @@ def test_the_host_serves_a_generation_in_which_an_extension_runs_the_layers_itse
     assert calls == OURS and close(made, plain)
 
 
-def test_pre_warming_makes_the_shape_of_a_generation_ready(host: Host) -> None:
+def test_a_generation_of_a_pre_warmed_size_adds_no_entry_to_the_table(host: Host) -> None:
+    """The table has an entry for each shape that OneDiff has prepared. Pre-warming also leaves the WebUI's lock
+    free."""
     adapter = host.start()
     assert calls_of(lambda: adapter.exclusively(lambda: adapter.warm(64, 64, 2, 77)))[1] == {"plain": 1}
     adapter.exclusively(lambda: adapter.warm_decode(48, 48, 1))
@@ -303,7 +339,8 @@ def test_pre_warming_makes_the_shape_of_a_generation_ready(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", ["a1111"], indirect=True)
-def test_sgms_unet_is_served_beside_ldms(host: Host) -> None:
+def test_in_a1111_the_unet_class_of_sdxl_is_served_too(host: Host) -> None:
+    """A1111 has two UNet classes: sgm's for SDXL, and ldm's for SD1 and SD2."""
     host.unet_module = "sgm.modules.diffusionmodules.openaimodel"
     host.checkpoint.model.diffusion_model = host.new_unet()
     expected = host.generate()

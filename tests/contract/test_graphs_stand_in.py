@@ -22,9 +22,11 @@ SCRIPT = Path(__file__).parents[1] / "webui" / "extensions" / "onediff-graphs" /
 
 
 @torch.no_grad()
-def test_whole_unets_and_segments_between_functions_are_replayed(
+def test_the_emulated_cuda_graphs_replay_whole_unets_and_segments_between_processors(
     fresh_runtime: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """First OneDiff captures the whole UNet. Then the self-attentions have foreign processors (Louder), and it captures
+    the segments between them. Both outputs are close to diffusers'."""
     monkeypatch.setitem(sys.modules, "modules", mock.Mock())
     spec = importlib.util.spec_from_file_location("onediff_graphs", SCRIPT)
     script = importlib.util.module_from_spec(spec)

@@ -34,7 +34,7 @@ def broken(*args: Any, **kwargs: Any) -> Any:
 class Fault(NamedTuple):
     """A function of ours that fails.
 
-    where: returns its owner and its name.
+    where: returns the object that has the function, and the function's name.
     hosts: the WebUIs on which it is tested.
     hook: the words for the failed hook that users read.
     by_host: the parts of a generation that must be the WebUI's own to the bit.
@@ -68,7 +68,11 @@ CASES = [pytest.param(fault, host, id=f"{name}-{host}") for name, fault in FAULT
 
 
 @pytest.mark.parametrize(("fault", "host"), CASES, indirect=["host"])
-def test_a_fault_does_not_change_the_image(fault: Fault, host: Host, tracebacks: Any) -> None:
+def test_a_fault_in_a_hook_does_not_change_the_image_and_is_logged_once(
+    fault: Fault, host: Host, tracebacks: Any
+) -> None:
+    """The status names the fault as the reason. The parts of the generation that the hook is for are the WebUI's own to
+    the bit, the others close to it; OneDiff serves the next generation."""
     expected = host.generate()
     host.start()
     with pytest.MonkeyPatch.context() as patch:
@@ -93,14 +97,15 @@ def test_a_fault_does_not_change_the_image(fault: Fault, host: Host, tracebacks:
     assert sentence in runtime.guard.faults and tracebacks() == logged
 
 
-WRONG: dict[str, Callable[[Any], Any]] = {
+# Calls of a module with arguments that its forward does not take.
+WRONG_CALLS: dict[str, Callable[[Any], Any]] = {
     "none": lambda module: module(), "too many": lambda module: module(*map(torch.ones, range(12))),
     "another name": lambda module: module(torch.ones(1), of_nobody=1),
     "twice": lambda module: module(torch.ones(1), **{"x": torch.ones(1), "z": torch.ones(1)}),
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("wrong", WRONG_CALLS)
 @pytest.mark.parametrize("part", ["unet", "decoder"])
 @pytest.mark.parametrize("host", HOSTS, indirect=True)
 def test_wrong_arguments_raise_the_hosts_own_error(host: Host, part: str, wrong: str, tracebacks: Any) -> None:
@@ -110,11 +115,11 @@ def test_wrong_arguments_raise_the_hosts_own_error(host: Host, part: str, wrong:
         holder = host.checkpoint if host.name == "a1111" else host.checkpoint.forge_objects.vae
         module = holder.first_stage_model.decoder
     with pytest.raises(Exception) as expected, torch.inference_mode():
-        WRONG[wrong](module)
+        WRONG_CALLS[wrong](module)
     host.start()
     runtime.guard.resume()
     with pytest.raises(expected.type) as raised, torch.inference_mode():
-        WRONG[wrong](module)
+        WRONG_CALLS[wrong](module)
     assert str(raised.value) == str(expected.value)
     assert runtime.guard.faults == [] and not runtime.guard.suspended and tracebacks() == 0
     assert calls_of(host.generate)[1] == OURS
@@ -130,6 +135,8 @@ ENDS = {
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("host", HOSTS, indirect=True)
 def test_a_fault_while_switching_off_leaves_no_hook(end: str, host: Host, tracebacks: Any) -> None:
+    """The WebUI's image is its own to the bit; switching off again frees the weights, and OneDiff can be switched
+    on."""
     expected = host.generate()
     adapter = host.start()
     host.generate()

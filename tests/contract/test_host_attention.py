@@ -30,9 +30,11 @@ def choose(host: Host, adapter: Any, name: str, factor: float, monkeypatch: pyte
     ("attention_of_next_year", "Of next year attention"),
 ])
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_an_attention_that_may_not_be_exact_is_noted_and_not_compared_with(
+def test_a_note_names_an_inexact_attention_and_our_output_is_not_compared_with_its(
     host: Host, name: str, called: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The attention is exact times 1.5, so that a comparison would fail and the host would serve. OneDiff takes every
+    attention that it does not know for inexact. called: the attention's name in the note."""
     exact = host.generate()
     adapter = host.start()
     assert adapter.notes() == []
@@ -46,7 +48,10 @@ def test_an_attention_that_may_not_be_exact_is_noted_and_not_compared_with(
 
 
 @pytest.mark.parametrize("host", FAMILY, indirect=True)
-def test_a_wrong_result_of_an_exact_attention_fails_the_comparison(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_output_is_compared_with_that_of_an_attention_that_should_be_exact(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """attention_basic is exact, but here it is exact times 1.5: the comparison fails, and the host serves."""
     adapter = host.start()
     choose(host, adapter, "attention_basic", 1.5, monkeypatch)
     made, calls = calls_of(host.generate)

@@ -28,7 +28,10 @@ def host(fresh_runtime: None) -> Iterator[Krea2Host]:
         yield made
 
 
-def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
+def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(host: Krea2Host) -> None:
+    """Three valid calls are accepted. Each change then makes one tensor of a valid call wrong: its dimensions, its
+    channels, its dtype or its batch. Without the check, our forward would fail or broadcast. 80 tokens are 64 of the
+    padded prompt and 16 patches of the latent."""
     host.start()
     family = Krea2s()
     layout = FAMILIES.read(host.unet)
@@ -48,7 +51,7 @@ def test_inputs_of_another_network_are_refused(host: Krea2Host) -> None:
             family.refuse_call(layout, replace(call, **change))
 
 
-def test_a_latent_may_lack_the_dimension_of_frames(host: Krea2Host) -> None:
+def test_a_latent_without_the_dimension_of_frames_is_served(host: Krea2Host) -> None:
     latent = host.latent(2, (7, 8), seed=5)[:, :, 0]
     expected = host.output(x=latent)
     host.begin()
@@ -56,7 +59,8 @@ def test_a_latent_may_lack_the_dimension_of_frames(host: Krea2Host) -> None:
     assert calls == {"plain": 1} and ours.shape == latent.shape and relative_error(ours, expected) < 1e-5
 
 
-def test_prompts_of_several_lengths_are_calls_of_one_shape(host: Krea2Host) -> None:
+def test_prompts_of_1_to_64_tokens_share_an_entry_of_the_table(host: Krea2Host) -> None:
+    """Our forward pads prompts to multiples of 64 tokens, so that one CUDA graph serves all these lengths."""
     lengths = (64, 1, 20, 63)
     expected = [host.output(tokens=length) for length in lengths]
     host.begin()
@@ -67,8 +71,9 @@ def test_prompts_of_several_lengths_are_calls_of_one_shape(host: Krea2Host) -> N
     assert entry.uses == len(lengths) and entry.key.tokens == 64
 
 
-def test_norms_in_float32_with_other_weights_in_bfloat16(host: Krea2Host) -> None:
-    """A quantized file has its norms in float32."""
+def test_with_norms_in_float32_and_weights_in_bfloat16_our_error_is_not_above_the_hosts(host: Krea2Host) -> None:
+    """A quantized file has its norms in float32. exact: the host's output with all weights in float32. Our error may be
+    a tenth larger than the host's."""
     network = host.unet.bfloat16()
     network.storage_dtype = network.computation_dtype = torch.bfloat16
     for module in network.modules():
@@ -85,23 +90,24 @@ def test_norms_in_float32_with_other_weights_in_bfloat16(host: Krea2Host) -> Non
     assert relative_error(ours.float(), exact) < 1.1 * relative_error(theirs.float(), exact)
 
 
-def doubled(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+def double_result(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     """Replace a function by one that returns twice its result."""
     function = getattr(owner, name)
 
-    def twice(*given: Any, **told: Any) -> Any:
-        found = function(*given, **told)
+    def twice(*given: Any, **named: Any) -> Any:
+        found = function(*given, **named)
         return tuple(2 * one for one in found) if isinstance(found, tuple) else 2 * found
 
     patch.setitem(vars(owner), name, twice)
 
 
+# By a part of the reason: what an extension replaces, or an argument of the call that our forward does not read.
 CHANGES: dict[str, Callable[[Krea2Host, pytest.MonkeyPatch], object]] = {
-    "attention_function": lambda host, patch: doubled(patch, host.code, "attention_function"),
-    "pad_to_patch_size": lambda host, patch: doubled(patch, host.code, "pad_to_patch_size"),
-    "timestep_embedding": lambda host, patch: doubled(patch, host.code, "timestep_embedding"),
-    "apply_rope": lambda host, patch: doubled(patch, host.code, "apply_rope"),
-    "blocks.1.attn": lambda host, patch: doubled(patch, host.unet.blocks[1].attn, "forward"),
+    "attention_function": lambda host, patch: double_result(patch, host.code, "attention_function"),
+    "pad_to_patch_size": lambda host, patch: double_result(patch, host.code, "pad_to_patch_size"),
+    "timestep_embedding": lambda host, patch: double_result(patch, host.code, "timestep_embedding"),
+    "apply_rope": lambda host, patch: double_result(patch, host.code, "apply_rope"),
+    "blocks.1.attn": lambda host, patch: double_result(patch, host.unet.blocks[1].attn, "forward"),
 }
 ARGUMENTS: dict[str, Any] = {
     "ref_latents": [random(1, Krea2Host.channels, 1, 8, 8, seed=9)], "attention_mask": torch.ones(2, 20),
@@ -110,7 +116,9 @@ ARGUMENTS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("reason", [*CHANGES, *ARGUMENTS])
-def test_what_ours_does_not_compute_is_left_to_the_host(host: Krea2Host, reason: str) -> None:
+def test_only_calls_with_something_that_our_forward_does_not_compute_are_left_to_the_host(
+    host: Krea2Host, reason: str
+) -> None:
     def changed() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
             if reason in ARGUMENTS:
@@ -118,7 +126,7 @@ def test_what_ours_does_not_compute_is_left_to_the_host(host: Krea2Host, reason:
             CHANGES[reason](host, patch)
             return host.output()
 
-    host.check_only_changed_calls_are_its(changed, reason)
+    host.check_only_changed_calls_are_the_hosts(changed, reason)
 
 
 @pytest.mark.parametrize(("reason", "path", "value"), [
@@ -128,7 +136,10 @@ def test_what_ours_does_not_compute_is_left_to_the_host(host: Krea2Host, reason:
     ("such as blocks.0.mod.other", "blocks.0.mod.other", nn.Parameter(torch.zeros(1))),
     ("expected a linear layer", "blocks.0.mlp.up", nn.Conv1d(2, 2, 1)),
 ])
-def test_a_changed_module_is_refused(host: Krea2Host, reason: str, path: str, value: Any) -> None:
+def test_a_network_with_an_unknown_module_or_value_is_refused(
+    host: Krea2Host, reason: str, path: str, value: Any
+) -> None:
+    """path: of the module, parameter or attribute that is replaced by value. Our forward would ignore it."""
     replace_part(host.unet, path, value)
     host.start()
     with pytest.raises(Refusal, match=reason):

@@ -34,7 +34,9 @@ def z_image(fresh_runtime: None) -> Iterator[ZImageHost]:
         yield made
 
 
-def test_inputs_of_another_network_are_refused(z_image: ZImageHost) -> None:
+def test_a_call_whose_tensors_do_not_fit_the_network_is_refused(z_image: ZImageHost) -> None:
+    """Each change makes one tensor of a valid call wrong: its dimensions, its channels, its batch, or a prompt that is
+    not padded. Without the check, our forward would fail or broadcast."""
     layout = FAMILIES.read(z_image.unet)
     family = FAMILIES.of(layout)
     call: Any = family.example(layout, (8, 8), 2, 77, torch.randn)
@@ -49,8 +51,9 @@ def test_inputs_of_another_network_are_refused(z_image: ZImageHost) -> None:
             family.refuse_call(layout, replace(call, **change))
 
 
-def test_prompts_of_other_lengths_share_a_shape(z_image: ZImageHost) -> None:
-    """If they are padded to the same length."""
+def test_prompts_that_are_padded_to_the_same_length_share_an_entry_of_the_table(z_image: ZImageHost) -> None:
+    """Prompts are padded to multiples of 32 tokens: those of 33, 40 and 64 tokens are one shape, for which one CUDA
+    graph serves, and one of 65 tokens is another."""
     expected = [z_image.output(tokens=tokens) for tokens in (33, 40, 64)]
     z_image.begin()
     for tokens, theirs in zip((33, 40, 64), expected, strict=True):
@@ -75,7 +78,9 @@ def with_joint_lora(host: ZImageHost, online: bool) -> None:
 
 
 @pytest.mark.parametrize("online", [True, False])
-def test_a_lora_on_rows_of_a_joint_projection_is_served(host: ZImageHost, online: bool) -> None:
+def test_a_lora_on_rows_of_a_joint_projection_is_in_our_image(host: ZImageHost, online: bool) -> None:
+    """Each LoRA changes a few output rows of the joint projection to queries, keys and values. online: whether it is
+    computed at each use, or merged by the host."""
     plain = host.generate()
     with_joint_lora(host, online)
     expected = host.generate()
@@ -87,12 +92,12 @@ def test_a_lora_on_rows_of_a_joint_projection_is_served(host: ZImageHost, online
         assert any("LoRA on the fly" in entry.key.weights for entry in runtime.table.entries())
 
 
-def altered(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+def alter_result(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     """Replace a function by one with another result. A factor would not do: the norms after layers would undo it."""
     function = getattr(owner, name)
 
-    def changed(*given: Any, **told: Any) -> Any:
-        found = function(*given, **told)
+    def changed(*given: Any, **named: Any) -> Any:
+        found = function(*given, **named)
         return tuple(one + one.flip(-1) for one in found) if isinstance(found, tuple) else found + found.flip(-1)
 
     patch.setattr(owner, name, changed)
@@ -102,18 +107,19 @@ def altered(patch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     "attention_function", "pad_to_patch_size", "clamp_fp16", "apply_rope", "FeedForward.forward",
     "JointAttention.forward",
 ])
-def test_what_ours_does_not_compute_is_left_to_the_host(z_image: ZImageHost, path: str) -> None:
+def test_only_calls_with_a_replaced_function_of_the_host_are_left_to_the_host(z_image: ZImageHost, path: str) -> None:
+    """Our forward does not call these functions, so that it would ignore a replacement."""
     owner, _, name = path.rpartition(".")
 
     def changed() -> Tensor:
         with pytest.MonkeyPatch.context() as patch:
-            altered(patch, getattr(z_image.code, owner) if owner else z_image.code, name)
+            alter_result(patch, getattr(z_image.code, owner) if owner else z_image.code, name)
             return z_image.output()
 
-    z_image.check_only_changed_calls_are_its(changed, path, least_change=1e-3)
+    z_image.check_only_changed_calls_are_the_hosts(changed, path, least_change=1e-3)
 
 
-def test_a_mask_of_the_prompt_is_left_to_the_host(z_image: ZImageHost) -> None:
+def test_a_call_with_a_mask_of_the_prompt_is_left_to_the_host(z_image: ZImageHost) -> None:
     z_image.begin()
     _, calls = calls_of(lambda: z_image.output(attention_mask=torch.ones(2, 1, 1, 32, dtype=torch.bool)))
     assert calls == {"host": 1} and "attention_mask" in runtime.status()["reason"]
@@ -129,7 +135,10 @@ def test_a_mask_of_the_prompt_is_left_to_the_host(z_image: ZImageHost) -> None:
     ("its modulation is", "layers.0.modulation", False),
     ("such as layers.0.extra", "layers.0.extra", nn.Linear(CONTEXT_WIDTH, 2)),
 ])
-def test_a_changed_module_is_refused(z_image: ZImageHost, reason: str, path: str, value: Any) -> None:
+def test_a_network_with_an_unknown_module_or_value_is_refused(
+    z_image: ZImageHost, reason: str, path: str, value: Any
+) -> None:
+    """path: of the module or attribute that is replaced by value. Our forward would ignore it."""
     replace_part(z_image.unet, path, value)
     with pytest.raises(Refusal, match=reason):
         FAMILIES.read(z_image.unet)

@@ -25,8 +25,8 @@ MISSING = [
 ]
 
 
-def refuses(host: Host, lack: str) -> None:
-    """Check that OneDiff patches nothing, with a reason that begins with these words after the WebUI's name."""
+def check_nothing_is_patched(host: Host, lack: str) -> None:
+    """OneDiff patches nothing and refuses to pre-warm. Its reason: the WebUI's release, and what it lacks."""
     before = host.forwards()
     adapter = host.start()
     reason = f"{RELEASES[host.name][1]} {lack}: {NOT_SUPPORTED}"
@@ -40,15 +40,20 @@ def refuses(host: Host, lack: str) -> None:
 
 
 @pytest.mark.parametrize(("host", "module", "name"), MISSING, indirect=["host"])
-def test_what_is_missing_is_named(host: Host, module: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_function_of_the_webui_is_named_and_nothing_is_patched(
+    host: Host, module: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = host.generate()
     monkeypatch.delattr(host.module(module), name)
-    refuses(host, f"has no {name} in {module}")
+    check_nothing_is_patched(host, f"has no {name} in {module}")
     made, calls = calls_of(host.generate)
     assert calls == {} and same(made, expected)
 
 
-def test_a_missing_parameter_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_parameter_of_the_unets_forward_is_named_and_nothing_is_patched(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parameter timesteps has the name timestep here."""
     expected = host.generate()
     kind = getattr(host.module(host.unet_module), host.unet_class)
     original = kind.forward
@@ -60,11 +65,14 @@ def test_a_missing_parameter_is_named(host: Host, monkeypatch: pytest.MonkeyPatc
         return original(self, x, timestep, context, **kwargs)
 
     monkeypatch.setattr(kind, "forward", forward)
-    refuses(host, f"has a {host.unet_class}.forward in {host.unet_module} that does not take timesteps")
+    lack = f"has a {host.unet_class}.forward in {host.unet_module} that does not take timesteps"
+    check_nothing_is_patched(host, lack)
     assert same(host.generate(), expected)
 
 
-def test_a_module_that_cannot_be_imported_is_named(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_that_cannot_be_imported_is_named_and_nothing_is_patched(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = host.generate()
     monkeypatch.setitem(sys.modules, "modules.call_queue", None)
     adapter = host.start()

@@ -17,13 +17,13 @@ from lib_onediff.demo.modules import modules_importable, scripts
 SCRIPT = str(Path(__file__).parents[2] / "scripts" / "onediff_not_loaded.py")
 
 
-def loaded() -> Any:
+def load_script() -> Any:
     with modules_importable():
         return scripts.load_module(SCRIPT)
 
 
-def test_it_shows_nothing_if_everything_can_be_imported() -> None:
-    script = loaded()
+def test_the_page_shows_nothing_if_onediff_can_be_imported() -> None:
+    script = load_script()
     assert script.reason is None and not hasattr(script, "OneDiffNotLoaded")
 
 
@@ -32,7 +32,7 @@ def test_the_page_shows_why_onediff_cannot_be_imported(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "lib_onediff.ui.xyz", raising=False)
     monkeypatch.delattr("lib_onediff.ui.xyz", raising=False)
     monkeypatch.setitem(sys.modules, "lib_onediff.ui.xyz", None)
-    script = loaded()
+    script = load_script()
     assert "OneDiff could not be loaded, so images are made without it" in script.reason and "torch" in script.reason
     page = script.OneDiffNotLoaded()
     assert page.title() == "OneDiff" and page.show(False) is script.scripts.AlwaysVisible

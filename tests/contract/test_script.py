@@ -93,7 +93,12 @@ def standalone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stan
     (lambda host: (host.script.webui, "before_sampling"), "the beginning of a sampling"),
     (lambda host: (runtime, "keep_history"), "the end of a generation"),
 ], ids=["process", "process_before_every_sampling", "postprocess"])
-def test_a_fault_in_a_callback_costs_no_image(where: Any, hook: str, standalone: Standalone, tracebacks: Any) -> None:
+def test_a_fault_in_a_callback_does_not_change_the_image(
+    where: Any, hook: str, standalone: Standalone, tracebacks: Any
+) -> None:
+    """where: returns the object that has the broken function, and the function's name. A fault at the end of a
+    generation comes after OneDiff's image; after the others, the image is the WebUI's own to the bit. OneDiff serves
+    the next generation."""
     standalone.switch(False)
     expected = standalone.generate()
     standalone.switch(True)
@@ -117,10 +122,12 @@ def test_a_fault_in_a_callback_costs_no_image(where: Any, hook: str, standalone:
     (True, ({"low_bit": "auto", "enabled": False},), "", "off; low_bit auto"),
     (True, ({"low_bit": "int8"},), "", "on"),
 ], ids=str)
-def test_the_infotext_names_arguments_that_are_not_followed(
+def test_the_infotext_says_why_script_arguments_have_no_effect(
     on: bool, arguments: tuple[Any, ...], problem: str, infotext: str | None, standalone: Standalone,
 ) -> None:
-    """Clients of the API get the infotext. If OneDiff is off because of the arguments, the page has a comment too."""
+    """Clients of the API get the infotext. on: whether OneDiff is on in the settings. problem: a part of the infotext's
+    entry "OneDiff problem". infotext: its entry "OneDiff". If the arguments leave OneDiff off without asking for it,
+    the page shows the problem as a comment too."""
     standalone.switch(on)
     p = Generation()
     standalone.page.process(p, *arguments)
@@ -137,9 +144,10 @@ def test_the_infotext_names_arguments_that_are_not_followed(
     ({"enabled": False}, "off", "off"),
 ], ids=str)
 def test_the_infotext_leaves_out_options_that_had_no_effect(
-    wanted: Any, while_made: str, infotext: str, standalone: Standalone, monkeypatch: pytest.MonkeyPatch
+    wanted: Any, while_made: str, infotext: str, standalone: Standalone
 ) -> None:
-    """In an image of one step, on a CPU."""
+    """In an image of one step, on a CPU, where DeepCache has no step to skip, and no weight is stored in 8 bits.
+    while_made: the infotext of a preview, before it is known which options have an effect."""
     p = Generation()
     standalone.page.process(p, wanted)
     assert p.extra_generation_params["OneDiff"] == while_made
@@ -147,45 +155,61 @@ def test_the_infotext_leaves_out_options_that_had_no_effect(
     served(standalone.unet, a_call(standalone.unet))
     standalone.page.postprocess_batch(p, images=[])
     assert p.extra_generation_params["OneDiff"] == infotext
-    monkeypatch.setattr(standalone.script.webui, "why_not_served", lambda: "Anima is not accelerated")
-    standalone.page.postprocess_batch(p)
-    assert p.extra_generation_params["OneDiff"] == ("not accelerated" if infotext != "off" else "off")
-    runtime.generations.innermost.log.vae = OURS, ""
-    standalone.page.postprocess_batch(p)
-    assert p.extra_generation_params["OneDiff"] == ("only the VAE accelerated" if infotext != "off" else "off")
     standalone.page.postprocess(p, SimpleNamespace())
 
 
-@pytest.mark.parametrize(("followed", "infotext"), [
+@pytest.mark.parametrize(("wanted", "without_network", "with_vae"), [
+    ({}, "not accelerated", "only the VAE accelerated"), ({"enabled": False}, "off", "off"),
+], ids=str)
+def test_the_infotext_says_if_the_network_is_not_accelerated(
+    wanted: Any, without_network: str, with_vae: str, standalone: Standalone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """without_network: the infotext if OneDiff does not serve the network. with_vae: the infotext if OneDiff has then
+    decoded the image."""
+    p = Generation()
+    standalone.page.process(p, wanted)
+    standalone.page.process_before_every_sampling(p)
+    monkeypatch.setattr(standalone.script.webui, "why_not_served", lambda: "Anima is not accelerated")
+    standalone.page.postprocess_batch(p, images=[])
+    assert p.extra_generation_params["OneDiff"] == without_network
+    runtime.generations.innermost.log.vae = OURS, ""
+    standalone.page.postprocess_batch(p, images=[])
+    assert p.extra_generation_params["OneDiff"] == with_vae
+    standalone.page.postprocess(p, SimpleNamespace())
+
+
+@pytest.mark.parametrize(("used", "infotext"), [
     (DEEPCACHE_OPTIONS, "on; deepcache_interval 3"), (TRANSFORMER_OPTIONS, "on; transformer_interval 2"),
     (frozenset(), "on"),
 ], ids=["UNet", "transformer", "too few steps"])
-def test_the_infotext_names_the_options_that_the_network_has_followed(
-    followed: frozenset[str], infotext: str, standalone: Standalone
+def test_of_options_for_unets_and_for_transformers_the_infotext_names_those_that_were_used(
+    used: frozenset[str], infotext: str, standalone: Standalone
 ) -> None:
+    """used: the options that the generation's log says had an effect."""
     p = Generation()
     standalone.page.process(p, {"deepcache_interval": 3, "transformer_interval": 2})
     standalone.page.process_before_every_sampling(p)
     served(standalone.unet, a_call(standalone.unet))
-    runtime.generations.innermost.log.cache_options.update(followed)
+    runtime.generations.innermost.log.cache_options.update(used)
     standalone.page.postprocess_batch(p, images=[])
     assert p.extra_generation_params["OneDiff"] == infotext
     standalone.page.postprocess(p, SimpleNamespace())
 
 
-@pytest.mark.parametrize("where", [None, "~/elsewhere", " "])
+@pytest.mark.parametrize("variable", [None, "~/elsewhere", " "])
 def test_only_the_environment_variable_sets_the_cache_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, where: str | None
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, variable: str | None
 ) -> None:
+    """variable: ONEDIFF_CACHE. Without one, or with a blank one, the folder is cache/onediff in the WebUI's data."""
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ONEDIFF_CACHE", raising=False)
-    if where is not None:
-        monkeypatch.setenv("ONEDIFF_CACHE", where)
+    if variable is not None:
+        monkeypatch.setenv("ONEDIFF_CACHE", variable)
     # An earlier version had a setting for it, which may still be in config.json.
     monkeypatch.setitem(shared.opts.data, "onediff_cache_folder", str(tmp_path / "stored"))
     standalone = request.getfixturevalue("standalone")
-    folder = tmp_path / ("elsewhere" if where and where.strip() else "cache/onediff")
+    folder = tmp_path / ("elsewhere" if variable and variable.strip() else "cache/onediff")
     assert runtime.history.folder == folder
     assert list(folder.glob("*.sqlite3")) and not (tmp_path / "stored").exists()
     assert standalone.generate().shape
@@ -195,7 +219,8 @@ def test_only_the_environment_variable_sets_the_cache_folder(
     lambda host: (host.script.jobs, "stop"), lambda host: (runtime, "release_all"),
     lambda host: (host.script.xyz, "remove_axes"),
 ], ids=["jobs.stop", "release_all", "remove_axes"])
-def test_an_unloaded_script_leaves_no_hook(where: Any, standalone: Standalone) -> None:
+def test_a_fault_while_the_script_is_unloaded_leaves_no_hook(where: Any, standalone: Standalone) -> None:
+    """where: returns the object that has the broken function, and the function's name."""
     standalone.generate()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(*where(standalone), broken)

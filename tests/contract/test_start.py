@@ -44,15 +44,16 @@ with modules_importable():
 """
 
 
-@pytest.mark.parametrize(("name", "itself"), [
+@pytest.mark.parametrize(("name", "at_start"), [
     ("a1111", True), ("forge", False), ("neo", False), ("reforge", True), ("classic", False),
 ])
-def test_each_webui_loads_a_checkpoint_at_the_start_or_with_the_first_image(
-    name: str, itself: bool, fresh_runtime: None, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+def test_an_adapter_says_whether_its_webui_loads_a_checkpoint_at_the_start(
+    name: str, at_start: bool, fresh_runtime: None, monkeypatch: pytest.MonkeyPatch,  # noqa: F811
 ) -> None:
+    """Other WebUIs load it with the first image, and so does A1111 with --skip-load-model-at-start."""
     with running(name) as host:
         adapter = this_webui()
-        assert adapter.loads_at_start() is itself
+        assert adapter.loads_at_start() is at_start
         if name == "a1111":
             monkeypatch.setattr(host.module("modules.shared").cmd_opts, "skip_load_model_at_start", True, raising=False)
             assert adapter.loads_at_start() is False

@@ -142,9 +142,9 @@ class SimpleParams:
         self.text_uncond = text_uncond
 
 
-def agrees(guided: Guided) -> None:
-    """Assert that OneDiff computes the prompt's rows alone in the last half of the steps, and that every step's
-    prediction is the WebUI's."""
+def check_the_last_half_skips_the_negative_prompt(guided: Guided) -> None:
+    """OneDiff computes the prompt's rows alone in the last half of the steps, and every step's prediction is close to
+    the WebUI's own for the same rows."""
     steps = list(guided.steps())
     assert [step.is_early for step in steps] == [False] * 6 + [True] * 6, runtime.status()["guidance"]["reason"]
     assert runtime.status()["guidance"]["reason"] == "" and runtime.guard.faults == []
@@ -156,7 +156,8 @@ def agrees(guided: Guided) -> None:
         assert relative_error(step.prediction, guided.by_host(step)) < 1e-5
 
 
-def reason_of(guided: Guided) -> str:
+def reason_for_skipping_nothing(guided: Guided) -> str:
+    """The status's reason, after a sampling that skipped the negative prompt at no step."""
     assert not any(step.is_early for step in guided.steps())
     reason = str(runtime.status()["guidance"]["reason"])
     assert reason.startswith("Skipping the negative prompt is inactive: ") and runtime.guard.faults == []
@@ -164,7 +165,8 @@ def reason_of(guided: Guided) -> str:
 
 
 @pytest.mark.parametrize("images", [1, 2])
-def test_half_of_the_steps_skip_the_negative_prompt(host: Host, images: int) -> None:
+def test_the_last_half_of_the_steps_skips_the_negative_prompt(host: Host, images: int) -> None:
+    """With one image and two, with the negative prompt's rows first and last, and with residuals of a ControlNet."""
     guided = Guided(host, images)
     if host.name == "a1111":
         # SDXL's conditions are dictionaries; the WebUI has padded the negative prompt after the callback.
@@ -176,7 +178,7 @@ def test_half_of_the_steps_skip_the_negative_prompt(host: Host, images: int) -> 
         residuals = random(2, 64, 4, 4, seed=5), random(2, 64, 4, 4, seed=6)
         guided.control = {"input": [], "middle": [residuals[0]], "output": [residuals[1]]}
     guided.start()
-    agrees(guided)
+    check_the_last_half_skips_the_negative_prompt(guided)
 
 
 @family
@@ -185,13 +187,14 @@ def test_half_of_the_steps_skip_the_negative_prompt(host: Host, images: int) -> 
     ([1, 0], {"sigmas": None}, "does not say"), ([1, 0], {"cond_or_uncond": None}, "does not say"),
     ([1, 0, 1, 0], {"cond_or_uncond": [1, 0]}, "neither the prompt nor"),
 ])
-def test_skipping_is_inactive_if_the_options_do_not_tell_the_prompts_rows(
+def test_the_negative_prompt_is_not_skipped_if_the_options_do_not_identify_the_prompts_rows(
     host: Host, marks: list[int], options: dict[str, Any], reason: str
 ) -> None:
+    """marks: see Guided. options: replace transformer_options of the call."""
     guided = Guided(host, 1, marks)
     guided.options = options
     guided.start()
-    assert reason in reason_of(guided)
+    assert reason in reason_for_skipping_nothing(guided)
 
 
 @a1111
@@ -199,9 +202,11 @@ def test_skipping_is_inactive_if_the_options_do_not_tell_the_prompts_rows(
     (2, 1, 3, "AND joins several prompts"), (1, 1, 1, "one after the other"), (1, 1, 3, "neither the prompt nor"),
     (1, 1, 2, "other prompts"), (0, 0, 2, "own sampling loop"),
 ])
-def test_skipping_is_inactive_if_a1111s_rows_are_not_two_for_each_image(
+def test_the_negative_prompt_is_not_skipped_if_a1111s_rows_are_not_two_for_each_image(
     host: Host, conds: int, negatives: int, batch: int, reason: str
 ) -> None:
+    """conds, negatives: rows of prompts in A1111's CFGDenoiserParams; 0: the callback is never called. batch: the
+    call's rows."""
     guided = Guided(host, 1, [0] * batch)
     guided.start()
     prompts = random(conds, 77, CONTEXT_WIDTH, seed=4)
@@ -211,7 +216,7 @@ def test_skipping_is_inactive_if_a1111s_rows_are_not_two_for_each_image(
     guided.params = lambda: params or SimpleParams(prompts, negative)
     if params is None:
         guided.host.adapter.before_step = lambda params: None
-    assert reason in reason_of(guided)
+    assert reason in reason_for_skipping_nothing(guided)
 
 
 class Euler(Sampler12):

@@ -63,19 +63,19 @@ def z_image_host(fresh_runtime: None) -> Iterator[StoredZImage]:
         yield made
 
 
-def in_file(host: Moved) -> Made:
-    """The WebUI's own results with the numbers in the file; see StoredNeo.as_stored."""
+def generate_as_stored(host: Moved) -> Made:
+    """A generation by the WebUI with the numbers in the file; see StoredNeo.as_stored."""
     with host.as_stored():
         return host.generate()
 
 
-def most_of(name: str) -> float:
+def largest_error(name: str) -> float:
     """The largest relative error of one call of ours. In INT8, a few inputs may be rounded to the other side."""
     return 0.02 if name.startswith("INT8") else CLOSE
 
 
 def limit_of(host: Moved, name: str) -> float:
-    """The largest relative error of our generation from in_file(). Call it before OneDiff is started."""
+    """The largest relative error of our generation from generate_as_stored(). Call it before OneDiff is started."""
     return max(CLOSE, 4 * sensitivity(host)) if name.startswith("INT8") else CLOSE
 
 
@@ -91,17 +91,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(("of", "name", "disabled"), CASES, ids=lambda value: str(value).replace(" ", "_"))
-def test_every_format_is_served_and_nothing_is_left(
+def test_a_checkpoint_in_every_format_is_served_and_switching_off_restores_it(
     of: str, name: str, disabled: tuple[str, ...], request: pytest.FixtureRequest
 ) -> None:
-    """disabled: the formats in which this GPU does not multiply. In others the host rounds inputs, so that our result
-    is nearer to in_file() than the host's."""
+    """of: the fixture of the host. disabled: the formats in which this GPU does not multiply. In others the host rounds
+    inputs, so that our result is nearer to generate_as_stored() than the host's."""
     host = request.getfixturevalue(of)
     plain = host.generate()
     host.store(name, disabled)
-    expected, exact, limit = host.generate(), in_file(host), limit_of(host, name)
+    expected = host.generate()
+    exact = generate_as_stored(host)
+    limit = limit_of(host, name)
     assert relative_error(expected.latent, plain.latent) > 1e-3
-    before, parameters = stored_bits(host), dict(host.unet.named_parameters())
+    before = stored_bits(host)
+    parameters = dict(host.unet.named_parameters())
     host.start()
     for _ in range(2):
         made, calls = calls_of(host.generate)
@@ -132,16 +135,18 @@ ADAPTED = (
 
 @pytest.mark.parametrize("name", ["INT8 (ConvRot)", "FP8 (e4m3, scaled)", "FP8 (e5m2, scaled)", "NVFP4", "GGUF Q8_0"])
 def test_unmerged_loras_are_computed_beside_stored_weights(host: StoredAnima, name: str) -> None:
+    """OneDiff keeps the LoRAs' factors in float32, and no decoded weight."""
     host.store(name)
     one, two = lora(host, ADAPTED), lora(host, ALONE, rank=2, seed=7)
     sequence: Any = ((), ((one, 0.5),), ((one, 0.0),), ((one, 0.25), (two, 0.8)), ((two, 0.8),), ())
     expected = []
     for loras in sequence:
         host.set_loras(*loras)
-        expected.append(in_file(host))
+        expected.append(generate_as_stored(host))
     for theirs, after in zip(expected, expected[1:], strict=False):
         assert relative_error(theirs.latent, after.latent) > 0.05
-    limit, before = limit_of(host, name), stored_bits(host)
+    limit = limit_of(host, name)
+    before = stored_bits(host)
     host.start()
     for loras, theirs in zip(sequence, expected, strict=True):
         host.set_loras(*loras)
@@ -160,15 +165,17 @@ def test_unmerged_loras_are_computed_beside_stored_weights(host: StoredAnima, na
 
 
 @pytest.mark.parametrize("name", ["INT8 by rows", "INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4"])
-def test_merged_loras_are_in_the_hosts_new_weights(host: StoredAnima, name: str) -> None:
-    """The host rounds each merged weight, into a new tensor with other scales."""
+def test_loras_that_the_host_merges_into_stored_weights_and_removes_are_in_our_images(
+    host: StoredAnima, name: str
+) -> None:
+    """The host rounds each merged weight, into a new tensor with other scales, which our forward must read."""
     host.store(name)
     one = lora(host, ADAPTED)
     sequence: Any = ((), ((one, 0.5),), ((one, 0.25),), ())
     expected = []
     for loras in sequence:
         host.set_loras(*loras, online=False)
-        expected.append(in_file(host))
+        expected.append(generate_as_stored(host))
     limit = limit_of(host, name)
     host.start()
     for loras, theirs in zip(sequence, expected, strict=True):
@@ -180,13 +187,14 @@ def test_merged_loras_are_in_the_hosts_new_weights(host: StoredAnima, name: str)
 
 
 @pytest.mark.parametrize("name", ["INT8", "FP8 (e5m2, scaled)", "GGUF Q8_0"])
-def test_other_functions_are_applied_to_decoded_copies(host: StoredAnima, name: str) -> None:
-    """There are copies only of the layers with such a function."""
+def test_a_loha_is_applied_to_a_decoded_copy_of_its_layers_weight(host: StoredAnima, name: str) -> None:
+    """Unlike a LoRA, it cannot be computed beside the layer. There are copies only of the layers with such a
+    function."""
     path = "blocks.1.mlp.layer2"
     difference = loha(host, (path,))
     host.store(name)
     host.set_loras((difference, 0.5))
-    expected = host.generate() if name == "INT8" else in_file(host)
+    expected = host.generate() if name == "INT8" else generate_as_stored(host)
     host.start()
     made, calls = calls_of(host.generate)
     assert calls == OURS, runtime.status()["reason"]
@@ -213,14 +221,14 @@ BESIDE = {
 }
 
 
-def make(edit: Any, host: StoredAnima, path: str, seed: int) -> None:
+def make_edit(edit: Any, host: StoredAnima, path: str, seed: int) -> None:
     """Edit a layer. An edit of the format is made in all layers with the same input, as in files."""
     paths = BESIDE.get(path, [path]) if edit in OF_A_FORMAT else [path]
     for one in paths:
         edit(host, host.unet.get_submodule(one), Random(seed))
 
 
-def plain_of(layer: Any) -> Tensor:
+def decoded_weight(layer: Any) -> Tensor:
     """The decoded weight of a layer, in float32."""
     weight = layer.weight
     if hasattr(weight, "dequantize") and hasattr(weight, "_qdata"):
@@ -242,22 +250,22 @@ def edit_numbers(host: StoredAnima, layer: Any, chance: Random) -> None:
 
 def in_another_format(host: StoredAnima, layer: Any, chance: Random) -> None:
     kind, options = FORMATS[chance.choice(MIXED)]
-    weight = plain_of(layer)
+    weight = decoded_weight(layer)
     layer.weight = nn.Parameter(1.5 * weight, requires_grad=False)
     layer.read(kind, **options)
 
 
 def in_plain_numbers(host: StoredAnima, layer: Any, chance: Random) -> None:
-    layer.weight = nn.Parameter(1.5 * plain_of(layer), requires_grad=False)
+    layer.weight = nn.Parameter(1.5 * decoded_weight(layer), requires_grad=False)
 
 
 def in_nvfp4(host: StoredAnima, layer: Any, chance: Random) -> None:
-    layer.weight = nn.Parameter(plain_of(layer), requires_grad=False)
+    layer.weight = nn.Parameter(decoded_weight(layer), requires_grad=False)
     layer.read("nvfp4")
 
 
 def in_q4(host: StoredAnima, layer: Any, chance: Random) -> None:
-    layer.weight = nn.Parameter(plain_of(layer), requires_grad=False)
+    layer.weight = nn.Parameter(decoded_weight(layer), requires_grad=False)
     layer.read(host.module("backend.operations_gguf").Q4_K)
 
 
@@ -301,20 +309,24 @@ MIXED = ("INT8", "INT8 by rows", "INT8 (ConvRot)", "FP8 (e4m3, scaled)", "FP8 (e
 
 @pytest.mark.parametrize("edit", EDITS[:-1], ids=lambda edit: edit.__name__)
 @pytest.mark.parametrize("name", ["INT8 (ConvRot)", "FP8 (e4m3, scaled)", "NVFP4"])
-def test_the_call_after_an_edit_is_right(host: StoredAnima, name: str, edit: Any) -> None:
+def test_the_call_after_an_edit_of_a_stored_weight_computes_with_the_edit(
+    host: StoredAnima, name: str, edit: Any
+) -> None:
+    """Edits are in place or in new tensors, in inference mode and outside. Our output is compared with the host's for
+    the edited weights. An edit of how the host multiplies or rotates may leave the output as it was."""
     host.store(name)
     host.begin()
     plain, calls = calls_of(host.output)
-    assert calls == {"plain": 1} and relative_error(plain, host.theirs()) < most_of(name)
+    assert calls == {"plain": 1} and relative_error(plain, host.theirs()) < largest_error(name)
     # The other format may be one that rounds inputs.
-    most = most_of("INT8" if edit is in_another_format else name)
+    most = largest_error("INT8" if edit is in_another_format else name)
     has_effect = False
     for seed, path in enumerate(EDITED):
         before = host.theirs()
         with torch.inference_mode(seed % 2 == 1):
-            make(edit, host, path, seed)
+            make_edit(edit, host, path, seed)
         expected = host.theirs()
-        has_effect |= relative_error(before, expected) > 2 * most_of(name)
+        has_effect |= relative_error(before, expected) > 2 * largest_error(name)
         made, calls = calls_of(host.output)
         assert calls == {"plain": 1}, (path, runtime.status()["reason"])
         assert relative_error(made, expected) < most, path
@@ -329,7 +341,7 @@ def test_layers_with_one_input_and_several_formats_are_decoded(
     host: StoredAnima, name: str, edit: Any, place: int
 ) -> None:
     """Some files store a few layers with more bits. Our forward then rounds no inputs of such layers, and is nearer to
-    the numbers in the file than the host."""
+    the numbers in the file than the host. edit: makes the formats differ. place: index into BESIDE."""
     host.store(name)
     path, beside = list(BESIDE.items())[place]
     for one in {path, beside[0]}:
@@ -346,7 +358,9 @@ def test_layers_with_one_input_and_several_formats_are_decoded(
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_random_edits_never_make_a_wrong_output(host: StoredAnima, seed: int) -> None:
+def test_random_edits_of_stored_weights_never_make_a_wrong_output(host: StoredAnima, seed: int) -> None:
+    """Each output is close to the host's, whoever computes it; OneDiff must compute more than 15 of 25, or the host's
+    own output would prove nothing."""
     chance = Random(seed)
     host.store(chance.choice(MIXED))
     host.begin()
@@ -354,14 +368,14 @@ def test_random_edits_never_make_a_wrong_output(host: StoredAnima, seed: int) ->
     for number in range(25):
         path = chance.choice(EDITED)
         edit = chance.choice(EDITS)
-        make(edit, host, path, chance.randrange(1000))
+        make_edit(edit, host, path, chance.randrange(1000))
         made, calls = calls_of(host.output)
         expected = host.theirs()
         if calls == {"host": 1}:
             expected = host.theirs(as_stored=False)
         else:
             ours += 1
-        assert relative_error(made, expected) < most_of("INT8"), (number, edit.__name__, path, calls)
+        assert relative_error(made, expected) < largest_error("INT8"), (number, edit.__name__, path, calls)
     assert ours > 15, runtime.status()["reason"]
 
 
@@ -390,7 +404,7 @@ def of_tomorrows_file(host: StoredAnima, layer: Any) -> None:
 def in_four_bits(host: StoredAnima, layer: Any) -> None:
     """As with bitsandbytes: a parameter of a class that has its own shape."""
     kind = type("ForgeParams4bit", (nn.Parameter,), {"quant_type": "nf4"})
-    weight = nn.Parameter(plain_of(layer), requires_grad=False)
+    weight = nn.Parameter(decoded_weight(layer), requires_grad=False)
     weight.__class__ = kind
     layer.weight = weight
 
@@ -401,7 +415,7 @@ def by_older_operations(host: StoredAnima, layer: Any) -> None:
 
 
 def transposed(host: StoredAnima, layer: Any) -> None:
-    made = host.tensors.QuantizedTensor.from_float(plain_of(layer).t().contiguous(), "TensorWiseINT8Layout")
+    made = host.tensors.QuantizedTensor.from_float(decoded_weight(layer).t().contiguous(), "TensorWiseINT8Layout")
     layer.weight = nn.Parameter(made.t(), requires_grad=False)
     assert layer.weight._params.transposed
 
@@ -440,10 +454,10 @@ UNKNOWN = {
 }
 
 
-def answer(make: Any) -> Any:
-    """The result of make(), or its exception as text."""
+def answer(work: Any) -> Any:
+    """The result of work(), or its exception as text."""
     try:
-        return make()
+        return work()
     except Exception as error:
         return f"{type(error).__name__}: {error}"
 
@@ -457,6 +471,8 @@ def alike(made: Any, expected: Any) -> bool:
 
 @pytest.mark.parametrize(("case", "path"), [*((case, BROKEN) for case in UNKNOWN), ("layout", FUSED)])
 def test_the_host_serves_while_a_layers_format_is_unsupported(host: StoredAnima, case: str, path: str) -> None:
+    """A layer of a served network gets such a weight: the host's output or exception follows, with the reason.
+    Restored, OneDiff's output is the same as before to the bit. Switching off then leaves no joined weights."""
     name, breaks, reason = UNKNOWN[case]
     host.store(name)
     layer = host.unet.get_submodule(path)
@@ -490,6 +506,7 @@ def test_the_host_serves_while_a_layers_format_is_unsupported(host: StoredAnima,
 
 
 def test_the_host_serves_a_checkpoint_with_an_unsupported_layout(host: StoredAnima) -> None:
+    """From its loading on. The layout's name is in the reason and in Binding's refusal."""
     host.store("INT8 (ConvRot)")
     in_unknown_layout(host, host.unet.get_submodule(BROKEN))
     expected = host.generate()
@@ -502,6 +519,7 @@ def test_the_host_serves_a_checkpoint_with_an_unsupported_layout(host: StoredAni
 
 
 def test_the_host_serves_while_a_scale_is_nan(host: StoredAnima) -> None:
+    """Both outputs are NaN then, which no comparison accepts. A NaN that comes later is in the output too."""
     host.store("INT8")
     scale = host.unet.get_submodule(BROKEN).weight._params.scale
     before = scale.clone()
@@ -511,7 +529,7 @@ def test_the_host_serves_while_a_scale_is_nan(host: StoredAnima) -> None:
     assert calls == {"host": 1} and made.isnan().all() and "NaN" in runtime.status()["reason"]
     scale.copy_(before)
     made, calls = calls_of(host.output)
-    assert calls == {"plain": 1} and relative_error(made, host.theirs()) < most_of("INT8")
+    assert calls == {"plain": 1} and relative_error(made, host.theirs()) < largest_error("INT8")
     scale.mul_(torch.nan)
     assert host.output().isnan().all()
 
@@ -520,8 +538,8 @@ def test_the_host_serves_while_a_scale_is_nan(host: StoredAnima) -> None:
 def test_animas_mlps_are_multiplied_in_fp8_only_if_the_hosts_release_rounds_their_inputs(
     host: StoredAnima, dimensions: int, is_rounded: bool
 ) -> None:
-    """The inputs of these MLPs have five dimensions. dimensions: the most that inputs may have which
-    the host rounds."""
+    """The inputs of these MLPs have five dimensions, those of q_proj three. dimensions: the host's release rounds
+    inputs with at most so many."""
     mixed = host.module("backend.operations_mixed_precision").mixed_precision_ops
     host.mixed = lambda disabled: mixed(disabled, dimensions).Linear
     host.store("FP8 (e4m3, scaled)", ())

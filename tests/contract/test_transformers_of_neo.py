@@ -1,4 +1,4 @@
-"""Forge Neo's transformers, computed by OneDiff: the same output as by the host."""
+"""Forge Neo's transformers, computed by OneDiff: outputs close to the host's, with LoRAs and edits too."""
 from __future__ import annotations
 
 import copy
@@ -38,7 +38,8 @@ def host(fresh_runtime: None, request: pytest.FixtureRequest) -> Iterator[Transf
         yield made
 
 
-def test_the_output_is_the_hosts(host: TransformerHost) -> None:
+def test_our_output_is_close_to_the_hosts_at_every_size(host: TransformerHost) -> None:
+    """Odd sizes, several batches, and prompts of 1 to 601 tokens."""
     expected = [host.output(*size) for size in SIZES]
     host.begin()
     for size, theirs in zip(SIZES, expected, strict=True):
@@ -46,7 +47,8 @@ def test_the_output_is_the_hosts(host: TransformerHost) -> None:
         assert calls == {"plain": 1} and relative_error(ours, theirs) < 1e-5, runtime.status()["reason"]
 
 
-def test_an_edit_of_any_parameter_takes_effect_at_the_next_call(host: TransformerHost) -> None:
+def test_an_edit_of_any_parameter_in_place_takes_effect_at_the_next_call(host: TransformerHost) -> None:
+    """Every seventh parameter is edited in turn. own_output() is the host's own, with the same edits."""
     host.begin()
     before = host.output()
     names = [name for name, _ in host.unet.named_parameters()]
@@ -61,6 +63,7 @@ def test_an_edit_of_any_parameter_takes_effect_at_the_next_call(host: Transforme
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_in_half_precision_our_error_is_not_above_the_hosts(host: TransformerHost, dtype: torch.dtype) -> None:
+    """exact: the host's output with the same weights in float32. Our error may be a tenth larger than the host's."""
     network = host.unet.to(dtype)
     network.storage_dtype = network.computation_dtype = dtype
     # Makes the residual much larger than what is added to it, so that its rounding changes the output.
@@ -78,8 +81,12 @@ def test_in_half_precision_our_error_is_not_above_the_hosts(host: TransformerHos
 @pytest.mark.parametrize(("online", "stored"), [
     (True, torch.float32), (False, torch.float32), (True, torch.float16), (True, torch.bfloat16),
 ], ids=str)
-def test_loras_on_every_kind_of_layer(host: TransformerHost, online: bool, stored: torch.dtype) -> None:
-    """stored: the dtype of the weights; products are in float32."""
+def test_loras_on_every_kind_of_layer_are_in_our_images(
+    host: TransformerHost, online: bool, stored: torch.dtype
+) -> None:
+    """Our images are close to the host's with the same LoRAs; without them, the first image comes again to the bit.
+    online: whether LoRAs are computed at each use, or merged by the host. stored: the dtype of the weights; products
+    are in float32."""
     if stored != torch.float32:
         host.store_as(stored)
     one = lora(host, host.loras_on)
@@ -101,12 +108,12 @@ def test_loras_on_every_kind_of_layer(host: TransformerHost, online: bool, store
     assert same(made[0], made[-1])
 
 
-def test_functions_that_a_transformer_never_calls_are_ignored(host: TransformerHost) -> None:
-    def merged(*given: Any) -> Any:
-        raise AssertionError("nobody calls this")
+def test_patches_for_unets_in_the_options_are_ignored_as_by_the_host(host: TransformerHost) -> None:
+    def merge_tokens(*given: Any) -> Any:
+        raise AssertionError("a transformer never calls this")
 
     # The WebUI's option "Token merging ratio" sets these for every model.
-    options = {"patches": {"attn1_patch": [merged], "attn1_output_patch": [merged]}}
+    options = {"patches": {"attn1_patch": [merge_tokens], "attn1_output_patch": [merge_tokens]}}
     expected = host.output(options=options)
     host.begin()
     for _ in range(2):
@@ -115,7 +122,8 @@ def test_functions_that_a_transformer_never_calls_are_ignored(host: TransformerH
 
 
 @pytest.mark.parametrize("host", [Krea2Host, ZImageHost, Lumina2Host], ids=lambda kind: kind.model, indirect=True)
-def test_a_prompt_with_a_dimension_too_many_fails_as_in_the_host(host: TransformerHost) -> None:
+def test_a_prompt_with_a_dimension_too_many_raises_the_hosts_error(host: TransformerHost) -> None:
+    """The reason in the status contains the prompt's shape."""
     context = host.context(2, 20, seed=4).unflatten(1, (2, 10))
     with pytest.raises(Exception) as theirs:
         host.output(context=context)
@@ -139,7 +147,9 @@ def test_unets_and_transformers_are_served_in_turn(host: TransformerHost) -> Non
         assert (adapter.model_name() == host.model) is host.is_transformer and adapter.why_not_served() is None
 
 
-def test_stopping_restores_the_host(host: TransformerHost) -> None:
+def test_stopping_restores_the_hosts_forward_attributes_and_weights(host: TransformerHost) -> None:
+    """While OneDiff serves, weights that are multiplied as one share memory. Afterwards none does, and the host's image
+    is its own to the bit."""
     kind = host.network_class
     expected = host.generate()
     names = attributes(host)
@@ -157,27 +167,39 @@ def test_stopping_restores_the_host(host: TransformerHost) -> None:
 
 
 @pytest.mark.parametrize("tokens", WARMED_TOKENS)
-def test_pre_warming_makes_the_shape_of_the_next_call(host: TransformerHost, tokens: int) -> None:
+def test_a_call_of_a_pre_warmed_size_adds_no_entry_to_the_table(host: TransformerHost, tokens: int) -> None:
+    """The table has an entry for each shape that OneDiff has prepared. The prompt has the most tokens for which the
+    pre-warmed shape is meant."""
     host.start().warm(96, 64, 2, tokens)
     warmed, = runtime.table.entries()
     assert calls_of(lambda: host.output((8, 12), 2, host.warmed_for(tokens)))[1] == {"plain": 1}
     assert runtime.table.entries() == [warmed] and warmed.uses == 2
 
 
-def test_layers_are_read_unit_by_unit_and_those_of_blocks_may_be_in_eight_bits(host: TransformerHost) -> None:
+def test_our_forward_reads_the_weights_unit_by_unit(host: TransformerHost) -> None:
+    """family.units() lists every weight once, in the order of reads. Weights that do not fit on the GPU are copied to
+    it in this order."""
     bound = BoundNetwork(host.unet)
-    layout = bound.layout
     call = bound.example()
-    units = bound.family.units(layout, call)
+    units = bound.family.units(bound.layout, call)
     assert sorted(name for names in units for name in names) == sorted(bound.binding.groups)
     bound.output(call)
     bound.check_reads(call)
+
+
+def test_the_same_layers_of_every_block_may_be_in_eight_bits(host: TransformerHost) -> None:
+    layout = BoundNetwork(host.unet).layout
     classes = [one.layer_class for one in every_low_bit_layer(layout)]
     assert len(set(classes)) == host.low_bit_classes
     assert len(classes) == host.low_bit_classes * sum(bool(block.token_layers) for block in layout.layers(Block))
 
 
-def test_a_cached_step_repeats_the_whole_one_and_reads_only_the_first_blocks(host: TransformerHost) -> None:
+def test_a_step_from_cached_blocks_repeats_the_whole_one_and_reads_only_the_units_that_it_computes(
+    host: TransformerHost
+) -> None:
+    """With a cut after the first block, the whole step keeps what the later blocks add to the residual, and a step with
+    reads=True adds it again instead of computing them. With the same inputs, both outputs are close to that without a
+    cut."""
     bound = BoundNetwork(host.unet)
     call = bound.example()
     expected = bound.output(call)
@@ -190,7 +212,10 @@ def test_a_cached_step_repeats_the_whole_one_and_reads_only_the_first_blocks(hos
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-def test_our_kernels_compute_the_same_and_do_not_change_the_inputs(host: TransformerHost) -> None:
+def test_our_forward_with_triton_kernels_is_close_to_that_with_torchs_and_keeps_its_inputs(
+    host: TransformerHost
+) -> None:
+    """Without a GPU, an interpreter runs the kernels. kept: copies of the inputs from before."""
     bound = BoundNetwork(host.unet)
     call = bound.example((5, 6))
     inputs = {name: getattr(call, name) for name in ("context", "mask") if getattr(call, name, None) is not None}

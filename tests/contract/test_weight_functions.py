@@ -80,7 +80,9 @@ def expected_of(host: Host, *sequence: tuple[Any, ...]) -> list[Any]:
 
 
 @family
-def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
+def test_loras_on_the_fly_are_computed_beside_their_layers_without_copies_of_weights(host: Host) -> None:
+    """Our images are close to the host's with the same LoRAs. Without them, the first image comes again to the bit, and
+    switched off the host's."""
     one = lora(host, (*LINEAR, *CONVOLUTIONS))
     two = lora(host, LINEAR[:6], rank=2, seed=7)
     sequence = ((), ((one, 0.5),), ((one, 0.25),), ((one, 0.5), (two, 0.8)), ((two, 0.8),), ())
@@ -109,10 +111,11 @@ def test_loras_on_the_fly_are_computed_beside_their_layers(host: Host) -> None:
 
 
 @pytest.mark.parametrize("host", ["neo"], indirect=True)
-def test_a_strength_that_changes_between_two_calls_counts_at_once(
+def test_a_loras_strength_that_changes_between_two_steps_takes_effect_at_once(
     host: Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Forge Neo's syntax <lora:x:[1@0,0.25@0.5]> does that."""
+    """Forge Neo's syntax <lora:x:[1@0,0.25@0.5]> does that. Here the strength is 1 at the first UNet call and 0.25 at
+    the second."""
     model = host.checkpoint.forge_objects.unet.model
     patches = lora(host, (*LINEAR, *CONVOLUTIONS))
     apply = model.apply_model
@@ -135,7 +138,11 @@ def test_a_strength_that_changes_between_two_calls_counts_at_once(
 
 
 @family
-def test_other_functions_are_applied_to_copies_once_for_all_calls(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loha_and_differences_are_applied_to_copies_of_weights_once_for_all_steps(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unlike a LoRA, they cannot be computed beside the layer. Each layer's functions are read once for a generation of
+    two UNet calls."""
     read: list[nn.Module] = []
     of = LayerFunctions.of
     monkeypatch.setattr(LayerFunctions, "of", lambda self, layer: read.append(layer) or of(self, layer))
@@ -157,8 +164,8 @@ def test_other_functions_are_applied_to_copies_once_for_all_calls(host: Host, mo
 
 
 @pytest.mark.parametrize("host", ["neo", "reforge"], indirect=True)
-def test_a_function_of_another_extension_runs_at_every_call(host: Host) -> None:
-    """What it computes may depend on anything."""
+def test_a_weight_function_of_another_extension_is_called_at_every_step(host: Host) -> None:
+    """Its result may depend on anything; here it depends on a number outside."""
     factor = 1.0
     plain = host.generate()
     expected = {}
@@ -177,7 +184,8 @@ def test_a_function_of_another_extension_runs_at_every_call(host: Host) -> None:
 
 @family
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16], ids=str)
-def test_weights_in_another_dtype_are_cast_when_they_are_used(host: Host, dtype: torch.dtype) -> None:
+def test_weights_in_another_dtype_are_cast_at_each_use_and_not_copied(host: Host, dtype: torch.dtype) -> None:
+    """With LoRAs and a LoHa too. Switched off, the host's image and the stored weights are the same to the bit."""
     host.store_as(dtype)
     plain = lora(host, (*LINEAR, *CONVOLUTIONS))
     other = loha(host, (f"{BLOCK}.attn1.to_q",))

@@ -79,7 +79,7 @@ class TransformerHost(FamilyHost, ABC):
         self.own_forward = self.network_class.forward
         return super().start()
 
-    def check_only_changed_calls_are_its(
+    def check_only_changed_calls_are_the_hosts(
         self, changed: Callable[[], Tensor], reason: str, least_change: float = 0.0
     ) -> None:
         """Starts OneDiff, and calls the network as it is and changed, by turns. OneDiff computes the first, as the host
