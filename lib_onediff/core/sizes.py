@@ -26,7 +26,7 @@ HOW_TO_WRITE_A_SIZE = "Write for example 768x512, or 768x512 x2 for two images a
 TOKENS = 77
 # The lengths of prompts for which a size can be made ready.
 TOKEN_CHOICES = (TOKENS, 2 * TOKENS, 3 * TOKENS)
-MOST_USED = re.compile(r"most used(?: (\d{1,6}))?", re.IGNORECASE)
+MOST_USED = re.compile(r"most\s+used(?:\s+(\d{1,6}))?", re.IGNORECASE)
 # The number of sizes that "most used" without a number means.
 USUAL_NUMBER = 8
 
