@@ -75,7 +75,7 @@ class TuningCache:
             self._values = {}
 
     def attach(self, load: Callable[[], dict[str, Any]], save: Callable[[str, Any], object]) -> None:
-        """Attach a store: add the values that load() returns, and save all values that were set before this call.
+        """Attach a store: add the values that load() returns, and save all values that are in memory at this call.
 
         If a name has a value in memory and one in the store, the value in memory is kept, because it was measured
         later. save: called as save(name, value), now and at every later set(); it must return at once. Another call of

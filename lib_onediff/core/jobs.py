@@ -56,7 +56,7 @@ def no_work() -> str:
 @dataclass(eq=False)
 class Job:
     """A piece of work in the list, and its progress. JobQueue sets id and state, and work() the numbers of the
-    progress. Of an image, only the id is set by JobQueue.
+    progress. For an image, JobQueue sets the id, and the host's images (the function `images` of JobQueue) the rest.
 
     kind: IMAGE, COMPARISON or PREWARM.
     title: words for users that tell the job from others of its kind: "768x512 x2".

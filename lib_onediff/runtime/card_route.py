@@ -438,9 +438,10 @@ class OneCard:
             log.error("%s (%s)", entry.no_graph, entry.key, exc_info=captured.error)
 
     def _capture_now(self, entry: Entry, call: Call) -> None:
-        """Tune kernels, capture the graph, and ask the host to free as much GPU memory as the graph lacks; if the host
-        frees none, 8-bit weights are dropped. Captures nothing if tuning has dropped the 8-bit weights, or if the graph
-        does not fit (see GraphCache.capture). Raises any exception of the tuning or the capture."""
+        """Tune kernels and capture the graph. Then, if GraphCache.capture says that GPU memory is lacking, ask the host
+        to free as much; if the host frees none, 8-bit weights are dropped. Captures nothing if tuning has dropped the
+        8-bit weights, or if the graph does not fit (see GraphCache.capture). Raises any exception of the tuning or the
+        capture."""
         if self._tune(entry.key, call):
             self._services.call_stats.note_first_use()
             # The kernels chosen now must run once outside of the capture, where they load and allocate.

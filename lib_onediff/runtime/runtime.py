@@ -244,7 +244,8 @@ class Runtime:
 
     def end_sampling(self, unet: nn.Module | None = None) -> None:
         """Called by a host at the end of a sampling. The memories of step policies are dropped. unet: the only network
-        whose sampling ends; None for the samplings of all networks, and the one announced with of_all."""
+        whose sampling ends; nothing happens if it is not served. None: the samplings of all networks end, also a
+        sampling that was announced with of_all."""
         if unet is None:
             self._sampling = None
         for one, network in self.services.networks.items():

@@ -101,9 +101,9 @@ class OptionPatches(PatchPoints):
         return [*chain(*lists), *filter(None, [self._norm]), *functions_of(self._changed_modules)]
 
     def _named(self) -> Iterator[tuple[str, Callable[..., Any]]]:
-        """(name, function) for the functions in the options. name: of the option, for users, such as
-        "patches[attn1_patch]". Yields one function of each extension for all self attentions that it replaces, and one
-        for all cross attentions."""
+        """(name, function) for the functions in the options, as `structure` shows them to users. name: of the option,
+        such as "patches[attn1_patch]". Of the functions by which an extension replaces attentions, yields only one for
+        self attention, and one for cross attention."""
         for name, functions in self._lists.items():
             yield from ((f"{PATCHES}[{name}]", function) for function in functions)
         for name, blocks in self._replaced.items():
