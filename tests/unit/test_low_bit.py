@@ -37,8 +37,8 @@ CPU = torch.device("cpu")
 def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
     on_a_gpu: Weather, option: str, worst: float
 ) -> None:
-    """worst: float8 keeps three bits of each factor, and int8 seven bits of the largest of its row. The test of the
-    same setup also asserts what the panel shows."""
+    """worst: float8 keeps three bits of each factor, and int8 seven bits of the largest of its row. The entry has the
+    same error, which the panel shows, and the third call is replayed."""
     unet = compiled(half_unet(), option)
     call = half_call(unet)
     host = diffusers_output(unet, call)

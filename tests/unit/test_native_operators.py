@@ -63,9 +63,10 @@ def layer(*shape: int, biased: bool = True) -> LayerWeights:
 
 
 @IN_ANY_FORMAT
-def test_images_in_any_memory_format_give_torchs_results(
+def test_operators_on_images_in_any_memory_format_are_close_to_torchs(
     native: NativeOperators, form: Callable[[Tensor], Tensor]
 ) -> None:
+    """Group norm, addition of a residual, resize, and conversion to tokens. No input is written to."""
     image = random(2, 24, 5, 6)
     other = random(2, 24, 5, 6)
     bias = random(24)
@@ -82,9 +83,10 @@ def test_images_in_any_memory_format_give_torchs_results(
 
 
 @IN_ANY_FORMAT
-def test_a_virtual_concatenation_gives_the_results_of_a_real_one(
+def test_operators_on_a_virtual_concatenation_are_close_to_those_on_a_real_one(
     native: NativeOperators, form: Callable[[Tensor], Tensor]
 ) -> None:
+    """concatenate() keeps both images, which the group norm and the pointwise convolution read without a copy."""
     image = random(2, 40, 5, 6)
     skip = random(2, 24, 5, 6)
     beside = native.concatenate(form(image), form(skip))
@@ -99,9 +101,10 @@ def test_a_virtual_concatenation_gives_the_results_of_a_real_one(
 
 
 @grid(kind=list(product([(1, 32), (1, 20), (2, 32)], [False, True])), form=list(FORMATS), biased=[True, False])
-def test_a_convolution_gives_torchs_result_in_any_memory_format(
+def test_a_convolution_is_close_to_torchs_in_any_memory_format(
     native: NativeOperators, kind: tuple[tuple[int, int], bool], form: str, biased: bool
 ) -> None:
+    """kind: ((stride, output channels), whether the padding is circular). The weight is contiguous or channels-last."""
     (stride, channels), circular = kind
     shape = Convolution("convolution", 12, channels, 3, stride, 1, circular)
     image = random(2, 12, 7, 6)
@@ -113,7 +116,7 @@ def test_a_convolution_gives_torchs_result_in_any_memory_format(
     assert relative_error(native.convolution(given, arranged, shape), expected) < CLOSE
 
 
-def test_sliced_and_transposed_tokens_give_torchs_results(native: NativeOperators) -> None:
+def test_operators_on_tokens_that_are_not_contiguous_are_close_to_torchs(native: NativeOperators) -> None:
     tokens = random(24, 14, 2).permute(2, 1, 0)[:, 3:10]
     hidden = random(2, 7, 96)[..., ::2]
     norm = LayerNorm("norm", 24, 1e-5)
@@ -132,10 +135,11 @@ def test_sliced_and_transposed_tokens_give_torchs_results(native: NativeOperator
 
 
 @pytest.mark.parametrize(("dtype", "kept"), list(product([torch.float32, torch.float16], repeat=2)), ids=str)
-def test_modulated_norms_gates_and_rotated_heads(
+def test_a_transformer_blocks_operators_are_close_to_torchs_in_float32(
     native: NativeOperators, dtype: torch.dtype, kept: torch.dtype
 ) -> None:
-    """kept: the dtype of the residual. The reference computes in float32 with the same numbers."""
+    """Modulated norms, gated additions, GELU, and split heads with norms and rotary embeddings. kept: the dtype of the
+    residual."""
     tokens = random(2, 7, 48).to(kept)
     hidden = random(2, 7, 48).to(dtype)
     gate = random(2, 48).to(dtype)
@@ -181,7 +185,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("kind", SHAPES)
-def test_attention_over_few_keys_is_exact(kind: str, dtype: torch.dtype) -> None:
+def test_attention_over_few_keys_is_close_to_exact(kind: str, dtype: torch.dtype) -> None:
+    """The bound is one rounding of the softmax's weights to the half type. Tensors whose heads are not side by side in
+    memory are not for this kernel."""
     if dtype == torch.bfloat16 and DEVICE.type == "cpu":
         pytest.skip("Triton's interpreter multiplies bfloat16 by its bits")
     query, keys = SHAPES[kind]
@@ -198,12 +204,12 @@ def test_attention_over_few_keys_is_exact(kind: str, dtype: torch.dtype) -> None
     [(width, config) for width, kernel in ((64, ATTENTION), (80, WIDE_ATTENTION))
      for config in ends([config for config in kernel.candidates if config != LIBRARY])], ids=str,
 )
-def test_every_launch_config_gives_the_same(width: int, config: LaunchConfig) -> None:
+def test_attention_is_close_to_exact_with_every_launch_config(width: int, config: LaunchConfig) -> None:
     inputs = inputs_of(random_on(DEVICE, torch.float16), (1, 2, 70, width), (1, 2, 154, width))
     assert relative_error(attention(*inputs, config).double(), exact_attention(*inputs)) < ROUNDING[torch.float16]
 
 
-def test_large_scores_do_not_overflow() -> None:
+def test_attention_does_not_overflow_with_large_scores() -> None:
     query, key, value = inputs_of(random_on(DEVICE, torch.float16), (1, 1, 20, 64), (1, 1, 77, 64))
     inputs = 60 * query, 60 * key, value
     assert relative_error(attention(*inputs).double(), exact_attention(*inputs)) < 2e-3

@@ -47,7 +47,9 @@ class Clock:
         return self.ms.get(str(config), 1.0)
 
 
-def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_are_measured_once_for_each_width_and_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tune_kernels returns the number of measurements. Layer norm's third config is the fastest, and all GEGLU's take
+    the same time: the first one stays."""
     launches = Launches(TuningCache())
     clock = Clock(**{str(LAYER_NORM.candidates[2]): 0.5})
     count = tune_kernels(launches, LAYERS, torch.float32, CPU, clock)
@@ -63,11 +65,14 @@ def test_a_network_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("other_ms", "place"), [(0.98, 0), (0.9, 1), (2.0, 0)])
 def test_a_launch_config_is_replaced_only_by_a_clearly_faster_one(other_ms: float, place: int) -> None:
+    """The first config takes 1.0 ms."""
     clock = Clock(**{str(ADDITION.candidates[1]): other_ms})
     assert best_config(Trial(ADDITION, SMALL, lambda config: None), clock) == ADDITION.candidates[place]
 
 
 def test_a_launch_config_that_this_gpu_cannot_run_is_not_chosen() -> None:
+    """The second one raises, and would have the second time; the next best is chosen."""
+
     def time_ms(work: Callable[[], object]) -> float:
         work()
         return next(times)
@@ -81,6 +86,8 @@ def test_a_launch_config_that_this_gpu_cannot_run_is_not_chosen() -> None:
 
 
 def test_products_with_stored_weights_are_measured_once_after_a_call_has_used_them() -> None:
+    """A call records the shape, (rows, out, width, dtype), for weights that the host's file has in int8; not for those
+    that we have quantized."""
     launches = Launches(TuningCache())
     weight = QuantizedWeight(torch.zeros(48, 32, dtype=torch.int8), torch.ones(1, 1))
     layer = LayerWeights(torch.empty(48, 32, dtype=torch.float16, device="meta"), None, (weight,))
@@ -97,6 +104,7 @@ def test_products_with_stored_weights_are_measured_once_after_a_call_has_used_th
 
 
 def test_products_with_down_matrices_are_measured_once_after_a_call_has_used_them() -> None:
+    """Down matrices of LoRAs. A call records the shape, (rows, rank, width, dtype)."""
     launches = Launches(TuningCache())
     weight = QuantizedWeight(torch.zeros(48, 32, dtype=torch.int8), torch.ones(1, 1))
     down, up = torch.zeros(16, 32, dtype=torch.float16), torch.zeros(48, 16, dtype=torch.float16)
@@ -113,6 +121,7 @@ def test_products_with_down_matrices_are_measured_once_after_a_call_has_used_the
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="interpreted, it takes minutes")
 def test_every_trial_runs_on_this_gpu() -> None:
+    """tune_kernels skips launch configs that raise, so that a broken one would not show."""
     for trial in trials(LAYERS, random_on(torch.device("cuda"), torch.float16)):
         for config in trial.kernel.candidates:
             trial.run(config)

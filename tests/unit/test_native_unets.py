@@ -66,11 +66,11 @@ def error(unet: nn.Module, call: UNetCall) -> float:
 
 
 @pytest.mark.parametrize("name", UNETS)
-def test_a_whole_unet_gives_the_hosts_output_at_an_odd_size(name: str) -> None:
+def test_a_unet_by_native_operators_is_close_to_the_host_at_an_odd_size(name: str) -> None:
     assert error(shared(name), call_of(shared(name), 3, 5, 1)) < CLOSE
 
 
-def test_weights_and_latents_in_channels_last_give_the_same() -> None:
+def test_a_unet_and_latent_in_channels_last_give_close_outputs() -> None:
     """With two images of even sides."""
     unet = UNETS["SDXL"]().to(DEVICE)
     call = call_of(unet, 4, 2, 2)
@@ -80,7 +80,8 @@ def test_weights_and_latents_in_channels_last_give_the_same() -> None:
     assert relative_error(our_output(unet, call, NativeOperators()), expected) < CLOSE
 
 
-def test_circular_padding_wraps_around_the_edges() -> None:
+def test_a_unet_with_circular_padding_is_close_to_the_host() -> None:
+    """Tiling: its padding wraps around the edges, which must change the host's output at all."""
     unet = UNETS["SD1"]().to(DEVICE)
     call = call_of(unet, 4, 3, 1)
     flat = host_output(unet, call)

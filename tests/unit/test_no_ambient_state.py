@@ -37,7 +37,8 @@ def lacking(call: ast.Call) -> set[str]:
     return {"dtype", "device"} - {keyword.arg for keyword in call.keywords}
 
 
-def test_every_tensor_is_made_with_its_type_and_device() -> None:
+def test_every_tensor_is_made_with_an_explicit_dtype_and_device() -> None:
+    """Reads lib_onediff's source: calls of torch's functions that make tensors (MAKERS) without dtype= or device=."""
     found = [
         f"{path.relative_to(ROOT)}:{call.lineno} leaves out {' and '.join(sorted(lacking(call)))}"
         for path in sorted(ROOT.rglob("*.py")) for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
@@ -91,7 +92,9 @@ def ours(network: Any, given: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("make", NETWORKS.values(), ids=NETWORKS)
 @pytest.mark.parametrize("what", DEFAULTS, ids=str)
-def test_defaults_of_the_caller_change_nothing_after_a_proof_or_before(what: Any, make: Callable[[], Any]) -> None:
+def test_torchs_defaults_of_the_caller_do_not_change_our_output(what: Any, make: Callable[[], Any]) -> None:
+    """what: torch's default dtype or device in the caller. For a network that was checked before it was set, and for
+    one that is compiled under it."""
     network, given = make()
     another, _ = make()
     lib_onediff.compile_unet(network)
@@ -107,7 +110,7 @@ def test_defaults_of_the_caller_change_nothing_after_a_proof_or_before(what: Any
 
 
 @pytest.mark.parametrize("what", DEFAULTS, ids=str)
-def test_defaults_of_the_caller_change_nothing_in_a_vaes_decode(what: Any, fresh_route: Any) -> None:
+def test_torchs_defaults_of_the_caller_do_not_change_a_vaes_decode(what: Any, fresh_route: Any) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     before = our_picture(decoder, latent)

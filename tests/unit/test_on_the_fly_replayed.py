@@ -117,12 +117,13 @@ def none(unet: Any, patches: dict[str, list[Any]]) -> None:
     (other_strength, True, True, True), (one_more, True, False, True), (lora_uncounted, True, True, True),
     (weight_uncounted, True, False, True), (weight_uncounted, True, True, True),
 ], ids=lambda given: getattr(given, "__name__", None))
-def test_a_change_between_two_replays(
+def test_a_change_of_loras_between_replays_takes_effect_and_keeps_the_graph_where_memory_suffices(
     unet: Any, pretended: PretendedGraphs, change: Callable[[Any, Any], None], copies: bool, in_sampling: bool,
     in_place: bool,
 ) -> None:
-    """copies: the functions are not plain LoRAs, and are applied to copies of the weights. One LoRA more fits into the
-    same memory, whose ranks are filled up (core.layer_weights.RANKS)."""
+    """Every output is compared with the host's. in_place: the changed weights fit into the memory that the graph reads,
+    so that it is not captured again. copies: the functions are not plain LoRAs, and are applied to copies of the
+    weights. One LoRA more fits into the same memory, whose ranks are filled up (core.layer_weights.RANKS)."""
     patches = {path: [patch(0.5)] for path in (FUSED, FUSED.replace("to_k", "to_out.0"))}
     for entries in patches.values() if copies else ():
         entries[0][2] = 0.9  # the strength of the model

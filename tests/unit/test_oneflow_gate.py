@@ -67,6 +67,7 @@ def test_machines_without_oneflow_have_a_reason(
     monkeypatch: pytest.MonkeyPatch, machine: Path, python: tuple[int, int] | None, system: str, processor: str,
     said: list[str],
 ) -> None:
+    """Another Python, system or processor, or no package."""
     if python is not None:
         monkeypatch.setattr(oneflow_gate, "PYTHON", (3, 10))
         monkeypatch.setattr(sys, "version_info", (*python, 1))
@@ -80,6 +81,7 @@ def test_machines_without_oneflow_have_a_reason(
 @pytest.mark.parametrize(("version", "can"), [("0.9.0", True), ("0.9.1.dev20240515", True), ("0.7.0", False),
                                               ("1.0.0", False)])
 def test_only_oneflow_0_9_is_supported(machine: Path, version: str, can: bool) -> None:
+    """The version is read from the package's metadata: the package would end the process if it were imported."""
     install(machine, version)
     why = why_no_package()
     assert (why is None) == can
@@ -108,6 +110,7 @@ def test_devices_and_dtypes_that_oneflow_does_not_support_have_a_reason(
 
 
 def test_a_oneflow_that_crashes_or_hangs_gives_a_reason(machine: Path) -> None:
+    """It is tried in another process, for at most `seconds`."""
     install(machine, source="import os; os.abort()")
     why = tried(machine)
     assert a_sentence(why) and "crashed in a test" in why and "oneflow" not in sys.modules
@@ -119,6 +122,7 @@ def test_a_oneflow_that_crashes_or_hangs_gives_a_reason(machine: Path) -> None:
 
 
 def test_oneflow_is_tested_once_in_the_background(machine: Path) -> None:
+    """waits=False returns at once: TRYING, or the result of the test. The package counts its imports in a file."""
     install(machine, source="open(__file__ + '.tried', 'a').write('x'); raise ImportError('bad weather')")
     gate = OneFlowGate(environment={**os.environ, "PYTHONPATH": str(machine)})
     assert gate.why_not(CPU, torch.float32, waits=False) == TRYING
@@ -139,7 +143,7 @@ def test_the_verdict_is_read_from_the_output_of_the_other_process() -> None:
 
 
 def test_concurrent_threads_share_one_test_of_oneflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an earlier version, a second thread started another one while the first was being made."""
+    """In an earlier version, a second thread started another test while the first one's thread was being made."""
     made: list[threading.Thread] = []
 
     class SlowThread(threading.Thread):

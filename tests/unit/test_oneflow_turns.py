@@ -52,6 +52,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Watched]:
 
 
 def test_no_graph_runs_while_another_one_is_compiled(watched: Watched) -> None:
+    """Watched replaces OneFlow's runs, and holds the compilation of call 1 until may_end is set. Meanwhile other calls
+    are refused with a reason, and a warm-up waits."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), backend="eager")
     calls = [a_call(unet), a_call(unet, 16, 8)]
     for call in calls:

@@ -128,7 +128,9 @@ APART = (("flat", "flat"), ("flat", None), ("int8", "fp8"), ("int8", None), ("fp
 
 @pytest.mark.parametrize("by_rows", [False, True])
 @pytest.mark.parametrize("kinds", [*TOGETHER, *APART], ids=str)
-def test_layers_over_one_input_are_one_operand_however_each_is_stored(kinds: Any, by_rows: bool) -> None:
+def test_layers_with_the_same_input_become_one_operand_however_each_is_stored(kinds: Any, by_rows: bool) -> None:
+    """kinds: the stored format of each of two layers (None: not quantized). ALIKE: multiplied in their format; APART:
+    joined when they are read, as their values cannot be adjacent. by_rows: a scale for each row."""
     root = network(*kinds, by_rows=by_rows)
     expected = torch.cat([dense(root.get_submodule(name)) for name in NAMES])
     bias = torch.cat([root.get_submodule(name).bias for name in NAMES])
@@ -153,7 +155,8 @@ def test_layers_over_one_input_are_one_operand_however_each_is_stored(kinds: Any
     assert (operators.linear(x, own) - found[:, ROWS[0]:]).norm() < 0.03 * found.norm()
 
 
-def test_scales_of_one_and_of_every_row_stand_side_by_side() -> None:
+def test_quantized_members_with_one_scale_or_one_for_each_row_are_joined() -> None:
+    """Not if one is rotated or not quantized."""
     members = [stored_weight("int8", 4, by_rows=True), stored_weight("int8", 2)]
     values = torch.cat([member.values for member in members])
     joint = quantized(values, members, [member.scales for member in members])
@@ -180,6 +183,7 @@ def test_weights_that_are_not_adjacent_are_joined_when_they_are_read(kinds: Any)
 
 
 def test_a_decoded_weight_is_made_once_for_two_reads_in_a_row_and_anew_later() -> None:
+    """Reads of other operands are between the later ones."""
     root = network("decoded", "decoded")
     operands = operands_of(bound_to(root))
     first = operands["both"].weight
@@ -189,7 +193,9 @@ def test_a_decoded_weight_is_made_once_for_two_reads_in_a_row_and_anew_later() -
     assert torch.equal(operands["both"].weight[:4], 2 * first[:4])
 
 
-def test_a_weight_that_a_later_step_brings_is_not_decoded() -> None:
+def test_a_weight_that_a_later_step_replaces_is_not_decoded() -> None:
+    """steps_of: what is done to a stored weight when it is read, in order. applied_to has a weight changed by a host's
+    function."""
     root = network("decoded", "decoded")
     binding = bound_to(root)
     stored = binding.weights()
@@ -212,7 +218,11 @@ def in_order(operands: Operands) -> list[Tensor]:
 
 @pytest.mark.parametrize("lane", [Early, Late])
 @pytest.mark.parametrize("kinds", [*ALIKE, ("decoded", "decoded"), ("flat", "flat"), ("flat", None)], ids=str)
-def test_from_main_memory_come_the_same_operands(kinds: Any, lane: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_streamed_from_main_memory_give_equal_operands(
+    kinds: Any, lane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lies_away makes every weight seem to be in main memory. lane copies them as early or as late as the order allows.
+    After scales were edited, the next forward has the new ones."""
     root = network(*kinds, by_rows=True)
     expected = in_order(operands_of(bound_to(root)))
     for module in (binding_module, streaming_module):
@@ -241,7 +251,7 @@ def operands_of_resident(root: nn.Module) -> Operands:
 
 
 @pytest.mark.parametrize("kinds", [("int8", "int8"), ("flat", "int8")], ids=str)
-def test_unbound_every_tensor_has_memory_of_its_own(kinds: Any) -> None:
+def test_unbinding_gives_every_tensor_its_own_memory_and_equal_values_again(kinds: Any) -> None:
     root = network(*kinds)
     before = [tensor.clone() for tensor in File().tensors(list(root.children()))]
     binding = bound_to(root)
@@ -252,7 +262,7 @@ def test_unbound_every_tensor_has_memory_of_its_own(kinds: Any) -> None:
     assert all(map(torch.equal, now, before)) and not any(map(shares_storage, now))
 
 
-def test_a_plain_mixture_is_refused_and_one_with_few_bits_is_not() -> None:
+def test_layers_of_one_operand_in_two_dtypes_are_refused_unless_one_is_quantized() -> None:
     root = network("int8", None)
     root.second.weight.data = root.second.weight.data.half()
     bound_to(root)
@@ -263,7 +273,8 @@ def test_a_plain_mixture_is_refused_and_one_with_few_bits_is_not() -> None:
 
 @pytest.mark.parametrize("edit", ["values", "scale", "bias"])
 def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
-    """The checkpoint's digest only changes with biases and norms, so an edit of a scale does not change it."""
+    """identity() belongs to a verdict, checkpoint() to measured errors; the checkpoint's digest only covers biases and
+    norms. The same numbers in another format are another identity, too."""
     root = network("int8", "int8")
     traits = HostTraits(stored=File())
     bound = BoundNetwork(root, lambda module: layout(), traits)
@@ -285,7 +296,7 @@ def test_an_edit_in_place_changes_the_digests_of_weights(edit: str) -> None:
 
 
 @pytest.mark.parametrize("is_scaled", [False, True])
-def test_the_loras_of_some_rows_are_those_that_add_to_them(is_scaled: bool) -> None:
+def test_low_rank_of_rows_has_only_the_loras_that_add_to_these_rows(is_scaled: bool) -> None:
     x, down = torch.randn(2, WIDTH), torch.randn(6, WIDTH)
     ups = ((0, torch.randn(4, 1)), (4, torch.randn(2, 2)), (4, torch.randn(2, 3)))
     scales = tuple(torch.rand(3)) if is_scaled else ()
@@ -327,7 +338,8 @@ def test_weights_changed_by_the_webuis_functions_are_not_cast_again() -> None:
     assert operands["layer"].weight is changed and operands["layer"].bias is bias and operands.bias("layer") is bias
 
 
-def test_a_copy_in_eight_bits_stands_for_weight_and_loras() -> None:
+def test_a_copy_in_eight_bits_replaces_the_weight_and_its_loras() -> None:
+    """alone: the layers that are read in 8 bits only, whose weight is not cast."""
     low_bit = (QuantizedWeight(torch.ones(2, 3, dtype=torch.int8), torch.ones(1, 1)),)
     for alone in (frozenset[str](), frozenset({"layer"})):
         last = WithLowBit({"layer": low_bit}, {}, HALF, alone)
@@ -337,7 +349,8 @@ def test_a_copy_in_eight_bits_stands_for_weight_and_loras() -> None:
         assert operand.weight.is_meta == bool(alone) and operand.weight.dtype == HALF
 
 
-def test_a_weight_that_is_read_twice_in_a_row_is_cast_once_and_none_for_its_bias_alone() -> None:
+def test_a_weight_read_twice_in_a_row_is_cast_once_and_reading_its_bias_casts_nothing() -> None:
+    """Cast leaves vectors, such as norms and biases, as they are unless vectors=True."""
     before = {**plain(torch.ones(2, 3)), "norm": LayerWeights(torch.ones(3), torch.ones(3))}
     operands = Operands(before, [Cast(HALF)])
     first = operands["layer"].weight

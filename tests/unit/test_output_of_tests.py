@@ -26,6 +26,7 @@ def run(folder: Path, source: str, *options: str, **environment: str) -> subproc
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["one process", "two processes"])
 def test_a_long_run_prints_a_failure_when_it_happens(tmp_path: Path, options: tuple[str, ...]) -> None:
+    """tests/conftest.py prints it before pytest's own section of failures."""
     finished = run(tmp_path, MANY, *options)
     at_once, rest = finished.stdout.split("= FAILURES =")
     assert finished.returncode == 1, finished.stdout + finished.stderr

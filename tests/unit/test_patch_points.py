@@ -104,6 +104,8 @@ def copied(options: Options) -> Options:
 
 @grid(case=list(CASES), size=[(16, 16), (16, 32)])
 def test_our_forward_calls_functions_at_the_same_points_as_the_webuis(case: str, size: tuple[int, int]) -> None:
+    """Each case is as an extension sets functions; `expected` is ldm's forward with these functions at Forge's points.
+    Without them, the output must be another one."""
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
     options = CASES[case]
@@ -142,6 +144,7 @@ def test_our_forward_with_kernels_calls_functions_at_the_same_points(case: str) 
     ({PATCHES: {"emb_patch": [free_u]}}, READ - {"emb_patch"}),
 ])
 def test_functions_at_other_points_are_left_to_the_host(options: Options, read: frozenset[str]) -> None:
+    """The call is refused. The last case: a host whose forward does not have this point would not call the function."""
     unet = shared_ldm_unet()
     with pytest.raises(Refusal, match="another extension changes the UNet for this call: "):
         ours(unet, a_call(unet), options, read)
@@ -155,7 +158,8 @@ def test_a_function_that_the_hosts_forward_never_calls_is_ignored(name: str) -> 
 
 
 def test_the_structure_counts_the_blocks_in_which_a_function_is_called() -> None:
-    """Extensions set a function for every block that any UNet may have, and likewise for stages."""
+    """Extensions set a function for every block that any UNet may have, and likewise for stages. A graph is chosen by
+    structure."""
     unet = shared_ldm_unet()
     blocks = sum(hasattr(module, "attn1") for module in unet.modules())
     stages = {(part, number): own_value for part in ("input", "middle", "output") for number in range(16)}

@@ -161,6 +161,8 @@ def is_the_hosts(unet: Any, reason: str, **others: Any) -> None:
 def test_every_state_of_loras_is_served_and_moves_no_weights(
     change: Callable[[Any], object], request: pytest.FixtureRequest
 ) -> None:
+    """Each output is compared with diffusers' own, and with that of a UNet without LoRAs. The weights' addresses
+    stay."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     plain = is_ours(unet)
     lay = addresses(unet)
@@ -251,7 +253,10 @@ REFUSED: dict[str, tuple[Callable[[Any], object], str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("change", "reason"), REFUSED.values(), ids=REFUSED)
-def test_the_host_serves_a_lora_that_is_not_plain(change: Callable[[Any], object], reason: str) -> None:
+def test_diffusers_serves_a_lora_that_our_forward_does_not_compute(
+    change: Callable[[Any], object], reason: str
+) -> None:
+    """Also one with a hook or a replaced forward on its layers, and in training."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     change(unet)
     is_the_hosts(unet, reason)
@@ -260,6 +265,8 @@ def test_the_host_serves_a_lora_that_is_not_plain(change: Callable[[Any], object
 
 @pytest.mark.parametrize("scale", [0.5, 1.0])
 def test_a_calls_lora_scale_holds_for_that_call_only(scale: float) -> None:
+    """cross_attention_kwargs' scale, which diffusers sets on all layers during the call. Calls with and without it
+    alternate."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     other = diffusers_unet(**SMALL_XL)
     given = {"cross_attention_kwargs": {"scale": scale}}
@@ -274,7 +281,7 @@ def test_a_calls_lora_scale_holds_for_that_call_only(scale: float) -> None:
     assert unet.get_submodule(TO_QUERY).scaling == other.get_submodule(TO_QUERY).scaling
 
 
-def test_the_host_serves_a_lora_scale_that_our_forward_cannot_apply() -> None:
+def test_diffusers_serves_a_lora_scale_that_our_forward_cannot_apply() -> None:
     """For layers that diffusers does not scale, and for attentions that its own modules compute."""
     given = {"cross_attention_kwargs": {"scale": 0.5}}
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
@@ -292,7 +299,7 @@ def test_the_host_serves_a_lora_scale_that_our_forward_cannot_apply() -> None:
     is_ours(unet)
 
 
-def test_the_host_serves_while_projections_are_fused_by_diffusers() -> None:
+def test_diffusers_serves_while_its_projections_are_fused() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     unet.fuse_qkv_projections()
     is_the_hosts(unet, "unfuse_qkv_projections()")
@@ -301,14 +308,16 @@ def test_the_host_serves_while_projections_are_fused_by_diffusers() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_the_host_serves_if_a_half_precision_lora_amplifies_rounding(dtype: torch.dtype) -> None:
+def test_diffusers_serves_if_a_half_precision_lora_amplifies_rounding(dtype: torch.dtype) -> None:
+    """These LoRAs are ten times as strong as real ones: both forwards round differently, and the check finds the
+    difference."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     add(unet, EVERYTHING)
     in_type(unet, dtype)
     is_the_hosts(unet, "differs from the model's own forward")
 
 
-def test_the_host_serves_loras_of_several_dtypes_and_loras_whose_inputs_are_not_cast() -> None:
+def test_diffusers_serves_loras_of_several_dtypes_and_loras_whose_inputs_are_not_cast() -> None:
     helpers = pytest.importorskip("peft.helpers")
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))
     two(unet, [0.05, 0.03])
@@ -324,7 +333,8 @@ def test_the_host_serves_loras_of_several_dtypes_and_loras_whose_inputs_are_not_
     is_ours(unet, seed=2)
 
 
-def test_the_host_serves_a_lora_on_the_meta_device() -> None:
+def test_diffusers_is_called_for_a_lora_on_the_meta_device() -> None:
+    """As while peft loads one: its weights have no values yet."""
     from peft import LoraConfig
 
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL))

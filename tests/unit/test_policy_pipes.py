@@ -54,7 +54,8 @@ def generate(pipe: Any, steps: int = STEPS, **more: Any) -> Tensor:
     return images
 
 
-def told() -> tuple[int, str]:
+def skipped() -> tuple[int, str]:
+    """The number of calls without the negative prompt, and why there were no others."""
     now = lib_onediff.status()["guidance"]
     return now["without_negative"], now["reason"]
 
@@ -69,12 +70,14 @@ def compiled(name: str, layout: dict[str, Any], **options: Any) -> Any:
     ("StableDiffusionInpaintPipeline", SMALL, {"steps": 16}, 6),
     ("StableDiffusionPipeline", SMALL, {"num_images_per_prompt": 2}, 6),
 ])
-def test_calls_of_the_prompts_rows_equal_the_hosts(
+def test_calls_without_the_negative_prompt_are_close_to_the_hosts_for_the_prompts_rows(
     name: str, layout: dict[str, Any], more: dict[str, Any], early: int, called: list[Called]
 ) -> None:
+    """early: how many of 12 calls compute the prompt's rows alone. Each output is compared with diffusers' own forward:
+    for these calls, of the prompt's rows, repeated for both halves."""
     oracle = diffusers_unet(**layout, sample_size=8)
     found = generate(compiled(name, layout), **more)
-    assert told() == (early, "") and len(called) == 12
+    assert skipped() == (early, "") and len(called) == 12
     for index, (given, output) in enumerate(called):
         batch = given["sample"].shape[0]
         rows = half_of(batch, is_first=False)
@@ -85,17 +88,17 @@ def test_calls_of_the_prompts_rows_equal_the_hosts(
                 expected = oracle(**arguments_of_prompt(given, rows), return_dict=False)[0].repeat(2, 1, 1, 1)
         assert relative_error(output, expected) < 1e-5, index
     exact = generate(compiled(name, layout, skip_negative_after=0), **more)
-    assert told() == (0, "") and relative_error(found, exact) > 1e-3
+    assert skipped() == (0, "") and relative_error(found, exact) > 1e-3
 
 
-def test_an_ip_adapters_images_are_cut_to_the_prompts_rows(called: list[Called]) -> None:
+def test_in_calls_without_the_negative_prompt_an_ip_adapter_has_the_prompts_image_alone(called: list[Called]) -> None:
     pipe = compiled("StableDiffusionPipeline", SMALL)
     oracle = diffusers_unet(**SMALL, sample_size=8)
     load_ip_adapters(pipe.unet, "plain")
     load_ip_adapters(oracle, "plain")
     (embedding,) = images("plain")
     generate(pipe, ip_adapter_image_embeds=[torch.cat([torch.zeros_like(embedding[:1]), embedding[:1]])])
-    assert told() == (6, "")
+    assert skipped() == (6, "")
     for index, (given, output) in enumerate(called):
         batch = given["sample"].shape[0]
         alone = arguments_of_prompt(given, half_of(batch, is_first=False))
@@ -106,11 +109,13 @@ def test_an_ip_adapters_images_are_cut_to_the_prompts_rows(called: list[Called])
 
 @pytest.mark.parametrize(("layout", "more"), [(SMALL, {"guidance_scale": 1.0}), (LCM, {})], ids=["off", "distilled"])
 def test_without_guidance_no_rows_are_skipped(layout: dict[str, Any], more: dict[str, Any]) -> None:
+    """A guidance scale of 1, or a distilled model: such calls have no negative prompt."""
     generate(compiled("StableDiffusionPipeline", layout), steps=16, **more)
-    assert told() == (0, f"Skipping the negative prompt is inactive: {NO_GUIDANCE}")
+    assert skipped() == (0, f"Skipping the negative prompt is inactive: {NO_GUIDANCE}")
 
 
-def test_in_other_kinds_of_pipelines_the_rows_are_unknown() -> None:
+def test_in_a_pipeline_of_an_unknown_class_the_negative_prompt_is_computed() -> None:
+    """OneDiff knows the order of the rows by the pipeline's class."""
     pipe = pipeline("StableDiffusionPipeline", SMALL)
 
     class OwnPipeline(type(pipe)):
@@ -119,22 +124,22 @@ def test_in_other_kinds_of_pipelines_the_rows_are_unknown() -> None:
     pipe.__class__ = OwnPipeline
     lib_onediff.compile_pipe(pipe, ignores=("vae",), skip_negative_after=50)
     generate(pipe)
-    assert told()[1] == (
+    assert skipped()[1] == (
         "Skipping the negative prompt is inactive: OneDiff does not know in which order OwnPipeline computes prompt "
         "and negative prompt"
     )
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["module", "torch.compile"])
-def test_without_a_pipeline_the_rows_are_unknown(wrapped: bool) -> None:
+def test_without_a_pipeline_the_negative_prompt_is_computed(wrapped: bool) -> None:
     """A sampling can be announced with the result of torch.compile too."""
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL), skip_negative_after=50)
     call = replace(a_call(unet), timestep=torch.full((2,), 500.0))
     with lib_onediff.sampling(torch.compile(unet) if wrapped else unet, range(999, 0, -50)):
         served(unet, call)
-    assert told()[1] == f"Skipping the negative prompt is inactive: {NO_PIPELINE}"
+    assert skipped()[1] == f"Skipping the negative prompt is inactive: {NO_PIPELINE}"
     served(unet, call)
-    assert told()[1] == f"Skipping the negative prompt is inactive: {UNANNOUNCED}"
+    assert skipped()[1] == f"Skipping the negative prompt is inactive: {UNANNOUNCED}"
 
 
 # --- forecasts --------------------------------------------------------------------------------------------------------
@@ -154,7 +159,9 @@ def drawn(scheduler: str, arguments: dict[str, Any], **options: Any) -> tuple[Te
     ("DDIMScheduler", {}, 6), ("EulerAncestralDiscreteScheduler", {}, 0), ("DPMSolverMultistepScheduler", {}, 0),
     ("HeunDiscreteScheduler", {}, 0),
 ])
-def test_first_order_schedulers_have_forecasts(scheduler: str, arguments: dict[str, Any], forecasts: int) -> None:
+def test_only_first_order_schedulers_without_noise_have_forecasts(
+    scheduler: str, arguments: dict[str, Any], forecasts: int
+) -> None:
     exact, none = drawn(scheduler, arguments)
     found, count = drawn(scheduler, arguments, deepcache_interval=3, deepcache_depth=0)
     assert (none, count) == (0, forecasts)
@@ -166,7 +173,8 @@ def test_first_order_schedulers_have_forecasts(scheduler: str, arguments: dict[s
         assert distance < 1e-5 and "Euler and DDIM" in reason
 
 
-def test_without_a_pipeline_the_sampler_is_unknown() -> None:
+def test_without_a_pipeline_no_output_is_forecast() -> None:
+    """The sampler is unknown then, with and without an announced sampling."""
     pipe = pipeline("StableDiffusionPipeline", SMALL)
     lib_onediff.compile_unet(pipe.unet, deepcache_interval=3, deepcache_depth=0)
     before = runtime.status()["forecast"]["calls"]
@@ -190,7 +198,10 @@ CACHES: dict[str, dict[str, Any]] = {
     (9, 7.0, FEW_STEPS), (9, 1.0, FEW_STEPS), (9, None, FEW_STEPS), (10, 7.0, ""), (10, None, ""),
     (10, 1.0, FEW_STEP_MODEL), (15, 0.0, FEW_STEP_MODEL), (15, 2.0, FEW_STEP_MODEL), (15, 2.1, ""), (16, 1.0, ""),
 ])
-def test_too_few_steps_are_refused_by_guidance_scale(total: int, guidance_scale: float | None, reason: str) -> None:
+def test_policies_need_10_steps_and_16_at_a_guidance_scale_of_a_few_step_model(
+    total: int, guidance_scale: float | None, reason: str
+) -> None:
+    """Up to a scale of 2, it is taken for a model that is distilled to few steps, such as LCM or Turbo."""
     assert Step(0, total, 0.0, False).why_too_few(guidance_scale) == reason
 
 
@@ -206,6 +217,7 @@ def why_whole(pipe: Any, cache: str, steps: int, scale: float) -> str:
 
 @pytest.mark.parametrize("cache", CACHES)
 def test_a_pipelines_guidance_scale_decides_how_few_steps_are_too_few(cache: str) -> None:
+    """why_whole makes an image, and returns why no step of it was spared."""
     pipe = compiled("StableDiffusionPipeline", SMALL, skip_negative_after=0, **CACHES[cache])
     assert why_whole(pipe, cache, 12, 1.5) == FEW_STEP_MODEL
     assert why_whole(pipe, cache, 12, 5.0) == ""

@@ -75,7 +75,8 @@ if HAS_NEWER_TF32:
 
 
 @pytest.mark.parametrize("way", WAYS_OF_HOSTS)
-def test_whatever_the_host_has_set_is_put_back_also_after_an_exception(way: Callable[[], object]) -> None:
+def test_the_hosts_switches_are_restored_after_our_calls_and_after_an_exception(way: Callable[[], object]) -> None:
+    """way: a way in which a host sets torch's switches. standing() reads them in every way."""
     way()
     before = standing()
     for value, fault in product((True, False), (None, RuntimeError("a fault"), KeyboardInterrupt())):
@@ -87,7 +88,8 @@ def test_whatever_the_host_has_set_is_put_back_also_after_an_exception(way: Call
 
 
 @pytest.mark.skipif(not HAS_NEWER_TF32, reason="PyTorch has fp32_precision from 2.9 on")
-def test_a_switch_that_follows_a_wider_one_still_does_afterwards() -> None:
+def test_a_switch_that_inherits_a_wider_setting_still_inherits_it_afterwards() -> None:
+    """torch.backends.fp32_precision applies where a switch is "none"."""
     generic = torch.backends.fp32_precision
     try:
         torch.backends.cuda.matmul.fp32_precision = "none"
@@ -101,7 +103,7 @@ def test_a_switch_that_follows_a_wider_one_still_does_afterwards() -> None:
         torch.backends.fp32_precision = generic
 
 
-def test_a_switch_that_torch_refuses_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_switch_that_cannot_be_written_leaves_all_switches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     before = standing()
     monkeypatch.setattr(precision.Tf32Switch, "write", lambda self, value: 1 / 0)
     with pytest.raises(ZeroDivisionError), applied(tuple((name, not SWITCHES[name].read()) for name in WRITTEN)):
@@ -110,8 +112,9 @@ def test_a_switch_that_torch_refuses_leaves_nothing_behind(monkeypatch: pytest.M
     assert standing() == before
 
 
-def test_threads_take_turns() -> None:
-    """Otherwise the thread that ends last would restore values that the other had set."""
+def test_threads_set_switches_one_after_the_other() -> None:
+    """Otherwise the thread that ends last would restore values that the other had set. seen: what the second thread
+    reads as the WebUI's value while the first has set the other one."""
     before = standing()
     first_is_in = threading.Event()
     seen = []
@@ -138,6 +141,7 @@ def test_threads_take_turns() -> None:
 
 
 def test_full_keeps_the_webuis_switches_and_half_sets_all_faster_ones() -> None:
+    """The option Accumulation. FP16_REDUCTION is the WebUI's in both."""
     flags = lambda **values: dict(flags_for(Settings(**values), torch.float32, GPU))  # noqa: E731
     for value in (True, False):
         torch.backends.cuda.matmul.allow_tf32 = value

@@ -69,6 +69,8 @@ def use_packages(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_options_without_effect_on_a_machine_have_a_note(
     option: str, value: Any, gpu: str, part: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """gpu: an NVIDIA GPU's compute capability, AMD, or NONE. part: of the sentence below the option; None: the option
+    has an effect."""
     use_gpu(monkeypatch, gpu)
     use_packages(monkeypatch)
     monkeypatch.setattr(runtime, "devices", Runtime().devices)
@@ -76,7 +78,8 @@ def test_options_without_effect_on_a_machine_have_a_note(
     assert reason is None if part is None else part in (reason or ""), reason
 
 
-def test_oneflow_sums_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_oneflow_half_accumulation_has_an_effect(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OneFlow sums in float16. Without it, this GPU has the switches of torch."""
     use_gpu(monkeypatch, GEFORCE)
     use_packages(monkeypatch, "oneflow")
     assert why_no_effect("accumulation", "half") is None
@@ -86,11 +89,11 @@ def test_oneflow_sums_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None
     missing=[(), *((name,) for name in SWITCHES), tuple(SWITCHES)],
     says=[AttributeError, AssertionError],
 )
-def test_switches_that_torch_lacks(
+def test_a_switch_that_this_torch_lacks_is_reported_and_never_written(
     missing: tuple[str, ...], says: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in torch 2.3, which has no switch for float16 sums; torch 2.1 raises AssertionError for it. The missing switch
-    is reported and never written, and the others work."""
+    """As in torch 2.3, which has no switch for float16 sums; torch 2.1 raises AssertionError for it. The other switches
+    are set and restored."""
     class Lacking:
         """torch.backends.cuda.matmul or cudnn without some of its attributes."""
 

@@ -56,7 +56,9 @@ def choose(**values: Any) -> None:
     runtime.configure(Settings(**values))
 
 
-def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> None:
+def test_the_option_accumulation_is_set_during_our_call_only(gpu: list[bool]) -> None:
+    """gpu: the value of the switch for TF32 products at each of our calls. Each value has an entry of its own, which is
+    checked."""
     unet = diffusers_unet()
     lib_onediff.hosts.diffusers.unet.attach(unet)
     call = a_call(unet)
@@ -72,7 +74,8 @@ def test_a_choice_holds_inside_our_call_and_nowhere_else(gpu: list[bool]) -> Non
 
 
 @pytest.mark.usefixtures("fresh_route")
-def test_a_choice_of_precision_also_holds_inside_a_decode(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_accumulation_is_set_during_our_decode(gpu: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """stood: the value of the switch for TF32 products within the decode. Each value has an entry of its own."""
     stood: list[bool] = []
     resize = torch_ops.resize
 
@@ -110,6 +113,8 @@ def overflowing(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 def test_attention_that_overflows_is_computed_again_in_float32_and_remembered(
     overflowing: list[bool], caplog: pytest.LogCaptureFixture
 ) -> None:
+    """overflowing: at each attention, whether float32 was asked for; NaN is returned if not. The warning is logged
+    once, and other sizes begin in float32."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     call = a_call(unet)
     with caplog.at_level(logging.WARNING, "onediff"):
@@ -124,6 +129,7 @@ def test_attention_that_overflows_is_computed_again_in_float32_and_remembered(
 
 
 def test_a_model_whose_own_forward_overflows_is_served_by_ours(caplog: pytest.LogCaptureFixture) -> None:
+    """There is no finite output to compare ours with. It is used unchecked, which is logged once."""
     unet = diffusers_unet()
     runtime.adopt(unet)
     call = a_call(unet)

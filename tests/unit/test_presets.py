@@ -20,7 +20,8 @@ ALL = ["SD 1.5", "SD 2", "SDXL", "Anima", "Krea 2", "Z-Image", "Lumina 2"]
     ("Z-Image", ["Z-Image"]), ("Lumina 2", ["Lumina 2"]),
     ("another", ALL), (None, ALL), ("", ALL),
 ])
-def test_sizes_of_the_loaded_model_are_shown(model: str | None, names: list[str]) -> None:
+def test_the_usual_sizes_are_those_of_the_loaded_model(model: str | None, names: list[str]) -> None:
+    """Of every family for an unknown model, or none."""
     assert [family.name for family in FAMILIES.usual_sizes(model)] == names
     assert all(parse_sizes(size) for family in FAMILIES.usual_sizes() for size in family.sizes)
 
@@ -37,7 +38,8 @@ def history_of(folder: Path, *rows: HistoryRow) -> History:
     return history
 
 
-def test_the_most_used_come_first_each_once(tmp_path: Path) -> None:
+def test_the_most_used_sizes_come_first_and_each_once(tmp_path: Path) -> None:
+    """A size's uses are the sum over its batches, and its batch is the most used one."""
     history = history_of(tmp_path, row("512x512", 40), row("512x768", 30), row("768x512", 90), row("512x512", 60, 4))
     assert history.most_used("SD1", 10) == [
         (Size(512, 512, 2), 77), (Size(768, 512), 77), (Size(512, 768), 77),
@@ -47,14 +49,16 @@ def test_the_most_used_come_first_each_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch, tokens, wanted", [(1, 154, (1, 154)), (3, 308, (3, 77)), (16, 75, (8, 77))])
-def test_a_batch_is_preset_with_the_usual_prompt_and_a_size_possible_for_users(
+def test_the_batch_of_a_most_used_size_is_that_of_images_and_within_the_limit(
     batch: int, tokens: int, wanted: Any, tmp_path: Path
 ) -> None:
+    """batch, tokens: as stored of calls, where two rows are one image's prompt and negative prompt. wanted: the images
+    in a batch, at most 8, and the tokens to pre-warm."""
     history = history_of(tmp_path, row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4))
     assert history.most_used("SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
 
 
-def test_sizes_that_no_user_can_choose_are_left_out(tmp_path: Path) -> None:
+def test_most_used_sizes_that_users_cannot_enter_are_left_out(tmp_path: Path) -> None:
     rows = row("8192x64", 50), row("rubbish", 40), row("512x512", 30, batch=1000), row("64x64", 1)
     assert history_of(tmp_path, *rows).most_used("SD1", 2) == [(Size(64, 64), 77)]
 
@@ -67,7 +71,7 @@ def test_sizes_that_no_user_can_choose_are_left_out(tmp_path: Path) -> None:
     ("512x512, 768x512, 512x512, 512x512 x2", [Size(512, 512), Size(768, 512), Size(512, 512, 2)]),
     (f"512x512 x{LARGEST_BATCH}", [Size(512, 512, LARGEST_BATCH)]),
 ])
-def test_possible_sizes_are_read(text: str, expected: list[Size]) -> None:
+def test_sizes_with_separators_and_batches_are_read(text: str, expected: list[Size]) -> None:
     assert parse_sizes(text) == expected
 
 
@@ -81,7 +85,7 @@ def test_possible_sizes_are_read(text: str, expected: list[Size]) -> None:
     ("4104x512", "the width must be a multiple of 8 from 64 to 4096 pixels."),
     (f"512x512 x{LARGEST_BATCH + 1}", "a batch has 1 to"),
 ])
-def test_impossible_sizes_are_refused(text: str, part: str) -> None:
+def test_wrong_sizes_are_refused_in_a_sentence(text: str, part: str) -> None:
     for wrong in (text, f"512x512, {text}, 768x512"):
         with pytest.raises(ValueError) as caught:
             parse_sizes(wrong)

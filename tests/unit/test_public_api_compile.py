@@ -36,7 +36,7 @@ def must_be_the_hosts(unet: Any) -> None:
     assert lib_onediff.status()["calls"] == before
 
 
-def test_compiling_returns_the_module_and_undoing_leaves_no_trace() -> None:
+def test_compiling_returns_the_module_and_uncompiling_restores_its_attributes() -> None:
     unet = lib_onediff.uncompile_unet(diffusers_unet())
     attributes = dict(unet.__dict__)
     assert lib_onediff.compile_unet(lib_onediff.compile_unet(unet)) is unet
@@ -47,7 +47,7 @@ def test_compiling_returns_the_module_and_undoing_leaves_no_trace() -> None:
     must_be_the_hosts(unet)
 
 
-def test_the_last_options_count() -> None:
+def test_the_options_of_the_last_compilation_count() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(), enabled=False)
     served(unet, a_call(unet))
     assert (route(), lib_onediff.status()["reason"]) == ("host", "OneDiff is switched off")
@@ -74,7 +74,7 @@ NO_PIPE = SimpleNamespace(unet=nn.Linear(1, 1))
 def test_wrong_arguments_get_a_sentence_and_nothing_is_compiled(
     function: str, given: Any, options: dict[str, Any], said: str
 ) -> None:
-    """given: None for what is right."""
+    """given: the first argument; None for a valid one."""
     unet = diffusers_unet()
     attributes = dict(unet.__dict__)
     right = {"compile_unet": unet, "compile_pipe": SimpleNamespace(unet=unet)}
@@ -83,8 +83,8 @@ def test_wrong_arguments_get_a_sentence_and_nothing_is_compiled(
     assert unet.__dict__ == attributes
 
 
-def test_an_ignored_unet_stays_the_hosts_and_parts_that_are_never_compiled_can_be_ignored() -> None:
-    """As callers of OneDiff's own compile_pipe do."""
+def test_ignores_leaves_a_unet_to_diffusers_and_accepts_parts_that_are_never_compiled() -> None:
+    """As callers of OneDiff's earlier compile_pipe do."""
     pipe = SimpleNamespace(unet=diffusers_unet(), text_encoder=nn.Linear(1, 1))
     assert lib_onediff.compile_pipe(pipe, ignores={"unet"}) is pipe
     must_be_the_hosts(pipe.unet)
@@ -92,7 +92,9 @@ def test_an_ignored_unet_stays_the_hosts_and_parts_that_are_never_compiled_can_b
     must_be_ours(pipe.unet)
 
 
-def test_the_answer_has_the_hosts_form() -> None:
+def test_our_output_has_the_type_that_diffusers_returns() -> None:
+    """By name or position, with return_dict or without, and with a number for a timestep. An output is not overwritten
+    by the next call."""
     unet = diffusers_unet()
     call = a_call(unet)
     with torch.no_grad():
@@ -115,7 +117,7 @@ def test_the_answer_has_the_hosts_form() -> None:
     {"cross_attention_kwargs": {"of_somebody": 0.5}}, {"class_labels": torch.tensor([1, 2])},
 ], ids=lambda extra: next(iter(extra)))
 @pytest.mark.filterwarnings("ignore")
-def test_arguments_that_we_cannot_express_are_the_hosts(extra: dict[str, Any]) -> None:
+def test_calls_with_arguments_that_our_forward_does_not_take_are_left_to_diffusers(extra: dict[str, Any]) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet())
     call = a_call(unet)
     assert torch.equal(served(unet, call, **extra), diffusers_output(unet, call, **extra))
@@ -134,7 +136,10 @@ def copies() -> dict[str, Callable[[Any], Any]]:
 
 
 @pytest.mark.parametrize("duplicate", copies().values(), ids=copies())
-def test_a_copy_is_a_unet_of_its_own_with_the_hosts_forward(duplicate: Callable[[Any], Any]) -> None:
+def test_a_copy_runs_diffusers_forward_with_its_own_weights_until_it_is_compiled(
+    duplicate: Callable[[Any], Any]
+) -> None:
+    """Compiling or deleting the copy does not affect the original."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     must_be_ours(unet)
     twin = duplicate(unet)

@@ -46,6 +46,8 @@ def answer(unet: Any) -> tuple[float, int]:
 def test_our_forward_runs_inside_of_a_hook_and_each_can_be_removed_first(
     unet: Any, hook_first: bool, hook_goes_first: bool
 ) -> None:
+    """The hook doubles the output: answer() is (2, 1) with the hook and one call of ours. hook_first: it is set before
+    compiling; hook_goes_first: it is removed before uncompiling."""
     for _ in range(2):
         if hook_first:
             hooks.add_hook_to_module(unet, Doubling())
@@ -80,7 +82,7 @@ def test_torchs_own_hooks_on_the_unet_run_around_ours(unet: Any) -> None:
     assert calls_of_ours() == before + 1
 
 
-def test_a_forward_that_other_code_has_replaced_is_named_and_kept(unet: Any) -> None:
+def test_a_unet_whose_forward_other_code_has_replaced_is_refused_and_keeps_it(unet: Any) -> None:
     def louder(*given: Any, **named: Any) -> Any:
         output = type(unet).forward(unet, *given, **named)
         return type(output)(sample=3 * output.sample)

@@ -111,9 +111,10 @@ ODD = {
     [*((case, (64, 64)) for case in CASES.values()), *((case, (88, 72)) for case in ODD.values())],
     ids=[*CASES, *(f"{name} at 88x72" for name in ODD)],
 )
-def test_a_compiled_pipe_paints_the_same_picture_and_uncompiled_the_very_same(
+def test_a_compiled_pipelines_image_is_within_1_of_255_and_an_uncompiled_ones_is_equal(
     case: tuple, size: tuple[int, int]
 ) -> None:
+    """Every call of the compiled pipeline is computed by our forward."""
     pipe = pipeline(*case)
     expected = image_of(pipe, *size)
     assert expected.std() > 0.05 and numpy.isfinite(expected).all()
@@ -127,7 +128,7 @@ def test_a_compiled_pipe_paints_the_same_picture_and_uncompiled_the_very_same(
     assert "forward" not in pipe.unet.__dict__
 
 
-def test_pipes_that_share_a_unet_share_its_compilation() -> None:
+def test_uncompiling_one_of_two_pipelines_that_share_a_unet_uncompiles_both() -> None:
     from diffusers import StableDiffusionImg2ImgPipeline
 
     pipe = pipeline("StableDiffusionPipeline", SMALL)

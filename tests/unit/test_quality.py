@@ -54,6 +54,7 @@ def test_images_that_cannot_be_compared_get_a_sentence(other: Tensor, part: str)
 
 
 def test_psnr_ssim_and_delta_e_follow_their_definitions() -> None:
+    """Images of one colour, for which the formulas can be written out."""
     black, grey = (torch.full((16, 16, 3), level, dtype=torch.uint8) for level in (0, 1))
     found = compare(black, grey)
     assert found.psnr == pytest.approx(48.1308, abs=1e-4) and found.largest == 1
@@ -69,7 +70,9 @@ def test_psnr_ssim_and_delta_e_follow_their_definitions() -> None:
 
 
 @pytest.mark.parametrize("why", ["missing", "built for another NumPy"])
-def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
+def test_without_a_working_scikit_image_the_comparison_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str
+) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "skimage"]:
         monkeypatch.delitem(sys.modules, name)
     if why == "missing":
@@ -82,7 +85,9 @@ def test_without_scikit_image_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("image", IMAGES[:2], ids=IDS[:2])
-def test_a_paler_image_is_told(image: Tensor) -> None:
+def test_an_image_with_less_saturation_or_contrast_has_the_verdict_paler(image: Tensor) -> None:
+    """kept: the share of the saturation. A veil mixes the image with white. The other way round, the image is not
+    paler."""
     for kept in (0.9, 0.5):
         found = compare(bytes_of(image), bytes_of(desaturated(image, kept)))
         assert found.verdict == PALER and found.saturation == pytest.approx(kept - 1, abs=0.05)
@@ -93,7 +98,8 @@ def test_a_paler_image_is_told(image: Tensor) -> None:
 
 
 @pytest.mark.parametrize("image", IMAGES, ids=IDS)
-def test_colour_changes_that_are_not_paler_have_no_paler_verdict(image: Tensor) -> None:
+def test_images_with_other_changes_are_not_called_paler(image: Tensor) -> None:
+    """Noise, brightness, more saturation, another position, another image."""
     for changed in (noisy(image, 2), noisy(image, 16), noisy(image, 32), image * 0.8, image * 1.1,
                     desaturated(image, 1.2), image.roll((3, 5), (0, 1)), image.flip(0), painted(10)):
         assert verdict(image, changed) != PALER

@@ -67,7 +67,11 @@ def by_the_rule(x: Tensor, layer: LayerWeights) -> numpy.ndarray:
 
 
 @grid(rotation=[0, 4, 16, 64, 256], one_scale=[False, True], bias=[True, False], width=[512, 256])
-def test_a_product_follows_the_hosts_rule(rotation: int, one_scale: bool, bias: bool, width: int) -> None:
+def test_a_product_of_torchs_operators_equals_the_hosts_rule(
+    rotation: int, one_scale: bool, bias: bool, width: int
+) -> None:
+    """by_the_rule computes it with numpy and Python's integers. With a rotation it is close, because sums in another
+    order may move a number across the middle between two integers. The decoded weight gives it within 2 %."""
     layer = stored(width, rotation=rotation, one_scale=one_scale, bias=bias)
     x = torch.randn(2, ROWS, width)
     x[0, 0] = 0
@@ -84,7 +88,8 @@ def test_a_product_follows_the_hosts_rule(rotation: int, one_scale: bool, bias: 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rotation", [0, 256])
-def test_in_half_precision_the_quotient_is_rounded_too(dtype: torch.dtype, rotation: int) -> None:
+def test_in_half_precision_the_inputs_quotient_by_its_scale_is_rounded_too(dtype: torch.dtype, rotation: int) -> None:
+    """As the host's division of tensors in the model's dtype does, before it rounds to integers."""
     layer = stored(rotation=rotation, dtype=dtype)
     x = torch.randn(3, WIDTH).to(dtype)
     x[1] = 0
@@ -99,6 +104,7 @@ def test_in_half_precision_the_quotient_is_rounded_too(dtype: torch.dtype, rotat
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("width", [24, 1024, 3000])
 def test_products_of_integers_are_exact(rows: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's int8 product, where it has one, and without. The first rows have the largest sum."""
     left, right = (torch.randint(-128, 128, (count, width), dtype=torch.int8) for count in (rows, 17))
     left[0] = -128
     right[0] = -128
@@ -108,7 +114,7 @@ def test_products_of_integers_are_exact(rows: int, width: int, monkeypatch: pyte
         assert torch.equal(quantized.integer_product(left, right).long(), expected)
 
 
-def test_long_products_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_in_pieces_of_rows_equals_one_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = stored(rotation=256)
     x = torch.randn(33, WIDTH)
     whole = torch_ops.linear(x, layer)
@@ -118,7 +124,7 @@ def test_long_products_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("one_scale", [True, False])
 @pytest.mark.parametrize("values", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
-def test_float8_is_decoded(values: torch.dtype, one_scale: bool) -> None:
+def test_a_float8_weight_is_decoded_and_the_input_not_rounded(values: torch.dtype, one_scale: bool) -> None:
     weight = torch.randn(OUT, WIDTH).to(values)
     scales = torch.rand(1, 1 if one_scale else OUT) + 0.5
     layer = LayerWeights(torch.empty(OUT, WIDTH, device="meta"), torch.randn(OUT), (QuantizedWeight(weight, scales),))

@@ -21,7 +21,9 @@ def options(*arguments: str) -> Any:
 
 
 @pytest.mark.parametrize("network", ["sdxl-graphs", "a1111", "anima"])
-def test_every_answer_is_the_hosts_and_most_are_ours(network: str) -> None:
+def test_after_random_edits_every_output_is_close_to_the_hosts_and_most_are_ours(network: str) -> None:
+    """The tool edits a network at random between calls, and compares each output with the host's. report is False also
+    if too few calls were ours."""
     told: list[str] = []
     tallies, failures = random_edits.run(
         options("--networks", network, "--kinds", KINDS, "--edits", "50", "--seed", "1"), told.append
@@ -31,7 +33,8 @@ def test_every_answer_is_the_hosts_and_most_are_ours(network: str) -> None:
 
 
 @pytest.mark.parametrize("broken", ["a change that is not seen", "an answer a little off"])
-def test_a_planted_fault_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_finds_a_planted_fault(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed module that counts as unchanged, and outputs that are off by 3e-5."""
     if broken == "an answer a little off":
         monkeypatch.setattr(Runtime, "run", lambda *given, run=Runtime.run, **more: 1.00003 * run(*given, **more))
     else:
@@ -42,7 +45,8 @@ def test_a_planted_fault_is_found(broken: str, monkeypatch: pytest.MonkeyPatch) 
     assert any(line.startswith("WRONG sd1") for line in told), told
 
 
-def test_a_host_that_serves_everything_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tool_fails_if_the_host_serves_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then no output of ours was tested."""
     monkeypatch.setattr(Runtime, "run", lambda runtime, unet, call, host, *given, **more: host())
     told: list[str] = []
     tallies, _ = random_edits.run(options("--networks", "sd1", "--kinds", "weights", "--edits", "4"), told.append)
@@ -50,6 +54,8 @@ def test_a_host_that_serves_everything_shows_nothing(monkeypatch: pytest.MonkeyP
 
 
 def test_an_edit_plan_survives_text_and_is_shortened_to_its_failing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan is the list of edits and calls of a run. It is printed as text, so that a failure can be run again;
+    `fails` here says that it fails with one edit in it."""
     plan = random_plan(random.Random(0), random_edits.KINDS, 40)
     assert plan_of(text_of(plan)) == plan and len({step.edit.kind for step in plan if isinstance(step, Make)}) > 8
     culprit = [step for step in plan if isinstance(step, Make)][17]

@@ -60,7 +60,8 @@ def modules() -> Iterator[dict]:
 
 
 def test_code_is_read_while_another_thread_imports(modules: dict) -> None:
-    """A garbage collection, which may happen whenever an object is made, lets another thread run."""
+    """A garbage collection, which may happen whenever an object is made, lets another thread run. Here it adds modules
+    to sys.modules, as an import does."""
     unet = diffusers_unet()
     numbers = count()
     found = len(Code([type(unet)]).functions)
@@ -77,6 +78,7 @@ def test_code_is_read_while_another_thread_imports(modules: dict) -> None:
 
 
 def test_an_objects_attributes_are_read_while_another_thread_sets_them() -> None:
+    """vars() of an object changes its size meanwhile, at which Python's iteration raises."""
     held = types.SimpleNamespace(of_a_user=1)
     with written_meanwhile(flipping(vars(held))):
         for _ in range(300):
@@ -114,7 +116,9 @@ class LazySet(set):
 
 
 @pytest.mark.parametrize("kind", [Lazy, LazySet])
-def test_containers_of_somebodys_own_class_are_read_as_python_keeps_them(kind: type) -> None:
+def test_containers_of_foreign_classes_are_read_without_calling_their_methods(kind: type) -> None:
+    """Lazy and LazySet raise if they are iterated over or copied. Their contents must still be found, and be in
+    snapshots and digests."""
     mapping = kind(gc, len)
     assert objects_in(mapping) == [len]
     assert snapshot(mapping) == snapshot(kind(gc, len)) != snapshot(kind(gc, max))

@@ -45,8 +45,8 @@ def pages_that_readers_reach() -> set[Path]:
     return found
 
 
-def test_the_option_table_is_the_one_that_settings_give() -> None:
-    """But for links."""
+def test_the_documented_table_of_options_is_generated_from_settings() -> None:
+    """Except for links in it."""
     found = re.findall(r"^\| .* \(`\w+`\) \|.*$", text_of(OPTIONS), re.MULTILINE)
     assert [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", row) for row in found] == [
         f"| {about['label']} (`{option.name}`) | {allowed_values(option)} | {format_value(option.default)} | "
@@ -79,7 +79,7 @@ def test_the_latest_changes_are_those_of_this_version() -> None:
     assert headings[headings[0] == "Unreleased"] == __version__
 
 
-def test_the_python_in_it_compiles() -> None:
+def test_the_python_examples_of_the_documentation_compile() -> None:
     for page in EVERYTHING:
         blocks = re.findall(r"```python\n(.*?)```", text_of(page), flags=re.DOTALL)
         assert blocks or page != README
@@ -87,7 +87,7 @@ def test_the_python_in_it_compiles() -> None:
             compile(block, page.name, "exec")
 
 
-def test_the_presets_are_documented_with_what_was_measured() -> None:
+def test_the_documented_times_and_options_of_presets_are_those_of_the_code() -> None:
     page = text_of(OPTIONS)
     for preset in PRESETS.values():
         gain = f"{PRESETS[EXACT].seconds / preset.seconds:.1f}x"

@@ -106,7 +106,11 @@ def route_of(unet: nn.Module, **change: Any) -> str:
 
 
 @pytest.mark.parametrize("name", REPLACED)
-def test_a_function_replaced_after_the_check_is_noticed_and_a_freed_one_is_forgotten(unet: Any, name: str) -> None:
+def test_a_function_replaced_after_the_check_leaves_calls_to_the_host_until_it_is_restored(
+    unet: Any, name: str
+) -> None:
+    """Also calls of another size, and of another UNet with the same weights. route_of compares each output with the
+    host's."""
     assert [route_of(unet) for _ in range(2)] == ["plain"] * 2
     with pytest.MonkeyPatch.context() as patch:
         REPLACED[name](patch)
@@ -152,7 +156,10 @@ def test_a_replacement_that_computes_the_same_is_checked_once_however_often_it_i
     assert route_of(unet) == "plain" and len(found) == 1
 
 
-def test_code_that_changes_at_every_call_is_soon_left_to_the_webui(unet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_that_is_new_at_every_call_is_checked_at_most_most_new_times(
+    unet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the host serves, with a reason, until the code is as it was."""
     assert route_of(unet) == "plain"
     found = checks(unet, monkeypatch)
     real = torch.cat
@@ -224,9 +231,11 @@ FACTOR = [1.0]
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_a_replacement_that_does_nothing_yet_counts_once_it_does(
+def test_a_replacement_whose_state_changes_its_result_later_is_noticed(
     unet: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """STATES: where the function keeps the state: turn() changes it after the check. State that cannot be seen, such as
+    an iterator's, leaves the call to the host at once."""
     assert route_of(unet) == "plain"
     FACTOR[0] = 1.0
     function, turn = STATES[name]()
@@ -255,6 +264,7 @@ print(Tree(unet, (), ()).digest)
 
 
 def test_the_digest_of_the_sources_is_the_same_in_any_process() -> None:
+    """With another seed of hashes, and with other modules imported before."""
     digests = set()
     for seed, modules in (("1", ()), ("2", ("torch._dynamo", "diffusers.loaders.peft", "logging.handlers"))):
         environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -279,7 +289,7 @@ def test_a_mode_that_every_operator_goes_through_has_a_verdict_of_its_own(
     "decorate", [torch.inference_mode(), torch.no_grad(), torch.compiler.disable],
     ids=["inference_mode", "no_grad", "disable"],
 )
-def test_a_decorator_of_torchs_is_whose_it_decorates(decorate: Any) -> None:
+def test_the_origin_of_a_function_decorated_by_torch_is_that_of_the_function(decorate: Any) -> None:
     def foreign() -> None:
         pass
 
@@ -288,8 +298,9 @@ def test_a_decorator_of_torchs_is_whose_it_decorates(decorate: Any) -> None:
     assert origin(decorate(EMBEDDINGS.get_timestep_embedding)) == EMBEDDINGS.__name__
 
 
-def test_a_processor_of_another_package_may_remember_between_calls() -> None:
-    """Each call runs it as it is, so a change of its state needs no new check of a size."""
+def test_an_attention_processor_with_a_counter_needs_no_new_check_at_each_call() -> None:
+    """Each call runs it as it is, so a change of its state does not affect the verdict. called: how often each call of
+    the UNet ran it."""
     class Counting:
         calls: list[int] = []
 

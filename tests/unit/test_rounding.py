@@ -47,9 +47,10 @@ def sharp(config: dict[str, Any], factor: float, seed: int) -> Any:
     *((name, scaled(by)) for name in ("small", "SD1", "SDXL", "refiner") for by in (1e-5, -2e-5, 5e-5)),
     ("small XL", of_half_label), ("SDXL", of_half_label),
 ])
-def test_an_error_below_1e_4_is_found(
+def test_an_error_of_our_forward_of_1e_5_is_found_at_the_first_use(
     name: str, fault: Callable[[Forward], Forward], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """fault: a forward that is off by a factor, or rounds the label to float16."""
     unet = lib_onediff.compile_unet(diffusers_unet(**LAYOUTS[name]))
     call = a_call(unet)
     monkeypatch.setattr(UNets, "output", fault(UNets.output))
@@ -62,12 +63,16 @@ def test_an_error_below_1e_4_is_found(
 
 @pytest.mark.parametrize(("name", "factor", "seed"), [("SD1", 2.1, 0), ("SD1", 2.1, 1), ("SDXL", 1.7, 0)])
 def test_rounding_that_a_network_amplifies_is_accepted(name: str, factor: float, seed: int) -> None:
+    """The UNets' softmaxes decide between nearly equal tokens. The check compares with how much the host's own output
+    changes by rounding."""
     unet = lib_onediff.compile_unet(sharp(LAYOUTS[name], factor, seed))
     served(unet, a_call(unet))
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_a_usual_first_use_costs_one_forward_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_check_of_a_first_use_runs_our_forward_once_where_outputs_are_close(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[Any] = []
     forward = UNets.output
 
@@ -82,7 +87,9 @@ def test_a_usual_first_use_costs_one_forward_of_ours(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("by", [1e-5, 5e-5])
-def test_a_fault_of_a_vae_is_found_too(by: float, fresh_route: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_our_vaes_decode_of_1e_5_is_found_at_the_first_use(
+    by: float, fresh_route: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = diffusers_vae().decoder
     latent = a_latent(decoder)
     run = Decoding.run

@@ -41,7 +41,7 @@ def test_one_row_per_model_and_resolution_the_last_used_first() -> None:
     assert [(shape.batch, shape.tokens) for shape in rows[0].shapes] == [(1, 77), (2, 77), (2, 154)]
 
 
-def test_state_is_the_best_and_the_reason_the_latest() -> None:
+def test_a_row_has_the_best_state_and_the_latest_reason_of_its_shapes() -> None:
     def row_of(*entries: Entry) -> ResolutionRow:
         (row,) = rows_of(entries)
         return row
@@ -72,7 +72,8 @@ def test_decodes_and_encodes_are_in_the_row_of_the_model_at_their_resolution() -
     assert [row.model for row in rows_of(decodes)] == ["VAE decoder", "VAE encoder"]
 
 
-def test_a_page_does_not_wait_for_a_call(unet: nn.Module) -> None:
+def test_reading_the_rows_does_not_wait_for_a_call_in_progress(unet: nn.Module) -> None:
+    """Another thread holds the runtime's lock, as a call does."""
     for _ in range(3):
         served(unet, a_call(unet))
     before = [row.bytes for row in runtime.rows()], runtime.totals().vram

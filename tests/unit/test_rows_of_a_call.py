@@ -24,7 +24,8 @@ def whole_call() -> UNetCall:
 
 
 @pytest.mark.parametrize("is_first", [True, False])
-def test_inputs_with_a_row_for_each_image_are_cut_and_shared_ones_stay(is_first: bool) -> None:
+def test_take_rows_selects_rows_of_inputs_with_one_for_each_image_and_keeps_shared_ones(is_first: bool) -> None:
+    """The ControlNet's output has one row for all images, which stays the same tensor."""
     call = whole_call()
     rows = half_of(4, is_first)
     taken = take_rows(call, rows)
@@ -42,7 +43,8 @@ def test_inputs_with_a_row_for_each_image_are_cut_and_shared_ones_stay(is_first:
 
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize("layout", ["SD1", "SDXL"])
-def test_rows_alone_give_the_same_output_as_in_the_batch(layout: str, is_first: bool) -> None:
+def test_diffusers_output_for_some_rows_is_close_to_these_rows_of_the_whole_batch(layout: str, is_first: bool) -> None:
+    """The assumption of policies that compute only the prompt's rows."""
     unet = shared_unet(layout)
     call = a_call(unet, batch=4)
     rows = half_of(4, is_first)
@@ -59,6 +61,7 @@ def test_an_input_of_another_number_of_rows_is_refused(changes: dict[str, Any]) 
 
 
 def test_rows_of_a_call_with_functions_of_extensions_stay_together() -> None:
+    """A function of an extension may depend on the other rows."""
     call = whole_call()
     assert why_rows_stay_together(call) == ""
     assert why_rows_stay_together(replace(call, patches=PatchPoints())) == PATCHED

@@ -20,8 +20,11 @@ from lib_onediff.ui.run_settings import AS_AT_FIRST, refusal_while_off, settings
     ({"backend": "eager"}, Settings(memory_budget=500), Settings(backend="eager", memory_budget=500)),
     ({}, Settings(low_bit="int8"), Settings(low_bit="int8")),
 ])
-def test_clients_that_know_one_argument(argument: Any, standing: Settings, expected: Settings) -> None:
-    """Some WebUIs fill in the missing arguments, others do not."""
+def test_a_client_may_send_the_first_script_argument_alone(
+    argument: Any, standing: Settings, expected: Settings
+) -> None:
+    """Older clients of the API send True, False or a mapping. Some WebUIs fill in the missing arguments with the page's
+    first values, others do not."""
     assert settings_of_run([], standing) == standing
     assert settings_of_run([argument], standing) == expected
     assert settings_of_run([argument, *AS_AT_FIRST[1:]], standing) == expected
@@ -72,7 +75,8 @@ def test_extra_options_override_the_preset_and_the_preset_the_settings() -> None
     ([False, BALANCED, "on"], True), ([True, BALANCED, "off"], True), ([{"enabled": False}, BALANCED, "on"], True),
     ([{"enabled": True}, BALANCED, "off"], True), ([{"enabled": True}, BALANCED, "on"], False),
 ], ids=str)
-def test_off_at_one_place_is_off(arguments: list[Any], standing: bool) -> None:
+def test_onediff_is_off_if_any_of_argument_options_and_settings_says_so(arguments: list[Any], standing: bool) -> None:
+    """Three places: the first argument, the extra options, and the settings (standing)."""
     off = replace(with_preset(Settings(), BALANCED), enabled=False)
     assert settings_of_run(arguments, Settings(enabled=standing)) == off
 
@@ -82,7 +86,9 @@ def test_off_at_one_place_is_off(arguments: list[Any], standing: bool) -> None:
     ([{"enabled": False, "low_bit": "fp8"}], False), ([{"enabled": True}], True), ([{"low_bit": "fp8"}], True),
     ([True, BALANCED], True), ([True, "", "low_bit fp8"], True), (["yes"], True), ([{"enabled": "no"}], True),
 ], ids=str)
-def test_options_of_a_run_have_no_effect_while_onediff_is_off_in_the_settings(arguments: Any, told: bool) -> None:
+def test_options_of_a_run_are_reported_as_without_effect_while_onediff_is_off_in_the_settings(
+    arguments: Any, told: bool
+) -> None:
     expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if told else ""
     assert refusal_while_off(arguments) == expected
 
@@ -91,7 +97,7 @@ def test_options_of_a_run_have_no_effect_while_onediff_is_off_in_the_settings(ar
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_sets_what_it_names_and_resets_the_rest(name: str) -> None:
+def test_a_preset_sets_its_options_and_resets_the_other_options_of_speed_and_quality(name: str) -> None:
     before = Settings(
         backend="eager", memory_budget=7, skip_negative_after=50, deepcache_interval=9, vae_precision="bf16",
     )

@@ -46,9 +46,10 @@ def adopted(own: Runtime) -> Any:
 
 
 @pytest.mark.parametrize("other", [{"height": 9}, {"width": 9}, {"batch": 1}, {"tokens": 154}], ids=str)
-def test_the_first_use_of_every_shape_is_checked_and_no_other(
+def test_only_the_first_call_of_each_shape_is_compared_with_the_host(
     own: Runtime, adopted: Any, other: dict[str, int]
 ) -> None:
+    """run() returns how often the host's forward ran."""
     for change in ({}, other):
         assert run(own, adopted, a_call(adopted, **change)) > 0
         for seed in range(2):
@@ -56,7 +57,8 @@ def test_the_first_use_of_every_shape_is_checked_and_no_other(
     assert len(own.table.entries()) == 2
 
 
-def test_a_unet_that_nobody_handed_over_or_that_was_released_is_the_hosts(own: Runtime) -> None:
+def test_a_unet_that_was_never_adopted_or_was_released_is_served_by_the_host(own: Runtime) -> None:
+    """After its release, each parameter has memory of its own again."""
     unet = diffusers_unet()
     assert run(own, unet, a_call(unet)) == 1
     assert own.status()["reason"] == "OneDiff is not switched on for this UNet"
@@ -103,7 +105,8 @@ def test_the_first_log_line_names_the_backend_and_the_reason(own: Runtime, monke
 
 
 @pytest.mark.parametrize("how", ["configured", "its own", "for the run"])
-def test_switched_off_the_webuis_output_is_returned(own: Runtime, how: str) -> None:
+def test_while_onediff_is_off_the_host_serves(own: Runtime, how: str) -> None:
+    """Off in the runtime's settings, for this UNet, or for one image."""
     unet = diffusers_unet()
     off = Settings(enabled=False)
     own.adopt(unet, off if how == "its own" else None)
@@ -122,7 +125,7 @@ def route() -> str:
 
 
 @pytest.mark.parametrize("at", ["network_and_settings", "adopt"])
-def test_a_fault_before_the_call_is_known_costs_a_reason_and_no_image(
+def test_a_fault_in_looking_up_a_unet_leaves_the_call_to_the_host_with_a_reason(
     own: Runtime, monkeypatch: pytest.MonkeyPatch, at: str
 ) -> None:
     def fails(*arguments: Any, **named: Any) -> None:
@@ -144,7 +147,7 @@ def test_training_keeps_the_hosts_forward_and_its_gradients() -> None:
     assert route() == "plain"
 
 
-def test_autocast_around_one_call_condemns_no_shape() -> None:
+def test_a_call_under_autocast_does_not_fail_the_check_of_later_calls() -> None:
     """Under autocast the host itself rounds to bfloat16, which says nothing about later calls."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -167,7 +170,8 @@ MISFITS: dict[str, Callable[[UNetCall], UNetCall]] = {
 
 
 @pytest.mark.parametrize("misfit", MISFITS.values(), ids=MISFITS)
-def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[UNetCall], UNetCall]) -> None:
+def test_inputs_of_wrong_shapes_raise_diffusers_own_exception(misfit: Callable[[UNetCall], UNetCall]) -> None:
+    """Type and text are those without OneDiff, and the next valid call is served."""
     unet = diffusers_unet(**SMALL_XL)
     call = misfit(a_call(unet))
     with pytest.raises((RuntimeError, ValueError, TypeError)) as expected:
@@ -180,7 +184,7 @@ def test_inputs_that_do_not_fit_get_the_hosts_own_error(misfit: Callable[[UNetCa
     assert route() == "plain", reason()
 
 
-def test_two_unets_in_two_threads_get_their_own_images() -> None:
+def test_two_unets_in_two_threads_have_outputs_close_to_their_own() -> None:
     unets = [lib_onediff.compile_unet(diffusers_unet(seed)) for seed in (1, 2)]
 
     def worst(unet: Any) -> float:

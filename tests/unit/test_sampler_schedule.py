@@ -92,6 +92,8 @@ def webui(monkeypatch: pytest.MonkeyPatch) -> types.SimpleNamespace:
 
 @pytest.mark.parametrize("steps", [1, 4, 20])
 def test_the_samplers_noise_levels_are_recorded_and_converted_to_timesteps(steps: int) -> None:
+    """sampling_of replaces the sampler's get_sigmas until it is called, as the WebUI does at the beginning of a pass.
+    The last sigma, 0, is no call."""
     sampler = BySigmas(euler)
     sampling = sampling_of(Generation(sampler, is_hr_pass=True))
     assert sampling.times() is None
@@ -107,6 +109,7 @@ def test_the_samplers_noise_levels_are_recorded_and_converted_to_timesteps(steps
 
 
 def test_the_sampler_is_unchanged_after_its_schedule_was_recorded() -> None:
+    """Forge announces the second pass of hires fix twice."""
     sampler = BySigmas(euler)
     for _ in range(2):
         # Forge announces the second pass of hires fix twice.
@@ -123,7 +126,7 @@ def test_a_sampler_method_set_by_another_extension_is_kept() -> None:
     assert len(sampling.times()) == 5 and sampler.__dict__["get_sigmas"] is theirs
 
 
-def test_ddim_never_calls_at_its_lowest_timestep() -> None:
+def test_the_recorded_timesteps_of_ddim_leave_out_the_lowest_at_which_it_never_calls() -> None:
     sampler = ByTimesteps(ddim)
     sampling = sampling_of(Generation(sampler))
     sampler.get_timesteps(None, 20)
@@ -131,6 +134,7 @@ def test_ddim_never_calls_at_its_lowest_timestep() -> None:
 
 
 def test_samplers_that_choose_their_timesteps_while_they_run_are_refused() -> None:
+    """Without a sampler nothing is refused, except for forecasts, which need a known one."""
     for sampler in (BySigmas(dpm_fast), ByTimesteps(unipc)):
         assert "chooses its timesteps" in sampling_of(Generation(sampler)).why_not
     nothing = sampling_of(Generation(None))
@@ -147,9 +151,10 @@ def test_only_outputs_of_euler_and_ddim_can_be_extrapolated(name: str, why: str)
 @pytest.mark.parametrize(("of_image", "of_settings", "why"), [
     (None, None, ""), (0.0, 1.0, ""), (None, 0.5, OTHER_SAMPLER), (0.5, 0.0, OTHER_SAMPLER),
 ])
-def test_ddim_adds_noise_by_its_eta(
+def test_outputs_of_ddim_are_forecast_only_with_an_eta_of_0(
     webui: types.SimpleNamespace, of_image: float | None, of_settings: float | None, why: str
 ) -> None:
+    """With eta it adds noise. The image's eta counts before that of the settings."""
     if of_settings is not None:
         webui.eta_ddim = of_settings
     generation: Any = Generation(ByTimesteps(named("ddim", with_eta)))
@@ -183,6 +188,7 @@ class FlowPredictor:
 def test_samplers_with_other_timesteps_than_the_models_are_refused(
     kind: Any, predictor: Any, reason: str
 ) -> None:
+    """A flow model's timesteps are not the 0 to 999 of ddim and plms."""
     sampler = ByTimesteps(kind)
     model = types.SimpleNamespace(predictor=predictor)
     objects = types.SimpleNamespace(unet=types.SimpleNamespace(model=model))
