@@ -16,7 +16,7 @@ from builders import CONTEXT_WIDTH, SMALL, SMALL_XL, diffusers_unet, randomise
 from contract_hosts import FamilyHost, Host, Sampler, running
 from edits_of_code import Addresses, Sites, addresses_of, sites_at, sites_of
 from graph_builders import PretendedGraphs
-from ladder_builders import NATIVE, Weather, pretend_a_gpu
+from ladder_builders import NATIVE, StandInOperators, pretend_a_gpu
 from torch import Tensor
 from transformer_hosts import Krea2Host, ZImageHost
 
@@ -232,7 +232,7 @@ def with_pretended_graphs() -> Iterator[None]:
     """A context in which the CPU counts as a GPU. A replay of a graph computes the forward again from the graph's own
     inputs, with the weights' memory of its capture."""
     with pytest.MonkeyPatch.context() as patch:
-        pretend_a_gpu(patch, Weather())
+        pretend_a_gpu(patch, StandInOperators())
         graphs = GraphsOfAddresses()
         patch.setattr(runtime.services.holdings, "made", graphs)
         patch.setattr(runtime.services.holdings, "card", graphs.card)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from builders import SMALL_XL
 from graph_builders import PretendedGraphs
-from ladder_builders import Weather, attached, pretend_a_gpu
+from ladder_builders import StandInOperators, attached, pretend_a_gpu
 from quick_interpreter import remember_what_the_interpreter_looks_up
 from runtime_fixtures import fresh_runtime, host_timed_often, no_machine_is_too_slow  # noqa: F401
 from vae_builders import fresh_route  # noqa: F401
@@ -58,16 +58,16 @@ def link() -> Callable[[Path, Path], None]:
 
 
 @pytest.fixture
-def weather(monkeypatch: pytest.MonkeyPatch) -> Weather:
-    """The native backend's operators, on a machine that seems to have a GPU."""
-    operators = Weather()
+def native_operators(monkeypatch: pytest.MonkeyPatch) -> StandInOperators:
+    """The native backend's operators on this machine, which seems to have a GPU. A test may let them fail."""
+    operators = StandInOperators()
     pretend_a_gpu(monkeypatch, operators)
     return operators
 
 
 @pytest.fixture
-def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGraphs]:
-    """Graphs, and the memory of a GPU, for the backends of weather."""
+def pretended(native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedGraphs]:
+    """CUDA graphs and the memory of a GPU, pretended, for the backends of native_operators."""
     graphs = PretendedGraphs()
     monkeypatch.setattr(runtime.services.holdings, "made", graphs)
     monkeypatch.setattr(runtime.services.holdings, "card", graphs.card)
@@ -75,13 +75,15 @@ def pretended(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pre
 
 
 @pytest.fixture
-def on_a_gpu(weather: Weather, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Weather:
-    """A machine with FP8 and INT8; weather replaces native's operators."""
+def on_a_gpu(
+    native_operators: StandInOperators, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+) -> StandInOperators:
+    """The operators of a machine that seems to have a GPU with FP8 and INT8 products, besides pretended graphs."""
     pytest.importorskip("triton", reason="needs Triton")
     from low_bit_builders import use_low_bit
 
     use_low_bit(monkeypatch)
-    return weather
+    return native_operators
 
 
 @pytest.fixture

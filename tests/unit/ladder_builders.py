@@ -24,8 +24,9 @@ EAGER = "eager"
 ONEFLOW = "oneflow"
 
 
-class Weather:
-    """torch's operators instead of our kernels. The gated unit can be replaced, and its calls are counted."""
+class StandInOperators:
+    """torch's operators in place of our kernels. The gated unit, which every block runs, is computed by `gated_by`, and
+    counted in `calls`."""
 
     def __init__(self) -> None:
         self.gated_by: Callable[[Tensor, GatedUnit, LayerWeights], Tensor] = torch_ops.gated
@@ -41,13 +42,15 @@ class Weather:
     def gated_linear(self, x: Tensor, layer: LayerWeights, unit: GatedUnit, reader: LayerWeights) -> Tensor:
         return self.gated(torch_ops.linear(x, layer), unit, reader)
 
-    def raises(self, error: BaseException) -> None:
+    def fail_with(self, error: BaseException) -> None:
+        """Let each call of the gated unit raise this, until recover()."""
+
         def broken(tokens: Tensor, unit: GatedUnit, reader: LayerWeights) -> Tensor:
             raise error
 
         self.gated_by = broken
 
-    def clears(self) -> None:
+    def recover(self) -> None:
         self.gated_by = torch_ops.gated
 
 

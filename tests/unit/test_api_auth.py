@@ -102,8 +102,8 @@ def test_a_refusal_mentions_api_auth_only_where_the_host_has_that_option() -> No
     options = SimpleNamespace(api=True, gradio_auth="ann:one")
     client = TestClient(Api().add_to(page_of_a_host([("ann", "one")]), options))
     answer = send(client, REQUESTS[0])
-    told = {"detail": "Log in on the WebUI's page first, and send its cookie."}
-    assert (answer.status_code, answer.json()) == (401, told)
+    sentence = "Log in on the WebUI's page first, and send its cookie."
+    assert (answer.status_code, answer.json()) == (401, {"detail": sentence})
 
 
 @pytest.mark.parametrize("flag", ["gradio_auth", "gradio_auth_path"])

@@ -1,4 +1,4 @@
-"""The REST API and requests that nobody means well with: always one sentence, never a fault."""
+"""Invalid requests to the REST API, also malicious ones: each is refused in one sentence, and changes nothing."""
 from __future__ import annotations
 
 from collections.abc import Iterator
@@ -27,6 +27,7 @@ WHOLE_BODIES = [
 
 @pytest.fixture
 def api(tmp_path: Path) -> Iterator[Api]:
+    """The API of a WebUI that is making an image, so that a job that were queued would wait."""
     remember(tmp_path, [("512x512", "SD1")])
     made = Api()
     with made.webui.lock:
@@ -39,11 +40,11 @@ def refused(api: Api, path: str, body: bytes, content_type: str | None = "applic
     headers = {} if content_type is None else {"Content-Type": content_type}
     answer = api.client.post(f"/onediff/v1/{path}", content=body, headers=headers)
     assert 400 <= answer.status_code < 500, (answer.status_code, path, body[:80])
-    told = answer.json()
-    assert set(told) == {"detail"} and told["detail"].isprintable(), (told, path, body[:80])
-    assert len(told["detail"]) <= LONGEST_SENTENCE + 3, (path, body[:80])
+    content = answer.json()
+    assert set(content) == {"detail"} and content["detail"].isprintable(), (content, path, body[:80])
+    assert len(content["detail"]) <= LONGEST_SENTENCE + 3, (path, body[:80])
     assert not api.warmup.jobs() and [row.resolution for row in runtime.rows()] == ["512x512"], (path, body[:80])
-    return told["detail"]
+    return content["detail"]
 
 
 @pytest.mark.parametrize("content_type", ["application/json", "text/plain", None])
@@ -59,8 +60,8 @@ def test_invalid_requests_are_refused_in_one_sentence(api: Api, content_type: st
 def test_a_body_that_is_not_utf_8_is_refused_in_a_sentence_that_says_so(api: Api, body: bytes) -> None:
     for path in ("prewarm", "purge", "pin", "release"):
         answer = api.client.post(f"/onediff/v1/{path}", content=body, headers={"Content-Type": "application/json"})
-        told = {"detail": "The request body is not usable: it is no UTF-8 text."}
-        assert (answer.status_code, answer.json()) == (400, told)
+        sentence = "The request body is not usable: it is no UTF-8 text."
+        assert (answer.status_code, answer.json()) == (400, {"detail": sentence})
 
 
 def test_numbers_that_json_lacks_are_answered_as_null(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,5 +82,5 @@ def test_an_internal_error_is_answered_in_one_sentence_and_logged(
         raise RuntimeError("secret")
 
     monkeypatch.setattr(api.jobs, "jobs", broken)
-    told = api.get("jobs", 500)
-    assert set(told) == {"detail"} and "secret" not in str(told) and "secret" in caplog.text
+    answer = api.get("jobs", 500)
+    assert set(answer) == {"detail"} and "secret" not in str(answer) and "secret" in caplog.text

@@ -43,7 +43,8 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def known(api: Api, path: str = "shapes") -> set[tuple[str, str]]:
+def rows_shown(api: Api, path: str = "shapes") -> set[tuple[str, str]]:
+    """(resolution, model) of each row that the API answers."""
     return {(row["resolution"], row["model"]) for row in api.get(path)["rows"]}
 
 
@@ -80,9 +81,9 @@ def test_a_wrong_method_is_answered_with_405_and_the_allowed_methods(api: Api, h
 def test_the_openapi_document_describes_every_endpoint(api: Api) -> None:
     """Each of the ten operations has a summary and a description, and a body only where it is a POST."""
     paths = api.client.get("/openapi.json").json()["paths"]
-    told = [(method, one) for methods in paths.values() for method, one in methods.items()]
-    assert len(told) == 10 and all(one["summary"] and one["description"] for _, one in told)
-    assert all(("requestBody" in one) == (method == "post") for method, one in told)
+    operations = [(method, one) for methods in paths.values() for method, one in methods.items()]
+    assert len(operations) == 10 and all(one["summary"] and one["description"] for _, one in operations)
+    assert all(("requestBody" in one) == (method == "post") for method, one in operations)
 
 
 def test_the_documentation_names_every_field_of_the_answers(api: Api, folder: Path) -> None:
@@ -117,7 +118,7 @@ def test_ready_waits_for_the_checkpoint_that_the_webui_loads(api: Api, monkeypat
     ready."""
     monkeypatch.setattr(api.webui, "loads_at_start", lambda: True)
     assert ready(api) == worker.LOADING
-    # The WebUI knows the checkpoint now, but has not told of it: nothing is queued yet.
+    # The WebUI knows the checkpoint now, but has not reported it: nothing is queued yet.
     monkeypatch.setattr(api.webui, "model_name", lambda: "SD1")
     assert ready(api) == worker.LOADING
     with api.webui.lock:
@@ -164,9 +165,9 @@ def test_shapes_are_the_runtimes_rows_and_totals(api: Api, folder: Path) -> None
 ])
 def test_purge_deletes_only_the_named_entries(api: Api, folder: Path, body: dict[str, Any], left: set[Any]) -> None:
     """left: the rows that remain of ROWS."""
-    before = known(api)
+    before = rows_shown(api)
     answer = api.post("purge", body)
-    assert known(api) == left
+    assert rows_shown(api) == left
     if "disk" not in body:
         assert {(row["resolution"], row["model"]) for row in answer["purged"]} == before - left
     assert answer["disk"] == 0 or "disk" in body or "all" in body
@@ -181,7 +182,7 @@ def test_purge_without_exactly_one_target_is_refused(api: Api, folder: Path, bod
     """422 for a body that is not one target, and 404 for a target that is in no row. Nothing is deleted."""
     api.post("purge", body, 422)
     api.post("purge", {"resolutions": ["768x512"], "model": "SDXL"}, 404)
-    assert known(api) == set(ROWS)
+    assert rows_shown(api) == set(ROWS)
 
 
 @pytest.mark.parametrize(("path", "body"), [("purge", {"all": True}), ("purge", {"disk": True}), ("release", {})])
@@ -195,7 +196,7 @@ def test_a_change_is_refused_after_its_wait_while_an_image_is_made(
         # By default it waits for half a minute.
         assert 0.9 < time.monotonic() - began < 25
     with api.webui.lock:  # Behind the request that was given up, which must not be carried out now.
-        assert known(api) == set(ROWS)
+        assert rows_shown(api) == set(ROWS)
 
 
 # --- pins -------------------------------------------------------------------------------------------------------------

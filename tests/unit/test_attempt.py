@@ -260,18 +260,18 @@ def test_arguments_that_diffusers_refuses_raise_diffusers_own_exception(
     assert not [record for record in caplog.records if record.exc_info and record.levelname != "DEBUG"]
 
 
-def test_a_patched_method_refuses_invalid_arguments_as_the_original_does() -> None:
+def test_a_patched_method_refuses_invalid_arguments_as_without_our_patch() -> None:
     """The exception is Python's for Owner.forward(), and does not mention the function that we have set."""
     class Owner:
         def forward(self, x: int) -> int:
             return x + 1
 
-    told: list[str] = []
+    reasons: list[str] = []
     guard = runtime.guard
     guard.resume()
     patch = ClassPatch(
         Owner, "forward", lambda original, module, x: original(module, x), guard, "a method",
-        lambda module, reason: told.append(reason),
+        lambda module, reason: reasons.append(reason),
     )
     patch.apply()
     for wrong in ((), (1, 2)):
@@ -279,7 +279,7 @@ def test_a_patched_method_refuses_invalid_arguments_as_the_original_does() -> No
             Owner().forward(*wrong)
         assert "original" not in str(raised.value)
     assert Owner().forward(1) == 2
-    assert guard.faults == [] and told == [] and not guard.suspended
+    assert guard.faults == [] and reasons == [] and not guard.suspended
 
 
 def test_a_model_that_we_fail_to_read_runs_in_diffusers_and_is_logged_once(

@@ -116,6 +116,9 @@ def test_the_queue_counts_the_sizes_that_wait_or_are_being_made_ready() -> None:
     for last, said in ((3, "Queue empty"), (4, "Queue 1 size"), (5, "Queue 2 sizes"), (6, "Queue 3 sizes")):
         line = text_of(cache_table.totals_html(TOTALS, [], jobs[:last], None))
         assert said in line, line
+
+
+def test_an_unknown_share_of_calls_by_a_graph_is_a_dash_and_none_is_0_percent() -> None:
     unknown = text_of(cache_table.totals_html(replace(TOTALS, hit_rate=None), [], [], None))
     assert "Served by a graph –" in unknown and "Served by a graph 0 %" in text_of(
         cache_table.totals_html(replace(TOTALS, hit_rate=0.0), [], [], None)

@@ -214,8 +214,8 @@ def a_panel(painter: Painter, **values: Any) -> ComparePanel:
 
 def shown_seeds(numbers: str) -> list[dict[str, Any]]:
     """The seeds in the data for the viewer. numbers: the page's markup."""
-    (told,) = re.findall('data-onediff-compared="([^"]*)"', numbers)
-    return json.loads(html.unescape(told))["seeds"]
+    (shown,) = re.findall('data-onediff-compared="([^"]*)"', numbers)
+    return json.loads(html.unescape(shown))["seeds"]
 
 
 def test_without_scikit_image_the_job_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

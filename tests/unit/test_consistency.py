@@ -46,8 +46,8 @@ def test_the_report_has_torchs_switches_and_only_the_listed_environment_variable
         for value, word in ((True, "on"), (False, "off")):
             matmul.allow_fp16_reduced_precision_reduction = cudnn.benchmark = value
             facts = machine_facts()
-            told = facts["PyTorch"]
-            assert (told["fp16 reduced precision reduction"], told["cuDNN benchmark"]) == (word, word)
+            switches = facts["PyTorch"]
+            assert (switches["fp16 reduced precision reduction"], switches["cuDNN benchmark"]) == (word, word)
     finally:
         matmul.allow_fp16_reduced_precision_reduction, cudnn.benchmark = before
     assert facts["Environment"]["NVIDIA_TF32_OVERRIDE"] == "0" and "hunter2" not in report(facts)

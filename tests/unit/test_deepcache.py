@@ -68,7 +68,8 @@ def test_a_cached_pass_around_an_old_feature_is_close_to_ldms_outer_blocks(depth
 
 
 def test_cached_passes_use_their_controlnet_residuals() -> None:
-    """A ControlNet adds residuals to the first and to the last stage here, both of which a cached pass computes."""
+    """A ControlNet adds residuals to the first input stage and the last output stage here, which a cached pass
+    computes, too."""
     unet = shared_unet("SD1")
     cut = Oracle(unet, 3)
     call = a_call(unet)

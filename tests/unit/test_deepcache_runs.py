@@ -112,8 +112,8 @@ def test_a_controlnet_that_ends_makes_the_next_step_whole() -> None:
 
 
 def test_tiles_are_recognised_and_every_step_is_whole() -> None:
-    """Three calls at each timestep with the same prompt and size, as tiled samplers make them: a feature cannot be told
-    from another tile's."""
+    """Three calls at each timestep with the same prompt and size, as tiled samplers make them: nothing shows which tile
+    a feature is of."""
     rig = Rig()
     rig.begin()
     for time in STEPS:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from builders import SMALL_XL, a_call, compute, our_output, relative_error, shared_ldm_unet
-from ladder_builders import NATIVE, Weather, attached, now, reason
+from ladder_builders import NATIVE, StandInOperators, attached, now, reason
 from test_patch_points import PATCHES, Options, copied, merged, ours, unmerged
 from test_segments import recorded
 from torch import Tensor
@@ -259,12 +259,12 @@ def test_out_of_memory_in_a_function_leaves_the_host_its_random_numbers(scene: S
 
 
 def test_a_kernel_that_fails_after_functions_leaves_the_next_backend_their_random_numbers(
-    scene: Scene, weather: Weather
+    scene: Scene, native_operators: StandInOperators
 ) -> None:
     runtime.release_memory()
     expected, then = scene.expected()
     scene.begin()
-    weather.raises(RuntimeError("CUDA error"))
+    native_operators.fail_with(RuntimeError("CUDA error"))
     output = scene.ours()
     assert now()[0] == "cudagraph" and entry_of_patched().state.value == "failed"
     assert relative_error(output, expected) < CLOSE and numbers() == then

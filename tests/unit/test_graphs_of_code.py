@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from builders import SMALL_XL, a_call, diffusers_unet, served
-from ladder_builders import Weather, error
+from ladder_builders import StandInOperators, error
 
 import lib_onediff
 from lib_onediff.families.registry import FAMILIES
@@ -19,7 +19,7 @@ from lib_onediff.weights.mirror import MirrorNetwork, empty_copy
 CLOSE = 1e-5
 
 
-def test_a_graph_is_not_replayed_after_a_function_of_torch_was_replaced(weather: Weather) -> None:
+def test_a_graph_is_not_replayed_after_a_function_of_torch_was_replaced(native_operators: StandInOperators) -> None:
     """Both the host and our operators call torch.nn.functional.silu by its name, so a replacement affects both.
     bound.epoch.addresses is the number of the epoch in which graphs are valid: it changes at the first call after each
     replacement, and at no other."""
@@ -66,7 +66,9 @@ def test_graphs_on_a_second_gpu_are_not_replayed_after_a_function_of_torch_was_r
     assert generation() not in (before, replaced)
 
 
-def test_a_graph_outlives_changes_of_the_hosts_own_code(weather: Weather, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_outlives_changes_of_the_hosts_own_code(
+    native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A1111 changes variables of its LoRA code with each prompt: that needs another check, but not another graph.
     bound.sources() is the digest of the host's code."""
     unet = diffusers_unet(**SMALL_XL)

@@ -22,9 +22,10 @@ class Owner:
         return x + 1
 
 
-def patched(replacement: Any, guard: Guard, told: list[str]) -> ClassPatch:
+def patched(replacement: Any, guard: Guard, reasons: list[str]) -> ClassPatch:
+    """A patch of a new class, whose guard adds to reasons why it leaves a call to the host."""
     owner = type("Patched", (Owner,), {"forward": Owner.forward})
-    patch = ClassPatch(owner, "forward", replacement, guard, "the test", lambda module, reason: told.append(reason))
+    patch = ClassPatch(owner, "forward", replacement, guard, "the test", lambda module, reason: reasons.append(reason))
     patch.apply()
     return patch
 
@@ -38,7 +39,7 @@ def test_an_exception_of_ours_after_a_caught_one_is_not_taken_for_the_webuis() -
     """The hook catches an exception of the host, calls it again, and then fails by itself: the fault is recorded, and
     the caller gets the host's result."""
     guard = Guard()
-    told = []
+    reasons = []
 
     def fails_after_the_host_has_recovered(original: Any, module: Any, x: int) -> int:
         with contextlib.suppress(HostError):
@@ -46,18 +47,19 @@ def test_an_exception_of_ours_after_a_caught_one_is_not_taken_for_the_webuis() -
         original(module, x)
         raise KeyError("ours")
 
-    assert patched(fails_after_the_host_has_recovered, guard, told).owner().forward(1) == 2 and told == guard.faults
+    module = patched(fails_after_the_host_has_recovered, guard, reasons).owner()
+    assert module.forward(1) == 2 and reasons == guard.faults
 
 
 def test_exceptions_of_the_webui_are_raised_and_not_logged_as_faults(caplog: pytest.LogCaptureFixture) -> None:
     guard = Guard()
-    told = []
-    module = patched(lambda original, module, x: original(module, x), guard, told).owner()
+    reasons = []
+    module = patched(lambda original, module, x: original(module, x), guard, reasons).owner()
     with pytest.raises(ValueError, match="the host's own") as raised:
         module.forward(-1)
     # Our hook replaces the host's function and calls it, with no other code in between.
     assert [frame.name for frame in raised.traceback][1:] == ["patched", "untraced", "serve", "forward"]
-    assert told == [] and guard.faults == [] and not guard.suspended and caplog.records == []
+    assert reasons == [] and guard.faults == [] and not guard.suspended and caplog.records == []
 
 
 def test_a_hook_that_fails_returns_its_fallback(caplog: pytest.LogCaptureFixture) -> None:
@@ -89,7 +91,7 @@ def test_after_a_fault_that_a_hook_handled_the_webui_computes_the_rest_of_the_im
     """After a fault, the runtime runs the host and returns its output; the VAE's decode that follows is the host's too.
     resume() begins the next image."""
     guard = Guard()
-    told = []
+    reasons = []
 
     def answers(original: Any, module: Any, x: int) -> int:
         try:
@@ -99,11 +101,11 @@ def test_after_a_fault_that_a_hook_handled_the_webui_computes_the_rest_of_the_im
             return original(module, x)
 
     guard.resume()
-    unet = patched(answers, guard, told)
-    vae = patched(lambda original, module, x: -x, guard, told)
+    unet = patched(answers, guard, reasons)
+    vae = patched(lambda original, module, x: -x, guard, reasons)
     assert vae.owner().forward(1) == -1
-    assert unet.owner().forward(1) == 2 and told == []
-    assert vae.owner().forward(1) == 2 and told == guard.faults
+    assert unet.owner().forward(1) == 2 and reasons == []
+    assert vae.owner().forward(1) == 2 and reasons == guard.faults
     guard.resume()
     assert vae.owner().forward(1) == -1
 
@@ -111,12 +113,12 @@ def test_after_a_fault_that_a_hook_handled_the_webui_computes_the_rest_of_the_im
 def test_a_fault_outside_of_hooks_does_not_stop_onediff_for_the_image(caplog: pytest.LogCaptureFixture) -> None:
     """A fault in a call that is made without hooks does not suspend OneDiff, and the next hook serves."""
     guard = Guard()
-    told = []
+    reasons = []
     guard.resume()
     sentence = guard.give_up("the route", KeyError("ours"))
-    module = patched(lambda original, module, x: -x, guard, told).owner()
+    module = patched(lambda original, module, x: -x, guard, reasons).owner()
     assert module.forward(1) == module.forward(1) == -1
-    assert guard.faults == [sentence] and not guard.suspended and told == []
+    assert guard.faults == [sentence] and not guard.suspended and reasons == []
 
 
 def test_undoing_our_patch_keeps_a_later_one_of_other_code() -> None:

@@ -16,14 +16,14 @@ def interrupt() -> None:
     pass
 
 
-@pytest.mark.parametrize(("state", "told"), [
+@pytest.mark.parametrize(("state", "shown"), [
     ({"job": "txt2img", "job_no": 1, "job_count": 2, "sampling_step": 3, "sampling_steps": 20}, ("20 steps", 23, 40)),
     ({"job": "txt2img", "job_count": -1, "sampling_steps": 20}, ("20 steps", 0, 20)),
     ({"sampling_step": None, "sampling_steps": None}, ("", 0, 0)),
     ({}, ("", 0, 0)),
 ])
 def test_a_running_image_is_a_job_whichever_fields_the_webuis_state_has(
-    monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], told: tuple[str, int, int]
+    monkeypatch: pytest.MonkeyPatch, state: dict[str, Any], shown: tuple[str, int, int]
 ) -> None:
     """(title, done, total) of the job, in steps. A second look returns the same job objects, and a task that waits is a
     job as well."""
@@ -36,7 +36,7 @@ def test_a_running_image_is_a_job_whichever_fields_the_webuis_state_has(
     generation = generations.begin(p, Settings())
     images = HostImages(generations)
     runs, waits = images.jobs()
-    assert (runs.title, runs.done, runs.total) == told and runs.state == "running" and waits.state == "queued"
+    assert (runs.title, runs.done, runs.total) == shown and runs.state == "running" and waits.state == "queued"
     assert images.jobs() == [runs, waits], "the same objects"
     assert generations.end(p) is generation and images.jobs() == [waits]
 

@@ -247,8 +247,8 @@ def test_the_reason_for_steps_by_the_webui_is_shown_after_later_steps_of_ours_an
     assert status["route"] != "host" and status["image"]["by_host"] == {
         "an extension has replaced input_blocks.2 by its own Scaler": 4
     }
-    told = f"4 of {total} steps by the WebUI: an extension has replaced input_blocks.2 by its own Scaler"
-    assert status["reason"].startswith(told) and status["reason"].count("Scaler") == 1
+    sentence = f"4 of {total} steps by the WebUI: an extension has replaced input_blocks.2 by its own Scaler"
+    assert status["reason"].startswith(sentence) and status["reason"].count("Scaler") == 1
     images.make()
     assert "Scaler" not in images.status()["reason"] and images.status()["image"]["by_host"] == {}
 

@@ -134,9 +134,9 @@ def test_pasting_infotext_sets_the_accordion(text: str, standing: Settings, argu
     ("speed Turbo; nonsense 5", "no option 'nonsense'"), ("speed Fast", infotext.NO_SWITCH),
 ])
 def test_unused_parts_of_a_paste_are_reported_once(text: str, part: str) -> None:
-    told: list[str] = []
-    read_by_the_accordion({infotext.KEY: text}, Settings(), told.append)
-    assert len(told) == bool(part) and all(part in problem for problem in told)
+    problems: list[str] = []
+    read_by_the_accordion({infotext.KEY: text}, Settings(), problems.append)
+    assert len(problems) == bool(part) and all(part in problem for problem in problems)
 
 
 @pytest.mark.parametrize("parameters", [{}, {"Steps": "20"}, {"OneDiff": "maybe"}, {"OneDiff": ""}], ids=str)

@@ -215,8 +215,8 @@ def test_a_python_that_is_too_old_gets_a_sentence_instead_of_a_syntax_error(monk
     monkeypatch.setattr(sys, "argv", ["install.py", *arguments])
     with pytest.raises(SystemExit) as left:
         runpy.run_path(install.__file__, run_name="__main__")
-    told = "OneDiff needs Python 3.10 or newer, and this is 3.6.15: run it with a newer one, such as python3.11.\n"
-    assert (left.value.code, capsys.readouterr().out) == (code, told)
+    sentence = "OneDiff needs Python 3.10 or newer, and this is 3.6.15: run it with a newer one, such as python3.11.\n"
+    assert (left.value.code, capsys.readouterr().out) == (code, sentence)
 
 
 # Requirements

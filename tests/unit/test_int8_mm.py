@@ -69,7 +69,10 @@ def test_rows_of_zeros_and_rows_a_thousand_times_as_large_are_multiplied_right(c
     assert bool((output[3] == 0).all())
     for row in (0, 5):
         assert float((output[row].double() - expected[row]).norm() / expected[row].norm()) < 1e-3
-    # The largest possible sums.
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_the_largest_possible_sums_do_not_overflow(config: LaunchConfig) -> None:
     values = torch.full((16, 5120), 127, dtype=torch.int8, device=DEVICE)
     scales = torch.full((16, 1), 1e-4, device=DEVICE)
     output = products.int8_product(

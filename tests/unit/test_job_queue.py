@@ -40,16 +40,16 @@ def a_job(state: str, **values: Any) -> SizeJob:
 
 
 def test_rows_show_sizes_that_wait_or_are_being_made_ready_for_the_loaded_model(queue: WarmUp) -> None:
-    """told: the rows with the jobs, those of sizes without a row first. After the queue was stopped, the rows are as
+    """shown: the rows with the jobs, those of sizes without a row first. After the queue was stopped, the rows are as
     before."""
     jobs = [a_job(RUNNING, share=0.33), *queue.jobs()[1:]]
     rows = [a_row("72x64", "SD1"), a_row("104x64", "SD1"), a_row("64x64", "SD1"), a_row("64x64", "SDXL")]
-    told = rows_with_jobs(rows, jobs, "SD1")
-    assert [(row.resolution, row.model, row.state) for row in told] == [
+    shown = rows_with_jobs(rows, jobs, "SD1")
+    assert [(row.resolution, row.model, row.state) for row in shown] == [
         ("80x64", "SD1", "queued"), ("72x64", "SD1", "queued"), ("104x64", "SD1", "ready"),
         ("64x64", "SD1", "warming 33 %"), ("64x64", "SDXL", "ready"),
     ]
-    assert told[2] == rows[1] and told[0].shapes == () and told[0].bytes == 0
+    assert shown[2] == rows[1] and shown[0].shapes == () and shown[0].bytes == 0
     queue.stop()
     assert rows_with_jobs(rows, queue.jobs(), "SD1") == rows
 
@@ -61,5 +61,5 @@ def test_a_row_shows_the_seconds_of_the_last_pre_warming_that_ended_and_what_it_
         a_job(DONE, seconds=9.0, of_calls=9.0, made=3), a_job(DONE, seconds=0.8, of_calls=0.5, made=3),
         a_job(CANCELLED, seconds=7.0, of_calls=7.0, made=1),
     ]
-    told = rows_with_jobs([a_row("64x64", "SD1"), a_row("64x64", "SDXL")], jobs, "SD1")
-    assert [(row.prewarm_s, row.saved_s) for row in told] == [(0.8, pytest.approx(0.47)), (None, None)]
+    shown = rows_with_jobs([a_row("64x64", "SD1"), a_row("64x64", "SDXL")], jobs, "SD1")
+    assert [(row.prewarm_s, row.saved_s) for row in shown] == [(0.8, pytest.approx(0.47)), (None, None)]

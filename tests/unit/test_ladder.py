@@ -17,7 +17,7 @@ import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
-from ladder_builders import CUDAGRAPH, EAGER, NATIVE, Weather, entry_of, error, now, reason, small_xl
+from ladder_builders import CUDAGRAPH, EAGER, NATIVE, StandInOperators, entry_of, error, now, reason, small_xl
 from torch import Tensor, nn
 
 import lib_onediff
@@ -38,11 +38,11 @@ def unet() -> nn.Module:
     ids=lambda fault: type(fault).__name__,
 )
 def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
-    unet: nn.Module, weather: Weather, fault: Exception
+    unet: nn.Module, native_operators: StandInOperators, fault: Exception
 ) -> None:
     """The native backend's operators raise. It is tried once more at the next call of the shape, and other shapes still
     use it."""
-    weather.raises(fault)
+    native_operators.fail_with(fault)
     call = a_call(unet)
     assert error(unet, call) < CLOSE
     assert now() == ("cudagraph", "plain")
@@ -50,23 +50,23 @@ def test_a_kernel_that_fails_leaves_the_call_to_the_next_backend(
     assert native.state is State.FAILED and "\n" not in native.reason
     assert native.reason.startswith("OneDiff's computation failed: ") and native.reason.endswith("(backend native)")
     assert (str(fault).splitlines() or [type(fault).__name__])[0] in native.reason
-    assert reason() == native.reason, "the user is told why it is not native"
+    assert reason() == native.reason, "the user sees why it is not native"
     for once_more in (True, False):
-        tried = weather.calls
+        tried = native_operators.calls
         assert error(unet, call) < CLOSE
-        assert (weather.calls > tried) is once_more, "what failed twice is not tried again"
-    weather.clears()
+        assert (native_operators.calls > tried) is once_more, "what failed twice is not tried again"
+    native_operators.recover()
     assert error(unet, a_call(unet, 8, 16)) < CLOSE
     assert now()[0] == "native", "another shape has not failed"
 
 
 def test_where_every_backend_fails_the_host_serves(
-    unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch
+    unet: nn.Module, native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*given: Any) -> Tensor:
         raise RuntimeError("torch is broken too")
 
-    weather.raises(RuntimeError("a kernel is broken"))
+    native_operators.fail_with(RuntimeError("a kernel is broken"))
     monkeypatch.setattr(torch_ops, "gated", broken)
     call = a_call(unet)
     for _ in range(2):
@@ -76,10 +76,12 @@ def test_where_every_backend_fails_the_host_serves(
     assert {entry.state for entry in runtime.table.entries()} == {State.FAILED}
 
 
-def test_a_backend_whose_output_differs_from_diffusers_is_not_used_again(unet: nn.Module, weather: Weather) -> None:
+def test_a_backend_whose_output_differs_from_diffusers_is_not_used_again(
+    unet: nn.Module, native_operators: StandInOperators
+) -> None:
     """The gate is left out of the gated unit. The first call, which compares, returns diffusers' output; the second is
     served and checked by the next backend."""
-    weather.gated_by = lambda tokens, unit, consumer: tokens.chunk(2, dim=-1)[0]
+    native_operators.gated_by = lambda tokens, unit, consumer: tokens.chunk(2, dim=-1)[0]
     call = a_call(unet)
     assert torch.equal(served(unet, call), diffusers_output(unet, call)), "the host's output is there anyway"
     assert now()[1] == "host" and reason().startswith("OneDiff's output differs from the model's own forward by ")
@@ -99,7 +101,7 @@ def test_a_backend_whose_output_differs_from_diffusers_is_not_used_again(unet: n
     ids=lambda given: type(given).__name__,
 )
 def test_an_exception_in_a_capture_does_not_lose_the_output_and_is_the_reason(
-    unet: nn.Module, weather: Weather, monkeypatch: pytest.MonkeyPatch, fault: Exception, why: str
+    unet: nn.Module, native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch, fault: Exception, why: str
 ) -> None:
     attempts: list[Any] = []
 
@@ -117,7 +119,7 @@ def test_an_exception_in_a_capture_does_not_lose_the_output_and_is_the_reason(
 
 
 def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
-    unet: nn.Module, weather: Weather, pretended: PretendedGraphs
+    unet: nn.Module, native_operators: StandInOperators, pretended: PretendedGraphs
 ) -> None:
     """Afterwards the graph is captured again."""
     full = False
@@ -145,7 +147,7 @@ def test_out_of_memory_in_a_replay_frees_the_graphs_and_the_host_serves(
 
 
 def test_kernels_are_loaded_on_another_thread_when_a_unet_is_compiled(
-    weather: Weather, monkeypatch: pytest.MonkeyPatch
+    native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepared: list[Any] = []
     monkeypatch.setattr(
@@ -158,7 +160,7 @@ def test_kernels_are_loaded_on_another_thread_when_a_unet_is_compiled(
 
 
 def test_if_a_backend_does_not_load_the_next_one_serves_and_the_unet_can_be_freed(
-    weather: Weather, monkeypatch: pytest.MonkeyPatch
+    native_operators: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*given: Any, **more: Any) -> None:
         raise RuntimeError("no image for this device\nand more")
@@ -186,7 +188,7 @@ def convolutions_lie(unet: nn.Module, memory_format: torch.memory_format) -> boo
     return all(module.weight.is_contiguous(memory_format=memory_format) for module in convolutions)
 
 
-def test_backends_may_take_turns_between_calls(weather: Weather) -> None:
+def test_backends_may_take_turns_between_calls(native_operators: StandInOperators) -> None:
     """The native backend stores convolutions channels-last, the others as they were; at the end, values and layout are
     the first ones."""
     unet = diffusers_unet(**SMALL_XL)
@@ -204,7 +206,7 @@ def test_backends_may_take_turns_between_calls(weather: Weather) -> None:
         assert torch.equal(value, before[name]) and value.is_contiguous(), name
 
 
-def test_weights_keep_their_layout_if_our_forward_and_the_hosts_alternate(weather: Weather) -> None:
+def test_weights_keep_their_layout_if_our_forward_and_the_hosts_alternate(native_operators: StandInOperators) -> None:
     """Calls with an attention argument are the host's. They must not change the memory format back, which would
     invalidate graphs."""
     unet = small_xl()

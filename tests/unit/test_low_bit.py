@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from builders import diffusers_output, generating, relative_error, served
-from ladder_builders import Weather, reason
+from ladder_builders import StandInOperators, reason
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize(("option", "worst"), [("fp8", 0.12), ("int8", 0.04), ("auto", 0.12)])
 def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
-    on_a_gpu: Weather, option: str, worst: float
+    on_a_gpu: StandInOperators, option: str, worst: float
 ) -> None:
     """worst: float8 keeps three bits of each factor, and int8 seven bits of the largest of its row. The entry has the
     same error, which the panel shows, and the third call is replayed."""
@@ -53,7 +53,7 @@ def test_a_unet_in_eight_bits_is_close_to_the_host_but_not_equal(
     assert layers >= 6 and backend_sentence(lib_onediff.status()) == f"native, 8-bit ({layers} layers)"
 
 
-def test_each_setting_has_an_entry_of_its_own_and_off_is_exact(on_a_gpu: Weather) -> None:
+def test_each_setting_has_an_entry_of_its_own_and_off_is_exact(on_a_gpu: StandInOperators) -> None:
     """Images with three settings of one UNet: fp8, int8, off. With off, the weights in 8 bits are freed, and the output
     equals that of a UNet that never had them."""
     unet = compiled(half_unet(), "fp8")
@@ -83,7 +83,7 @@ def addresses_of(kept: Mapping[str, Sequence[QuantizedWeight]]) -> dict[str, lis
 
 
 @pytest.mark.parametrize("option", ["fp8", "int8"])
-def test_an_edited_weight_is_quantized_again_at_the_same_address(on_a_gpu: Weather, option: str) -> None:
+def test_an_edited_weight_is_quantized_again_at_the_same_address(on_a_gpu: StandInOperators, option: str) -> None:
     """As when a LoRA is merged."""
     unet = compiled(half_unet(), option)
     call = half_call(unet)
@@ -103,7 +103,7 @@ def test_an_edited_weight_is_quantized_again_at_the_same_address(on_a_gpu: Weath
 
 
 def test_without_memory_for_8_bit_weights_native_serves_with_a_reason(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
+    on_a_gpu: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The allocation fails once, and is tried again in the next sampling only."""
     unet = compiled(half_unet(), "fp8")
@@ -128,7 +128,7 @@ def test_without_memory_for_8_bit_weights_native_serves_with_a_reason(
     (float8, "product", "fp8"), (products, "int8_product", "int8"),
 ], ids=["fp8", "int8"])
 def test_8_bit_outputs_too_far_from_the_hosts_are_not_used(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, option: str
+    on_a_gpu: StandInOperators, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, option: str
 ) -> None:
     """The product's kernel returns three times the right output. The first call, which compares, returns the host's
     output."""

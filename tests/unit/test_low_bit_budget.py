@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from builders import generating, relative_error, served
-from ladder_builders import Weather, reason
+from ladder_builders import StandInOperators, reason
 from torch import Tensor, nn
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -82,7 +82,7 @@ def exact(unet: nn.Module, call: UNetCall) -> Tensor:
 # --- measurements, and classes that are left out ----------------------------------------------------------------------
 
 
-def test_a_class_with_outliers_is_left_out_and_the_rest_is_within_the_budget(on_a_gpu: Weather) -> None:
+def test_a_class_with_outliers_is_left_out_and_the_rest_is_within_the_budget(on_a_gpu: StandInOperators) -> None:
     """The weights of one class of layers, the feed-forward's output, have outliers that 8 bits represent badly. The
     error in the status is that of the output against our exact operators."""
     unet = compiled(with_outliers(half_unet(), "ff.net.2.weight"), budget=0.04)
@@ -100,7 +100,7 @@ def test_a_class_with_outliers_is_left_out_and_the_rest_is_within_the_budget(on_
 
 
 @pytest.mark.parametrize("option", KINDS_OF)
-def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: Weather, option: str) -> None:
+def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: StandInOperators, option: str) -> None:
     """The larger the budget, the more classes of layers are in 8 bits."""
     last = 0
     for budget in (0.0, 0.005, 0.02, 0.05, 0.119):
@@ -122,7 +122,9 @@ def test_the_whole_step_is_within_any_budget_or_exact(on_a_gpu: Weather, option:
 # --- when classes are measured ----------------------------------------------------------------------------------------
 
 
-def test_each_half_of_an_image_is_measured_once_at_its_first_step(on_a_gpu: Weather, passes: list[int]) -> None:
+def test_each_half_of_an_image_is_measured_once_at_its_first_step(
+    on_a_gpu: StandInOperators, passes: list[int]
+) -> None:
     """passes: forwards that were made to measure errors: without 8 bits, with each of the six classes alone, and with
     all. Errors differ between the first and the second half of an image's steps."""
     unet = compiled(half_unet(), budget=0.1)
@@ -138,7 +140,7 @@ def test_each_half_of_an_image_is_measured_once_at_its_first_step(on_a_gpu: Weat
 
 
 def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_again(
-    on_a_gpu: Weather, monkeypatch: pytest.MonkeyPatch
+    on_a_gpu: StandInOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the first half is measured, a class gets a large error, which the measurement of the second half finds."""
     unet = compiled(half_unet(), budget=0.1)
@@ -168,7 +170,7 @@ def test_the_second_measurement_can_exclude_more_layers_and_graphs_are_captured_
 # --- when they are measured again -------------------------------------------------------------------------------------
 
 
-def test_a_new_checkpoint_is_measured_and_a_new_lora_is_not(on_a_gpu: Weather, passes: list[int]) -> None:
+def test_a_new_checkpoint_is_measured_and_a_new_lora_is_not(on_a_gpu: StandInOperators, passes: list[int]) -> None:
     """A checkpoint is known by its norms and biases, which a LoRA leaves as they are. A1111 loads another checkpoint
     into the same modules. Errors of the first one are remembered."""
     unet = compiled(half_unet(), budget=0.1)
@@ -192,7 +194,9 @@ def test_a_new_checkpoint_is_measured_and_a_new_lora_is_not(on_a_gpu: Weather, p
     assert (len(passes), found()) == (count, first), "known from before"
 
 
-def test_measured_errors_are_read_by_the_next_process(on_a_gpu: Weather, passes: list[int], tmp_path: Any) -> None:
+def test_measured_errors_are_read_by_the_next_process(
+    on_a_gpu: StandInOperators, passes: list[int], tmp_path: Any
+) -> None:
     runtime.open_cache(tmp_path)
     before = compiled(half_unet(), budget=0.1)
     call = half_call(before)

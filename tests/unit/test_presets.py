@@ -49,11 +49,11 @@ def test_the_most_used_sizes_come_first_and_each_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("batch, tokens, wanted", [(1, 154, (1, 154)), (3, 308, (3, 77)), (16, 75, (8, 77))])
-def test_the_batch_of_a_most_used_size_is_that_of_images_and_within_the_limit(
+def test_the_batch_of_a_most_used_size_counts_images_and_its_tokens_are_a_possible_choice(
     batch: int, tokens: int, wanted: Any, tmp_path: Path
 ) -> None:
-    """batch, tokens: as stored of calls, where two rows are one image's prompt and negative prompt. wanted: the images
-    in a batch, at most 8, and the tokens to pre-warm."""
+    """batch: as stored of calls, of which an even one has two rows for each image. A number of tokens that users cannot
+    choose becomes 77."""
     history = history_of(tmp_path, row("512x512", 5, batch=batch, tokens=tokens), row("512x512", 4))
     assert history.most_used("SD1", 1) == [(Size(512, 512, wanted[0]), wanted[1])]
 

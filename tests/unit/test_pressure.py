@@ -12,7 +12,7 @@ import pytest
 import torch
 from builders import a_call, diffusers_output, generating, served
 from graph_builders import PretendedCard, PretendedGraphs
-from ladder_builders import Weather, attached, error, make_ready, now, reason, states
+from ladder_builders import StandInOperators, attached, error, make_ready, now, reason, states
 from torch import Tensor, nn
 
 from lib_onediff.core.attempt import OUT_OF_MEMORY
@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def card(pretended: PretendedGraphs) -> PretendedCard:
+    """A pretended GPU of 24 GiB, whose memory a test may fill."""
     pretended.card.size = 24 * GIBIBYTE
     return pretended.card
 
@@ -47,7 +48,11 @@ def fill_after(card: PretendedCard, size: int) -> None:
     leave(card, card.spare(torch.device("cpu")) - size)
 
 
-def test_pinned_graphs_are_removed_last(unet: nn.Module, card: PretendedCard) -> None:
+def test_a_sampling_on_a_full_gpu_drops_graphs_until_there_is_room_and_pinned_ones_last(
+    unet: nn.Module, card: PretendedCard
+) -> None:
+    """begin_sampling() makes room for the host. fill_after(card, n): n bytes more must become free. With enough room
+    nothing is dropped."""
     make_ready(unet, (16, 16), (8, 8))
     pinned = attached()
     make_ready(pinned, (9, 9))
@@ -63,7 +68,7 @@ def test_pinned_graphs_are_removed_last(unet: nn.Module, card: PretendedCard) ->
     assert set(states().values()) == {"proved"} and runtime.services.holdings.shared() == 0
 
 
-def test_on_a_full_card_graphs_wait_until_there_is_room(unet: nn.Module, card: PretendedCard) -> None:
+def test_on_a_full_gpu_no_graph_is_captured_until_there_is_room(unet: nn.Module, card: PretendedCard) -> None:
     served(unet, a_call(unet))
     leave(card, 64 << 20)
     for _ in range(3):
@@ -77,9 +82,10 @@ def test_on_a_full_card_graphs_wait_until_there_is_room(unet: nn.Module, card: P
     assert runtime.rows()[0].reason == ""
 
 
-def test_a_host_that_runs_out_of_memory_is_run_once_more(
-    unet: nn.Module, weather: Weather, card: PretendedCard
+def test_a_host_that_runs_out_of_memory_is_run_again_after_our_graphs_are_dropped(
+    unet: nn.Module, native_operators: StandInOperators, card: PretendedCard
 ) -> None:
+    """attempts: the states of shapes at each run of the host, which raises as long as there are graphs."""
     make_ready(unet, (8, 8))
     call = a_call(unet, seed=3)
     attempts = []
@@ -92,16 +98,19 @@ def test_a_host_that_runs_out_of_memory_is_run_once_more(
         return diffusers_output(unet, call)
 
     with torch.no_grad():
-        # We do not serve calls with gradients, so the host does.
+        # With three channels the call is none of ours, and the host computes it.
         output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call))
     assert attempts == [{"64x64": "ready"}, {"64x64": "proved"}]
 
 
 @pytest.mark.parametrize("has_graphs", [False, True])
-def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
-    has_graphs: bool, unet: nn.Module, weather: Weather, card: PretendedCard, caplog: pytest.LogCaptureFixture
+def test_a_host_that_runs_out_of_memory_is_run_again_after_it_has_moved_weights(
+    has_graphs: bool, unet: nn.Module, native_operators: StandInOperators, card: PretendedCard,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """make_room lets the host move weights to main memory, and returns whether it did: if not, its exception is raised.
+    The warning names what was freed."""
     call = a_call(unet, seed=3)
     asked = list[int]()
     if has_graphs:
@@ -120,8 +129,8 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
     with torch.no_grad():
         output = runtime.run(unet, UNetCall(call.latent[:, :3], call.timestep, call.context, call.y), host)
     assert torch.equal(output, diffusers_output(unet, call)) and asked == [HOST_NEEDS]
-    [told] = [line for line in caplog.messages if "computes this step again" in line]
-    assert (GRAPHS in told, WEIGHTS in told) == (has_graphs, True)
+    [warning] = [line for line in caplog.messages if "computes this step again" in line]
+    assert (GRAPHS in warning, WEIGHTS in warning) == (has_graphs, True)
     network.bound.host_traits = replace(traits, make_room=lambda unet, size: False)
     asked.clear()
     runtime.release_memory()
@@ -130,7 +139,7 @@ def test_a_host_that_has_no_room_beside_all_its_weights_takes_some_off(
 
 
 def test_a_call_that_runs_out_of_memory_is_not_tried_again_in_this_sampling(
-    unet: nn.Module, weather: Weather, card: PretendedCard
+    unet: nn.Module, native_operators: StandInOperators, card: PretendedCard
 ) -> None:
     """It would free the graphs of all other shapes each time."""
 
@@ -139,62 +148,66 @@ def test_a_call_that_runs_out_of_memory_is_not_tried_again_in_this_sampling(
             raise torch.cuda.OutOfMemoryError("CUDA out of memory")
         return torch_ops.gated(tokens, unit, consumer)
 
-    weather.gated_by = too_large
+    native_operators.gated_by = too_large
     large = a_call(unet, batch=4)
     leave(card, 2 * GIBIBYTE)
     for _ in range(2):
         runtime.begin_sampling(unet)
-        before = weather.calls
+        before = native_operators.calls
         assert error(unet, large) < CLOSE and now()[1] == "host" and reason() == OUT_OF_MEMORY
-        assert weather.calls == before + 1
+        assert native_operators.calls == before + 1
         make_ready(unet, (8, 8))
-        before = weather.calls, card.emptied
+        before = native_operators.calls, card.emptied
         for _ in range(3):
             assert error(unet, large) < CLOSE and now()[1] == "host" and reason() == NO_ROOM_YET
-        assert (weather.calls, card.emptied) == before and states()["64x64"] == "ready"
+        assert (native_operators.calls, card.emptied) == before and states()["64x64"] == "ready"
         runtime.purge()
-    weather.clears()
+    native_operators.recover()
     assert error(unet, large) < CLOSE and now()[1] == "host", "the sampling has not ended"
     runtime.begin_sampling(unet)
     assert error(unet, large) < CLOSE and now() == ("native", "plain")
 
 
 def test_a_call_that_ran_out_of_memory_is_tried_again_when_more_is_free(
-    unet: nn.Module, weather: Weather, card: PretendedCard
+    unet: nn.Module, native_operators: StandInOperators, card: PretendedCard
 ) -> None:
+    """freed: MiB that become free before each call. Ours is tried again only if much more is free than when it
+    failed."""
     call = a_call(unet)
     leave(card, 100 << 20)
-    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     runtime.begin_sampling(unet)
     for freed, is_tried in ((0, True), (0, False), (10, False), (100, True), (0, False)):
         leave(card, card.free(CPU) + (freed << 20))
-        before = weather.calls
+        before = native_operators.calls
         assert error(unet, call) < CLOSE and now()[1] == "host"
-        assert weather.calls == before + is_tried
-    weather.clears()
+        assert native_operators.calls == before + is_tried
+    native_operators.recover()
     leave(card, card.free(CPU) + (100 << 20))
     assert error(unet, call) < CLOSE and now() == ("native", "plain")
 
 
 def test_a_call_is_tried_once_more_if_graphs_had_the_memory(
-    unet: nn.Module, weather: Weather, card: PretendedCard
+    unet: nn.Module, native_operators: StandInOperators, card: PretendedCard
 ) -> None:
+    """The first failure frees the graphs of another size, so that the next call may succeed; after a second failure it
+    is left to the host."""
     make_ready(unet, (16, 16))
     call = a_call(unet)
     leave(card, GIBIBYTE)
     runtime.begin_sampling(unet)
-    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     assert error(unet, call) < CLOSE and now()[1] == "host"
-    weather.clears()
+    native_operators.recover()
     for route in ("plain", "plain", "graph", "graph"):
         assert error(unet, call) < CLOSE and now() == ("native", route), reason()
     runtime.release_memory()
     make_ready(unet, (12, 12))
-    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     for is_tried in (True, True, False, False):
-        before = weather.calls
+        before = native_operators.calls
         assert error(unet, call) < CLOSE and now()[1] == "host"
-        assert weather.calls == before + is_tried
+        assert native_operators.calls == before + is_tried
 
 
 def test_out_of_memory_in_a_capture_frees_the_other_graphs(unet: nn.Module, card: PretendedCard) -> None:
@@ -213,10 +226,11 @@ def test_out_of_memory_in_a_capture_frees_the_other_graphs(unet: nn.Module, card
     assert "out of GPU memory while its graph was captured" in runtime.rows()[0].reason
 
 
-def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_image(
+def test_the_watching_thread_frees_nothing_while_the_host_makes_an_image(
     unet: nn.Module, card: PretendedCard
 ) -> None:
-    """An extension may be capturing a graph at that moment. The next sampling looks itself."""
+    """Its graphs are lost, because the weights have moved. An extension may be capturing a graph at that moment, which
+    freeing would break. The next sampling looks itself."""
     make_ready(unet, (8, 8))
     for parameter in unet.parameters():
         parameter.data = parameter.data.clone()
@@ -229,6 +243,8 @@ def test_nothing_is_given_back_by_a_thread_of_its_own_while_the_host_makes_an_im
 
 
 def test_the_most_memory_in_use_is_counted_in_torchs_pieces() -> None:
+    """most_in_use reads the events of torch's memory snapshot."""
+
     def events(*sizes: tuple[int, int]) -> list[dict[str, Any]]:
         """(address, bytes); no bytes: the memory is freed."""
         return [
@@ -243,7 +259,7 @@ def test_the_most_memory_in_use_is_counted_in_torchs_pieces() -> None:
     assert most_in_use(events((1, 1), (2, PIECE + 1))) == 3 * PIECE, "in the pieces that torch hands out"
 
 
-def test_images_that_end_at_once_have_one_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_that_end_at_the_same_time_start_one_watching_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """In an earlier version, a second thread started another one while the first was being made."""
     made: list[threading.Thread] = []
 

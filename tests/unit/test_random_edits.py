@@ -24,12 +24,12 @@ def options(*arguments: str) -> Any:
 def test_after_random_edits_every_output_is_close_to_the_hosts_and_most_are_ours(network: str) -> None:
     """The tool edits a network at random between calls, and compares each output with the host's. report is False also
     if too few calls were ours."""
-    told: list[str] = []
+    lines: list[str] = []
     tallies, failures = random_edits.run(
-        options("--networks", network, "--kinds", KINDS, "--edits", "50", "--seed", "1"), told.append
+        options("--networks", network, "--kinds", KINDS, "--edits", "50", "--seed", "1"), lines.append
     )
-    is_right = random_edits.report(tallies, 0, told.append)
-    assert is_right and not failures, "\n".join(told)
+    is_right = random_edits.report(tallies, 0, lines.append)
+    assert is_right and not failures, "\n".join(lines)
 
 
 @pytest.mark.parametrize("broken", ["a change that is not seen", "an answer a little off"])
@@ -39,18 +39,18 @@ def test_the_tool_finds_a_planted_fault(broken: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(Runtime, "run", lambda *given, run=Runtime.run, **more: 1.00003 * run(*given, **more))
     else:
         monkeypatch.setattr(Tree, "is_unchanged", lambda tree, root: True)
-    told: list[str] = []
-    tallies, failures = random_edits.run(options("--networks", "sd1", "--kinds", "code", "--edits", "12"), told.append)
-    assert failures and not random_edits.report(tallies, 0, told.append), told
-    assert any(line.startswith("WRONG sd1") for line in told), told
+    lines: list[str] = []
+    tallies, failures = random_edits.run(options("--networks", "sd1", "--kinds", "code", "--edits", "12"), lines.append)
+    assert failures and not random_edits.report(tallies, 0, lines.append), lines
+    assert any(line.startswith("WRONG sd1") for line in lines), lines
 
 
 def test_the_tool_fails_if_the_host_serves_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then no output of ours was tested."""
     monkeypatch.setattr(Runtime, "run", lambda runtime, unet, call, host, *given, **more: host())
-    told: list[str] = []
-    tallies, _ = random_edits.run(options("--networks", "sd1", "--kinds", "weights", "--edits", "4"), told.append)
-    assert not random_edits.report(tallies, 0, told.append) and "too few calls" in told[-1], told
+    lines: list[str] = []
+    tallies, _ = random_edits.run(options("--networks", "sd1", "--kinds", "weights", "--edits", "4"), lines.append)
+    assert not random_edits.report(tallies, 0, lines.append) and "too few calls" in lines[-1], lines
 
 
 def test_an_edit_plan_survives_text_and_is_shortened_to_its_failing_steps(monkeypatch: pytest.MonkeyPatch) -> None:

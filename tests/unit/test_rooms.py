@@ -24,7 +24,7 @@ def imports_of(file: str, source: str, files: set[str]) -> Iterator[str]:
     package = file.split("/")[:-1]
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            # An absolute path hides from what is told of relative ones below.
+            # The code below finds relative imports and "from lib_onediff.x import y" only.
             assert not any(alias.name.split(".")[0] == LIBRARY.name for alias in node.names), file
         if not isinstance(node, ast.ImportFrom):
             continue

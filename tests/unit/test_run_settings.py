@@ -81,15 +81,15 @@ def test_onediff_is_off_if_any_of_argument_options_and_settings_says_so(argument
     assert settings_of_run(arguments, Settings(enabled=standing)) == off
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
+@pytest.mark.parametrize(("arguments", "is_reported"), [
     ([], False), (AS_AT_FIRST, False), ([True, None, None], False), ([False, BALANCED, "low_bit fp8"], False),
     ([{"enabled": False, "low_bit": "fp8"}], False), ([{"enabled": True}], True), ([{"low_bit": "fp8"}], True),
     ([True, BALANCED], True), ([True, "", "low_bit fp8"], True), (["yes"], True), ([{"enabled": "no"}], True),
 ], ids=str)
 def test_options_of_a_run_are_reported_as_without_effect_while_onediff_is_off_in_the_settings(
-    arguments: Any, told: bool
+    arguments: Any, is_reported: bool
 ) -> None:
-    expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if told else ""
+    expected = f"{OFF_IN_SETTINGS}: the options of this run have no effect." if is_reported else ""
     assert refusal_while_off(arguments) == expected
 
 

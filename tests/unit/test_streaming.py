@@ -17,7 +17,7 @@ import pytest
 import torch
 from builders import SMALL_XL, a_call, diffusers_output, diffusers_unet, relative_error, served
 from graph_builders import PretendedGraphs
-from ladder_builders import Weather, now, reason
+from ladder_builders import StandInOperators, now, reason
 from streaming_builders import Early, Late, use_lane
 from torch import Tensor, nn
 
@@ -180,16 +180,16 @@ def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(compu
 
 @pytest.mark.parametrize("lane", [Early, Late])
 def test_a_forward_that_fails_leaves_nothing_for_the_next_one(
-    computer: Computer, weather: Weather, lane: type[Early]
+    computer: Computer, native_operators: StandInOperators, lane: type[Early]
 ) -> None:
     computer.lane = lane
     unet = in_our_care(computer)
     call = a_call(unet)
     for _ in range(2):
         assert is_right(unet, call)
-    weather.raises(RuntimeError("cancelled"))
+    native_operators.fail_with(RuntimeError("cancelled"))
     assert is_right(unet, call)
-    weather.clears()
+    native_operators.recover()
     for _ in range(4):
         assert is_right(unet, call)
 
@@ -265,7 +265,7 @@ def test_a_chunk_is_written_once_what_it_lies_over_was_read() -> None:
 
 
 @pytest.fixture
-def eight(on_a_gpu: Weather, computer: Computer) -> Any:
+def eight(on_a_gpu: StandInOperators, computer: Computer) -> Any:
     """A UNet in float16 whose host keeps all weights in main memory, and moves them itself."""
     from low_bit_builders import half_unet
 
@@ -342,7 +342,7 @@ def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
 
 
 def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
-    computer: Computer, weather: Weather, pretended: PretendedGraphs
+    computer: Computer, native_operators: StandInOperators, pretended: PretendedGraphs
 ) -> None:
     """The host answers that call; a later one is served, and the next sampling has the room from its beginning."""
     computer.is_away = half
@@ -384,7 +384,7 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
             assert (reason() == WEIGHTS_MOVED) == (routes[-1] == "host")
         return lacked, routes
 
-    weather.gated_by = computed
+    native_operators.gated_by = computed
     network.bound.host_traits = replace(network.bound.host_traits, make_room=make_room)
     assert sampling() == (0, ["host", "host", "plain", "plain", "graph"])
     assert asked == [RING, 2 * RING] and held == [0, 0], "what OneDiff held was freed before"
@@ -392,14 +392,16 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
     assert len(asked) == 2
 
 
-def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(computer: Computer, weather: Weather) -> None:
+def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
+    computer: Computer, native_operators: StandInOperators
+) -> None:
     computer.is_away = half
     unet = in_our_care(computer)
-    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     for why in (OUT_OF_MEMORY, NO_ROOM_YET, NO_ROOM_YET):
         assert is_right(unet, a_call(unet))
         assert now()[1] == "host" and reason() == why
-    assert weather.calls == 1
+    assert native_operators.calls == 1
 
 
 def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(computer: Computer, weather: Weather) -> None:
