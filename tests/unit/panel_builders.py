@@ -58,16 +58,18 @@ class Seen:
 
     def do(self, handler: Any, *own: Any) -> None:
         """Call the handler of a button and then ask for the state, as the page does."""
-        told, below, self.waiting = handler(*own, self.waiting)
-        self._show(told=told, below=below)
+        message, below, self.waiting = handler(*own, self.waiting)
+        self._show(message=message, below=below)
         self.look()
 
     def look(self, *cancelled: int) -> None:
         shown = self.panel.view(json.dumps({"cancelled": cancelled}), ALL_MODELS, self.waiting)
-        below, waiting, totals, jobs, models, table, sizes, told = shown
+        below, waiting, totals, jobs, models, table, sizes, message = shown
         if waiting != gradio.update():
             self.waiting = waiting
-        self._show(below=below, totals=totals, jobs=jobs, models=models, table=table, sizes=sizes, told=told)
+        self._show(
+            below=below, totals=totals, jobs=jobs, models=models, table=table, sizes=sizes, message=message
+        )
 
     def _show(self, **values: Any) -> None:
         self.parts.update({name: value for name, value in values.items() if value != gradio.update()})

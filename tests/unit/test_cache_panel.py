@@ -32,13 +32,13 @@ DECODE = replace(LARGE, model="VAE decoder", shapes=(replace(SHAPE, tokens=0),))
 @pytest.mark.parametrize("text, part", [(None, "at least one size"), ("wide", "is not a size")])
 def test_a_prewarm_request_that_cannot_be_read_gets_a_sentence(seen: Seen, text: Any, part: str) -> None:
     seen.do(seen.panel.prewarm, text)
-    assert part in seen.text("told") and "onediff-wrong" in seen.parts["told"]
+    assert part in seen.text("message") and "onediff-wrong" in seen.parts["message"]
     assert seen.warmup.jobs() == []
 
 
-def test_a_refresh_leaves_the_message_of_the_last_click(seen: Seen) -> None:
-    """view() refreshes the page every few seconds. Its output for the field of messages must be gradio.update(), which
-    changes nothing."""
+def test_a_refresh_keeps_the_work_that_a_later_click_waits_for(seen: Seen) -> None:
+    """The page asks view() for its state again and again. A click since that request was sent may have given the page
+    work to wait for, which the answer's second value must leave as it is (gradio.update()), not set to None."""
     assert seen.panel.view("[]", "All models", None)[1] == gradio.update()
 
 
@@ -54,7 +54,7 @@ def test_a_size_that_runs_or_waits_is_not_queued_again_and_the_page_says_so(seen
     with seen.webui.lock:
         seen.do(seen.panel.prewarm, "64x64, 72x64")
         seen.do(seen.panel.prewarm, "72x64, 64x64, 80x64")
-        assert "72x64, 64x64: run or wait already, not queued again." in seen.text("told")
+        assert "72x64, 64x64: run or wait already, not queued again." in seen.text("message")
         assert [job.title for job in seen.warmup.jobs()] == ["64x64", "72x64", "80x64"]
         seen.warmup.stop()
 
@@ -70,7 +70,7 @@ def test_a_click_on_a_size_queues_it(seen: Seen) -> None:
 
 def test_most_used_sizes_of_an_unused_model_are_none_and_the_reason_is_shown(seen: Seen) -> None:
     seen.do(seen.panel.prewarm, "most used 2")
-    assert "No size has been used with this model yet" in seen.text("told") and seen.warmup.jobs() == []
+    assert "No size has been used with this model yet" in seen.text("message") and seen.warmup.jobs() == []
     seen.do(seen.panel.prewarm, "most used 2, 72x64")
     assert [job.title for job in seen.warmup.jobs()] == ["72x64"]
 

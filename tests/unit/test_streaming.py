@@ -404,14 +404,16 @@ def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
     assert native_operators.calls == 1
 
 
-def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(computer: Computer, weather: Weather) -> None:
+def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(
+    computer: Computer, native_operators: StandInOperators
+) -> None:
     """They would be missing on the GPU in the next image, at another size."""
     unet = in_our_care(computer)
     network = runtime.services.networks.get(unet)
     asked = list[int]()
     assert network is not None
     network.bound.host_traits = replace(network.bound.host_traits, make_room=lambda unet, size: asked.append(size) or 1)
-    weather.raises(torch.cuda.OutOfMemoryError("CUDA out of memory"))
+    native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     with runtime.warming_up():
         assert is_right(unet, a_call(unet))
     assert not asked
