@@ -18,7 +18,7 @@ def arguments(unet: nn.Module, width: int = 128, height: int = 128, batch: int =
 
 
 def residual_shapes(unet: Any, given: dict[str, Any]) -> list[torch.Size]:
-    """The shapes of a ControlNet's residuals; the middle block's is the last."""
+    """The shapes of the residuals that a ControlNet would pass for this call; the middle block's is the last."""
     shapes: list[torch.Size] = []
     hooks = [unet.conv_in.register_forward_hook(lambda module, args, out: shapes.append(out.shape))]
     for block in unet.down_blocks:

@@ -31,18 +31,19 @@ def unet() -> Iterator[nn.Module]:
 
 
 @torch.no_grad()
-def use(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple[str, str]:
-    """Make several calls, each of which must have the right output; a failed backend is tried twice. Returns who
-    served."""
+def check_calls(unet: nn.Module, given: dict[str, Any], calls: int = 4) -> tuple[str, str]:
+    """Make several calls, each of which must have the right output; a failed backend is tried twice. Returns the
+    backend and the route of the last one."""
     for _ in range(calls):
         output = unet(**given, return_dict=False)[0]
         assert relative_error(output, host(unet, given)) < CLOSE, last_call()
     return last_call()["backend"], last_call()["route"]
 
 
-def test_after_a_failed_capture_launches_and_later_captures_work(
+def test_after_a_failed_capture_the_size_is_served_without_a_graph_and_other_sizes_with_one(
     unet: nn.Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The fault: a kernel of ours synchronises the GPU, which CUDA forbids during a capture."""
     original = native_tokens.gated
 
     def gated(*given: Any) -> Tensor:
@@ -50,19 +51,21 @@ def test_after_a_failed_capture_launches_and_later_captures_work(
             torch.cuda.synchronize()
         return original(*given)
 
-    use(unet, arguments(unet, 64, 64))
+    check_calls(unet, arguments(unet, 64, 64))
     with monkeypatch.context() as patch:
         patch.setattr(native_tokens, "gated", gated)
-        assert use(unet, arguments(unet)) == ("native", "plain")
+        assert check_calls(unet, arguments(unet)) == ("native", "plain")
     [entry] = [entry for entry in runtime.table.entries() if entry.key.resolution == "128x128"]
     assert last_call()["reason"] == entry.no_graph and entry.no_graph.startswith("the graph could not be captured: ")
     torch.cuda.synchronize()
     assert torch.randn(8, device="cuda").isfinite().all(), "random numbers work after a failed capture"
-    assert use(unet, arguments(unet, 64, 64), 2) == ("native", "graph"), "another entry lives on"
-    assert use(unet, arguments(unet, 64, 128)) == ("native", "graph"), "captures work again"
+    assert check_calls(unet, arguments(unet, 64, 64), 2) == ("native", "graph"), "another size's graph is replayed"
+    assert check_calls(unet, arguments(unet, 64, 128)) == ("native", "graph"), "a further size is captured"
 
 
-def test_memory_that_torch_keeps_unused_can_be_used_for_measurements() -> None:
+def test_a_measurement_frees_memory_that_torch_keeps_unused_if_it_needs_it() -> None:
+    """512 MiB are kept unused, and no more may be reserved. time_ms() captures work() as a CUDA graph, whose pool
+    cannot use them until they are freed."""
     device = torch.device("cuda")
 
     def work() -> torch.Tensor:
@@ -78,10 +81,12 @@ def test_memory_that_torch_keeps_unused_can_be_used_for_measurements() -> None:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def test_calls_on_a_full_card_are_right_or_out_of_memory_as_the_hosts(unet: nn.Module) -> None:
+def test_a_call_on_a_full_gpu_is_right_or_runs_out_of_memory_in_the_hosts_forward(unet: nn.Module) -> None:
+    """With 50, 150 and 400 MiB to spare, for calls of which the host's forward alone needs more than the least. Once
+    there is memory again, OneDiff serves as before."""
     small = arguments(unet)
     large = arguments(unet, 1024, 1024, 4)
-    use(unet, small)
+    check_calls(unet, small)
     expected = host(unet, large)
     gc.collect()
     torch.cuda.empty_cache()
@@ -102,5 +107,5 @@ def test_calls_on_a_full_card_are_right_or_out_of_memory_as_the_hosts(unet: nn.M
         assert all(relative_error(output, expected) < CLOSE for output in outputs)
         del outputs
         torch.cuda.empty_cache()
-    use(unet, small, 2)
-    assert use(unet, small, 1) == ("native", "graph")
+    check_calls(unet, small, 2)
+    assert check_calls(unet, small, 1) == ("native", "graph")

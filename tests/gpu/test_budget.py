@@ -34,7 +34,7 @@ SIDES = {"512x512": SMALL, "768x512": MIDDLE}
 
 
 @torch.no_grad()
-def use(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
+def check_calls(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
     """Make several calls; the last one must have the right output."""
     given = inputs(unet, *size, 2, 77, torch.float16)
     for _ in range(calls):
@@ -43,12 +43,14 @@ def use(unet: nn.Module, size: tuple[int, int], calls: int = 3) -> None:
 
 
 def reserved() -> int:
+    """The bytes that torch has reserved and uses."""
     gc.collect()
     torch.cuda.empty_cache()
     return torch.cuda.memory_reserved()
 
 
 def row(size: tuple[int, int]) -> Any:
+    """The table's row of this size, as the settings tab shows it."""
     [found] = [row for row in runtime.rows() if row.resolution == f"{size[0]}x{size[1]}"]
     return found
 
@@ -58,34 +60,40 @@ def states() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("order", [(SMALL, MIDDLE, LARGE), (LARGE, SMALL, MIDDLE)])
-def test_purging_a_row_frees_the_bytes_that_it_showed(unet: nn.Module, order: tuple[tuple[int, int], ...]) -> None:
+def test_purging_a_row_of_the_table_frees_the_bytes_that_it_showed(
+    unet: nn.Module, order: tuple[tuple[int, int], ...]
+) -> None:
+    """order: in which the sizes are captured. They share memory, so that the largest is purged first. The remaining
+    sizes stay usable."""
     for size in order:
-        use(unet, size)
+        check_calls(unet, size)
     for largest, rest in ((LARGE, ("768x512", "512x512")), (MIDDLE, ("512x512",)), (SMALL, ())):
         before = reserved()
-        said = row(largest).bytes
+        shown = row(largest).bytes
         freed = runtime.purge([row(largest).resolution])
-        fell = before - reserved()
-        assert fell >= 0.9 * said > MIB and abs(freed - fell) <= 4 * MIB
+        released = before - reserved()
+        assert released >= 0.9 * shown > MIB and abs(freed - released) <= 4 * MIB
         assert set(states()) == set(rest)
         for width, height in map(SIDES.__getitem__, rest):
-            use(unet, (width, height), 2)
+            check_calls(unet, (width, height), 2)
             # The remaining shapes are replayed with the right output, after another capture if necessary.
             assert last_call()["route"] == "graph", last_call()["reason"]
-        fell = before - reserved()
-        assert abs(fell - said) <= 0.1 * said + WORKSPACE, f"{said / MIB:.1f} MiB said, {fell / MIB:.1f} fell"
+        released = before - reserved()
+        message = f"{shown / MIB:.1f} MiB shown, {released / MIB:.1f} released"
+        assert abs(released - shown) <= 0.1 * shown + WORKSPACE, message
     assert runtime.totals().vram == 0
 
 
 @torch.no_grad()
-def test_a_hundred_crops_of_random_sizes_stay_within_the_budget(unet: nn.Module) -> None:
-    """As ADetailer inpaints faces: each has a new size that is hardly ever used again."""
-    use(unet, LARGE)
+def test_the_graphs_of_a_hundred_random_sizes_stay_within_the_memory_budget(unet: nn.Module) -> None:
+    """As ADetailer inpaints faces: each has a new size that is hardly ever used again. The budget is what one large
+    size needs, and 4 MiB. A pinned size keeps its graph."""
+    check_calls(unet, LARGE)
     needs = row(LARGE).needs
     runtime.purge()
     allowed = memory_of(needs) // MIB + 4
     runtime.configure(replace(Settings(), memory_budget=allowed))
-    use(unet, SMALL)
+    check_calls(unet, SMALL)
     assert runtime.pin("512x512", row(SMALL).model, True)
     before = reserved()
     chance = random.Random(0)
@@ -97,11 +105,12 @@ def test_a_hundred_crops_of_random_sizes_stay_within_the_budget(unet: nn.Module)
         assert last_call()["route"] in ("graph", "plain"), last_call()["reason"]
         assert runtime.totals().vram <= allowed * MIB
     assert row(SMALL).pinned and reserved() - before <= (allowed + 64) * MIB
-    use(unet, SMALL, 2)
+    check_calls(unet, SMALL, 2)
     assert last_call()["route"] == "graph"
 
 
-def test_the_memory_of_a_call_is_measured_without_resetting_torchs_peak(unet: nn.Module) -> None:
+def test_the_peak_memory_of_a_call_is_measured_without_resetting_torchs_peak(unet: nn.Module) -> None:
+    """torch's own peak is larger here, because of a tensor that is already freed."""
     device = torch.device("cuda", torch.cuda.current_device())
     given = inputs(unet, 512, 512, 2, 77, torch.float16)
     call = lambda: host(unet, given)  # noqa: E731
@@ -121,8 +130,9 @@ def test_the_memory_of_a_call_is_measured_without_resetting_torchs_peak(unet: nn
 
 
 def test_freeing_memory_does_not_break_another_extensions_capture(unet: nn.Module) -> None:
-    """Another extension's capture in another thread continues, and so does OneDiff."""
-    use(unet, SMALL)
+    """torch refuses to free memory while any thread captures a graph: the refusal must not reach the caller, and the
+    other thread's capture must end without an error. OneDiff can free its own graph afterwards."""
+    check_calls(unet, SMALL)
     graph = torch.cuda.CUDAGraph()
     stream = torch.cuda.Stream()
     begun = threading.Event()

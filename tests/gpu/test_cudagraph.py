@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_runtime")]
 MIB = 2**20
 
 
-def ours(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
+def replayed(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
     """The output of the last of several calls: without a graph, without one and then captured, replayed."""
     with torch.no_grad():
         for _ in range(calls):
@@ -33,8 +33,9 @@ def ours(unet: nn.Module, given: dict[str, Any], calls: int = 3) -> Tensor:
     return output
 
 
-def test_every_input_is_read_at_each_replay_and_outputs_belong_to_the_caller(tiny: nn.Module) -> None:
-    """Also the residuals of a ControlNet."""
+def test_each_replay_reads_the_inputs_of_its_call_and_changes_no_earlier_output(tiny: nn.Module) -> None:
+    """With residuals of a ControlNet and without. A graph has inputs and outputs at fixed addresses: without copies, a
+    replay would compute with old inputs, or overwrite an output that the caller still has."""
     given = arguments(tiny)
     shapes = residual_shapes(tiny, given)
     compile_unet(tiny)
@@ -47,10 +48,10 @@ def test_every_input_is_read_at_each_replay_and_outputs_belong_to_the_caller(tin
         controlled = {**given, "down_block_additional_residuals": tuple(residuals[:-1]),
                       "mid_block_additional_residual": residuals[-1]}
         for one in (given, controlled):
-            output = ours(tiny, one)
+            output = replayed(tiny, one)
             assert relative_error(output, host(tiny, one)) < 1e-2
             kept.append((output, output.clone()))
-    assert all(torch.equal(output, then) for output, then in kept), "a later replay writes to none of them"
+    assert all(torch.equal(output, copy) for output, copy in kept), "a later replay has written to an output"
 
 
 @torch.no_grad()
@@ -64,15 +65,15 @@ def change_by_moving(unet: nn.Module) -> None:
         parameter.mul_(1.05)
 
 
-def test_moved_weights_count_at_the_next_call(tiny: nn.Module) -> None:
-    """For other edits, see test_edits_replayed.py."""
+def test_weights_that_were_moved_and_edited_are_read_at_the_next_call(tiny: nn.Module) -> None:
+    """A graph would read the old addresses. For other edits, see test_edits_replayed.py."""
     compile_unet(tiny)
     given = arguments(tiny)
-    ours(tiny, given)
+    replayed(tiny, given)
     change_by_moving(tiny)
     with torch.no_grad():
         assert relative_error(tiny(**given, return_dict=False)[0], host(tiny, given)) < 1e-2
-    assert relative_error(ours(tiny, given, 2), host(tiny, given)) < 1e-2
+    assert relative_error(replayed(tiny, given, 2), host(tiny, given)) < 1e-2
 
 
 def settle_workspaces() -> None:
@@ -80,7 +81,7 @@ def settle_workspaces() -> None:
     Hopper)."""
     unet = random_unet("tiny-sdxl", torch.device("cuda")).half()
     compile_unet(unet)
-    ours(unet, arguments(unet))
+    replayed(unet, arguments(unet))
     uncompile_unet(unet)
     runtime.release_memory()
 
@@ -91,7 +92,9 @@ def requested_bytes() -> int:
     return torch.cuda.memory_stats()["requested_bytes.all.current"]
 
 
-def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> None:
+def test_binding_sdxl_adds_less_than_64_mib_and_ten_compilations_leak_nothing() -> None:
+    """Binding joins weights that are multiplied as one, without a second copy of them. After uncompile_unet(), the same
+    bytes are allocated as before, and the weights are the same to the bit."""
     unet = random_unet("sdxl", torch.device("cuda")).half()
     given = arguments(unet, 256, 256)
     before = {name: value.clone().cpu() for name, value in unet.state_dict().items()}
@@ -109,7 +112,7 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
     bound.release()
     for _ in range(10):
         compile_unet(unet, backend="cudagraph")
-        ours(unet, given)
+        replayed(unet, given)
         uncompile_unet(unet)
         runtime.release_memory()
         assert requested_bytes() == requested
@@ -117,7 +120,9 @@ def test_binding_sdxl_adds_less_than_64_mib_and_ten_cycles_leak_nothing() -> Non
         assert torch.equal(value.cpu(), before[name]), name
 
 
-def test_twelve_sizes_share_their_memory() -> None:
+def test_the_graphs_of_twelve_sizes_share_memory() -> None:
+    """All of SDXL's usual sizes together need less than 600 MiB beside the peak of the host's own forward; each with
+    memory of its own would need several GiB."""
     unet = random_unet("sdxl", torch.device("cuda")).half()
     sizes = [(1024, 1024), (832, 1216), (1216, 832), (896, 1152), (1152, 896), (768, 1344), (1344, 768), (640, 1536),
              (1536, 640), (960, 720), (1280, 1280), (512, 512)]
@@ -129,15 +134,16 @@ def test_twelve_sizes_share_their_memory() -> None:
     peak = torch.cuda.max_memory_reserved()
     compile_unet(unet)
     for size in sizes:
-        ours(unet, arguments(unet, *size))
+        replayed(unet, arguments(unet, *size))
     torch.cuda.synchronize()
     over = (torch.cuda.memory_reserved() - peak) / MIB
     print(f"twelve sizes: {over:.0f} MiB over the host's peak")
     assert over < 600
 
 
-def test_a_precision_switch_that_changes_between_calls_counts_at_the_next_one() -> None:
-    """TF32 keeps ten bits of each factor; without it, float32 is exact to 1e-5."""
+def test_a_precision_switch_that_changes_between_calls_takes_effect_at_the_next_one() -> None:
+    """A graph captured with TF32 would be replayed with it. TF32 keeps ten bits of each factor; without it, float32 is
+    exact to 1e-5."""
     unet = random_unet("tiny-sdxl", torch.device("cuda")).float()
     found = torch.backends.cuda.matmul.allow_tf32
     given = {
@@ -147,7 +153,7 @@ def test_a_precision_switch_that_changes_between_calls_counts_at_the_next_one() 
     compile_unet(unet, backend="cudagraph")
     try:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
-        ours(unet, given)
+        replayed(unet, given)
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
         with torch.no_grad():
             output = unet(**given, return_dict=False)[0]

@@ -17,7 +17,7 @@ from lib_onediff.bench.models import random_unet
 from lib_onediff.runtime.runtime import runtime
 from lib_onediff.runtime.verify import relative_error
 
-# Rounding in float16 explains a tenth of this; stale results on d78e1ae had errors of 0.02 to 1.
+# Rounding in float16 explains a tenth of this; outputs with stale weights had errors of 0.02 to 1.
 CLOSE = 1e-2
 NEAR = 0.15
 TRIALS = 1000
@@ -42,7 +42,10 @@ def compiled(network: str = "tiny-sdxl", side: int = 128, **options: Any) -> tup
 
 
 @pytest.mark.gpu
-def test_a_thousand_edits_count_at_the_next_call() -> None:
+def test_a_thousand_edits_of_a_unet_are_in_the_output_of_the_next_call() -> None:
+    """Edits of parameters, modules and code between calls that graphs serve, inside and outside of
+    lib_onediff.sampling(). A replay with stale weights or code would be as far from the host's output as the edit is
+    large."""
     routes: Counter[str] = Counter()
     wrong = []
     done = 0
@@ -72,9 +75,9 @@ def test_a_thousand_edits_count_at_the_next_call() -> None:
     assert routes["graph"] > done / 4
 
 
-# Edits that are large enough to show in eight bits.
 @pytest.mark.gpu
-def test_edits_count_with_low_bit_weights(option: str) -> None:
+def test_edits_of_weights_that_are_kept_in_eight_bits_are_in_the_output_of_the_next_call(option: str) -> None:
+    """The edits change signs, and so are larger than the error of eight bits."""
     unet, given = compiled("sdxl", 1024, low_bit=option, low_bit_budget=0.12)
     with as_in_images():
         for _ in range(3):

@@ -17,7 +17,7 @@ TOKENS = 1088
 CERTAIN = 1024
 
 
-def attended(name: str, inputs: tuple[Tensor, ...], filled: Filled) -> Tensor:
+def attend_or_skip(name: str, inputs: tuple[Tensor, ...], filled: Filled) -> Tensor:
     """attend_filled, which skips the test if this torch or card has no such kernel: then another implementation is
     chosen."""
     try:
@@ -28,7 +28,10 @@ def attended(name: str, inputs: tuple[Tensor, ...], filled: Filled) -> Tensor:
 
 @pytest.mark.parametrize("name", [FLASH, CUDNN, PARTS])
 @pytest.mark.parametrize("key_heads", [12, 3])
-def test_each_replay_reads_how_many_tokens_count(name: str, key_heads: int) -> None:
+def test_each_replay_of_attention_reads_how_many_tokens_of_a_row_are_used(name: str, key_heads: int) -> None:
+    """The other tokens of a row fill it up to TOKENS. Their number is a tensor, so that a graph that was captured for
+    one number serves others; the used tokens' result is compared with attention over these tokens alone. certain:
+    tokens that are always used, which PARTS needs."""
     inputs = inputs_of(random_on(GPU, torch.bfloat16), (2, 12, TOKENS, 128), (2, key_heads, TOKENS, 128))
     used = torch.tensor([TOKENS, TOKENS - 9], device=GPU)
 
@@ -37,7 +40,7 @@ def test_each_replay_reads_how_many_tokens_count(name: str, key_heads: int) -> N
     def run() -> Tensor:
         return attend_filled(name, *inputs, Filled.of(used, TOKENS, certain))
 
-    attended(name, inputs, Filled.of(used, TOKENS, certain))
+    attend_or_skip(name, inputs, Filled.of(used, TOKENS, certain))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

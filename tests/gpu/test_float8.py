@@ -59,7 +59,10 @@ def rounded(tokens: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("config", on_this_gpu(GATED_PRODUCT), ids=str)
 @pytest.mark.parametrize(("rows", "width", "half"), [(2048, 1280, 5120), (4095, 640, 2560), (77, 336, 1360)], ids=str)
-def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, half: int) -> None:
+def test_a_float8_product_with_its_geglu_is_close_to_that_of_the_rounded_factors(
+    config: LaunchConfig, rows: int, width: int, half: int
+) -> None:
+    """The kernel returns float8 itself: ROUNDED is the error of rounding its result."""
     norm = LayerWeights(torch.rand(width, device=GPU) + 0.5, torch.randn(width, device=GPU))
     tokens = functional.layer_norm(torch.randn(rows, width, device=GPU), (width,), norm.weight, norm.bias)
     weight = torch.randn(2 * half, width, device=GPU, dtype=torch.float16) / width**0.5
@@ -80,7 +83,7 @@ def test_a_product_with_its_geglu(config: LaunchConfig, rows: int, width: int, h
 @pytest.mark.parametrize(("batch", "channels", "out", "size"), [
     (2, 320, 320, (128, 128)), (2, 1280, 1280, (32, 32)), (1, 960, 336, (45, 61)), (3, 48, 80, (33, 40)),
 ], ids=str)
-def test_a_convolution(
+def test_a_convolution_is_close_to_that_of_its_factors_in_float64(
     kind: torch.dtype, config: LaunchConfig, batch: int, channels: int, out: int, size: tuple[int, int]
 ) -> None:
     """In eight bits, against the rounded factors; in float16, with float16 sums."""
@@ -146,7 +149,11 @@ def by_row_scales(tokens: Tensor, weight: Tensor) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: "x".join(map(str, product)))
-def test_one_scale_is_as_exact_as_scales_of_rows(product: Product, dtype: torch.dtype) -> None:
+def test_a_product_with_one_scale_for_each_factor_is_as_exact_as_with_one_for_each_row(
+    product: Product, dtype: torch.dtype
+) -> None:
+    """The input is a norm's result, a gated unit's or plain. Both errors are against float64; ours may be a tenth
+    larger. """
     ops = operators_of(dtype)
     norm = LayerNorm("norm", product.width, EPS)
     weight = random(product.out, product.width, dtype=dtype) / 32
@@ -170,6 +177,8 @@ def test_one_scale_is_as_exact_as_scales_of_rows(product: Product, dtype: torch.
 
 @torch.no_grad()
 def test_a_float8_norm_neither_saturates_nor_hides_nan(dtype: torch.dtype) -> None:
+    """Each row has one large number, which the norm makes as large as it can be; float8 must round it and not cut it
+    off. Row 5 has a NaN, which must be in the results of all layers after the norm, and in no other row."""
     ops = operators_of(dtype)
     width = 1280
     norm = LayerNorm("norm", width, EPS)

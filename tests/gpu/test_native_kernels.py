@@ -74,7 +74,8 @@ def same_in_every_tile(image: Tensor, tile: Tensor) -> bool:
 
 
 @pytest.mark.usefixtures("much_memory")
-def test_an_image_of_more_than_two_to_the_31_elements() -> None:
+def test_image_kernels_are_right_beyond_two_to_the_31_elements() -> None:
+    """Indices of 32 bits would overflow. The image repeats one tile, whose result is known."""
     tile = channels_last(random(1, 320, 26, 26, dtype=torch.float16))
     weight = random(320, dtype=torch.float16, mean=1.0)
     bias = random(320, dtype=torch.float16)
@@ -98,7 +99,8 @@ def test_an_image_of_more_than_two_to_the_31_elements() -> None:
 
 
 @pytest.mark.usefixtures("much_memory")
-def test_tokens_of_more_than_two_to_the_31_elements() -> None:
+def test_token_kernels_are_right_beyond_two_to_the_31_elements() -> None:
+    """Indices of 32 bits would overflow. The rows repeat a thousand rows, whose result is known."""
     few = random(1000, 1280, dtype=torch.float16)
     weight = random(1280, dtype=torch.float16, mean=1.0)
     bias = random(1280, dtype=torch.float16)

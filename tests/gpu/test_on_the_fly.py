@@ -1,5 +1,5 @@
 """LoRAs that a host applies at each call, and weights in float8, on a real GPU: served by graphs, as exactly as by the
-host, and without a second copy of the UNet."""
+host, and without a second copy of the UNet. ForgeOperations stands for the host's layers."""
 from __future__ import annotations
 
 import copy
@@ -100,7 +100,7 @@ def host_unet(name: str, stored: torch.dtype) -> nn.Module:
     return unet
 
 
-def put_on(unet: nn.Module, strength: float, rank: int = 16) -> dict[str, list[Any]]:
+def add_lora(unet: nn.Module, strength: float, rank: int = 16) -> dict[str, list[Any]]:
     """Add a LoRA to every linear layer of every attention."""
     generator = torch.Generator("cuda").manual_seed(0)
     patches = {}
@@ -174,10 +174,14 @@ def exact_output(unet: Any, call: UNetCall) -> Tensor:
 @pytest.mark.parametrize("backend", ["native", "cudagraph", "eager"])
 @pytest.mark.parametrize("stored", [torch.float16, *FLOAT8], ids=str)
 @pytest.mark.parametrize(("name", "side"), [("tiny-sdxl", 512), ("sdxl", 1024)])
-def test_no_farther_from_float32_than_the_host(name: str, side: int, stored: torch.dtype, backend: str) -> None:
+def test_with_a_lora_our_error_is_not_above_the_hosts_and_one_graph_serves_every_strength(
+    name: str, side: int, stored: torch.dtype, backend: str
+) -> None:
+    """exact: the host's output with the same parameters in float32. Our error may be a tenth larger than the host's.
+    stored: the dtype of the weights, which the host casts to float16 at each use."""
     unet = host_unet(name, stored)
     call = call_for(unet, side)
-    patches = put_on(unet, 0.5)
+    patches = add_lora(unet, 0.5)
     exact = exact_output(unet, call)
     host = forward(unet, call)()
     mine = relative_error(served(unet, call, backend), exact)
@@ -209,11 +213,12 @@ def peak(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_calls_need_no_second_copy_of_the_unet() -> None:
-    """In calls without a graph; a graph's memory is within a budget."""
+def test_calls_with_float8_weights_need_no_second_copy_of_the_unet() -> None:
+    """What OneDiff keeps and its peak in a call are at most 64 MiB more than the host's peak, besides the LoRA's
+    factors and small parameters. In calls without a graph; a graph's memory is within a budget."""
     unet = host_unet("sdxl", torch.float8_e4m3fn)
     call = call_for(unet, 1024)
-    put_on(unet, 0.5)
+    add_lora(unet, 0.5)
     forward(unet, call)()
     host = peak(forward(unet, call))
     start = torch.cuda.memory_allocated()
@@ -237,7 +242,11 @@ def autocast_unet(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("backend", ["native", "cudagraph", "eager"])
 @pytest.mark.parametrize(("name", "side"), [("tiny-sdxl", 512), ("sdxl", 1024)])
-def test_weights_that_torch_autocast_casts(name: str, side: int, backend: str) -> None:
+def test_with_float8_weights_that_autocast_casts_our_error_is_not_above_the_hosts(
+    name: str, side: int, backend: str
+) -> None:
+    """Also after an edit of all weights in place. exact: the host's output with the same weights in float32. Our error
+    may be a tenth larger than the host's."""
     unet = autocast_unet(name)
     call = call_for(unet, side)
     traits = HostTraits(casts=CASTS)
@@ -250,7 +259,7 @@ def test_weights_that_torch_autocast_casts(name: str, side: int, backend: str) -
         assert relative_error(mine, exact) <= WORST_RATIO * relative_error(host, exact)
 
     check()
-    # Edit all weights and biases in place, as when a LoRA is merged: the graph reads them at the same addresses.
+    # As when a LoRA is merged: the graph reads the weights and biases at the same addresses.
     with torch.no_grad():
         for parameter in unet.parameters():
             if parameter.dtype == FLOAT8[0]:

@@ -29,17 +29,17 @@ SECONDS = 300
 
 
 class Host:
-    """A host with one UNet. told: the states that the queue of pre-warms has shown for the running job."""
+    """A host with one UNet. seen: the activities that the queue of pre-warms has shown for the running job."""
 
     def __init__(self, unet: nn.Module) -> None:
         self.unet = unet
         self.lock = threading.Lock()
         self.queue = WarmUp(self, runtime, JobQueue())
-        self.told = set[str]()
+        self.seen = set[str]()
         attach(unet)
 
     def warm(self, width: int, height: int, batch: int, tokens: int) -> None:
-        self.told |= {job.what for job in self.queue.jobs() if job.state == "running"}
+        self.seen |= {job.what for job in self.queue.jobs() if job.state == "running"}
         with torch.no_grad():
             self.unet(**arguments(self.unet, width, height, batch, tokens))
 
@@ -65,14 +65,16 @@ def host() -> Iterator[Host]:
     runtime.purge()
 
 
-def test_the_first_call_afterwards_replays_a_graph(host: Host) -> None:
+def test_the_first_call_of_a_pre_warmed_size_replays_a_graph(host: Host) -> None:
+    """With the negative prompt in the batch and without, in another thread than the one that has captured the graph.
+    While the queue works, it shows what it does."""
     jobs = host.queue.add(SIZES, "panel")
     deadline = time.monotonic() + SECONDS
     while any(job.pending for job in host.queue.jobs()):
         assert time.monotonic() < deadline, host.queue.jobs()
         time.sleep(0.01)
     assert [(job.state, job.share, job.reason) for job in host.queue.jobs()] == [("done", 1.0, "")] * len(jobs)
-    assert {CHECKING, CAPTURING} <= host.told
+    assert {CHECKING, CAPTURING} <= host.seen
     # Images come from other threads than the worker that has captured the graphs.
     for size in SIZES:
         for latents in (2 * size.batch, size.batch):

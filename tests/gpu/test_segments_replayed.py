@@ -1,4 +1,5 @@
-"""Functions of other extensions between the graphs of segments, whose tensors overlap in memory, on a real GPU."""
+"""Functions of other extensions on a real GPU: OneDiff captures the segments of the UNet between them as CUDA graphs,
+whose tensors overlap in memory, and calls the functions between the replays. Here they are attention processors."""
 from __future__ import annotations
 
 import contextlib
@@ -28,8 +29,9 @@ def unet() -> Any:
     return compile_unet(unet)
 
 
-def call(unet: Any, width: int = 256, height: int = 256, seed: int = 0, **wanted: str) -> float:
-    """The error of our output of a call against the host's, with the same random numbers."""
+def error_of_a_call(unet: Any, width: int = 256, height: int = 256, seed: int = 0, **wanted: str) -> float:
+    """The error of our output of a call against the host's, with the same random numbers. wanted: values of
+    last_call(). """
     given = inputs(unet, width, height, 2, 77, torch.float16)
     torch.manual_seed(seed)
     given["sample"] = torch.randn_like(given["sample"])
@@ -56,7 +58,7 @@ def cross_attentions(unet: Any) -> list[str]:
     return [name for name, _ in unet.named_modules() if name.endswith(".attn2")]
 
 
-def put(unet: Any, make: Any, names: Any = None) -> None:
+def replace_processors(unet: Any, make: Any, names: Any = None) -> None:
     """Replace the processors of cross-attentions by make(processor). names: of these attentions; None: of all."""
     processors = unet.attn_processors
     chosen = [f"{name}.processor" for name in cross_attentions(unet) if names is None or name in names]
@@ -67,7 +69,7 @@ def put(unet: Any, make: Any, names: Any = None) -> None:
 def scaled_context(unet: Any) -> Iterator[None]:
     """An unknown processor in every cross-attention."""
     before = unet.attn_processors
-    put(unet, ScaledContext)
+    replace_processors(unet, ScaledContext)
     yield
     unet.set_attn_processor(before)
 
@@ -90,44 +92,51 @@ class Keeping:
 @pytest.mark.parametrize(("name", "side", "backend"), [
     ("tiny-sdxl", 256, "native"), ("tiny-sdxl", 256, "cudagraph"), ("sdxl", 1024, "native"),
 ])
-def test_every_replay_gives_the_hosts_output(name: str, side: int, backend: str) -> None:
+def test_every_replay_with_an_unknown_processor_is_close_to_the_host(name: str, side: int, backend: str) -> None:
+    """The first two calls of a size run without graphs, later ones with them. Without the processor, another entry of
+    the table serves."""
     unet = compile_unet(random_unet(name, torch.device("cuda")).half(), backend=backend)
     with scaled_context(unet):
         for seed, route in enumerate(ROUTES):
-            assert call(unet, side, side, seed=seed, backend=backend, route=route) < 5e-3
-    assert call(unet, side, side, seed=9) < 5e-3 and not runtime.call_stats.last_call.entry.key.patches
+            assert error_of_a_call(unet, side, side, seed=seed, backend=backend, route=route) < 5e-3
+    assert error_of_a_call(unet, side, side, seed=9) < 5e-3 and not runtime.call_stats.last_call.entry.key.patches
 
 
-def test_functions_may_keep_their_arguments_and_draw_random_numbers(unet: Any) -> None:
+def test_processors_may_keep_their_arguments_and_draw_random_numbers(unet: Any) -> None:
+    """No later replay writes to a tensor that a processor has kept, and random numbers are the host's with the same
+    seed. """
     Keeping.kept.clear()
-    put(unet, Keeping)
+    replace_processors(unet, Keeping)
     with torch.inference_mode():
         for seed in range(4):
-            assert call(unet, 128, 128, seed=seed, route=ROUTES[seed]) < 5e-3
+            assert error_of_a_call(unet, 128, 128, seed=seed, route=ROUTES[seed]) < 5e-3
     for seed in range(8):
-        assert call(unet, seed=seed, route=ROUTES[min(seed, 3)]) < 5e-3
-    assert len(Keeping.kept) > 8 and all(torch.equal(tensor, then) for tensor, then in Keeping.kept)
+        assert error_of_a_call(unet, seed=seed, route=ROUTES[min(seed, 3)]) < 5e-3
+    assert len(Keeping.kept) > 8 and all(torch.equal(tensor, copy) for tensor, copy in Keeping.kept)
 
 
-def test_sizes_with_functions_and_without_share_a_pool(unet: Any) -> None:
+def test_graphs_of_sizes_with_processors_and_without_can_be_replayed_in_turn(unet: Any) -> None:
+    """They share a pool of memory: a replay must not overwrite what another graph still needs."""
     sizes = [(256, 256), (128, 192), (192, 136)]
     for size in sizes:
         for seed in range(3):
-            call(unet, *size, seed=seed)
+            error_of_a_call(unet, *size, seed=seed)
     with scaled_context(unet):
         for size in sizes:
             for seed in range(3):
-                call(unet, *size, seed=seed)
+                error_of_a_call(unet, *size, seed=seed)
         for seed in range(3):
             for size in sizes:
-                assert call(unet, *size, seed=seed, route="graph") < 5e-3
+                assert error_of_a_call(unet, *size, seed=seed, route="graph") < 5e-3
     for size in sizes:
         # The UNet's processors are new objects, so the graphs must be captured again.
-        call(unet, *size)
-        assert call(unet, *size, route="graph") < 5e-3
+        error_of_a_call(unet, *size)
+        assert error_of_a_call(unet, *size, route="graph") < 5e-3
 
 
 class Failing(Keeping):
+    """Raises at the call of this number from now, counted by all instances; 0: at none."""
+
     after = 0
 
     def __call__(self, attn: nn.Module, hidden_states: Tensor, *rest: Any, **more: Any) -> Tensor:
@@ -137,17 +146,18 @@ class Failing(Keeping):
         return self._own(attn, hidden_states, *rest, **more)
 
 
-def test_a_function_that_fails_during_a_capture_has_no_lasting_effect(unet: Any) -> None:
-    call(unet, 128, 128)
-    put(unet, Failing)
+def test_a_processor_that_fails_during_a_capture_has_no_lasting_effect(unet: Any) -> None:
+    """The call is right and the reason names the error. Without the processor, the size is captured and replayed."""
+    error_of_a_call(unet, 128, 128)
+    replace_processors(unet, Failing)
     count = len(cross_attentions(unet))
     # Twice by us and once by the host at the first use, once each at the second, and then during the capture.
     Failing.after = 0
-    call(unet, seed=0)
+    error_of_a_call(unet, seed=0)
     Failing.after = count + count // 2
-    call(unet, seed=1)
+    error_of_a_call(unet, seed=1)
     assert "a function that fails" in runtime.call_stats.last_call.entry.no_graph
-    put(unet, lambda processor: getattr(processor, "_own", processor))
+    replace_processors(unet, lambda processor: getattr(processor, "_own", processor))
     for seed, route in enumerate(ROUTES):
-        assert call(unet, seed=seed, route=route) < 5e-3
+        assert error_of_a_call(unet, seed=seed, route=route) < 5e-3
     assert torch.randn(4, device="cuda").isfinite().all()

@@ -53,7 +53,7 @@ def rule_for(rotation: int) -> Rule:
     return rounding.hosts_rule(rotation, GPU)
 
 
-def assert_same(found: QuantizedTokens, rows: Tensor, rotation: int) -> None:
+def assert_quantized_as_by_hosts(found: QuantizedTokens, rows: Tensor, rotation: int) -> None:
     """Check that the rows (..., width) were quantized by the hosts' rule with this rotation, against hosts_rows in
     torch."""
     values, scales = hosts_rows(rows.flatten(0, -2), hadamard(rotation, GPU) if rotation else None)
@@ -71,45 +71,52 @@ def assert_same(found: QuantizedTokens, rows: Tensor, rotation: int) -> None:
 @ROTATIONS
 @pytest.mark.parametrize("width", [256, 768, 1280, 2048, 3072, 8192, 16384])
 @pytest.mark.parametrize("scale", [1.0, 1e-2, 300.0])
-def test_plain_rows(rotation: int, width: int, scale: float, dtype: torch.dtype) -> None:
+def test_plain_rows_are_quantized_as_by_hosts(rotation: int, width: int, scale: float, dtype: torch.dtype) -> None:
+    """Small and large numbers, and a row of zeros. rotation: the group of ConvRot's Hadamard rotation; 0: none."""
     rows = random(3, 171, width, dtype=dtype) * scale
     rows[0, 1] = 0
-    assert_same(rounding.rounded(rows, INT8, rule=rule_for(rotation)), rows, rotation)
+    assert_quantized_as_by_hosts(rounding.rounded(rows, INT8, rule=rule_for(rotation)), rows, rotation)
 
 
 @ROTATIONS
 @pytest.mark.parametrize("width", [1280, 5120, 8192])
-def test_rows_after_a_gelu_and_a_geglu(rotation: int, width: int, dtype: torch.dtype) -> None:
+def test_rows_after_a_gelu_and_a_geglu_are_quantized_as_by_hosts(rotation: int, width: int, dtype: torch.dtype) -> None:
+    """written: the activation's result in the model's dtype, from the kernel that does not quantize. both: rows from a
+    kernel that returns this result too, for a LoRA."""
     rows, hidden = random(2, 99, 8192, dtype=dtype), random(2, 99, 2 * width, dtype=dtype)
     rule = rule_for(rotation)
-    assert_same(rounding.rounded(rows, INT8, gelu=True, rule=rule), native_tokens.gelu(rows.clone()), rotation)
+    found = rounding.rounded(rows, INT8, gelu=True, rule=rule)
+    assert_quantized_as_by_hosts(found, native_tokens.gelu(rows.clone()), rotation)
     both, written = rounding.gelu_and_rounded(rows.clone(), rule), native_tokens.gelu(rows.clone())
     assert torch.equal(both.plain, written)
-    assert_same(both, written, rotation)
+    assert_quantized_as_by_hosts(both, written, rotation)
     if width != 8192:
         written = native_tokens.geglu(hidden)
-        assert_same(rounding.geglu(hidden, INT8, rule), written, rotation)
+        assert_quantized_as_by_hosts(rounding.geglu(hidden, INT8, rule), written, rotation)
         both = rounding.geglu(hidden, INT8, rule, is_plain_too=True)
         assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
-        assert_same(both, written, rotation)
+        assert_quantized_as_by_hosts(both, written, rotation)
 
 
 @ROTATIONS
 @pytest.mark.parametrize("width", [768, 1280])
-def test_rows_of_a_layer_norm(rotation: int, width: int, dtype: torch.dtype) -> None:
+def test_rows_of_a_layer_norm_are_quantized_as_by_hosts(rotation: int, width: int, dtype: torch.dtype) -> None:
+    """written: the norm's result in the model's dtype, from the kernel that does not quantize. both: rows from a kernel
+    that returns this result too, for a LoRA."""
     weight, bias = random(width, dtype=dtype), random(width, dtype=dtype)
     residual = Residual(random(2, 777, width, dtype=dtype), random(width, dtype=torch.float32), bias)
     whole, found = rounding.layer_norm(residual, weight, bias, EPS, INT8, rule=rule_for(rotation))
     expected, written = native_tokens.layer_norm(residual, weight, bias, EPS)
     assert torch.equal(whole.deferred_bias, expected.deferred_bias)
-    assert_same(found, written, rotation)
+    assert_quantized_as_by_hosts(found, written, rotation)
     _, both = rounding.layer_norm(residual, weight, bias, EPS, INT8, rule=rule_for(rotation), is_plain_too=True)
     assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
-    assert_same(both, written, rotation)
+    assert_quantized_as_by_hosts(both, written, rotation)
 
 
 @ROTATIONS
-def test_rows_of_an_adaptive_norm(rotation: int, dtype: torch.dtype) -> None:
+def test_rows_of_an_adaptive_norm_are_quantized_as_by_hosts(rotation: int, dtype: torch.dtype) -> None:
+    """The norm adds the residual's gated update first. written and both: as for a layer norm."""
     tokens = random(2, 777, 2048, dtype=torch.float32 if dtype == torch.float16 else dtype)
     update = random(2, 777, 2048, dtype=dtype)
     shift, factor, gate = random(2, 3 * 2048, dtype=dtype).chunk(3, dim=1)
@@ -122,16 +129,17 @@ def test_rows_of_an_adaptive_norm(rotation: int, dtype: torch.dtype) -> None:
     whole, found = rounding.residual_norm(given(), *norm, INT8, rule)
     expected, written = rounding.residual_norm(given(), *norm, None)
     assert torch.equal(whole.tokens, expected.tokens)
-    assert_same(found, written, rotation)
+    assert_quantized_as_by_hosts(found, written, rotation)
     _, both = rounding.residual_norm(given(), *norm, INT8, rule, is_plain_too=True)
     # The same numbers, except the last digit: two kernels may contract products and sums differently.
     assert torch.allclose(both.plain, written, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
-    assert_same(both, written, rotation)
+    assert_quantized_as_by_hosts(both, written, rotation)
 
 
 @ROTATIONS
 @pytest.mark.parametrize("strange", [float("nan"), float("inf")])
-def test_nan_and_infinity_stay_visible(rotation: int, strange: float, dtype: torch.dtype) -> None:
+def test_the_scale_of_a_row_with_nan_or_infinity_is_nan(rotation: int, strange: float, dtype: torch.dtype) -> None:
+    """Integers cannot be NaN, so that the scale must keep it from becoming an ordinary number."""
     rows = torch.ones(3, 1280, device=GPU, dtype=dtype)
     rows[1, 1200] = strange
     rule = rule_for(rotation)
@@ -142,10 +150,11 @@ def test_nan_and_infinity_stay_visible(rotation: int, strange: float, dtype: tor
 @pytest.mark.parametrize("config", INT8_PRODUCT.candidates, ids=str)
 @pytest.mark.parametrize("one_scale", [True, False])
 @pytest.mark.parametrize(("layers", "ranks"), [(1, 0), (1, 16), (1, 48), (3, 32)])
-def test_a_product_with_one_scale_for_all_columns_and_with_loras(
+def test_an_int8_product_is_the_exact_product_of_its_factors_with_one_scale_and_with_loras(
     config: Any, one_scale: bool, layers: int, ranks: int, dtype: torch.dtype
 ) -> None:
-    """layers: how many layers of equal sizes are fused into one. Each has LoRAs of its own."""
+    """exact: the same int8 factors in float64. one_scale: for the whole weight, or one for each of its columns. layers:
+    how many layers of equal sizes are fused into one. Each has LoRAs of its own."""
     values, scales = hosts_rows(random(333, 512, dtype=dtype))
     weight = torch.randint(-128, 128, (336, 512), device=GPU).to(torch.int8)
     columns = torch.rand(1, 1 if one_scale else 336, device=GPU) / 1000
@@ -161,7 +170,7 @@ def test_a_product_with_one_scale_for_all_columns_and_with_loras(
 
 @pytest.mark.parametrize("config", DOWN_PRODUCT.candidates, ids=str)
 @pytest.mark.parametrize("shape", [(8192, 2048, 32), (333, 8192, 96), (77, 1024, 16)], ids=str)
-def test_the_product_with_the_down_matrices_of_loras(
+def test_the_product_with_the_down_matrices_of_loras_is_as_exact_as_the_dtype(
     config: Any, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     rows, width, ranks = shape
@@ -180,7 +189,9 @@ def operators(dtype: torch.dtype) -> NativeOperators:
     return NativeOperators(Launches(TuningCache()), torch_ops.attention, lambda *given: result)
 
 
-def stored(out: int, width: int, values: torch.dtype, rotation: int, dtype: torch.dtype, lora: bool) -> LayerWeights:
+def layer_in_eight_bits(
+    out: int, width: int, values: torch.dtype, rotation: int, dtype: torch.dtype, lora: bool
+) -> LayerWeights:
     """A layer whose weight exists in eight bits alone, as a host stores it. Its scales are such that the layer's output
     is about as large as its input. values: the 8-bit dtype. rotation: see QuantizedWeight. lora: with a LoRA of 16
     ranks."""
@@ -199,7 +210,7 @@ def stored(out: int, width: int, values: torch.dtype, rotation: int, dtype: torc
     return layer._replace(low_rank=LowRank(down, ((0, up),)))
 
 
-def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights) -> None:
+def check_error(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights) -> None:
     """Check the error of our operators against float64. work: a function of operators, a dtype, and these layers.
 
     In INT8, the error may be that of torch's operators, which follow the hosts' rule, without LoRAs: with LoRAs,
@@ -219,7 +230,7 @@ def check(work: Callable[..., Tensor], dtype: torch.dtype, *layers: LayerWeights
     assert relative_error(ours, exact) < (1.15 * relative_error(torchs, without) if is_int8 else 7e-2)
 
 
-def made(dtype: torch.dtype, rounded_to: torch.dtype, *shape: int) -> Tensor:
+def rounded_random(dtype: torch.dtype, rounded_to: torch.dtype, *shape: int) -> Tensor:
     """Random numbers in a dtype, after they were rounded to another one."""
     return torch.randn(shape, device=GPU).to(rounded_to).to(dtype)
 
@@ -239,25 +250,28 @@ def needs_the_units(request: pytest.FixtureRequest) -> None:
 @KINDS
 @LORA
 @pytest.mark.parametrize("rows", [1, 77, 1024])
-def test_a_linear_layer(values: torch.dtype, rotation: int, lora: bool, rows: int, dtype: torch.dtype) -> None:
-    layer = stored(3072, 1024, values, rotation, dtype, lora)
-    check(lambda ops, of, layer: ops.linear(made(of, dtype, 2, rows, 1024), layer), dtype, layer)
+def test_the_error_of_a_linear_layer_is_that_of_rounding_its_input(
+    values: torch.dtype, rotation: int, lora: bool, rows: int, dtype: torch.dtype
+) -> None:
+    """See check_error, also in the tests below."""
+    layer = layer_in_eight_bits(3072, 1024, values, rotation, dtype, lora)
+    check_error(lambda ops, of, layer: ops.linear(rounded_random(of, dtype, 2, rows, 1024), layer), dtype, layer)
 
 
 @KINDS
 @LORA
 @pytest.mark.parametrize("bias", [True, False])
-def test_layers_after_an_adaptive_norm(
+def test_the_error_of_layers_after_an_adaptive_norm_is_that_of_rounding_their_input(
     values: torch.dtype, rotation: int, lora: bool, bias: bool, dtype: torch.dtype
 ) -> None:
-    layer = stored(2048, 2048, values, rotation, dtype, lora)
+    layer = layer_in_eight_bits(2048, 2048, values, rotation, dtype, lora)
     layer = layer if bias else layer._replace(bias=None)
 
     def work(ops: Any, of: torch.dtype, layer: LayerWeights) -> Tensor:
-        tokens = made(of, dtype, 2, 1000, 2048)
+        tokens = rounded_random(of, dtype, 2, 1000, 2048)
         # In float16, residuals are in float32.
         residual = Residual(tokens.float() if of == torch.float16 else tokens)
-        shift, factor, gate = made(of, dtype, 2, 3 * 2048).chunk(3, dim=1)
+        shift, factor, gate = rounded_random(of, dtype, 2, 3 * 2048).chunk(3, dim=1)
         # In place: the kernel reads vectors that are adjacent in memory.
         factor += 3
         norm, modulation = AdaptiveNorm(2048, EPS), Modulation(factor, shift)
@@ -266,42 +280,48 @@ def test_layers_after_an_adaptive_norm(
             residual = ops.add_linear(residual, rows, layer, gate)
         return ops.materialize(residual)
 
-    check(work, dtype, layer)
+    check_error(work, dtype, layer)
 
 
 @KINDS
 @LORA
-def test_a_block_of_a_unet(values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype) -> None:
-    into = stored(10240, 1280, values, rotation, dtype, lora)
-    out = stored(1280, 5120, values, rotation, dtype, lora)
+def test_the_error_of_a_unets_feed_forward_is_that_of_rounding_its_inputs(
+    values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype
+) -> None:
+    """Layer norms and a GEGLU at SDXL's widths."""
+    into = layer_in_eight_bits(10240, 1280, values, rotation, dtype, lora)
+    out = layer_in_eight_bits(1280, 5120, values, rotation, dtype, lora)
 
     def work(ops: Any, of: torch.dtype, into: LayerWeights, out: LayerWeights) -> Tensor:
-        residual = Residual(made(of, dtype, 2, 1024, 1280), None, made(of, dtype, 1280))
-        vectors = LayerWeights(made(of, dtype, 1280), made(of, dtype, 1280))
+        residual = Residual(rounded_random(of, dtype, 2, 1024, 1280), None, rounded_random(of, dtype, 1280))
+        vectors = LayerWeights(rounded_random(of, dtype, 1280), rounded_random(of, dtype, 1280))
         norm = LayerNorm("", 1280, EPS)
         residual, rows = ops.residual_norm(residual, vectors, norm, into)
         residual = ops.add_linear(residual, ops.gated_linear(rows, into, GEGLU, out), out)
         residual, rows = ops.residual_norm(residual, vectors, norm, into)
         return ops.materialize(residual) + ops.linear(rows, into)[..., :1280]
 
-    check(work, dtype, into, out)
+    check_error(work, dtype, into, out)
 
 
 @KINDS
 @LORA
-def test_a_feed_forward_with_a_gelu(values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype) -> None:
-    into, out = (stored(*shape, values, rotation, dtype, lora) for shape in ((8192, 2048), (2048, 8192)))
+def test_the_error_of_animas_feed_forward_is_that_of_rounding_its_inputs(
+    values: torch.dtype, rotation: int, lora: bool, dtype: torch.dtype
+) -> None:
+    """With a GELU."""
+    into, out = (layer_in_eight_bits(*shape, values, rotation, dtype, lora) for shape in ((8192, 2048), (2048, 8192)))
 
     def work(ops: Any, of: torch.dtype, into: LayerWeights, out: LayerWeights) -> Tensor:
-        rows = ops.activated_linear(made(of, dtype, 2, 333, 2048), into, Activation.GELU, out)
+        rows = ops.activated_linear(rounded_random(of, dtype, 2, 333, 2048), into, Activation.GELU, out)
         return ops.linear(rows, out)
 
-    check(work, dtype, into, out)
+    check_error(work, dtype, into, out)
 
 
 @ROTATIONS
-def test_a_replay_gives_the_result_of_plain_launches(rotation: int, dtype: torch.dtype) -> None:
-    layer = stored(2048, 2048, INTEGERS, rotation, dtype, lora=True)
+def test_a_replay_of_int8_layers_equals_plain_launches(rotation: int, dtype: torch.dtype) -> None:
+    layer = layer_in_eight_bits(2048, 2048, INTEGERS, rotation, dtype, lora=True)
     plain, ops, x = layer._replace(low_rank=None), operators(dtype), random(2, 500, 2048, dtype=dtype)
 
     def work() -> Tensor:

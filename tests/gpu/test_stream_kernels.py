@@ -103,9 +103,11 @@ def exact_sum(residual: Residual) -> Tensor:
 @pytest.mark.parametrize("behind", [True, False])
 @pytest.mark.parametrize("vectors", [0, 1, 2])
 @pytest.mark.parametrize("weights", ["the model's", "float32"])
-def test_a_norm_of_a_residual(
+def test_an_rms_norm_that_adds_the_residuals_update_is_as_accurate_as_torchs(
     ops: NativeOperators, width: int, dtype: torch.dtype, plus_one: bool, behind: bool, vectors: int, weights: str
 ) -> None:
+    """plus_one: multiplies by 1 + weight. behind: the update has a norm of its own, behind the layer. vectors: 0 for no
+    modulation, 1 for a scale and 2 for a shift too. weights: the dtype of the norm's weights."""
     of_weights = torch.float32 if weights == "float32" else dtype
     layer = LayerWeights(random(width, dtype=of_weights), None)
     norm = RMSNorm("", width, EPS, plus_one)
@@ -129,7 +131,10 @@ def test_a_norm_of_a_residual(
 
 
 @DTYPES
-def test_the_last_norm_has_a_scale_and_no_shift(ops: NativeOperators, dtype: torch.dtype) -> None:
+def test_an_adaptive_norm_with_a_scale_and_no_shift_is_as_accurate_as_torchs(
+    ops: NativeOperators, dtype: torch.dtype
+) -> None:
+    """The last norm of Z-Image."""
     width = 3840
     norm = AdaptiveNorm(width, 1e-6)
     behind = LayerWeights(random(width, dtype=dtype), None), RMSNorm("", width, EPS)
@@ -145,7 +150,10 @@ def test_the_last_norm_has_a_scale_and_no_shift(ops: NativeOperators, dtype: tor
 @DTYPES
 @WIDTHS
 @pytest.mark.parametrize("rotation", [None, 0, 256], ids=["our rule", "the hosts'", "rotated"])
-def test_norms_in_int8(width: int, dtype: torch.dtype, rotation: int | None) -> None:
+def test_rows_that_a_norm_rounds_to_int8_are_those_of_the_norms_own_result(
+    width: int, dtype: torch.dtype, rotation: int | None
+) -> None:
+    """written: the norm's result in the model's dtype. rotation: see assert_rows."""
     lack = unmet_requirement(INT8, GPU, dtype)
     if lack:
         pytest.skip(lack)
@@ -171,7 +179,10 @@ def test_norms_in_int8(width: int, dtype: torch.dtype, rotation: int | None) -> 
     (6912, Activation.SILU), (10240, Activation.SILU), (16384, Activation.SILU), (2560, Activation.SIGMOID),
     (6144, Activation.SIGMOID),
 ])
-def test_gated_units(ops: NativeOperators, width: int, activation: Activation, dtype: torch.dtype) -> None:
+def test_a_gated_unit_is_as_accurate_as_torchs_and_rounds_its_rows_to_int8_and_float8(
+    ops: NativeOperators, width: int, activation: Activation, dtype: torch.dtype
+) -> None:
+    """Gates and numbers are columns of one product. With SiLU it is a SwiGLU."""
     product = random(BATCH, TOKENS, 2 * width + 512, dtype=dtype)
     gates, numbers = product[..., :width], product[..., width:2 * width]
     consumer = LayerWeights(random(16, width, dtype=dtype), None)
@@ -214,12 +225,12 @@ def assert_rows(found: QuantizedTokens, written: Tensor, rotation: int | None) -
 @pytest.mark.parametrize("plus_one", [True, False])
 @pytest.mark.parametrize("rotation", ["the same", "one for each row", "none"])
 @pytest.mark.parametrize("other_columns", [0, 6144])
-def test_heads_are_normed_and_rotated(
+def test_heads_are_normed_and_rotated_as_accurately_as_by_torch(
     ops: NativeOperators, heads: int, key_heads: int, plus_one: bool, rotation: str, other_columns: int,
     dtype: torch.dtype
 ) -> None:
-    """rotation: the same for all rows of the batch, one for each row, or none. other_columns: the columns of the
-    product that are not heads."""
+    """In place, in columns of a product. rotation: the same for all rows of the batch, one for each row, or none.
+    other_columns: the columns of the product that are not heads, which must keep their values."""
     head = 128
     angles = random(*((BATCH,) if rotation == "one for each row" else ()), TOKENS, head // 2, dtype=torch.float32)
     rotary = None if rotation == "none" else Rotary(angles.cos(), angles.sin(), interleaved=True)
@@ -257,6 +268,7 @@ def test_attention_with_fewer_key_heads_repeats_no_keys(dtype: torch.dtype) -> N
     torch.cuda.synchronize()
     spent = torch.cuda.max_memory_allocated() - before
     assert spent < 1.5 * output.nbytes, "repeated keys and values would take twice as much memory as the output"
+    # Some queries are enough to compare.
     some = query[:, ::16, :64]
     expected = exact.attention(some, key[:, ::4], value[:, ::4])
     assert relative_error(output[:, ::16, :64], expected) < (2e-3 if dtype == torch.float16 else 1.6e-2)

@@ -1,4 +1,5 @@
-"""Weights that a host keeps in main memory are copied while the GPU computes, and edits of them count at once."""
+"""Weights that a host keeps in main memory are copied to the GPU while it computes, and edits of them take effect at
+the next call."""
 from __future__ import annotations
 
 import gc
@@ -36,17 +37,17 @@ def to_main_memory(layer: nn.Module, given: Any, output: Any) -> None:
     layer.to(MAIN)
 
 
-def moved(unet: nn.Module, share: float) -> nn.Module:
+def kept_in_main_memory(unet: nn.Module, share: float) -> nn.Module:
     """A UNet with a random part of its layers in main memory, each of which is moved to the GPU for its own forward, as
     hosts do it that lack memory. share: the probability for each layer."""
     chance = random.Random(0)
     for layer in unet.modules():
         if layer._parameters and chance.random() < share:
             layer.to(MAIN)
-    return brought(unet)
+    return moved_for_each_forward(unet)
 
 
-def brought(unet: nn.Module) -> nn.Module:
+def moved_for_each_forward(unet: nn.Module) -> nn.Module:
     """Let all layers in main memory be moved to the GPU for their own forward."""
     for layer in unet.modules():
         is_away = any(one is not None and one.device == MAIN for one in layer._parameters.values())
@@ -56,7 +57,7 @@ def brought(unet: nn.Module) -> nn.Module:
     return unet
 
 
-def in_our_care(unet: nn.Module, **options: Any) -> Any:
+def compiled_network(unet: nn.Module, **options: Any) -> Any:
     """Compile a UNet, and return its Network. The functions of this file count as the host's, which move weights."""
     lib_onediff.compile_unet(unet, backend="native", **options)
     network = runtime.services.networks.get(unet)
@@ -68,14 +69,19 @@ def in_our_care(unet: nn.Module, **options: Any) -> Any:
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.5, 1.0])
 @pytest.mark.parametrize("name", ["tiny-sdxl", "sd15"])
-def test_streamed_calls_are_as_exact_as_the_host_and_leave_ordinary_weights(share: float, name: str) -> None:
+def test_our_error_with_weights_in_main_memory_is_not_above_the_hosts_and_uncompiled_they_are_unchanged(
+    share: float, name: str
+) -> None:
+    """exact: the output in float32; our error may be a tenth larger than the host's. An edit in main memory is in the
+    output of the next call. Uncompiled, each parameter has its values in ordinary memory of its own. share: see
+    kept_in_main_memory."""
     unet = random_unet(name, GPU).half()
     given = arguments(unet, 256, 192)
     exact = exact_output(unet, given).to(GPU)
     expected = host(unet, given)
     before = {name: value.clone() for name, value in unet.state_dict().items()}
-    moved(unet, share)
-    network = in_our_care(unet)
+    kept_in_main_memory(unet, share)
+    network = compiled_network(unet)
     with as_in_images():
         for _ in range(5):
             output = called(unet, given)
@@ -95,28 +101,30 @@ def test_streamed_calls_are_as_exact_as_the_host_and_leave_ordinary_weights(shar
 
 
 @pytest.mark.gpu
-def test_a_verdict_remains_when_the_host_moves_weights() -> None:
+def test_the_digest_of_weights_is_the_same_on_the_gpu_and_in_main_memory() -> None:
+    """Verdicts of checks are stored by this digest, and remain valid when the host moves weights."""
     values = [torch.randn(7, device=GPU), torch.randn(5, 3, device=GPU).half(), torch.randn(9, device=GPU)]
     somewhere = [values[0].cpu(), *values[1:]]
     assert digest_of_values("", somewhere) == digest_of_values("", values) != digest_of_values("", values[::-1])
 
 
 @pytest.mark.gpu
-def test_edits_count_at_the_next_call() -> None:
+def test_edits_of_weights_in_main_memory_are_in_the_output_of_the_next_call() -> None:
+    """As of all parts of the UNet, half of whose layers are in main memory."""
     done = 0
     seed = 0
     wrong = []
     while done < TRIALS:
         chance = random.Random(seed)
-        unet = moved(random_unet("tiny-sdxl", GPU).half(), 0.5)
+        unet = kept_in_main_memory(random_unet("tiny-sdxl", GPU).half(), 0.5)
         given = arguments(unet, 128, 128)
-        in_our_care(unet)
+        compiled_network(unet)
         with as_in_images():
             for _ in range(4):
                 called(unet, given)
             for what in edited(unet, chance, 2 * len(EDITS)):
                 done += 1
-                brought(unet)
+                moved_for_each_forward(unet)
                 if not relative_error(called(unet, given), host(unet, given)) < CLOSE:
                     wrong.append((seed, what, last_call()["route"]))
         lib_onediff.uncompile_unet(unet)
@@ -125,11 +133,12 @@ def test_edits_count_at_the_next_call() -> None:
 
 
 @pytest.mark.gpu
-def test_weights_that_are_kept_in_eight_bits_are_not_copied(option: Any) -> None:
+def test_weights_that_are_kept_in_eight_bits_are_not_copied_from_main_memory(option: Any) -> None:
+    """With "Low-bit only", their 8-bit weights stay on the GPU."""
     unet = random_unet("sd15", GPU).half()
     given = arguments(unet, 512, 512)
     expected = host(unet, given)
-    network = in_our_care(moved(unet, 1.0), low_bit=option, low_bit_only=True)
+    network = compiled_network(kept_in_main_memory(unet, 1.0), low_bit=option, low_bit_only=True)
     with as_in_images():
         for _ in range(5):
             output = called(unet, given)
@@ -145,11 +154,13 @@ def test_weights_that_are_kept_in_eight_bits_are_not_copied(option: Any) -> None
 def test_on_a_full_gpu_the_host_moves_weights_until_they_are_streamed_by_a_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """make_room stands for the host's function that moves weights to main memory. While OneDiff asks for room, outputs
+    are as exact as the host's; then a graph serves."""
     unet = random_unet("sd15", GPU).half()
     given = arguments(unet, 256, 192)
     exact = exact_output(unet, given).to(GPU)
     expected = host(unet, given)
-    network = in_our_care(moved(unet, 0.3))
+    network = compiled_network(kept_in_main_memory(unet, 0.3))
     asked: list[int] = []
     freed: list[int] = []
     routes: list[str] = []
@@ -162,7 +173,7 @@ def test_on_a_full_gpu_the_host_moves_weights_until_they_are_streamed_by_a_graph
             if done < size and on_gpu:
                 done += sum(one.nbytes for one in on_gpu)
                 layer.to(MAIN)
-        brought(unet)
+        moved_for_each_forward(unet)
         freed.append(done)
         return done
 
@@ -195,7 +206,7 @@ def test_on_a_full_gpu_the_host_moves_weights_until_they_are_streamed_by_a_graph
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["leaf_level", "block_level"])
-def test_group_offloading(kind: str) -> None:
+def test_a_unet_with_diffusers_group_offloading_is_replayed_and_stays_in_main_memory(kind: str) -> None:
     hooks = pytest.importorskip("diffusers.hooks")
     unet = random_unet("tiny-sdxl", GPU).half()
     given = arguments(unet, 256, 192)

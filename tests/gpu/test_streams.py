@@ -35,7 +35,11 @@ def unets() -> Iterator[list[nn.Module]]:
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one UNet", "two UNets"])
-def test_two_threads_with_streams_of_their_own(unets: list[nn.Module], shared: bool) -> None:
+def test_two_threads_on_separate_streams_get_the_outputs_of_their_own_inputs(
+    unets: list[nn.Module], shared: bool
+) -> None:
+    """Both replay graphs, forty calls each at the same time. The inputs differ, and a graph's inputs are at one
+    address: without an order between the streams, a call would read the other's inputs."""
     users = [unets[0], unets[0] if shared else unets[1]]
     torch.manual_seed(3)
     given = [inputs(unet, 512, 512, 2, 77, torch.float16) for unet in users]

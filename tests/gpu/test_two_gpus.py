@@ -43,8 +43,8 @@ def second() -> dict[str, Any]:
     return last_call()["second_gpu"]
 
 
-def ready(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int = 4) -> Tensor:
-    """The output of a call that both GPUs replay."""
+def replayed_by_both(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int = 4) -> Tensor:
+    """The output of a call that both GPUs replay. split: the GPUs and their rows, as in the status."""
     with runtime.warming_up():
         for _ in range(2):
             called(unet, given)
@@ -55,8 +55,9 @@ def ready(unet: nn.Module, given: dict[str, Any], split: str = SPLIT, calls: int
     return output
 
 
-def test_the_rows_of_a_batch_keep_their_order(tiny: nn.Module) -> None:
-    """Also those of a ControlNet's residuals."""
+def test_two_gpus_compute_each_row_of_a_batch_and_keep_their_order(tiny: nn.Module) -> None:
+    """With residuals of a ControlNet, which are split too, and for batches of 4 and 3 rows. Each row is compared with
+    the host's."""
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
     shapes = residual_shapes(tiny, given)
@@ -64,20 +65,22 @@ def test_the_rows_of_a_batch_keep_their_order(tiny: nn.Module) -> None:
         residuals = [strength * torch.randn(shape, device="cuda", dtype=torch.float16) for shape in shapes]
         controlled = {**given, "down_block_additional_residuals": tuple(residuals[:-1]),
                       "mid_block_additional_residual": residuals[-1]}
-        output = ready(tiny, controlled)
+        output = replayed_by_both(tiny, controlled)
         expected = host(tiny, controlled)
         assert all(relative_error(output[row], expected[row]) < 1e-2 for row in range(2))
     for batch, split in ((4, "cuda:0 + cuda:1, 2+2 rows"), (3, "cuda:0 + cuda:1, 2+1 rows")):
         given = arguments(tiny, batch=batch)
-        output = ready(tiny, given, split)
+        output = replayed_by_both(tiny, given, split)
         expected = host(tiny, given)
         assert all(relative_error(output[row], expected[row]) < 1e-2 for row in range(batch))
 
 
-def test_a_replay_waits_for_no_gpu_and_reads_the_inputs_of_its_call(tiny: nn.Module) -> None:
+def test_a_replay_by_two_gpus_waits_for_none_and_reads_the_inputs_of_its_call(tiny: nn.Module) -> None:
+    """torch raises if a call synchronises. Eight calls are made without waiting, so that the second GPU may be
+    behind."""
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
-    ready(tiny, given)
+    replayed_by_both(tiny, given)
     calls = [{**given, "sample": torch.randn_like(given["sample"])} for _ in range(8)]
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -107,10 +110,11 @@ def change_by_loading(unet: nn.Module) -> None:
 CHANGES = change_one_row, change_in_place, change_by_loading, change_by_moving, change_in_place
 
 
-def test_changed_weights_count_at_the_next_call(tiny: nn.Module) -> None:
+def test_edited_weights_are_copied_to_the_second_gpu_before_the_next_call(tiny: nn.Module) -> None:
+    """Each of both rows is close to the host's, so that no GPU computes with stale weights."""
     compile_unet(tiny, second_gpu="auto")
     given = arguments(tiny)
-    ready(tiny, given)
+    replayed_by_both(tiny, given)
     for change in CHANGES:
         with torch.no_grad():
             change(tiny)
@@ -121,7 +125,8 @@ def test_changed_weights_count_at_the_next_call(tiny: nn.Module) -> None:
         assert second()["split"] == SPLIT, second()["reason"]
 
 
-def test_another_checkpoint_and_unloading_leave_nothing_on_the_second_card(tiny: nn.Module) -> None:
+def test_uncompiled_unets_leave_no_weights_on_the_second_gpu(tiny: nn.Module) -> None:
+    """Also after another round."""
     def allocated() -> int:
         gc.collect()
         torch.cuda.synchronize()
@@ -131,7 +136,7 @@ def test_another_checkpoint_and_unloading_leave_nothing_on_the_second_card(tiny:
     for unet in (tiny, other):
         compile_unet(unet, second_gpu="auto")
         given = arguments(unet)
-        assert relative_error(ready(unet, given), host(unet, given)) < 1e-2
+        assert relative_error(replayed_by_both(unet, given), host(unet, given)) < 1e-2
     weights = sum(parameter.nbytes for unet in (tiny, other) for parameter in unet.parameters())
     assert second()["bytes"] == weights and allocated() >= weights
     for unet in (tiny, other):
@@ -140,7 +145,7 @@ def test_another_checkpoint_and_unloading_leave_nothing_on_the_second_card(tiny:
     assert second()["bytes"] == 0 and allocated() < weights + 160 * MIB
     before = allocated()
     compile_unet(tiny, second_gpu="auto")
-    ready(tiny, arguments(tiny))
+    replayed_by_both(tiny, arguments(tiny))
     uncompile_unet(tiny)
     assert allocated() - before < MIB
 
@@ -173,7 +178,11 @@ def replayed(unet: nn.Module, given: dict[str, Any]) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["auto", "cudagraph"])
 @pytest.mark.parametrize(("card", "current"), [(1, 0), (0, 1)], ids=["the second", "the first"])
-def test_a_unet_on_another_card(card: int, current: int, backend: str, names: list[str]) -> None:
+def test_a_unet_on_another_gpu_than_the_current_one_is_replayed_timed_and_tuned_there(
+    card: int, current: int, backend: str, names: list[str]
+) -> None:
+    """card, current: the UNet's GPU, and torch's current one, which stays the current one and gets no memory of the
+    UNet. Measurements are stored under the UNet's GPU."""
     torch.cuda.set_device(current)
     before = torch.cuda.memory_allocated(current)
     known = set(runtime.tuning_cache._values)
@@ -193,7 +202,7 @@ def test_a_unet_on_another_card(card: int, current: int, backend: str, names: li
 
 
 @torch.no_grad()
-def test_a_vae_on_another_card() -> None:
+def test_a_vae_on_another_gpu_than_the_current_one_is_served_there() -> None:
     device = torch.device("cuda", 1)
     vae: Any = random_vae(True, device).half()
     latent = torch.randn(1, 4, 24, 16, device=device, dtype=torch.float16)
