@@ -38,9 +38,9 @@ ROUNDING = 1e-5
 CPU = torch.device("cpu")
 
 
-class Computer:
-    """Decides which parameters are in main memory, by their names; and counts copies of matrices outside of a
-    schedule."""
+class TwoMemories:
+    """Decides which parameters are in main memory, by their names. alone: the number of matrices that were copied by
+    themselves, outside of the schedule of copies, because no unit named them."""
 
     def __init__(self) -> None:
         self.is_away: Callable[[str], bool] = lambda name: True
@@ -56,9 +56,9 @@ class Computer:
 
 
 @pytest.fixture
-def computer(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Computer:
-    """A UNet whose weights are streamed through a ring of a few units."""
-    found = Computer()
+def two_memories(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> TwoMemories:
+    """Weights are streamed through a ring of a few units, whose memory is filled with NaN at first."""
+    found = TwoMemories()
     monkeypatch.setattr(streaming, "RING", 1 << 14)
     monkeypatch.setattr(streaming, "LEAST_CHUNK", 1 << 12)
     monkeypatch.setattr(binding, "lies_away", found.lies_away)
@@ -78,9 +78,9 @@ def computer(pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch) -> Com
     return found
 
 
-def in_our_care(computer: Computer, **options: Any) -> Any:
+def compiled_with(two_memories: TwoMemories, **options: Any) -> Any:
     unet = diffusers_unet(**SMALL_XL)
-    computer.knows(unet)
+    two_memories.knows(unet)
     return lib_onediff.compile_unet(unet, **options)
 
 
@@ -100,19 +100,23 @@ def is_right(unet: Any, call: Any) -> bool:
 
 @pytest.mark.parametrize("lane", [Early, Late])
 @pytest.mark.parametrize("which", AWAY)
-def test_streamed_weights_give_the_webuis_output(computer: Computer, lane: type[Early], which: str) -> None:
-    computer.lane = lane
-    computer.is_away = AWAY[which]
-    unet = in_our_care(computer)
+def test_our_output_with_streamed_weights_is_close_to_the_hosts(
+    two_memories: TwoMemories, lane: type[Early], which: str
+) -> None:
+    """which: the weights in main memory. lane: whether copies come as early or as late as their marks allow; a wrong
+    mark gives a wrong weight in one of them."""
+    two_memories.lane = lane
+    two_memories.is_away = AWAY[which]
+    unet = compiled_with(two_memories)
     for size in (8, 8, 8, 12, 12, 12):
         assert is_right(unet, a_call(unet, size, size))
     assert now() == ("native", "graph") and "MiB of its weights" in reason()
-    assert computer.alone == 0
+    assert two_memories.alone == 0
 
 
-def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(computer: Computer) -> None:
+def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(two_memories: TwoMemories) -> None:
     """A missing layer's matrix would be copied alone, outside of the schedule."""
-    layout = runtime.services.families.read(in_our_care(computer, deepcache_interval=2))
+    layout = runtime.services.families.read(compiled_with(two_memories, deepcache_interval=2))
     whole = layout.units(None)
     shallow = layout.units(1)
     names = [name for unit in whole for name in unit]
@@ -123,22 +127,26 @@ def test_the_units_of_a_network_are_all_its_layers_and_a_cached_pass_has_fewer(c
 
 
 @pytest.mark.parametrize("lane", [Early, Late])
-def test_a_cached_pass_copies_only_the_weights_that_it_reads(computer: Computer, lane: type[Early]) -> None:
-    computer.lane = lane
-    unet = in_our_care(computer)
+def test_a_cached_pass_of_deepcache_names_every_weight_that_it_reads(
+    two_memories: TwoMemories, lane: type[Early]
+) -> None:
+    """A weight that its units do not name would be copied by itself (alone)."""
+    two_memories.lane = lane
+    unet = compiled_with(two_memories)
     plain = copy.deepcopy(unet)
-    cached = in_our_care(computer, deepcache_interval=2, deepcache_depth=1)
+    cached = compiled_with(two_memories, deepcache_interval=2, deepcache_depth=1)
     assert plain is not None
     call = a_call(unet)
     for _ in range(3):
         assert is_right(cached, call)
-    assert computer.alone == 0
+    assert two_memories.alone == 0
 
 
 @pytest.mark.parametrize("lane", [Early, Late])
-def test_no_stale_weight_is_computed_with(computer: Computer, lane: type[Early]) -> None:
-    computer.lane = lane
-    unet = in_our_care(computer)
+def test_no_edit_leaves_an_old_weight_in_the_ring(two_memories: TwoMemories, lane: type[Early]) -> None:
+    """Edits in place, in a way that torch does not count, by moving a parameter, and by replacing it."""
+    two_memories.lane = lane
+    unet = compiled_with(two_memories)
     call = a_call(unet)
     other = diffusers_unet(seed=5, **SMALL_XL)
     for _ in range(4):
@@ -158,17 +166,17 @@ def test_no_stale_weight_is_computed_with(computer: Computer, lane: type[Early])
         # Replaced, as by another checkpoint in the same modules.
         for name, parameter in theirs._parameters.items():
             layer._parameters[name] = parameter
-    computer.knows(unet)
+    two_memories.knows(unet)
     for _ in range(3):
         assert is_right(unet, call)
-    assert computer.alone == 0
+    assert two_memories.alone == 0
 
 
-def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(computer: Computer) -> None:
-    unet = in_our_care(computer)
+def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(two_memories: TwoMemories) -> None:
+    unet = compiled_with(two_memories)
     call = a_call(unet)
     for is_away in (lambda name: True, half, lambda name: False, half):
-        computer.is_away = is_away
+        two_memories.is_away = is_away
         for parameter in unet.parameters():
             # It is in other memory then.
             parameter.data = parameter.data.clone()
@@ -179,11 +187,12 @@ def test_weights_are_copied_only_while_the_webui_keeps_them_in_main_memory(compu
 
 
 @pytest.mark.parametrize("lane", [Early, Late])
-def test_a_forward_that_fails_leaves_nothing_for_the_next_one(
-    computer: Computer, native_operators: StandInOperators, lane: type[Early]
+def test_after_a_forward_that_failed_in_the_middle_the_next_one_is_right(
+    two_memories: TwoMemories, native_operators: StandInOperators, lane: type[Early]
 ) -> None:
-    computer.lane = lane
-    unet = in_our_care(computer)
+    """Copies that had begun must not be taken for those of the next forward."""
+    two_memories.lane = lane
+    unet = compiled_with(two_memories)
     call = a_call(unet)
     for _ in range(2):
         assert is_right(unet, call)
@@ -195,9 +204,11 @@ def test_a_forward_that_fails_leaves_nothing_for_the_next_one(
 
 
 def test_buffers_for_copied_weights_are_not_counted_as_a_graphs_memory(
-    computer: Computer, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
+    two_memories: TwoMemories, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unet = in_our_care(computer)
+    """The first call makes the buffers (whole: their bytes), the first one after release_memory makes them anew: the
+    graph's need is the same."""
+    unet = compiled_with(two_memories)
     peaks = list[int]()
     network = runtime.services.networks.get(unet)
     peak = pretended.peak
@@ -220,8 +231,9 @@ def test_buffers_for_copied_weights_are_not_counted_as_a_graphs_memory(
     assert whole[0] == 0 < whole[1] and peaks[0] == peaks[1]
 
 
-def test_functions_of_other_extensions_run_with_streamed_weights(computer: Computer) -> None:
-    unet = in_our_care(computer)
+def test_functions_of_other_extensions_run_with_streamed_weights(two_memories: TwoMemories) -> None:
+    """Here FreeU's, with which no native graph is used."""
+    unet = compiled_with(two_memories)
     call = a_call(unet)
     for _ in range(3):
         assert is_right(unet, call)
@@ -235,8 +247,8 @@ def test_functions_of_other_extensions_run_with_streamed_weights(computer: Compu
     assert now() == ("cudagraph", "plain") and "FreeU" in reason()
 
 
-def test_nothing_keeps_the_memory_of_a_network_that_is_gone(computer: Computer) -> None:
-    unet = in_our_care(computer)
+def test_streaming_keeps_no_parameter_of_a_deleted_network_alive(two_memories: TwoMemories) -> None:
+    unet = compiled_with(two_memories)
     for _ in range(3):
         served(unet, a_call(unet))
     parameter = weakref.ref(next(unet.parameters()))
@@ -245,7 +257,9 @@ def test_nothing_keeps_the_memory_of_a_network_that_is_gone(computer: Computer) 
     assert parameter() is None
 
 
-def test_a_chunk_is_written_once_what_it_lies_over_was_read() -> None:
+def test_no_chunk_of_the_ring_overwrites_a_chunk_that_is_still_to_be_read() -> None:
+    """A chunk may lie over an earlier one only if it waits for the units that read that one. All 300 random schedules
+    also cover all bytes."""
     for seed in range(300):
         chance = random.Random(seed)
         sizes = [chance.choice((0, chance.randint(1, 60))) for _ in range(chance.randint(1, 60))]
@@ -265,12 +279,12 @@ def test_a_chunk_is_written_once_what_it_lies_over_was_read() -> None:
 
 
 @pytest.fixture
-def eight(on_a_gpu: StandInOperators, computer: Computer) -> Any:
+def eight(on_a_gpu: StandInOperators, two_memories: TwoMemories) -> Any:
     """A UNet in float16 whose host keeps all weights in main memory, and moves them itself."""
     from low_bit_builders import half_unet
 
     unet = half_unet()
-    computer.knows(unet)
+    two_memories.knows(unet)
     lib_onediff.compile_unet(unet, low_bit="int8", low_bit_only=True)
     return unet
 
@@ -280,7 +294,8 @@ def is_near(unet: Any, call: Any) -> bool:
     return 1e-4 < error < 0.05
 
 
-def test_weights_kept_in_eight_bits_are_not_copied(eight: Any) -> None:
+def test_weights_kept_in_eight_bits_on_the_gpu_are_not_streamed(eight: Any) -> None:
+    """They are made once, and anew after an edit that torch does not count."""
     from low_bit_builders import half_call
 
     call = half_call(eight)
@@ -301,10 +316,10 @@ def test_weights_kept_in_eight_bits_are_not_copied(eight: Any) -> None:
 
 
 def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
-    computer: Computer, pretended: PretendedGraphs
+    two_memories: TwoMemories, pretended: PretendedGraphs
 ) -> None:
     """So that it does not have to move weights off the GPU between two steps again."""
-    unet = in_our_care(computer)
+    unet = compiled_with(two_memories)
     card = pretended.card
     asked = list[int]()
     network = runtime.services.networks.get(unet)
@@ -342,11 +357,11 @@ def test_the_webui_is_told_of_missing_memory_before_the_next_sampling(
 
 
 def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
-    computer: Computer, native_operators: StandInOperators, pretended: PretendedGraphs
+    two_memories: TwoMemories, native_operators: StandInOperators, pretended: PretendedGraphs
 ) -> None:
     """The host answers that call; a later one is served, and the next sampling has the room from its beginning."""
-    computer.is_away = half
-    unet = in_our_care(computer)
+    two_memories.is_away = half
+    unet = compiled_with(two_memories)
     card = pretended.card
     card.size = 24 << 30
     network = runtime.services.networks.get(unet)
@@ -363,14 +378,14 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
         asked.append(size)
         held.append(network.bound.bytes)
         card.others -= size
-        computer.is_away = lambda name: True
+        two_memories.is_away = lambda name: True
         for parameter in unet.parameters():
             parameter.data = parameter.data.clone()
         return size
 
     def sampling() -> tuple[int, list[str]]:
         """The bytes that the host leaves free in addition to its own 300 MiB, and the routes of the calls."""
-        computer.is_away = half
+        two_memories.is_away = half
         for parameter in unet.parameters():
             parameter.data = parameter.data.clone()
         lacked = runtime.room_lacked(unet, "512x512")
@@ -393,10 +408,10 @@ def test_a_streamed_call_that_runs_out_of_memory_lets_the_webui_move_weights(
 
 
 def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
-    computer: Computer, native_operators: StandInOperators
+    two_memories: TwoMemories, native_operators: StandInOperators
 ) -> None:
-    computer.is_away = half
-    unet = in_our_care(computer)
+    two_memories.is_away = half
+    unet = compiled_with(two_memories)
     native_operators.fail_with(torch.cuda.OutOfMemoryError("CUDA out of memory"))
     for why in (OUT_OF_MEMORY, NO_ROOM_YET, NO_ROOM_YET):
         assert is_right(unet, a_call(unet))
@@ -405,10 +420,10 @@ def test_a_streamed_call_is_left_to_a_webui_that_moves_no_weights(
 
 
 def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(
-    computer: Computer, native_operators: StandInOperators
+    two_memories: TwoMemories, native_operators: StandInOperators
 ) -> None:
     """They would be missing on the GPU in the next image, at another size."""
-    unet = in_our_care(computer)
+    unet = compiled_with(two_memories)
     network = runtime.services.networks.get(unet)
     asked = list[int]()
     assert network is not None
@@ -422,21 +437,22 @@ def test_a_warm_up_that_runs_out_of_memory_moves_no_weights(
 
 
 @pytest.mark.parametrize("takes", [True, False])
-def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
-    eight: Any, computer: Computer, monkeypatch: pytest.MonkeyPatch, takes: bool
+def test_the_host_moves_weights_off_the_gpu_to_make_room_for_those_in_eight_bits(
+    eight: Any, two_memories: TwoMemories, monkeypatch: pytest.MonkeyPatch, takes: bool
 ) -> None:
+    """takes: whether the host agrees; otherwise the reason is that memory is missing."""
     from low_bit_builders import half_call
 
     call = half_call(eight)
     network = runtime.services.networks.get(eight)
     asked = list[int]()
     assert network is not None
-    computer.is_away = half
+    two_memories.is_away = half
 
     def make_room(unet: Any, size: int) -> bool:
         asked.append(size)
         if takes:
-            computer.is_away = lambda name: True
+            two_memories.is_away = lambda name: True
             monkeypatch.setattr(runtime.services.holdings.card, "room", lambda device: 1 << 40)
             for parameter in unet.parameters():
                 parameter.data = parameter.data.clone()
@@ -455,7 +471,8 @@ def test_the_host_takes_weights_off_the_gpu_to_make_room_for_them(
 def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
     eight: Any, pretended: PretendedGraphs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the host has no more weights to move off the GPU."""
+    """If the host has no more weights to move off the GPU: some go where a graph lacks memory, all before a large
+    decode, and they come back when memory is free."""
     from low_bit_builders import half_call
 
     call = half_call(eight)
@@ -490,7 +507,8 @@ def test_weights_in_eight_bits_make_room_for_a_graph_and_for_a_decode(
     assert calls(3) == "graph" and held() == all_of_them
 
 
-def test_a_lora_beside_the_layers_is_rounded_with_their_weights(eight: Any, computer: Computer) -> None:
+def test_a_peft_lora_is_part_of_the_weights_in_eight_bits(eight: Any, two_memories: TwoMemories) -> None:
+    """At two strengths. Without it, the output equals the one before to the bit."""
     peft = pytest.importorskip("peft")
     from low_bit_builders import half_call
 

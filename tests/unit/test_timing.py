@@ -36,13 +36,14 @@ def an_entry(own: Stopwatch, host: Stopwatch) -> Entry:
     return Entry(KEY, "SD1", own=own, host=host)
 
 
-def test_three_times_settle_a_timing_and_fewer_do_not() -> None:
+def test_a_stopwatchs_median_is_settled_after_three_times() -> None:
     assert (stopwatch().median_ms, stopwatch().settled_ms) == (None, None)
     assert (stopwatch(5.0, 7.0).median_ms, stopwatch(5.0, 7.0).settled_ms) == (6.0, None)
     assert stopwatch(5.0, 9.0, 6.0).settled_ms == 6.0
 
 
-def test_times_of_another_route_are_forgotten() -> None:
+def test_a_stopwatch_forgets_the_times_of_another_route() -> None:
+    """Calls of a graph and calls without one take different times."""
     watch = Stopwatch()
     for _ in range(ENOUGH):
         watch.time(CPU, lambda: None, "plain")
@@ -51,7 +52,8 @@ def test_times_of_another_route_are_forgotten() -> None:
     assert watch.settled_ms is None and watch.median_ms is not None
 
 
-def test_a_ratio_needs_enough_times_on_both_sides() -> None:
+def test_a_speedup_is_shown_only_after_enough_times_of_both_sides() -> None:
+    """In an entry, and in the rows of the table that a page shows."""
     few = stopwatch(1.0)
     enough = stopwatch(2.0, 2.0, 2.0)
     for own, host in ((few, enough), (enough, few), (few, few)):
@@ -62,7 +64,8 @@ def test_a_ratio_needs_enough_times_on_both_sides() -> None:
     assert entry.ratio == resolution_row([entry]).ratio == 4.5 / 2.25
 
 
-def test_the_disk_keeps_no_ratio_of_few_calls() -> None:
+def test_a_time_of_few_calls_is_stored_only_if_it_makes_no_speedup() -> None:
+    """kept: the step's and the host's time in the row of the history, whose quotient a later process would show."""
     few = stopwatch(1.0)
     enough = stopwatch(2.0, 2.0, 2.0)
     remembered = stopwatch()
@@ -95,9 +98,11 @@ class Host:
 @pytest.mark.parametrize(("seconds", "is_warm_up", "timed"), [
     (60.0, False, ENOUGH), (-1.0, False, 1), (-1.0, True, ENOUGH),
 ], ids=["quick", "slow", "slow, while nobody waits"])
-def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
+def test_a_check_times_the_host_after_its_first_run_and_a_slow_host_only_once(
     seconds: float, is_warm_up: bool, timed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The first run takes 0.2 s, as one that loads kernels. timed: the further runs. Nobody waits while OneDiff
+    pre-warms."""
     monkeypatch.setattr(verify, "SECONDS_TO_TIME_THE_HOST", seconds)
     entry = Entry(KEY)
     host = Host()
@@ -108,7 +113,7 @@ def test_the_hosts_first_run_is_not_timed_and_a_slow_one_is_timed_once(
 
 
 def test_prewarming_times_a_host_whose_output_was_checked_by_an_earlier_process(tmp_path: Path) -> None:
-    """Such an output is not compared again, so that without this a ratio could never be shown."""
+    """Such an output is not compared again, so that the host would never be timed. It is not timed in a user's call."""
     unet = shared_unet("SD1")
     host = Host()
     call = a_call(unet)

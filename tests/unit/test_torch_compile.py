@@ -60,9 +60,10 @@ def within_a_function(unet: nn.Module, traced: Traced) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("compiled", [wrapped_first, in_place_first, wrapped_later, within_a_function])
 @torch.no_grad()
-def test_torch_compile_traces_the_original_forward_without_our_operators(
+def test_torch_compile_of_a_compiled_unet_traces_nothing_and_onediff_computes_it(
     compiled: Callable[..., Any], traced: Traced
 ) -> None:
+    """Four orders in which both are applied. The output is close to that of the original forward."""
     unet = diffusers_unet(**SMALL)
     call = compiled(unet, traced)
     for side in (8, 8, 10):
@@ -74,7 +75,8 @@ def test_torch_compile_traces_the_original_forward_without_our_operators(
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 @torch.no_grad()
-def test_torch_compile_works_for_another_unet_of_the_class(fullgraph: bool, traced: Traced) -> None:
+def test_torch_compile_traces_another_unet_of_the_class_as_without_onediff(fullgraph: bool, traced: Traced) -> None:
+    """With fullgraph=True too, which raises where the compiler would have to step over our hook of the class."""
     ours = compile_unet(diffusers_unet(**SMALL))
     other = diffusers_unet(**SMALL)
     calls = status()["calls"]
@@ -86,7 +88,9 @@ def test_torch_compile_works_for_another_unet_of_the_class(fullgraph: bool, trac
 
 
 @torch.no_grad()
-def test_with_fullgraph_the_original_forward_is_compiled(traced: Traced, caplog: pytest.LogCaptureFixture) -> None:
+def test_with_fullgraph_torch_compile_compiles_the_original_forward_of_our_module_and_a_message_says_so(
+    traced: Traced, caplog: pytest.LogCaptureFixture
+) -> None:
     """With fullgraph=True the compiler may not step over anything, and raises where it would have to."""
     pipe = pipeline("StableDiffusionPipeline", SMALL, "DDIMScheduler")
     decoder = pipe.vae.decoder

@@ -51,7 +51,8 @@ def some_of(mask: Any) -> torch.Tensor:
     return mask
 
 
-def test_calls_are_served_and_an_edit_takes_effect_at_the_next_call() -> None:
+def test_a_toy_transformer_is_computed_by_us_and_an_edit_takes_effect_at_the_next_call() -> None:
+    """At two sizes, without a mask and with masks; each output is close to the network's own."""
     served = Served()
     for size in ((8, 8), (4, 12)):
         call = served.call(*size)
@@ -62,7 +63,8 @@ def test_calls_are_served_and_an_edit_takes_effect_at_the_next_call() -> None:
     served.check(served.call())
 
 
-def test_a_field_that_a_family_adds_to_its_call_is_an_input() -> None:
+def test_a_familys_own_field_of_a_call_is_split_by_rows_and_is_part_of_the_key() -> None:
+    """The mask: its presence makes another shape (key), its values do not."""
     served = Served()
     call = served.call()
     masked = replace(call, mask=some_of(call.mask))
@@ -74,7 +76,8 @@ def test_a_field_that_a_family_adds_to_its_call_is_an_input() -> None:
     assert keys[0] == keys[1] != keys[2]
 
 
-def test_units_are_the_weights_that_the_forward_reads() -> None:
+def test_units_name_every_layer_of_the_layout_once() -> None:
+    """Fused layers by the name of their fusion."""
     served = Served()
     layout = served.layout
     named = [name for unit in FAMILY.units(layout, served.call()) for name in unit]

@@ -154,7 +154,9 @@ def run(runtime: Runtime, toy: Toy, call: ToyCall) -> Tensor:
 
 
 @pytest.mark.parametrize("width", [8, 24])
-def test_a_new_family_is_computed_by_a_new_device(width: int) -> None:
+def test_a_new_family_is_computed_by_a_new_device_and_by_torchs_where_that_refuses(width: int) -> None:
+    """The toy device refuses images wider than 16 latent pixels, which "eager" then computes. An edit takes effect at
+    once."""
     toy = Toy()
     device = ToyDevice()
     runtime = Runtime(policies=(), devices=(device, Eager()), families=(Toys(),))
@@ -172,7 +174,7 @@ def test_a_new_family_is_computed_by_a_new_device(width: int) -> None:
     assert torch.allclose(run(runtime, toy, call), expected, atol=1e-4)
 
 
-def test_a_network_that_no_family_knows_is_left_to_the_host() -> None:
+def test_a_network_of_no_registered_family_is_computed_by_the_host() -> None:
     toy = Toy()
     call = a_call()
     runtime = Runtime()
@@ -182,7 +184,9 @@ def test_a_network_that_no_family_knows_is_left_to_the_host() -> None:
 
 
 @pytest.mark.parametrize("whole_batch", [True, False])
-def test_a_new_step_policy_answers_every_other_step(whole_batch: bool) -> None:
+def test_a_new_step_policy_repeats_the_output_of_every_other_step(whole_batch: bool) -> None:
+    """whole_batch: whether it answers for prompt and negative prompt together. Its memory lasts for one sampling; a
+    call outside of samplings is computed whole."""
     toy = Toy()
     policy = EveryOther(whole_batch)
     runtime = Runtime(policies=(policy,), devices=(Eager(),), families=(Toys(),))
@@ -204,7 +208,8 @@ def test_a_new_step_policy_answers_every_other_step(whole_batch: bool) -> None:
     assert runtime.status()["every_other"]["reason"] == f"Every other step is inactive: {UNANNOUNCED}"
 
 
-def test_deepcache_refuses_a_family_without_a_cut() -> None:
+def test_deepcache_is_inactive_for_a_family_without_a_cut() -> None:
+    """The toy family has no depth at which a cached pass could stop (deepest is 0): every step is computed whole."""
     toy = Toy()
     runtime = Runtime(devices=(Eager(),), families=(Toys(),))
     runtime.configure(Settings(deepcache_interval=3))

@@ -75,7 +75,9 @@ def cut_at(given: Call, depth: int, memory: CutMemory, reads: bool) -> Any:
 
 
 @pytest.mark.parametrize("depth", [*DEPTHS, 11])
-def test_a_full_pass_of_a_transformer_equals_the_forward_and_a_cached_pass_repeats_it(depth: int) -> None:
+def test_the_cut_changes_no_full_pass_of_a_transformer_and_a_cached_pass_repeats_its_output(depth: int) -> None:
+    """DeepCache: a full pass keeps the change by the blocks behind the cut and equals the forward to the bit; a cached
+    pass (reads=True) of the same call adds the kept change."""
     unet = network(num_layers=BLOCKS)
     bound = BoundNetwork(unet)
     given = cosmos_call(unet, **call())
@@ -86,7 +88,8 @@ def test_a_full_pass_of_a_transformer_equals_the_forward_and_a_cached_pass_repea
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_cached_pass_repeats_the_full_one_in_half_precision(dtype: torch.dtype) -> None:
+def test_a_cached_pass_repeats_the_full_passs_output_in_half_precision(dtype: torch.dtype) -> None:
+    """To one rounding of the dtype, because the change is kept in it."""
     unet = network(num_layers=BLOCKS).to(dtype)
     bound = BoundNetwork(unet)
     given = cosmos_call(unet, **call())
@@ -98,7 +101,8 @@ def test_a_cached_pass_repeats_the_full_one_in_half_precision(dtype: torch.dtype
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_a_cached_pass_equals_the_hosts_first_blocks_plus_the_kept_change(depth: int) -> None:
+def test_a_cached_pass_is_close_to_the_hosts_first_blocks_plus_the_kept_change(depth: int) -> None:
+    """At a later timestep than the full pass. The host's full forward at that timestep has another output."""
     unet = network(num_layers=BLOCKS)
     bound = BoundNetwork(unet)
     host = HostCut(unet, depth)
@@ -114,6 +118,7 @@ def test_a_cached_pass_equals_the_hosts_first_blocks_plus_the_kept_change(depth:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_the_units_of_a_cached_pass_are_the_weights_that_it_reads(depth: int) -> None:
+    """check_reads() compares both, and raises. Units decide which weights are streamed."""
     unet = network(num_layers=BLOCKS)
     bound = BoundNetwork(unet)
     given = cosmos_call(unet, **call())
@@ -162,7 +167,8 @@ def run_steps(unet: Any, host: HostCut) -> int:
     return found
 
 
-def test_cached_steps_compute_the_first_blocks_of_a_transformer(unet: Any) -> None:
+def test_deepcache_computes_only_the_first_blocks_of_a_transformer_in_five_of_twelve_steps(unet: Any) -> None:
+    """run_steps() compares every step with the oracle."""
     assert run_steps(unet, HostCut(unet, 1)) == 5
     assert runtime.status()["deepcache"]["reason"] == ""
 
@@ -173,7 +179,11 @@ def test_cached_steps_compute_the_first_blocks_of_a_transformer(unet: Any) -> No
     ({"deepcache_interval": 2, "deepcache_depth": 2}, 2, 5),
     ({"deepcache_interval": 2, "transformer_interval": 1}, 1, 0),
 ], ids=str)
-def test_transformer_interval_overrides_deepcache_interval(options: dict[str, int], depth: int, cached: int) -> None:
+def test_transformer_interval_and_depth_1_override_deepcaches_options(
+    options: dict[str, int], depth: int, cached: int
+) -> None:
+    """depth and cached: the cut, and the number of cached steps of twelve. The infotext names the options that were
+    followed."""
     unet = lib_onediff.compile_unet(network(num_layers=BLOCKS), **options)
     assert run_steps(unet, HostCut(unet, depth)) == cached
     followed = TRANSFORMER_OPTIONS if "transformer_interval" in options else DEEPCACHE_OPTIONS
@@ -181,7 +191,7 @@ def test_transformer_interval_overrides_deepcache_interval(options: dict[str, in
     lib_onediff.uncompile_unet(unet)
 
 
-def test_the_interval_of_transformers_has_no_effect_on_unets() -> None:
+def test_transformer_interval_has_no_effect_on_unets() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(), transformer_interval=2)
     with lib_onediff.sampling(unet, timesteps=range(1000, 0, -50)):
         for time in range(1000, 800, -50):
@@ -192,7 +202,8 @@ def test_the_interval_of_transformers_has_no_effect_on_unets() -> None:
 
 @pytest.mark.parametrize("path", ["transformer_blocks.0.attn1.to_q", "transformer_blocks.2.ff.net.2", "proj_out"])
 @torch.no_grad()
-def test_an_edit_takes_effect_at_the_next_step(unet: Any, path: str) -> None:
+def test_an_edit_before_or_behind_the_cut_takes_effect_at_the_next_step(unet: Any, path: str) -> None:
+    """path: of a layer before the cut (block 0), behind it, or at the end."""
     host = HostCut(unet, 1)
     with lib_onediff.sampling(unet, timesteps=TIMES):
         for number in (0, 1, 2, 3):

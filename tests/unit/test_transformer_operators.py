@@ -92,10 +92,11 @@ MASKS = {"none": no_mask, "padded": of_padded_prompts, "empty prompt": with_an_e
 
 
 @grid(mask=list(MASKS), key_heads=[HEADS, KEY_HEADS, 1], dtype=DTYPES, upcast=[False, True], newest=[True, False])
-def test_attention_with_masks_and_fewer_heads_of_keys(
+def test_attention_with_a_mask_and_shared_key_heads_is_close_to_float64(
     mask: str, key_heads: int, dtype: torch.dtype, upcast: bool, newest: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """newest: use torch's own grouped attention (torch 2.5 and newer), if this torch has it."""
+    """By torch's operators and by our choice of kernels. newest: use torch's own grouped attention (torch 2.5 and
+    newer), if this torch has it. A query that sees no key gives zeros."""
     if not newest:
         monkeypatch.setattr(torch_ops, "HAS_GQA", False)
     query = random(BATCH, HEADS, TOKENS, HEAD, dtype=dtype)
@@ -111,7 +112,9 @@ def test_attention_with_masks_and_fewer_heads_of_keys(
             assert not output[hidden].any(), "a query that sees nothing gives zeros"
 
 
-def test_keys_are_repeated_for_an_attention_without_grouped_heads() -> None:
+def test_shared_keys_are_repeated_for_an_attention_kernel_without_grouped_heads() -> None:
+    """class_of: the name of the shape's measurements, which differ from those of an attention with as many key
+    heads."""
     shapes = (2, 6, 60, 40), (2, 2, 77, 40)
     given = inputs_of(random, *shapes)
     assert [tuple(part.shape) for part in given] == [shapes[0], shapes[1], shapes[1]]
@@ -137,7 +140,9 @@ def exact_norm(norm: Any, tokens: Tensor, layer: LayerWeights) -> Tensor:
 
 
 @grid(ops=[TORCH, NATIVE], norm=list(NORMS), vectors=[0, 1, 2], dtype=DTYPES, owes=[False, True])
-def test_norms_with_modulation(ops: str, norm: str, vectors: int, dtype: torch.dtype, owes: bool) -> None:
+def test_a_norm_with_modulation_is_close_to_float64(
+    ops: str, norm: str, vectors: int, dtype: torch.dtype, owes: bool
+) -> None:
     """vectors: the number of the modulation's vectors (0: none). owes: whether the residual has an update that is still
     to be added."""
     description: Any = NORMS[norm]
@@ -170,6 +175,7 @@ def test_norms_with_modulation(ops: str, norm: str, vectors: int, dtype: torch.d
 @pytest.mark.parametrize("ops", [TORCH, NATIVE])
 @pytest.mark.parametrize("norm", [name for name in NORMS if name != "layer"])
 def test_a_residual_in_float32_is_normed_for_a_layer_in_half_precision(ops: str, norm: str) -> None:
+    """Its values exceed float16's range, and the normed ones do not."""
     tokens = 1e5 * random(BATCH, TOKENS, WIDTH)
     description: Any = NORMS[norm]
     layer = LayerWeights(random(WIDTH).half(), None)
@@ -188,10 +194,10 @@ def test_a_residual_in_float32_is_normed_for_a_layer_in_half_precision(ops: str,
 
 @grid(ops=[TORCH, NATIVE], interleaved=[False, True], of_rows=[False, True], normed=[True, False],
       key_heads=[HEADS, KEY_HEADS], dtype=[torch.float32, torch.float16])
-def test_heads_are_normed_and_rotated(
+def test_heads_normed_and_rotated_are_close_to_float64(
     ops: str, interleaved: bool, of_rows: bool, normed: bool, key_heads: int, dtype: torch.dtype
 ) -> None:
-    """of_rows: whether each row of the batch has its own positions."""
+    """of_rows: whether each row of the batch has its own positions. Values are neither normed nor rotated."""
     angles = random(*((BATCH,) if of_rows else ()), TOKENS, HEAD // 2)
     rotary = Rotary(angles.cos(), angles.sin(), interleaved)
     norm = LayerWeights(random(HEAD, dtype=dtype), None), RMSNorm("", HEAD, 1e-6)
@@ -215,7 +221,7 @@ def test_heads_are_normed_and_rotated(
 
 
 @grid(ops=[TORCH, NATIVE], activation=list(Activation), gate_first=[False, True], dtype=[torch.float32, torch.float16])
-def test_gated_units_are_exact_whichever_half_is_the_gate(
+def test_gated_and_plain_activations_are_close_to_float64_whichever_half_is_the_gate(
     ops: str, activation: Activation, gate_first: bool, dtype: torch.dtype
 ) -> None:
     x = random(BATCH, TOKENS, WIDTH, dtype=dtype)
@@ -251,7 +257,8 @@ def test_the_second_half_is_the_gate_in_geglu_and_the_first_in_swiglu() -> None:
 
 @pytest.mark.parametrize("ops", [TORCH, NATIVE])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_layer_without_gate_and_norm_is_added_to_wider_tokens(ops: str, dtype: torch.dtype) -> None:
+def test_a_half_precision_layer_is_added_twice_to_a_float32_residual(ops: str, dtype: torch.dtype) -> None:
+    """Without rounding the residual to the layer's dtype."""
     tokens = random(BATCH, TOKENS, WIDTH)
     x = random(BATCH, TOKENS, 32, dtype=dtype)
     layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, None)
@@ -268,10 +275,10 @@ def test_a_layer_without_gate_and_norm_is_added_to_wider_tokens(ops: str, dtype:
     ops=[TORCH, NATIVE], gated=[False, True], normed=[False, True], biased=[False, True], wide=[False, True],
     dtype=DTYPES,
 )
-def test_a_layer_is_added_with_a_norm_after_it_and_a_gate(
+def test_a_layer_added_to_the_residual_with_a_norm_and_a_gate_is_close_to_float64(
     ops: str, gated: bool, normed: bool, biased: bool, wide: bool, dtype: torch.dtype
 ) -> None:
-    """wide: whether the residual's tokens are float32 beside layers in dtype."""
+    """Twice. wide: whether the residual's tokens are float32 beside layers in dtype."""
     tokens = random(BATCH, TOKENS, WIDTH, dtype=torch.float32 if wide else dtype)
     x = random(BATCH, TOKENS, 32, dtype=dtype)
     layer = LayerWeights(random(WIDTH, 32, dtype=dtype) / 6, random(WIDTH, dtype=dtype) if biased else None)
@@ -317,7 +324,7 @@ def with_random_norms(block: nn.Module) -> nn.Module:
     return block.to(DEVICE).requires_grad_(False)
 
 
-def test_a_block_of_z_image() -> None:
+def test_a_block_of_z_image_written_with_our_operators_is_close_to_diffusers() -> None:
     """RMS norms before and after each layer, scales and tanh gates without shifts, interleaved rotary, SwiGLU."""
     code = pytest.importorskip("diffusers.models.transformers.transformer_z_image")
     block: Any = with_random_norms(code.ZImageTransformerBlock(0, WIDTH, 3, 3, 1e-5, True))
@@ -360,7 +367,7 @@ def test_a_block_of_z_image() -> None:
     assert relative_error(torch_ops.materialize(residual), expected) < 1e-5
 
 
-def test_a_block_of_krea_2() -> None:
+def test_a_block_of_krea_2_written_with_our_operators_is_close_to_diffusers() -> None:
     """Fewer heads of keys than of queries, a sigmoid gate on the attention, RMS norms that multiply by 1 + weight,
     modulations with shifts, and a mask of the prompt."""
     code = pytest.importorskip("diffusers.models.transformers.transformer_krea2")

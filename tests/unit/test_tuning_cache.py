@@ -43,7 +43,9 @@ def test_choices_made_before_the_store_was_opened_are_saved_and_take_precedence(
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=json.dumps)
-def test_an_invalid_stored_choice_is_ignored(tmp_path: Path, value: Any) -> None:
+def test_an_invalid_stored_choice_of_an_attention_kernel_is_ignored(tmp_path: Path, value: Any) -> None:
+    """value: not a known kernel in the stored form. The untuned choices are torch's for narrow heads, and a product of
+    matrices for wide ones."""
     narrow = (2, 8, 64, 40)
     wide = (1, 1, 64, 512)
     history = opened(tmp_path)
@@ -100,6 +102,8 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> TwoCards:
 
 
 def test_choices_apply_to_the_gpu_model_that_was_measured(cards: TwoCards) -> None:
+    """Measured on the first GPU ("Large"); the second one ("Small") keeps the unmeasured choices. Stored names have the
+    GPU's."""
     cache = TuningCache()
     launches = Launches(cache)
     products = LowBit(cache, launches)

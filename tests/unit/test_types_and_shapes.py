@@ -112,9 +112,10 @@ def differing(unet: Any, given: Arguments) -> list[str]:
 
 @pytest.mark.parametrize("config", [SMALL, SMALL_XL, LCM], ids=["SD", "SDXL", "LCM"])
 @pytest.mark.parametrize("residuals", [False, True], ids=["", "residuals"])
-def test_other_inputs_after_a_check_give_the_hosts_output_or_exception(
+def test_after_a_check_inputs_of_any_dtype_and_shape_give_the_hosts_output_or_exception(
     config: Arguments, residuals: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Our output is close to the host's, and an exception has the same class. The usual call is served as before."""
     unet = lib_onediff.compile_unet(diffusers_unet(**config))
     given = {name: one for name, one in arguments_of(unet).items() if residuals or name not in RESIDUALS}
     for _ in range(2):
@@ -127,7 +128,9 @@ def test_other_inputs_after_a_check_give_the_hosts_output_or_exception(
     assert lib_onediff.status()["route"] == "plain", lib_onediff.status()["reason"]
 
 
-def test_other_inputs_beside_a_graph_give_the_hosts_output_or_exception(pretended: PretendedGraphs) -> None:
+def test_beside_a_graph_inputs_of_any_dtype_and_shape_give_the_hosts_output_or_exception(
+    pretended: PretendedGraphs
+) -> None:
     unet = lib_onediff.compile_unet(diffusers_unet(**SMALL_XL), backend=NATIVE)
     given = {name: one for name, one in arguments_of(unet).items() if name not in RESIDUALS}
     for _ in range(4):

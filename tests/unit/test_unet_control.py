@@ -49,8 +49,9 @@ def residuals_for(unet: torch.nn.Module, call: UNetCall, present: set[int]) -> d
 
 
 @grid(present=[{0}, {11}, {0, 1, 2, 5, 8, 11}], part=["input", "middle", "output", "all"], size=[(8, 8), (9, 11)])
-def test_residuals_are_added_where_control_says(present: set[int], part: str, size: tuple[int, int]) -> None:
-    """Also with fewer residuals than stages."""
+def test_residuals_of_a_control_are_added_at_their_stages(present: set[int], part: str, size: tuple[int, int]) -> None:
+    """present: the stages that have one; fewer than there are stages. Compared with ldm's layers; without them the
+    output differs."""
     unet = shared_ldm_unet()
     call = a_call(unet, *size)
     parts = residuals_for(unet, call, present)
@@ -60,7 +61,7 @@ def test_residuals_are_added_where_control_says(present: set[int], part: str, si
     assert relative_error(expected, patched_output(unet, call)) > 1e-3
 
 
-def test_residuals_of_another_precision_are_cast() -> None:
+def test_residuals_in_float64_are_cast_to_the_networks_dtype() -> None:
     unet = shared_ldm_unet()
     call = a_call(unet)
     (middle,) = residuals_for(unet, call, {0})["middle"]
@@ -132,7 +133,9 @@ def one_more(scene: Scene) -> dict[str, Any]:
     (SD1, controlled), (SDXL, controlled), (SD1, adapted), (SDXL, adapted), (SDXL, lambda scene: adapted(scene, 2)),
     (SD1, lambda scene: controlled(scene) | adapted(scene, 3)), ({**SD1, "mid_block_type": None}, one_more),
 ], ids=["ControlNet", "SDXL ControlNet", "adapter", "SDXL adapter", "fewer", "both", "no middle block"])
-def test_the_output_with_residuals_is_the_hosts(layout: dict, residuals: Callable[[Scene], dict[str, Any]]) -> None:
+def test_our_output_with_residuals_is_close_to_the_hosts(
+    layout: dict, residuals: Callable[[Scene], dict[str, Any]]
+) -> None:
     scene = Scene(layout)
     given = residuals(scene)
     bare = scene.output()
@@ -147,10 +150,11 @@ def test_the_output_with_residuals_is_the_hosts(layout: dict, residuals: Callabl
 @pytest.mark.parametrize(("layout", "residuals", "steps"), [
     (SDXL, adapted, 2), (SD1, adapted, 2), ({**SD1, "mid_block_type": None}, one_more, 1),
 ], ids=["SDXL adapter", "adapter", "no middle block"])
-def test_the_callers_list_is_left_as_the_host_leaves_it(
+def test_the_callers_list_of_residuals_is_emptied_as_the_host_empties_it(
     layout: dict, residuals: Callable[[Scene], dict[str, Any]], steps: int, options: dict[str, Any]
 ) -> None:
-    """The host empties it: a loop that passes the same list at each step has the adapter at the first step only."""
+    """A loop that passes the same list at each step has the adapter at the first step only. options: whether OneDiff or
+    the host computes."""
     scene = Scene(layout)
     (name, given), = residuals(scene).items()
     lists = list(given), list(given)
@@ -179,7 +183,7 @@ def test_a_middle_residual_alone_is_ignored_as_the_host_ignores_it() -> None:
     assert relative_error(scene.output(mid_block_additional_residual=middle), expected) < CLOSE
 
 
-def test_one_more_residual_changes_the_key_of_the_call() -> None:
+def test_a_call_with_one_more_residual_is_another_shape() -> None:
     """A residual that only the host adds must not be served by a shape that was checked without it."""
     scene = Scene(SDXL)
     residuals = scene.adapter()
@@ -191,7 +195,8 @@ def test_one_more_residual_changes_the_key_of_the_call() -> None:
 
 
 def test_the_host_gets_all_of_an_adapters_residuals_each_time_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It empties the list that it gets. Here it runs twice: to check our output, and again because that was wrong."""
+    """It empties the list that it gets. Here it runs twice: to check our output, and again because that was wrong
+    (gated is replaced by a wrong function)."""
     scene = Scene(SD1)
     residuals = scene.adapter()
     expected = scene.output(down_intrablock_additional_residuals=residuals)

@@ -6,6 +6,7 @@ import copy
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -33,6 +34,7 @@ HALF_TYPES = (torch.float16, torch.bfloat16)
 # ratio is known to 0.03.
 NETWORKS = 3
 PICTURES = 16
+# Our error may be this many times the host's: 1, and a margin for the chance.
 WORST_RATIO = 1.1
 WIDER = {"block_out_channels": (32, 64, 128, 128), "norm_num_groups": 8}
 WIDER_SDXL = {**WIDER, "block_out_channels": (32, 64, 128)}
@@ -45,11 +47,11 @@ def cast(call: UNetCall, dtype: torch.dtype) -> UNetCall:
 
 def error_ratio(
     build: Callable[[int], nn.Module], dtype: torch.dtype,
-    host: Callable[[nn.Module, UNetCall], Tensor], exact: Callable[[nn.Module, UNetCall], Tensor],
+    *, host: Callable[[nn.Module, UNetCall], Tensor], exact: Callable[[nn.Module, UNetCall], Tensor],
     upcast: bool = False,
 ) -> float:
-    """Our relative error divided by the host's in this dtype, as a mean over networks. The exact output is the host's
-    in float32, with the same weights in half precision."""
+    """Our relative error divided by that of `host` in this dtype, as a mean over networks. exact: the forward that is
+    run in float32, with the same weights in half precision, for the output that both are compared with."""
     ratios = []
     for seed in range(NETWORKS):
         deepcache = build(seed).to(dtype)
@@ -61,14 +63,20 @@ def error_ratio(
 
 
 @grid(name=["SD1", "SDXL"], dtype=HALF_TYPES)
-def test_our_error_is_not_above_diffusers_own(name: str, dtype: torch.dtype) -> None:
+def test_our_rounding_error_is_at_most_diffusers(name: str, dtype: torch.dtype) -> None:
+    """Up to WORST_RATIO; see error_ratio()."""
     layout = {"SD1": {**SD1, **WIDER}, "SDXL": {**SDXL, **WIDER_SDXL}}[name]
-    ratio = error_ratio(lambda seed: diffusers_unet(seed, **layout), dtype, diffusers_output, diffusers_output)
+    build = partial(diffusers_unet, **layout)
+    ratio = error_ratio(build, dtype, host=diffusers_output, exact=diffusers_output)
     assert ratio <= WORST_RATIO
 
 
 @pytest.mark.parametrize("dtype", first(1, HALF_TYPES), ids=str)
-def test_our_error_with_upcast_attention_is_not_above_diffusers_own(dtype: torch.dtype) -> None:
+def test_our_rounding_error_with_upcast_attention_is_at_most_that_of_diffusers_upcast_attention(
+    dtype: torch.dtype
+) -> None:
+    """SD 2 with A1111's option "upcast cross attention to float32". diffusers' AttnProcessor upcasts by the config of
+    SD2."""
     from diffusers.models.attention_processor import AttnProcessor
 
     def build(seed: int) -> nn.Module:
@@ -76,7 +84,7 @@ def test_our_error_with_upcast_attention_is_not_above_diffusers_own(dtype: torch
         unet.set_attn_processor(AttnProcessor())
         return unet
 
-    assert error_ratio(build, dtype, diffusers_output, diffusers_output, upcast=True) <= WORST_RATIO
+    assert error_ratio(build, dtype, host=diffusers_output, exact=diffusers_output, upcast=True) <= WORST_RATIO
 
 
 @contextlib.contextmanager
@@ -99,10 +107,12 @@ def autocast_as_on_a_gpu(dtype: torch.dtype) -> Iterator[None]:
 
 
 @grid(name=["SD2", "SD1"], dtype=HALF_TYPES)
-def test_our_error_is_not_above_that_of_ldm_under_autocast(name: str, dtype: torch.dtype) -> None:
+def test_our_rounding_error_is_at_most_ldms_under_autocast(name: str, dtype: torch.dtype) -> None:
+    """As A1111 runs it."""
     def host(unet: nn.Module, call: UNetCall) -> Tensor:
         unet.dtype = dtype
         with autocast_as_on_a_gpu(dtype):
             return ldm_output(unet, call)
 
-    assert error_ratio(lambda seed: ldm_unet(seed, **LDM_LAYOUTS[name]), dtype, host, ldm_output) <= WORST_RATIO
+    build = partial(ldm_unet, **LDM_LAYOUTS[name])
+    assert error_ratio(build, dtype, host=host, exact=ldm_output) <= WORST_RATIO

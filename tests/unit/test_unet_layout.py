@@ -17,7 +17,7 @@ from lib_onediff.core.refusal import Refusal
 from lib_onediff.families.registry import FAMILIES
 
 
-def test_checkpoints_share_an_architecture_and_other_layouts_have_others() -> None:
+def test_two_networks_have_the_same_architecture_only_if_their_layouts_are_equal() -> None:
     """Also layouts that differ only in numbers without parameters, such as an epsilon."""
     plain = [*LAYOUTS.values(), {**SD1, "attention_head_dim": 4}, {**SD1, "norm_eps": 1e-6}, {**SD1, "freq_shift": 1},
              {**SD1, "flip_sin_to_cos": False}]
@@ -63,7 +63,9 @@ LDM_REFUSALS = [
     *((diffusers_structure, config, reason) for config, reason in DIFFUSERS_REFUSALS),
     *((ldm_structure, config, reason) for config, reason in LDM_REFUSALS),
 ], ids=name_of)
-def test_unsupported_architectures_are_refused_in_one_line(structure: Any, config: dict[str, Any], reason: str) -> None:
+def test_an_unsupported_architecture_is_refused_in_one_line(
+    structure: Any, config: dict[str, Any], reason: str
+) -> None:
     unet = structure({**SD1, **config} if structure is diffusers_structure else config)
     with pytest.raises(Refusal, match=reason) as refusal:
         FAMILIES.read(unet)

@@ -58,9 +58,10 @@ MODELS: dict[str, tuple[Callable[[], tuple[nn.Module, dict[str, Any]]], str]] = 
 
 @pytest.mark.parametrize(("build", "reason"), MODELS.values(), ids=MODELS)
 @torch.no_grad()
-def test_unsupported_unets_give_their_own_output(
+def test_a_model_that_onediff_does_not_support_gives_its_own_output_and_a_message(
     build: Callable, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Equal to the bit. Nothing of OneDiff is left on it after uncompile_unet."""
     model, given = build()
     attributes = dict(randomise(model).__dict__)
     expected = model(**given)
@@ -83,8 +84,9 @@ def test_unsupported_unets_give_their_own_output(
     assert model.__dict__ == attributes and not lib_onediff.status()["left_alone"]
 
 
-def test_a_unet_with_an_ip_adapter_that_the_call_does_not_contain_is_left_to_the_host() -> None:
-    """Our forward would leave the adapter out."""
+def test_a_unet_with_an_ip_adapter_is_computed_by_the_host_if_the_call_has_no_image_prompt() -> None:
+    """Our forward computes an IP-Adapter's layers only with an image prompt in the call, and would leave the adapter
+    out."""
     from diffusers.models.embeddings import ImageProjection, MultiIPAdapterImageProjection
 
     unet = lib_onediff.compile_unet(diffusers_unet())

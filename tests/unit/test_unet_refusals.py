@@ -72,7 +72,10 @@ def pad_by(unet: Any, mode: str) -> None:
     (lambda unet: pad_by(unet, "reflect"), "conv_in is a .*Conv2d .padding mode reflect"),
     (lambda unet: setattr(unet, "conv_act", nn.GELU()), "the output's activation is GELU"),
 ], ids=["a hook", "a forward", "a wrapped layer", "a layer's own forward", "mirrored edges", "another activation"])
-def test_a_changed_unet_is_left_to_the_host(change: Callable[[Any], object], reason: str) -> None:
+def test_a_unet_that_an_extension_has_changed_is_computed_by_the_host(
+    change: Callable[[Any], object], reason: str
+) -> None:
+    """Before the change, OneDiff computes it. The change shows in the output."""
     unet = lib_onediff.compile_unet(diffusers_unet())
     call = a_call(unet)
     plain = served(unet, call)
@@ -95,7 +98,7 @@ def test_a_changed_unet_is_left_to_the_host(change: Callable[[Any], object], rea
     (SMALL, lambda call: {"latent": call.latent[:, :3]}, "takes 4 channels"),
     (SMALL, lambda call: {"latent": call.latent[..., :0]}, "empty"),
 ])
-def test_inputs_of_another_network_are_refused(
+def test_inputs_that_do_not_fit_the_network_are_refused(
     config: dict[str, Any], change: Callable[[UNetCall], dict[str, Any]], reason: str
 ) -> None:
     unet = diffusers_unet(**config)
@@ -106,7 +109,7 @@ def test_inputs_of_another_network_are_refused(
         family.refuse_call(layout, replace(call, **change(call)))
 
 
-def test_circular_padding_is_computed_and_can_be_switched_off() -> None:
+def test_circular_padding_is_computed_by_us_and_can_be_switched_off() -> None:
     unet = lib_onediff.compile_unet(diffusers_unet())
     for seed, mode in enumerate(("zeros", "circular", "zeros")):
         pad_by(unet, mode)
@@ -117,6 +120,7 @@ def test_circular_padding_is_computed_and_can_be_switched_off() -> None:
 
 @pytest.mark.parametrize("lacking", [slice(1, 2), slice(None)], ids=["one block", "all blocks"])
 def test_a_residual_block_whose_first_convolution_has_no_bias_is_computed(lacking: slice) -> None:
+    """By us: fused biases must not assume that every block has one."""
     unet = diffusers_unet()
     convolutions = [module.conv1 for module in unet.modules() if type(module).__name__ == "ResnetBlock2D"]
     for convolution in convolutions:
@@ -168,6 +172,8 @@ PLACES = [
 def test_a_patched_class_is_left_to_the_host_until_the_patch_is_removed(
     place: tuple[str, str, str], proved: bool, disguised: bool
 ) -> None:
+    """proved: whether the shape was checked before the patch. disguised: the patch has the original's name and
+    module."""
     module, name, method = place
     kind = getattr(importlib.import_module(module), name)
     unet = lib_onediff.compile_unet(diffusers_unet())
