@@ -413,25 +413,31 @@ def hand_over(command: list[str]) -> int:
 
 def install_and_run(extra: str, command: list[str]) -> int:
     """Prepare .venv for the extra, then run the command by hand_over. If .venv cannot be prepared, prints why and
-    returns 1, or 130 after Ctrl-C."""
+    returns 1."""
     try:
         prepare_venv(extra)
     except CannotInstall as reason:
         print(reason, file=sys.stderr)
     except OSError as error:
         print(why_failed(str(error)) or f"Cannot work in {VENV}: {error}", file=sys.stderr)
-    except KeyboardInterrupt:
-        if sys.stdout.isatty():
-            # pip hides the cursor while it draws progress bars, and the terminal has written ^C.
-            print("" if os.name == "nt" else "\x1b[?25h", flush=True)
-        print("Stopped. Run the same command again to continue.", file=sys.stderr)
-        return 130
     else:
         return hand_over(command)
     return 1
 
 
 def main(arguments: list[str]) -> int:
+    """Do what the command line asks for, and return the exit code (see do_what_is_asked); 130 after Ctrl-C."""
+    try:
+        return do_what_is_asked(arguments)
+    except KeyboardInterrupt:
+        if sys.stdout.isatty():
+            # pip hides the cursor while it draws progress bars, and the terminal has written ^C.
+            print("" if os.name == "nt" else "\x1b[?25h", flush=True)
+        print("Stopped. Run the same command again to continue.", file=sys.stderr)
+        return 130
+
+
+def do_what_is_asked(arguments: list[str]) -> int:
     """Do what the command line asks for (see the module). arguments: without the program's name. Returns the exit code:
     0 without arguments, 2 after a usage message for unknown ones. --help ends the process with exit code 0."""
     if not arguments:

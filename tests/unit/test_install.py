@@ -388,7 +388,7 @@ def test_ctrl_c_in_a_terminal_shows_the_cursor_again_and_ends_the_line():
     program = InTerminal(
         f"import sys, install; command = [sys.executable, '-c', {command!r}];"
         "install.prepare_venv = lambda extra: install.run_long(command, shows_output=True);"
-        "sys.exit(install.install_and_run('demo', []))"
+        "sys.exit(install.main(['--demo']))"
     )
     program.read(until=b"loading\r")
     program.type(b"\x03")
